@@ -178,7 +178,7 @@ async def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     from vllm_omni.composition.speech import AudioChunk
     from vllm_omni.model_executor.models.qwen2_5_omni.engines import SpeechEngines
     from vllm_omni.model_executor.models.qwen2_5_omni.options import SpeechEngineOptions
-    from vllm_omni.model_executor.models.qwen2_5_omni.speech import Timings
+    from vllm_omni.model_executor.models.qwen2_5_omni.speech import SpeechTimings
 
     start = time.perf_counter()
     load_format = "dummy" if args.full_size else "auto"
@@ -212,7 +212,7 @@ async def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
                 max_codes=args.codes,
             )
             for number in range(args.warmup + args.requests):
-                timings, listener = Timings(), Listener()
+                timings, listener = SpeechTimings(), Listener()
                 prompt = tokens_input(
                     prompt_token_ids=[5 + index % 40 for index in range(args.prompt_tokens)]
                 )

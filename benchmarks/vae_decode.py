@@ -26,9 +26,9 @@ from torch.nn import functional
 
 from vllm_omni.model_executor.models.wan.vae import stacked_frames
 from vllm_omni.model_executor.models.wan.vae.fused_decoder import FusedDecoder, fused_decoder
-from vllm_omni.model_executor.models.wan.vae.fused_layers import Passes, convolved_each
+from vllm_omni.model_executor.models.wan.vae.fused_layers import FusedPasses, convolved_each
 from vllm_omni.model_executor.models.wan.vae.split_decode import RowBands
-from vllm_omni.model_executor.models.wan.vae.stacked_frames import Activation, Layout
+from vllm_omni.model_executor.models.wan.vae.stacked_frames import FrameLayout, PendingSum
 from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAECache, VAEConfig
 from vllm_omni.model_executor.models.wan.vae.winograd import OF_FRAMES, product_dtype
 from vllm_omni.model_executor.models.wan.vae_layers import fold_memory, folded
@@ -57,7 +57,9 @@ def cache_error(cache: VAECache, expected: VAECache) -> float:
 def fuse(decoder: Any, bands: RowBands | None) -> FusedDecoder | None:
     if DEVICE == "cuda":
         return fused_decoder(decoder, bands)
-    return FusedDecoder(decoder, bands, Passes(stacked_frames.stack_frames, stacked_frames.add_up))
+    return FusedDecoder(
+        decoder, bands, FusedPasses(stacked_frames.stack_frames, stacked_frames.add_up)
+    )
 
 
 def build(
@@ -333,15 +335,15 @@ def time_parts(args: argparse.Namespace) -> dict[str, Any]:
             key = f"{name}: pass, block {block}, {warps} warps"
             found[key] = milliseconds(
                 lambda x=x, past=past, gamma=gamma: stack_kernels.stack_frames(
-                    Activation(x), past, layout=Layout.SIDE_BY_SIDE, gamma=gamma
+                    PendingSum(x), past, layout=FrameLayout.SIDE_BY_SIDE, gamma=gamma
                 )
             )
             found[f"{key}, with sum"] = milliseconds(
                 lambda x=x, past=past, gamma=gamma, bias=bias, residual=residual: (
                     stack_kernels.stack_frames(
-                        Activation(x, bias, residual),
+                        PendingSum(x, bias, residual),
                         past,
-                        layout=Layout.SIDE_BY_SIDE,
+                        layout=FrameLayout.SIDE_BY_SIDE,
                         gamma=gamma,
                         want_sum=True,
                     )
@@ -403,16 +405,16 @@ def time_combined(
     found: dict[str, float] = {}
     served = stack_kernels._COMBINED_BLOCK, stack_kernels._WARPS
     products = torch.randn(len(x) + 2, 1, *x.shape[1:], device=DEVICE).to(product_dtype(DTYPE))
-    after = Activation(products, bias, products=True)
+    after = PendingSum(products, bias, products=True)
     for block, warps in ((1024, 4), (2048, 4), (2048, 8), (4096, 8)):
         stack_kernels._COMBINED_BLOCK, stack_kernels._WARPS = block, warps
         key = f"{name}: combined pass, block {block}, {warps} warps"
         pass_over = partial(
-            stack_kernels.stack_frames, past=past, gamma=gamma, layout=Layout.COMBINED
+            stack_kernels.stack_frames, past=past, gamma=gamma, layout=FrameLayout.COMBINED
         )
         found[key] = milliseconds(partial(pass_over, after))
         found[f"{key}, with sum"] = milliseconds(
-            partial(pass_over, Activation(products, bias, residual, products=True), want_sum=True)
+            partial(pass_over, PendingSum(products, bias, residual, products=True), want_sum=True)
         )
     stack_kernels._COMBINED_BLOCK, stack_kernels._WARPS = served
     combined, weights = products, OF_FRAMES[len(x)].transformed(weight)

@@ -21,14 +21,14 @@ from vae_decode import DEVICE, DTYPE, kernels, relative, with_random_weights
 
 from vllm_omni.model_executor.models.wan.vae import stacked_frames
 from vllm_omni.model_executor.models.wan.vae.fused_encoder import FusedEncoder, fused_encoder
-from vllm_omni.model_executor.models.wan.vae.fused_layers import Passes
+from vllm_omni.model_executor.models.wan.vae.fused_layers import FusedPasses
 from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAEConfig
 
 
 def fuse(encoder: Any) -> FusedEncoder | None:
     if DEVICE == "cuda":
         return fused_encoder(encoder)
-    return FusedEncoder(encoder, Passes(stacked_frames.stack_frames, stacked_frames.add_up))
+    return FusedEncoder(encoder, FusedPasses(stacked_frames.stack_frames, stacked_frames.add_up))
 
 
 def build(base_dim: int, dtype: torch.dtype = DTYPE, *, fused: bool = False) -> StreamingWanVAE:

@@ -8,7 +8,7 @@ tests/test_engine_arguments.py fails if the page is out of date.
 
 from pathlib import Path
 
-from vllm_omni.engine_arguments.table import ROWS, Row, Verdict
+from vllm_omni.engine_arguments.table import ROWS, ArgumentGroup, ArgumentVerdict
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "engine_arguments.md"
 
@@ -34,14 +34,14 @@ def render() -> str:
     return HEAD + "".join(_line(row) for row in ROWS)
 
 
-def _line(row: Row) -> str:
+def _line(row: ArgumentGroup) -> str:
     flags = ", ".join(f"`{argument.flag}`" for argument in row.arguments())
     since = "" if row.since == "0.32" else f" (vLLM {row.since})"
     diffusers = "the same" if row.diffusers is None else _cell(row.diffusers)
     return f"| {flags}{since} | {_cell(row.diffusion)} | {diffusers} | {_cell(row.ar)} |\n"
 
 
-def _cell(verdict: Verdict) -> str:
+def _cell(verdict: ArgumentVerdict) -> str:
     kind = "**refused**" if verdict.kind == "refused" else verdict.kind
     but = (
         f" (but {', '.join(_spelled(value) for value in verdict.unless)})" if verdict.unless else ""

@@ -28,11 +28,11 @@ from vllm_omni.engine_arguments.check import (
     requested_on_command_line,
 )
 from vllm_omni.engine_arguments.refusals import WORKER_CLS, check_offload
-from vllm_omni.engine_arguments.table import ARGUMENTS, KNOWN_FIELDS, PLAIN_FIELDS, ROWS, Worker
+from vllm_omni.engine_arguments.table import ARGUMENTS, KNOWN_FIELDS, PLAIN_FIELDS, ROWS, WorkerKind
 from vllm_omni.model_executor.vllm_model import StepPipeline
 
 REPO = Path(__file__).parents[1]
-PIPELINES = (Worker.DIFFUSION, Worker.DIFFUSERS)
+PIPELINES = (WorkerKind.DIFFUSION, WorkerKind.DIFFUSERS)
 
 
 def known_to(version: str) -> set[str]:
@@ -58,7 +58,7 @@ REFUSED = sorted(
 class AtTheHook(Exception):
     """Carries vLLM's configuration at the time of our config hook."""
 
-    def __init__(self, worker: Worker, vllm_config: VllmConfig) -> None:
+    def __init__(self, worker: WorkerKind, vllm_config: VllmConfig) -> None:
         self.worker, self.vllm_config = worker, vllm_config
 
 
@@ -70,7 +70,7 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def at_the_hook(monkeypatch: pytest.MonkeyPatch, null_world: Path) -> Any:
-    def stop(worker: Worker, vllm_config: VllmConfig) -> None:
+    def stop(worker: WorkerKind, vllm_config: VllmConfig) -> None:
         raise AtTheHook(worker, vllm_config)
 
     def configure(**arguments: Any) -> VllmConfig:
@@ -184,7 +184,7 @@ def test_vllm_itself_refuses_the_rest(null_world: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("worker", PIPELINES)
-def test_refused_arguments_are_named_in_one_line(at_the_hook: Any, worker: Worker) -> None:
+def test_refused_arguments_are_named_in_one_line(at_the_hook: Any, worker: WorkerKind) -> None:
     config = at_the_hook(**TOGETHER)
     requested = requested_in_config(config, REFUSED)
     verdicts = {name: ARGUMENTS[name].verdicts[worker] for name in requested}

@@ -12,7 +12,7 @@ from vllm_omni.actions import ActionFrame
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.session_files.recording import (
     MAGIC,
-    Outcome,
+    ChunkOutcome,
     RecordedChunk,
     RecordingHeader,
     committed_chunks,
@@ -35,7 +35,7 @@ HEADER = RecordingHeader(
 
 
 def chunk(index: int | None, prompt: str = "a") -> RecordedChunk:
-    outcome = None if index is None else Outcome(chunk_index=index, digest="d", num_frames=9)
+    outcome = None if index is None else ChunkOutcome(chunk_index=index, digest="d", num_frames=9)
     arrays = {"poses": np.eye(4, dtype=np.float32)[None]}
     return RecordedChunk(DiffusionParams(session_id="s", prompt=prompt, seed=7), arrays, outcome)
 

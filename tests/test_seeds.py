@@ -35,9 +35,9 @@ READERS: dict[str, Callable[[int], Any]] = {
     "speech": lambda seed: SpeechRequest(input="a", seed=seed),
     "camera": lambda seed: msgspec.convert({"seed": seed}, ExtraBody),
     "generate": lambda seed: msgspec.convert(
-        {"type": "init", "prompt": "", "seed": seed}, protocol.Init
+        {"type": "init", "prompt": "", "seed": seed}, protocol.InitMessage
     ),
-    "video stream": lambda seed: msgspec.convert({"seed": seed}, video_protocol.Start),
+    "video stream": lambda seed: msgspec.convert({"seed": seed}, video_protocol.StartMessage),
 }
 
 

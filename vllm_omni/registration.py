@@ -37,7 +37,7 @@ from vllm_omni.engine_arguments.refusals import (
     check_stages_scheduler,
     is_ar_worker,
 )
-from vllm_omni.engine_arguments.table import Worker
+from vllm_omni.engine_arguments.table import WorkerKind
 from vllm_omni.entrypoints.cli.omni_hint import hint_at_exit
 from vllm_omni.entrypoints.engine.output_threads import wait_for_output_threads_at_exit
 from vllm_omni.entrypoints.telemetry.logs import quiet_start
@@ -152,7 +152,8 @@ class OmniModelConfig(VerifyAndUpdateConfig):
         heed_executor(vllm_config.model_config, parallel.distributed_executor_backend)
         family = get_family(vllm_config.model_config.hf_config.omni_family)
         check_config(
-            Worker.DIFFUSION if family.executor_cls is None else Worker.DIFFUSERS, vllm_config
+            WorkerKind.DIFFUSION if family.executor_cls is None else WorkerKind.DIFFUSERS,
+            vllm_config,
         )
         check_kv_cache_dtype(vllm_config.cache_config.cache_dtype, family.kv_cache_dtypes)
         hf_config = vllm_config.model_config.hf_config

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from vllm_omni.core.sched.policy import (
     MAX_UTILISATION,
-    Demand,
     LiveRequest,
     StepCosts,
+    StreamDemand,
     choose_batch,
     choose_level,
     predicted_end_s,
@@ -161,21 +161,27 @@ def test_a_request_without_a_deadline_does_not_starve(
 @pytest.mark.parametrize(
     ("others", "new", "held"),
     [
-        pytest.param([], Demand(0.75, 0.4), True, id="alone, half the time"),
-        pytest.param([Demand(0.75, 0.35)], Demand(0.75, 0.35), True, id="two fit"),
-        pytest.param([Demand(0.75, 0.4)], Demand(0.75, 0.4), False, id="two do not fit"),
-        pytest.param([Demand(3.0, 0.4)], Demand(0.75, 0.4), True, id="with a slow one"),
-        pytest.param([], Demand(0.75, 0.8), False, id="not even alone"),
-        pytest.param([Demand(0.75, 0.4)], Demand(0.75, 0.0), True, id="nothing known: accepted"),
+        pytest.param([], StreamDemand(0.75, 0.4), True, id="alone, half the time"),
+        pytest.param([StreamDemand(0.75, 0.35)], StreamDemand(0.75, 0.35), True, id="two fit"),
         pytest.param(
-            [Demand(0.75, 0.9)],
-            Demand(0.75, 0.0),
+            [StreamDemand(0.75, 0.4)], StreamDemand(0.75, 0.4), False, id="two do not fit"
+        ),
+        pytest.param([StreamDemand(3.0, 0.4)], StreamDemand(0.75, 0.4), True, id="with a slow one"),
+        pytest.param([], StreamDemand(0.75, 0.8), False, id="not even alone"),
+        pytest.param(
+            [StreamDemand(0.75, 0.4)], StreamDemand(0.75, 0.0), True, id="nothing known: accepted"
+        ),
+        pytest.param(
+            [StreamDemand(0.75, 0.9)],
+            StreamDemand(0.75, 0.0),
             True,
             id="nothing known: accepted with others",
         ),
     ],
 )
-def test_a_stream_above_capacity_is_refused(others: list[Demand], new: Demand, held: bool) -> None:
+def test_a_stream_above_capacity_is_refused(
+    others: list[StreamDemand], new: StreamDemand, held: bool
+) -> None:
     reason = refuses(others, new)
     assert (reason is None) == held
     assert reason is None or f"{MAX_UTILISATION:.0%}" in reason
@@ -329,10 +335,10 @@ def test_the_end_is_predicted_from_earlier_requests() -> None:
 
 def test_a_refusal_contains_the_loads() -> None:
     """The message contains the load of the stream, the load of others, the limit and a remedy."""
-    assert refuses([Demand(0.5, 0.1), Demand(1.0, 0.25)], Demand(0.75, 0.6)) == (
+    assert refuses([StreamDemand(0.5, 0.1), StreamDemand(1.0, 0.25)], StreamDemand(0.75, 0.6)) == (
         "a chunk every 0.75 s would take 80% of the engine's time, 2 live streams take 45%, and at "
         "most 95% "
         "can be used: request a lower frame rate or try again later"
     )
-    assert refuses([], Demand(1.0, MAX_UTILISATION)) is None, "exactly the limit"
-    assert refuses([Demand(1.0, 0.9)], Demand(1.0, 0.05 + 1e-6)) is not None
+    assert refuses([], StreamDemand(1.0, MAX_UTILISATION)) is None, "exactly the limit"
+    assert refuses([StreamDemand(1.0, 0.9)], StreamDemand(1.0, 0.05 + 1e-6)) is not None

@@ -11,7 +11,7 @@ import snippets as docs
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints.engine.environment import PREFIX
-from vllm_omni.entrypoints.errors import RETRYABLE, Close
+from vllm_omni.entrypoints.errors import RETRYABLE, WebSocketCloseCode
 from vllm_omni.entrypoints.hidden_states_store import StoreLimits
 from vllm_omni.entrypoints.openai.limits import MediaLimits
 from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
@@ -96,6 +96,6 @@ def test_codes_that_clients_switch_on_are_in_the_guide() -> None:
     page = (DOCS / "reference" / "realtime_world_camera.md").read_text()
     again = page.split("\n- try again: ")[1].split("\n- ")[0]
     assert set(re.findall(r"`([a-z_]+)`", again)) - {"retry_after_ms"} == RETRYABLE
-    assert set(map(int, re.findall(r"^\| (\d{4}) \|", page, re.M))) - {1009} == set(Close), (
-        "1009 is uvicorn's"
-    )
+    assert set(map(int, re.findall(r"^\| (\d{4}) \|", page, re.M))) - {1009} == set(
+        WebSocketCloseCode
+    ), "1009 is uvicorn's"

@@ -13,7 +13,7 @@ from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.session_files.snapshot import SnapshotHeader
 from vllm_omni.session_files.snapshot_exchange import (
-    Call,
+    WorkerCall,
     package_version,
     restore_exchange,
     run_exchange_async,
@@ -34,7 +34,7 @@ async def restore(client: EngineClient, session_id: str, path: Path) -> None:
     await run_exchange_async(restore_exchange(session_id, path), lambda call: send(client, call))
 
 
-async def send(client: EngineClient, call: Call) -> Any:
+async def send(client: EngineClient, call: WorkerCall) -> Any:
     return await client.engine.collective_rpc(call.method, args=call.args)
 
 

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_omni.entrypoints.limits.body_timeout import DISCARDED_BYTES_PER_S, BodyLimits, BodyTimeout
-from vllm_omni.entrypoints.session_routes import Download
+from vllm_omni.entrypoints.session_routes import FileDownload
 
 GRACE_S, BYTES_PER_S, DEADLINE_S = 0.5, 1000, 0.5
 LARGE = 64 << 20
@@ -46,7 +46,7 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> FastAPI:
 
     async def download(request: Request) -> Response:
         app.state.files.append(large.open("rb"))
-        return Download(app.state.files[-1], DEADLINE_S, headers={"Content-Length": str(LARGE)})
+        return FileDownload(app.state.files[-1], DEADLINE_S, headers={"Content-Length": str(LARGE)})
 
     app.add_api_route("/large", download)
     app.state.bytes_read = 0

@@ -276,7 +276,9 @@ class Client:
     def __exit__(self, *exc_info: object) -> None:
         self._connecting.__exit__(None, None, None)
 
-    def send(self, message: Any, dialect: codec.Dialect = codec.Dialect.OPENPI) -> None:
+    def send(
+        self, message: Any, dialect: codec.MessageDialect = codec.MessageDialect.OPENPI
+    ) -> None:
         self.connection.send(
             message if isinstance(message, bytes | str) else codec.encode(message, dialect)
         )
@@ -285,7 +287,9 @@ class Client:
         data = self.connection.recv(timeout=timeout_s)
         return data if isinstance(data, str) else codec.decode(data).value
 
-    def request(self, message: Any, dialect: codec.Dialect = codec.Dialect.OPENPI) -> Any:
+    def request(
+        self, message: Any, dialect: codec.MessageDialect = codec.MessageDialect.OPENPI
+    ) -> Any:
         self.send(message, dialect)
         return self.receive()
 

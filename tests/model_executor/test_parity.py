@@ -9,17 +9,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_omni.testing.parity.comparison import Report, Scenario, run_scenarios
+from vllm_omni.testing.parity.comparison import ComparisonReport, GoldenScenario, run_scenarios
 
 
-def double(scenario: Scenario) -> None:
+def double(scenario: GoldenScenario) -> None:
     """A model that doubles its input."""
     for name in [name for name in scenario.tensors if name.startswith("in")]:
         ours = 2 * scenario.get(name)
         scenario.compare_recorded("double", ours, name.replace("in", "out"), 1e-3)
 
 
-def verify(directory: Path) -> Report:
+def verify(directory: Path) -> ComparisonReport:
     return run_scenarios("doubler", directory, {"*.safetensors": double})
 
 

@@ -12,7 +12,7 @@ from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.planning.memory import GPU_BYTES, plan_memory, splits, weight_bytes, window_bytes
 from vllm_omni.planning.models import known_names, model_of, size_names
 from vllm_omni.planning.report import WEIGHT_ITEMSIZES
-from vllm_omni.planning.stream_model import Split
+from vllm_omni.planning.stream_model import ParallelSplit
 
 H200 = GPU_BYTES["H200"]
 
@@ -66,25 +66,25 @@ def test_a_chunk_holds_the_camera_modulation_of_all_layers(name: str, gib: float
     have none.
     """
     model = model_of(name)
-    plain = plan_memory(replace(model, camera=False), H200, Split())
-    camera = plan_memory(model, H200, Split())
+    plain = plan_memory(replace(model, camera=False), H200, ParallelSplit())
+    camera = plan_memory(model, H200, ParallelSplit())
     assert camera.session_bytes - plain.session_bytes == pytest.approx(gib * 2**30, rel=2e-3)
 
 
 def test_a_vae_stage_takes_the_decoder_from_the_first_gpu() -> None:
     model = model_of("causal_wan_1_3b", window=9)
     one, with_stage = (
-        plan_memory(model, H200, Split()),
-        plan_memory(model, H200, Split(1, 2, vae_stage=True)),
+        plan_memory(model, H200, ParallelSplit()),
+        plan_memory(model, H200, ParallelSplit(1, 2, vae_stage=True)),
     )
     assert one.memory_bytes - with_stage.memory_bytes == pytest.approx(4.0e9 + 1801 * 2**20)
-    assert str(Split(2, 3, vae_stage=True)) == "Ulysses 2 x PP 2 + VAE"
+    assert str(ParallelSplit(2, 3, vae_stage=True)) == "Ulysses 2 x PP 2 + VAE"
 
 
 def test_ranks_that_decode_together_share_the_decoder() -> None:
     model = model_of("causal_wan_1_3b")
     alone, shared = (
-        plan_memory(model, H200, Split(4, vae_parallel=each)) for each in (False, True)
+        plan_memory(model, H200, ParallelSplit(4, vae_parallel=each)) for each in (False, True)
     )
     assert alone.session_bytes - shared.session_bytes == pytest.approx(0.75 * 1801 * 2**20)
     assert alone.memory_bytes - shared.memory_bytes == pytest.approx(0.75 * (1801 * 2**20 + 4.0e9))
@@ -93,15 +93,15 @@ def test_ranks_that_decode_together_share_the_decoder() -> None:
 
 def test_temporal_stages_need_a_noise_matched_cache_and_a_stage_per_step() -> None:
     model = model_of("causal_wan_14b", window=9, denoise=4, noise_matched=True, in_flight=4)
-    assert Split(1, 4, temporal=True) in splits(model, 4) and Split(
+    assert ParallelSplit(1, 4, temporal=True) in splits(model, 4) and ParallelSplit(
         1, 2, temporal=True
     ) not in splits(model, 4)
-    assert Split(1, 5, vae_stage=True, temporal=True) in splits(model, 5), (
+    assert ParallelSplit(1, 5, vae_stage=True, temporal=True) in splits(model, 5), (
         "and one more for the VAE"
     )
     assert not any(split.temporal for split in splits(model_of("causal_wan_14b"), 4))
     by_layers, by_steps = (
-        plan_memory(model, H200, Split(1, 4, temporal=each)) for each in (False, True)
+        plan_memory(model, H200, ParallelSplit(1, 4, temporal=each)) for each in (False, True)
     )
     assert by_steps.memory_bytes > by_layers.memory_bytes, "each stage holds all layers"
 
@@ -151,7 +151,7 @@ def test_splits_can_be_served() -> None:
     assert len(set(found)) == len(found)
     assert all(split.gpus <= 8 and model.heads % split.ranks == 0 for split in found)
     assert {split.ranks for split in found} == {1, 2, 3, 4, 6}
-    assert splits(model, 1) == [Split()]
+    assert splits(model, 1) == [ParallelSplit()]
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "nvfp4"])
@@ -163,13 +163,13 @@ def test_quantization_reduces_the_weights_of_the_blocks(quantization: str) -> No
     assert 0.74 < plain.block_parameters / plain.parameters < 0.77
     assert 0.22 < plain.camera_parameters / plain.parameters < 0.24
     quantized = replace(plain, weight_itemsize=WEIGHT_ITEMSIZES[quantization])
-    saved = weight_bytes(plain, Split()) - weight_bytes(quantized, Split())
+    saved = weight_bytes(plain, ParallelSplit()) - weight_bytes(quantized, ParallelSplit())
     assert (
         saved
         == plain.block_parameters * (2 - WEIGHT_ITEMSIZES[quantization]) + plain.camera_parameters
     )
-    halves = weight_bytes(plain, Split(2, tensor=True)) - weight_bytes(
-        quantized, Split(2, tensor=True)
+    halves = weight_bytes(plain, ParallelSplit(2, tensor=True)) - weight_bytes(
+        quantized, ParallelSplit(2, tensor=True)
     )
     assert halves == saved / 2
 
@@ -234,7 +234,8 @@ def test_invalid_plans_are_refused(argv: list[str], words: str) -> None:
 def test_fp8_kv_increases_the_number_of_sessions() -> None:
     """LingBot's window is 21.4 GiB in bf16. Other memory of a session stays."""
     plain, fp8 = (
-        plan_memory(model_of("lingbot_world", kv_itemsize=size), H200, Split()) for size in (2, 1)
+        plan_memory(model_of("lingbot_world", kv_itemsize=size), H200, ParallelSplit())
+        for size in (2, 1)
     )
     assert plain.session_bytes - fp8.session_bytes == pytest.approx(28_080 * 400 * 1024)
     assert fp8.max_sessions > plain.max_sessions
@@ -247,22 +248,26 @@ def test_the_text_encoder_counts_for_one_gpu() -> None:
     model = model_of("lingbot_world")
     hosted = replace(model, text_on_cpu=True)
     first, last = (
-        weight_bytes(model, Split(stages=2), first_stage=is_first) for is_first in (True, False)
+        weight_bytes(model, ParallelSplit(stages=2), first_stage=is_first)
+        for is_first in (True, False)
     )
     assert first - last == model.context_weights > 11e9
-    alongside, on_host = (plan_memory(one, H200, Split(stages=2)) for one in (model, hosted))
+    alongside, on_host = (
+        plan_memory(one, H200, ParallelSplit(stages=2)) for one in (model, hosted)
+    )
     assert (
         on_host.memory_bytes < alongside.memory_bytes < on_host.memory_bytes + model.context_weights
     )
-    alone = plan_memory(model, H200, Split())
-    assert alone.memory_bytes - plan_memory(hosted, H200, Split()).memory_bytes == pytest.approx(
-        model.context_weights
-    )
+    alone = plan_memory(model, H200, ParallelSplit())
+    assert alone.memory_bytes - plan_memory(
+        hosted, H200, ParallelSplit()
+    ).memory_bytes == pytest.approx(model.context_weights)
 
 
 def test_an_image_encoder_counts_for_every_gpu() -> None:
     game = model_of("matrix_game", text_on_cpu=False)
     first, last = (
-        weight_bytes(game, Split(stages=2), first_stage=is_first) for is_first in (True, False)
+        weight_bytes(game, ParallelSplit(stages=2), first_stage=is_first)
+        for is_first in (True, False)
     )
     assert first == last

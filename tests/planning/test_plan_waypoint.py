@@ -9,14 +9,14 @@ from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.planning.memory import GPU_BYTES, plan_memory, splits, window_bytes
 from vllm_omni.planning.models import model_of
 from vllm_omni.planning.report import plan_text
-from vllm_omni.planning.stream_model import Split
+from vllm_omni.planning.stream_model import ParallelSplit
 
 
 def test_both_kinds_of_ring_buffers_are_counted() -> None:
     """K/V need 780 MiB at 1280x720 (18 layers of 16 frames, 6 of 17), and a quarter at 640x360."""
     large, small = (window_bytes(model_of(name), 16) for name in ("waypoint", "waypoint_360p"))
     assert large == 780 * 2**20 and small == large / 4
-    assert plan_memory(model_of("waypoint"), 16e9, Split()).max_sessions > 0
+    assert plan_memory(model_of("waypoint"), 16e9, ParallelSplit()).max_sessions > 0
 
 
 def test_only_supported_splits_and_options_are_listed() -> None:
@@ -41,4 +41,4 @@ def test_a_checkpoint_directory_is_planned(tmp_path: Path, layout: str, frames: 
     model = model_of(str(tmp_path))
     assert model.frames_per_chunk == frames
     assert (model.context_length > 0) == (layout == "v1")
-    assert plan_memory(model, GPU_BYTES["H200"], Split()).max_sessions > 0
+    assert plan_memory(model, GPU_BYTES["H200"], ParallelSplit()).max_sessions > 0

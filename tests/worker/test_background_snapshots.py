@@ -14,7 +14,7 @@ from helpers.snapshot_steps import Worker, text_chunk, video_chunk, world_chunk
 from helpers.waits import seconds
 
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.session_files.snapshot_exchange import Call, live_save_exchange
+from vllm_omni.session_files.snapshot_exchange import WorkerCall, live_save_exchange
 from vllm_omni.worker.diffusion.sessions import background_snapshots as module
 
 SMALL = {"window_frames": 7, "sink_frames": 2}
@@ -65,7 +65,7 @@ def test_chunks_generated_during_the_write_are_not_in_the_file(
     text_chunk(worker, "a", 0)
     before = worker.bits("a")
     exchange = live_save_exchange("a", tmp_path / "a", "0.test")
-    call: Call | None = next(exchange)
+    call: WorkerCall | None = next(exchange)
     for _ in range(3):  # staged, started, not yet written
         assert call is not None
         call = exchange.send(worker.rpc(call.method, call.args))

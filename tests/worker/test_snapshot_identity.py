@@ -14,7 +14,7 @@ import torch
 from helpers.snapshot_steps import Worker, text_chunk
 
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.session_files.snapshot import ModelIdentity, Parallel
+from vllm_omni.session_files.snapshot import ModelIdentity, ParallelLayout
 from vllm_omni.worker.diffusion.sessions.snapshots import model_identity, weights_digest
 
 
@@ -35,7 +35,9 @@ def vllm_config(omni: dict[str, Any] | None, cache_dtype: str = "auto", **hf: An
 def identity(text: str, *, sequence: bool = False, decode: bool = False) -> ModelIdentity:
     """Return the identity with the digest of `text`."""
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return ModelIdentity(family="a_world", config=digest, parallel=Parallel(2, 3, sequence, decode))
+    return ModelIdentity(
+        family="a_world", config=digest, parallel=ParallelLayout(2, 3, sequence, decode)
+    )
 
 
 PLAIN = (

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save_file
 
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.session_files.snapshot import UNSEEN, Parallel, read_header
+from vllm_omni.session_files.snapshot import UNSEEN, ParallelLayout, read_header
 
 _WORKERS: dict[str, Worker] = {}
 
@@ -60,7 +60,7 @@ def test_a_snapshot_is_a_safetensors_file(worker: Worker, snapshot: Path) -> Non
     assert header.ranks[0].scalars == {"chunk_index": 2, "prompt": "a field", "seed": 5}
     assert set(load(snapshot.read_bytes())) == {"rank0.memory"}
     assert snapshot.stat().st_mode & 0o777 == 0o600
-    assert header.model.parallel == Parallel(1, 1, False)
+    assert header.model.parallel == ParallelLayout(1, 1, False)
 
 
 @pytest.mark.parametrize("retained", [0, 7, 100, 0.5, -1])

@@ -18,7 +18,7 @@ from vllm_omni.session_files.snapshot import (
     MAX_TABLE_BYTES,
     ModelIdentity,
     OpenSnapshot,
-    Parallel,
+    ParallelLayout,
     RankPart,
     SnapshotHeader,
     check_table,
@@ -30,7 +30,7 @@ _PART = RankPart(weights="w", scalars={})
 _HEADER = SnapshotHeader(
     format_version=1,
     package_version="0",
-    model=ModelIdentity(family="f", config="c", parallel=Parallel(1, 1)),
+    model=ModelIdentity(family="f", config="c", parallel=ParallelLayout(1, 1)),
     chunk_index=1,
     opening={},
     ranks=[_PART],

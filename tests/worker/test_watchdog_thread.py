@@ -24,7 +24,7 @@ from vllm.utils import network_utils
 from vllm_omni.runtime.exit_codes import ENGINE_DIED
 from vllm_omni.runtime.processes import machine_id
 from vllm_omni.worker.diffusion.liveness import (
-    Peer,
+    PeerRank,
     Watchdog,
     runs_steps,
     watch_other_ranks,
@@ -78,7 +78,7 @@ def watch() -> Iterator[Callable[..., Watchdog]]:
     dogs: list[Watchdog] = []
 
     def start(
-        *peers: Peer, timeout_s: float = 60.0, listen: socket.socket | None = None
+        *peers: PeerRank, timeout_s: float = 60.0, listen: socket.socket | None = None
     ) -> Watchdog:
         dog = Watchdog(RANK, listen or bound(), peers, HERE, TOKEN, timeout_s, beat_s=BEAT_S)
         dog.start_watching()
@@ -104,9 +104,9 @@ def beat(rank: int, token: bytes = TOKEN) -> bytes:
 def test_every_other_rank_receives_a_datagram_per_beat(watch: Callable[..., Watchdog]) -> None:
     """An invalid address of another rank and received datagrams do not change the interval."""
     first, second = bound(), bound()
-    unreachable = Peer(1, NO_PROCESS, ELSEWHERE, ("127.0.0.1", 0))
+    unreachable = PeerRank(1, NO_PROCESS, ELSEWHERE, ("127.0.0.1", 0))
     peers = [
-        Peer(rank, NO_PROCESS, ELSEWHERE, end.getsockname())
+        PeerRank(rank, NO_PROCESS, ELSEWHERE, end.getsockname())
         for rank, end in ((2, first), (3, second))
     ]
     dog = watch(unreachable, *peers)
@@ -126,7 +126,7 @@ def test_silent_ranks_of_other_machines_are_named_and_not_killed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     end = bound()
-    others = [Peer(rank, process.pid, ELSEWHERE, end.getsockname()) for rank in (1, 2)]
+    others = [PeerRank(rank, process.pid, ELSEWHERE, end.getsockname()) for rank in (1, 2)]
     started_s = time.monotonic()
     watch(*others, timeout_s=0.5)
     assert exits.get(timeout=SOON_S) == ENGINE_DIED
@@ -144,7 +144,7 @@ def test_a_silent_rank_of_this_machine_is_killed(
     watch: Callable[..., Watchdog], exits: "queue.Queue[int]", process: "subprocess.Popen[bytes]"
 ) -> None:
     """A stopped process would keep its GPU memory."""
-    watch(Peer(1, process.pid, HERE, bound().getsockname()), timeout_s=0.5)
+    watch(PeerRank(1, process.pid, HERE, bound().getsockname()), timeout_s=0.5)
     assert exits.get(timeout=SOON_S) == ENGINE_DIED
     assert process.wait(SOON_S) == -signal.SIGKILL
 
@@ -152,7 +152,7 @@ def test_a_silent_rank_of_this_machine_is_killed(
 def test_a_rank_that_ended_before_the_first_beat_is_silent(
     watch: Callable[..., Watchdog], exits: "queue.Queue[int]", caplog: pytest.LogCaptureFixture
 ) -> None:
-    watch(Peer(1, NO_PROCESS, HERE, bound().getsockname()), timeout_s=0.5)
+    watch(PeerRank(1, NO_PROCESS, HERE, bound().getsockname()), timeout_s=0.5)
     assert exits.get(timeout=SOON_S) == ENGINE_DIED
     assert f"no datagram arrived from rank 1 (process {NO_PROCESS}) for 0.5 s" in caplog.text
 
@@ -167,9 +167,9 @@ def test_an_ended_process_is_detected_within_a_few_beats(
     rank are unaffected.
     """
     address = bound().getsockname()
-    living = Peer(1, os.getpid(), HERE, address)
-    ending = Peer(2, process.pid, HERE, address)
-    watch(living, ending, Peer(3, NO_PROCESS, ELSEWHERE, address))
+    living = PeerRank(1, os.getpid(), HERE, address)
+    ending = PeerRank(2, process.pid, HERE, address)
+    watch(living, ending, PeerRank(3, NO_PROCESS, ELSEWHERE, address))
     exactly(6 * BEAT_S)
     assert exits.empty()
     process.kill()
@@ -185,7 +185,7 @@ def test_an_orderly_shutdown_ends_no_process(
     """The thread ends and closes its descriptors."""
     address = bound().getsockname()
     before = set(os.listdir("/proc/self/fd"))
-    dog = watch(Peer(1, process.pid, HERE, address), timeout_s=0.5)
+    dog = watch(PeerRank(1, process.pid, HERE, address), timeout_s=0.5)
     (thread,) = threads()
     assert thread.daemon, "a daemon thread does not keep the process alive"
     process.kill()
@@ -202,7 +202,7 @@ def test_only_datagrams_with_the_token_count(
 ) -> None:
     """One of two ranks sends the engine's token and stays alive; the other sends another token."""
     address = bound().getsockname()
-    others = [Peer(rank, NO_PROCESS, ELSEWHERE, address) for rank in (1, 2)]
+    others = [PeerRank(rank, NO_PROCESS, ELSEWHERE, address) for rank in (1, 2)]
     dog, sender = watch(*others, timeout_s=1.0), bound()
     deadline_s = time.monotonic() + SOON_S
     while exits.empty() and time.monotonic() < deadline_s:
@@ -233,7 +233,7 @@ def test_a_rank_that_was_paused_restarts_its_timeouts(
     listen = DelayedSocket(socket.AF_INET, socket.SOCK_DGRAM)
     listen.bind(("127.0.0.1", 0))
     started_s = time.monotonic()
-    watch(Peer(1, NO_PROCESS, ELSEWHERE, bound().getsockname()), timeout_s=0.5, listen=listen)
+    watch(PeerRank(1, NO_PROCESS, ELSEWHERE, bound().getsockname()), timeout_s=0.5, listen=listen)
     assert exits.get(timeout=SOON_S) == ENGINE_DIED
     assert time.monotonic() - started_s > 8 * BEAT_S + 0.5
 
@@ -325,5 +325,5 @@ def test_ranks_exchange_addresses_and_a_token(
     entries = {entry[0]: entry for entry in groups.entries}
     for peer in dog.peers:
         rank, pid, machine, host, port, _ = entries[peer.rank]
-        assert peer == Peer(rank, pid, machine, (host, port))
+        assert peer == PeerRank(rank, pid, machine, (host, port))
         assert host == used

@@ -8,7 +8,7 @@ import torch
 
 from vllm_omni.worlds.grid import OccupancyGrid
 from vllm_omni.worlds.movement import (
-    Motion,
+    CameraMotion,
     heading_of,
     move_cameras,
     pitch_of,
@@ -28,7 +28,7 @@ def _grid() -> OccupancyGrid:
 def _walk(pose: torch.Tensor, keys: str, count: int, grid: OccupancyGrid | None) -> torch.Tensor:
     poses, pitch = pose[None], torch.tensor([pitch_of(pose)], dtype=torch.float64)
     for _ in range(count):
-        poses, pitch = move_cameras(poses, pitch, Motion.of_keys([keys]), STEP, grid)
+        poses, pitch = move_cameras(poses, pitch, CameraMotion.of_keys([keys]), STEP, grid)
     return poses[0]
 
 
@@ -82,8 +82,8 @@ def test_nothing_is_jumped_over_at_the_largest_speed() -> None:
     """Eight steps per latent frame are 4 m; a wall of 60 cm still stops the camera."""
     cells = torch.zeros(200, 200, dtype=torch.bool)
     cells[60:66] = True
-    motion = Motion.of_keys(["w"])
-    fast = Motion(
+    motion = CameraMotion.of_keys(["w"])
+    fast = CameraMotion(
         8 * motion.ahead, motion.aside, motion.up, motion.yaw_degrees, motion.pitch_degrees
     )
     start = world_pose(0, 0, 0)
@@ -114,7 +114,7 @@ def test_cameras_move_independently_of_each_other() -> None:
     grid, keys = _grid(), ["w", "wl", "sd", ""]
     starts = torch.stack([world_pose(x, 4.6, 20 * x) for x in range(4)])
     together, _ = move_cameras(
-        starts, torch.zeros(4, dtype=torch.float64), Motion.of_keys(keys), STEP, grid
+        starts, torch.zeros(4, dtype=torch.float64), CameraMotion.of_keys(keys), STEP, grid
     )
     alone = [_walk(start, held, 1, grid) for start, held in zip(starts, keys, strict=True)]
     assert torch.allclose(together, torch.stack(alone), atol=1e-12)

@@ -44,14 +44,14 @@ from vllm_omni.model_executor.models.lingbot_world.camera import MOVE_UNIT
 from vllm_omni.worlds.description import (
     CARD,
     StartImage,
-    Tour,
     WorldDescription,
     WorldGrid,
     WorldMap,
     WorldPrompt,
+    WorldTour,
     read_description,
 )
-from vllm_omni.worlds.manifest import Manifest, write_manifest
+from vllm_omni.worlds.manifest import ChecksumManifest, write_manifest
 
 DOMAIN = "tiny_village"
 WRITE_AGAIN = "vllm-omni make-world DIR"
@@ -100,7 +100,7 @@ def describe_world(*, decoder: str = "tiny", truth: bool = True) -> WorldDescrip
         focal=FOCAL,
         map=WorldMap(file=MAP, side_m=PERIOD),
         grid=WorldGrid(file=GRID, side_m=PERIOD),
-        tour=Tour(
+        tour=WorldTour(
             start=start, seed=7, keys=keys, prompts=_TOUR_PROMPTS, truth=TRUTH if truth else None
         ),
         model={"decoder": decoder, "denoise_indices": list(DENOISE_INDICES)},
@@ -188,7 +188,7 @@ def draw_map(pixels: int = _MAP_PIXELS) -> Image.Image:
 
 def complete(
     folder: Path, *, decoder: str = "tiny", truth: bool = True, compiled: bool = True
-) -> Manifest:
+) -> ChecksumManifest:
     """Write card, map, tour and manifest into a checkpoint directory. truth: render the tour's
     video anew.
     """

@@ -42,7 +42,13 @@ from training.tiny_world.render import Renderer
 from training.tiny_world.truth import HELD_OUT, unit
 from training.tiny_world.village import PERIOD, STYLES
 from training.tiny_world.walks import STEP_M, free_places, key_bits, scripted_walks, village_grid
-from vllm_omni.worlds.movement import PITCH_DEGREES, YAW_DEGREES, Motion, move_cameras, world_pose
+from vllm_omni.worlds.movement import (
+    PITCH_DEGREES,
+    YAW_DEGREES,
+    CameraMotion,
+    move_cameras,
+    world_pose,
+)
 
 LATENTS_A_SECOND = 4
 HALF_TURN = round(180 / YAW_DEGREES)
@@ -369,14 +375,16 @@ def _free_keys(
         held = [
             sides[index] if evading[index] else wished[index][latent] for index in range(number)
         ]
-        free, _ = move_cameras(poses, pitch, Motion.of_keys(held), STEP_M)
-        after, _ = move_cameras(poses, pitch, Motion.of_keys(held), STEP_M, village_grid())
+        free, _ = move_cameras(poses, pitch, CameraMotion.of_keys(held), STEP_M)
+        after, _ = move_cameras(poses, pitch, CameraMotion.of_keys(held), STEP_M, village_grid())
         touches = ((free - after)[:, 0:3:2, 3].norm(dim=1) > 1e-9).tolist()
         for index in range(number):
             evading[index] = 6 if touches[index] else max(0, evading[index] - 1)
             held[index] = sides[index] if touches[index] else held[index]
             out[index].append(held[index])
-        poses, pitch = move_cameras(poses, pitch, Motion.of_keys(held), STEP_M, village_grid())
+        poses, pitch = move_cameras(
+            poses, pitch, CameraMotion.of_keys(held), STEP_M, village_grid()
+        )
     return out
 
 

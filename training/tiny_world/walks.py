@@ -23,7 +23,7 @@ from vllm_omni.worlds.grid import OccupancyGrid
 from vllm_omni.worlds.movement import (
     PITCH_DEGREES,
     YAW_DEGREES,
-    Motion,
+    CameraMotion,
     inverse_poses,
     move_cameras,
     rotation,
@@ -317,10 +317,10 @@ class _Walker:
         return Walks(*(torch.stack(values, dim=1) for values in zip(*self.rows, strict=True)))
 
 
-def _motion(keys_N: torch.Tensor, scale_N: torch.Tensor | float) -> Motion:
+def _motion(keys_N: torch.Tensor, scale_N: torch.Tensor | float) -> CameraMotion:
     """Return the motion of keys given as bits. scale: factor of the motion, as from a stick."""
     held = {key: ((keys_N & bit) > 0).double() * scale_N for key, bit in _BIT.items()}
-    return Motion(
+    return CameraMotion(
         ahead=held["w"] - held["s"],
         aside=held["d"] - held["a"],
         up=torch.zeros_like(held["w"]),

@@ -14,7 +14,7 @@ import enum
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm_omni.engine_arguments.table import ARGUMENTS, Argument, Worker
+from vllm_omni.engine_arguments.table import ARGUMENTS, EngineArgument, WorkerKind
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -63,7 +63,7 @@ _PARTS = {
 """Arguments that vLLM copies into another one. Only the argument that the user gave is reported."""
 
 
-def check_config(worker: Worker, vllm_config: "VllmConfig") -> None:
+def check_config(worker: WorkerKind, vllm_config: "VllmConfig") -> None:
     """Check a config.
 
     Raises:
@@ -76,7 +76,7 @@ def check_config(worker: Worker, vllm_config: "VllmConfig") -> None:
         raise ValueError(refusal)
 
 
-def refusal_of(worker: Worker, requested: Mapping[str, Any]) -> str | None:
+def refusal_of(worker: WorkerKind, requested: Mapping[str, Any]) -> str | None:
     """Return one line with the refused arguments and their alternatives, or None."""
     refused = []
     for name in ARGUMENTS.keys() & requested.keys():
@@ -158,7 +158,7 @@ def _follow(owner: Any, path: str) -> tuple[bool, Any]:
     return True, owner
 
 
-def _shown(argument: Argument, value: Any) -> str:
+def _shown(argument: EngineArgument, value: Any) -> str:
     """Return the argument as on a command line, without values that are not scalars."""
     if value is False:
         return argument.flag.replace("--", "--no-", 1)

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Any, Final, Literal
 
 
-class Worker(StrEnum):
+class WorkerKind(StrEnum):
     """Kinds of workers that serve a model."""
 
     DIFFUSION = "diffusion worker"
@@ -23,7 +23,7 @@ class Worker(StrEnum):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ArgumentVerdict:
     """Effect of a field on one worker."""
 
     kind: Literal["honoured", "no effect", "refused"]
@@ -36,16 +36,16 @@ class Verdict:
     """Values that are accepted although the argument is refused."""
 
 
-NO_EFFECT: Final = Verdict("no effect")
+NO_EFFECT: Final = ArgumentVerdict("no effect")
 
 
 @dataclass(frozen=True)
-class Argument:
+class EngineArgument:
     """One field of `AsyncEngineArgs`."""
 
     name: str
     """Name of the field of `AsyncEngineArgs`."""
-    verdicts: dict[Worker, Verdict]
+    verdicts: dict[WorkerKind, ArgumentVerdict]
     """Verdict of each worker."""
     since: str
     """First supported version of vLLM that has the field."""
@@ -56,37 +56,37 @@ class Argument:
 
 
 @dataclass(frozen=True)
-class Row:
+class ArgumentGroup:
     """Fields with the same verdicts."""
 
     names: str
     """Names of fields with the same verdicts, separated by spaces."""
-    diffusion: Verdict
+    diffusion: ArgumentVerdict
     """Verdict of the diffusion worker."""
-    diffusers: Verdict | None = None
+    diffusers: ArgumentVerdict | None = None
     """Verdict of the diffusers executor. None: the same as the diffusion worker's."""
-    ar: Verdict = Verdict("honoured")
+    ar: ArgumentVerdict = ArgumentVerdict("honoured")
     """Verdict of the autoregressive worker. Default: honoured."""
     since: str = "0.32"
     """First supported version of vLLM that has the fields. Default: 0.32."""
 
-    def arguments(self) -> Iterator[Argument]:
+    def arguments(self) -> Iterator[EngineArgument]:
         diffusers = self.diffusion if self.diffusers is None else self.diffusers
         verdicts = {
-            Worker.DIFFUSION: self.diffusion,
-            Worker.DIFFUSERS: diffusers,
-            Worker.AR: self.ar,
+            WorkerKind.DIFFUSION: self.diffusion,
+            WorkerKind.DIFFUSERS: diffusers,
+            WorkerKind.AR: self.ar,
         }
         for name in self.names.split():
-            yield Argument(name, verdicts, self.since)
+            yield EngineArgument(name, verdicts, self.since)
 
 
-def honoured(how: str = "") -> Verdict:
-    return Verdict("honoured", how)
+def honoured(how: str = "") -> ArgumentVerdict:
+    return ArgumentVerdict("honoured", how)
 
 
-def refused(instead: str, *unless: Any) -> Verdict:
-    return Verdict("refused", instead, unless)
+def refused(instead: str, *unless: Any) -> ArgumentVerdict:
+    return ArgumentVerdict("refused", instead, unless)
 
 
 _ONLINE_FP8 = ("fp8", "fp8_per_channel", "fp8_per_tensor", "fp8_per_block")
@@ -115,26 +115,28 @@ _BY_REQUEST = "requests for hidden states fail with an error; requests for text 
 
 ROWS = (
     # ---- the checkpoint
-    Row(
+    ArgumentGroup(
         "dtype",
         honoured("`auto` is the dtype of the checkpoint; fp32 is not converted to fp16 as in vLLM"),
     ),
-    Row(
+    ArgumentGroup(
         "load_format",
         refused("use auto, hf, safetensors or dummy", "auto", "hf", "safetensors", "dummy"),
     ),
-    Row(
+    ArgumentGroup(
         "hf_config_path hf_overrides",
         refused("the checkpoint's configuration must match its weights: edit its config files"),
     ),
-    Row("model_weights", refused("download the checkpoint and pass its directory")),
-    Row(
+    ArgumentGroup("model_weights", refused("download the checkpoint and pass its directory")),
+    ArgumentGroup(
         "model_class_overrides",
         honoured("replaces the class of an architecture of this package"),
         _WITHOUT_WORKER,
     ),
-    Row("model_impl", refused("there is only one implementation: drop it", "auto", "vllm")),
-    Row(
+    ArgumentGroup(
+        "model_impl", refused("there is only one implementation: drop it", "auto", "vllm")
+    ),
+    ArgumentGroup(
         "runner",
         refused("requests are pooling requests: drop it", "auto", "pooling"),
         ar=refused(
@@ -143,16 +145,16 @@ ROWS = (
             "generate",
         ),
     ),
-    Row(
+    ArgumentGroup(
         "convert",
         refused("requests are pooling requests of the task 'plugin': drop it", "auto", "none"),
     ),
-    Row(
+    ArgumentGroup(
         "skip_tokenizer_init tokens_only",
         honoured("vLLM's tokenizer is never created, because the config hook sets the first one"),
     ),
     # ---- precision and adapters
-    Row(
+    ArgumentGroup(
         "quantization",
         refused(
             f"use {', '.join(_ONLINE_FP8)} to quantize while loading, or a checkpoint that is "
@@ -161,12 +163,12 @@ ROWS = (
         ),
         _COMPONENT_TYPES,
     ),
-    Row(
+    ArgumentGroup(
         "quantization_config",
         honoured("`ignore` and `targets` name layers, for example `transformer.blocks.0.ffn.0`"),
         _COMPONENT_TYPES,
     ),
-    Row(
+    ArgumentGroup(
         "enable_lora",
         honoured("for Wan models, Matrix-Game and Lance; see docs/how_to/lora.md"),
         refused(
@@ -174,39 +176,41 @@ ROWS = (
             "select them in their options"
         ),
     ),
-    Row(
+    ArgumentGroup(
         "max_loras",
         honoured("number of adapters in device memory, and maximum number for one chunk"),
         NO_EFFECT,
     ),
-    Row(
+    ArgumentGroup(
         "max_cpu_loras",
         honoured("an adapter in neither memory is read from disk again when a request uses it"),
         NO_EFFECT,
     ),
-    Row(
+    ArgumentGroup(
         "fully_sharded_loras",
         refused("every rank holds the whole A matrices, and there is one all-reduce: drop it"),
         NO_EFFECT,
     ),
-    Row(
+    ArgumentGroup(
         "lora_target_modules",
         refused("adapters apply to all modules that they were trained on: drop it"),
         NO_EFFECT,
     ),
-    Row("default_mm_loras", refused("requests name their adapters in `lora`: drop it"), NO_EFFECT),
+    ArgumentGroup(
+        "default_mm_loras", refused("requests name their adapters in `lora`: drop it"), NO_EFFECT
+    ),
     # ---- memory
-    Row(
+    ArgumentGroup(
         "gpu_memory_utilization",
         honoured("the memory that weights and one chunk do not need is available to sessions"),
         NO_EFFECT,
     ),
-    Row(
+    ArgumentGroup(
         "kv_cache_memory_bytes",
         honoured("maximum size of all sessions of a rank in bytes"),
         NO_EFFECT,
     ),
-    Row(
+    ArgumentGroup(
         "kv_cache_dtype",
         refused(
             "the K/V cache has the dtype of --dtype or fp8 (e4m3)",
@@ -216,30 +220,30 @@ ROWS = (
         ),
         refused("a pipeline has no K/V cache between requests: drop it"),
     ),
-    Row(
+    ArgumentGroup(
         "num_gpu_blocks_override",
         refused("the K/V cache of sessions has no blocks: use omni.max_session_bytes"),
         refused("a pipeline has no state between requests: drop it"),
     ),
-    Row(
+    ArgumentGroup(
         "kv_offloading_size",
         refused(
             "sessions stay on the device: limit them with omni.max_session_bytes, or save snapshots"
         ),
         refused("a pipeline has no state between requests: drop it"),
     ),
-    Row(
+    ArgumentGroup(
         "enable_prefix_caching",
         refused("it is always off, because requests do not share computed state"),
     ),
-    Row("kv_sharing_fast_prefill", NO_EFFECT, ar=honoured(_BY_REQUEST)),
-    Row(
+    ArgumentGroup("kv_sharing_fast_prefill", NO_EFFECT, ar=honoured(_BY_REQUEST)),
+    ArgumentGroup(
         "cpu_offload_gb",
         honoured("size of the blocks' weights in pinned host memory, which are prefetched"),
         _PIPELINE_OFFLOAD,
     ),
-    Row("cpu_offload_params offload_group_size", _ONE_OFFLOADER, _PIPELINE_OFFLOAD),
-    Row(
+    ArgumentGroup("cpu_offload_params offload_group_size", _ONE_OFFLOADER, _PIPELINE_OFFLOAD),
+    ArgumentGroup(
         "offload_backend",
         refused(
             "--cpu-offload-gb prefetches the weights of all blocks evenly: drop it",
@@ -247,134 +251,138 @@ ROWS = (
         ),
         _PIPELINE_OFFLOAD,
     ),
-    Row(
+    ArgumentGroup(
         "enable_sleep_mode", honoured("level 1 retains sessions, level 2 discards them"), honoured()
     ),
-    Row("sleep_preserve_parameter_names enable_cumem_allocator", honoured(), _WITHOUT_WORKER),
-    Row("sleep_mode_backend", honoured(), _WITHOUT_WORKER, since="0.33"),
-    Row(
+    ArgumentGroup(
+        "sleep_preserve_parameter_names enable_cumem_allocator", honoured(), _WITHOUT_WORKER
+    ),
+    ArgumentGroup("sleep_mode_backend", honoured(), _WITHOUT_WORKER, since="0.33"),
+    ArgumentGroup(
         "sleep_mode_offload_cudagraph",
         refused("CUDA graphs of this package stay on the device: drop it"),
         _NEVER_COMPILED,
     ),
     # ---- speed
-    Row(
+    ArgumentGroup(
         "enforce_eager",
         honoured("also sets the default of omni.model.compile and omni.model.cuda_graphs"),
         honoured("a pipeline is never compiled"),
     ),
-    Row(
+    ArgumentGroup(
         "compilation_config cudagraph_capture_sizes max_cudagraph_capture_size optimization_level "
         "performance_mode",
         _OWN_COMPILE,
         _NEVER_COMPILED,
     ),
-    Row(
+    ArgumentGroup(
         "attention_backend attention_config",
         _OWN_ATTENTION,
         refused("use omni.model.attention_backend"),
     ),
-    Row(
+    ArgumentGroup(
         "linear_backend kernel_config ir_op_priority",
         refused("kernels are those of torch and this package: drop it"),
         refused("kernels are those of the pipeline: drop it"),
     ),
-    Row("enable_dbo ubatch_size", refused("use omni.overlap_decode"), _ONE_DEVICE),
-    Row(
+    ArgumentGroup("enable_dbo ubatch_size", refused("use omni.overlap_decode"), _ONE_DEVICE),
+    ArgumentGroup(
         "speculative_config spec_method spec_model spec_tokens",
         refused("frames are not drafted: use fewer denoise steps"),
         ar=honoured(f"with adaptive verification, {_BY_REQUEST}"),
     ),
-    Row(
+    ArgumentGroup(
         "diffusion_config",
         refused("it configures diffusion language models: use omni.model"),
         ar=honoured(_BY_REQUEST),
     ),
     # ---- several devices
-    Row("tensor_parallel_size pipeline_parallel_size", honoured(), _ONE_DEVICE),
-    Row(
+    ArgumentGroup("tensor_parallel_size pipeline_parallel_size", honoured(), _ONE_DEVICE),
+    ArgumentGroup(
         "prefill_context_parallel_size",
         refused("use --tensor-parallel-size with omni.model.sequence_parallel"),
         _ONE_DEVICE,
         ar=honoured(_BY_REQUEST),
     ),
-    Row(
+    ArgumentGroup(
         "decode_context_parallel_size",
         refused("use --tensor-parallel-size with omni.model.sequence_parallel"),
         _ONE_DEVICE,
     ),
-    Row("nnodes node_rank", honoured(), _ONE_DEVICE),
-    Row(
+    ArgumentGroup("nnodes node_rank", honoured(), _ONE_DEVICE),
+    ArgumentGroup(
         "distributed_executor_backend",
         honoured("uni, mp, ray"),
         honoured("the config hook sets it"),
     ),
-    Row(
+    ArgumentGroup(
         "worker_cls",
         honoured("the config hook sets it"),
         refused(_WITHOUT_WORKER.why, *DIFFUSION_WORKERS),
     ),
-    Row("worker_extension_cls", honoured(), _WITHOUT_WORKER),
-    Row(
+    ArgumentGroup("worker_extension_cls", honoured(), _WITHOUT_WORKER),
+    ArgumentGroup(
         "enable_expert_parallel enable_eplb enable_elastic_ep elastic_ep_max_dp_size enable_hc_sp",
         refused("the models have no experts: drop it"),
     ),
-    Row(
+    ArgumentGroup(
         "enable_fault_tolerance fault_tolerance_config",
         refused("it is for models with experts: use omni.rank_timeout_s, which stops the engine"),
         _ONE_DEVICE,
     ),
     # ---- scheduling
-    Row("scheduler_cls", honoured("default: set by the config hook")),
-    Row(
+    ArgumentGroup("scheduler_cls", honoured("default: set by the config hook")),
+    ArgumentGroup(
         "max_num_seqs max_num_active_seqs max_num_queued_reqs max_num_queued_tokens",
         honoured("number of requests in the engine"),
     ),
-    Row(
+    ArgumentGroup(
         "max_num_batched_tokens max_num_scheduled_tokens",
         honoured(
             "one token is one denoise step of one request; omni.max_requests_per_step also limits "
             "a step"
         ),
     ),
-    Row(
+    ArgumentGroup(
         "async_scheduling",
         refused(
             "it slows diffusion down about 4x, because empty steps are in flight: drop it", False
         ),
     ),
-    Row("scheduling_policy", refused("use omni.scheduling to schedule by deadline")),
+    ArgumentGroup("scheduling_policy", refused("use omni.scheduling to schedule by deadline")),
     # ---- tokens
-    Row(
+    ArgumentGroup(
         "return_sampling_mask",
         refused("the model samples no tokens: drop it"),
         ar=honoured(
             "not with ARHiddenStatesScheduler, which uses the same field and refuses to start"
         ),
     ),
-    Row(
+    ArgumentGroup(
         "enable_trace_replay enable_return_routed_experts aux_output_config watermark_config",
         refused("the model samples no tokens: drop it"),
     ),
     # ---- inputs
-    Row("language_model_only", refused("these models have image and camera inputs: drop it")),
-    Row(
+    ArgumentGroup(
+        "language_model_only", refused("these models have image and camera inputs: drop it")
+    ),
+    ArgumentGroup(
         "mm_encoder_only",
         refused("the encoder cannot run alone: drop it"),
         ar=refused("an encoder-only instance generates nothing: use vLLM's own worker"),
     ),
     # ---- other instances
-    Row(
+    ArgumentGroup(
         "kv_transfer_config kv_events_config",
         refused("the K/V cache has no blocks to transfer: move sessions as snapshots"),
         refused("a pipeline has no state between requests: drop it"),
     ),
-    Row(
+    ArgumentGroup(
         "ec_transfer_config",
         refused("the encoder cannot be shared: drop it"),
         ar=honoured("only as a consumer, because a producer runs the encoder alone"),
     ),
-    Row(
+    ArgumentGroup(
         "weight_transfer_config", refused("use the RPC reload_weights with a checkpoint directory")
     ),
 )
@@ -433,7 +441,7 @@ PLAIN_FIELDS: Final[Mapping[str, str]] = {
 """Fields without a row, by the first supported version of vLLM that has them. They work as vLLM
 documents, or configure a part that does not exist here."""
 
-ARGUMENTS: dict[str, Argument] = {
+ARGUMENTS: dict[str, EngineArgument] = {
     argument.name: argument for row in ROWS for argument in row.arguments()
 }
 

@@ -34,7 +34,7 @@ from vllm_omni.entrypoints.engine.engine_watch import EngineWatch
 from vllm_omni.entrypoints.engine.environment import read_struct
 from vllm_omni.entrypoints.hidden_states_store import HiddenStatesStore, StoreLimits
 from vllm_omni.entrypoints.limits.access import configured_keys
-from vllm_omni.entrypoints.operations import Operations
+from vllm_omni.entrypoints.operations import OperatorFeatures
 from vllm_omni.entrypoints.realtime.connection.connection import ANONYMOUS, principal_of
 from vllm_omni.hidden_states import (
     HiddenStates,
@@ -80,7 +80,7 @@ class HiddenStatesEndpoint:
     def __init__(self) -> None:
         self._store: HiddenStatesStore | None = None
         self._watch = EngineWatch()
-        self._operations = Operations()
+        self._operations = OperatorFeatures()
 
     def attach_router(self, app: FastAPI) -> None:
         app.add_api_route(ROUTE, self._fetch, methods=["GET"], response_class=Response)

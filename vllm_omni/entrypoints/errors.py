@@ -28,7 +28,7 @@ RETRYABLE: Final = frozenset(
 )
 
 
-class Close(IntEnum):
+class WebSocketCloseCode(IntEnum):
     """WebSocket close codes (RFC 6455, section 7.4).
 
     Codes from 4000 on are specific to this package.
@@ -62,7 +62,7 @@ class EndpointError(Exception):
         message: str,
         *,
         param: str | None = None,
-        close: Close | None = None,
+        close: WebSocketCloseCode | None = None,
         **details: Any,
     ) -> None:
         super().__init__(f"{code}: {message}")

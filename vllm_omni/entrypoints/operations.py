@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Operations`: features for operators, in every API server of this package.
+"""`OperatorFeatures`: features for operators, in every API server of this package.
 
 They are `X-Request-Id` in responses and log lines, quotas of API keys (`omni.quotas`), trace spans
 if vLLM exports its own, bounded memory, one HTTP parser with header limits, the check of browser
@@ -21,7 +21,7 @@ from vllm_omni.entrypoints.telemetry import request_id, tracing
 from vllm_omni.runtime.heap import collect_after_freeze
 
 
-class Operations:
+class OperatorFeatures:
     """The features of one API server process."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from vllm_omni.entrypoints.limits.access import BrowserAccess, configured_keys
 from vllm_omni.entrypoints.limits.body_timeout import BodyLimits, BodyTimeout
 from vllm_omni.entrypoints.limits.flood_delay import FloodDelay
 from vllm_omni.entrypoints.limits.handshake_guard import HandshakeGuard
-from vllm_omni.entrypoints.operations import Operations
+from vllm_omni.entrypoints.operations import OperatorFeatures
 from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.entrypoints.server import ENDPOINTS
 from vllm_omni.entrypoints.server_context import ServerContext
@@ -41,7 +41,7 @@ class OmniEndpoints:
     def __init__(self) -> None:
         self._endpoints = [create() for create in ENDPOINTS]
         self._limits = EndpointLimits()
-        self._operations = Operations()
+        self._operations = OperatorFeatures()
         self._stop = GracefulStop()
         self._watch = EngineWatch()
 

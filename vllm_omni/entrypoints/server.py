@@ -19,7 +19,7 @@ from vllm_omni.entrypoints.realtime.connection.live_client import RealtimeEndpoi
 from vllm_omni.entrypoints.realtime.generate import handler as generate_handler
 from vllm_omni.entrypoints.realtime.video import handler as video_handler
 from vllm_omni.entrypoints.realtime.world_camera import handler as world_camera_handler
-from vllm_omni.entrypoints.server_context import Endpoint, ServerContext
+from vllm_omni.entrypoints.server_context import ServerContext, ServerEndpoint
 from vllm_omni.entrypoints.session_routes import SessionRoutes
 from vllm_omni.entrypoints.websocket import WebSocketOptions
 from vllm_omni.entrypoints.webui.pages import WebPage
@@ -58,7 +58,7 @@ class WebSocketEndpoint:
             await self._endpoint.serve(websocket)
 
 
-ENDPOINTS: Final[tuple[Callable[[], Endpoint], ...]] = (
+ENDPOINTS: Final[tuple[Callable[[], ServerEndpoint], ...]] = (
     lambda: WebSocketEndpoint(
         world_camera_handler.PATHS,
         lambda server: world_camera_handler.world_camera_endpoint(

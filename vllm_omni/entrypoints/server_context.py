@@ -23,7 +23,7 @@ from vllm_omni.entrypoints.openai.served import ServedModel
 from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.entrypoints.realtime.connection.session_engine import SessionEngine
 from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
-from vllm_omni.entrypoints.realtime.sessions.recorder import Recorder, recording_header
+from vllm_omni.entrypoints.realtime.sessions.recorder import SessionRecorder, recording_header
 from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
 
 _CODEC_THREADS: Final = 4
@@ -93,7 +93,7 @@ class ServerContext:
         threads = ThreadPoolExecutor(_CODEC_THREADS, thread_name_prefix="omni-codec")
         recorder = None
         if omni.record_dir is not None:
-            recorder = Recorder(Path(omni.record_dir), recording_header(client.vllm_config))
+            recorder = SessionRecorder(Path(omni.record_dir), recording_header(client.vllm_config))
         sessions = SessionManager(
             SessionEngine(client, ranks, recorder),
             StreamInfo.from_vllm_config(client.vllm_config, model=name),
@@ -122,7 +122,7 @@ class ServerContext:
         )
 
 
-class Endpoint(Protocol):
+class ServerEndpoint(Protocol):
     """One row of `server.ENDPOINTS`. vLLM builds the application before it starts the engine."""
 
     def add_routes(self, app: FastAPI) -> Iterable[str]:

@@ -175,7 +175,7 @@ class SessionRoutes:
             "X-Next-Chunk-Index": str(header.chunk_index),
         }
         deadline_s = self.migration.manager.limits.send_deadline_s
-        return Download(file, deadline_s, media_type=MEDIA_TYPE, headers=headers)
+        return FileDownload(file, deadline_s, media_type=MEDIA_TYPE, headers=headers)
 
     @respond_to_errors
     async def _create(self, request: Request) -> Response:
@@ -294,7 +294,7 @@ def _reply(session: Session) -> SessionReply:
     )
 
 
-class Download(Response):
+class FileDownload(Response):
     """Streams a file.
 
     A client that receives less than 64 KiB within the deadline is disconnected.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Adapters`: loads, selects and unloads the LoRA adapters of a pipeline.
+"""`PipelineAdapters`: loads, selects and unloads the LoRA adapters of a pipeline.
 
 An adapter is loaded into the pipeline's modules once and is disabled there. A request selects
 adapters by name, with strengths. The result of a request without adapters is exactly that of a
@@ -26,7 +26,7 @@ Selection = tuple[tuple[str, float], ...]
 """Names and strengths of the adapters of a request, in its order."""
 
 
-class Adapters:
+class PipelineAdapters:
     """LoRA adapters of one pipeline.
 
     Args:

@@ -17,7 +17,7 @@ import torch
 from vllm_omni.executor.call_tensors import tensor_arguments
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.models.diffusers_pipeline.conventions import (
-    Conventions,
+    PipelineConventions,
     conventions_of,
     language_of,
 )
@@ -83,7 +83,7 @@ class PipelineInfo:
     """Pipeline class."""
     parameters: Parameters
     """Parameters of its `__call__`."""
-    conventions: Conventions
+    conventions: PipelineConventions
     """Prompt suffixes and aspect ratios of the class."""
     size_multiple: int
     """Height and width must be multiples of this number of pixels."""
@@ -167,7 +167,7 @@ class PipelineCall:
     fps: float
     """Frame rate of a video in frames per second."""
     lora: Any
-    """LoRA adapters as requested; see `Adapters.select`."""
+    """LoRA adapters as requested; see `PipelineAdapters.select`."""
     meta: dict[str, Any]
     """Metadata for the result."""
     first_block_cache: float | None = None

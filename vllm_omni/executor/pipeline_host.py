@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vllm_omni.executor.adapters import Adapters
+from vllm_omni.executor.adapters import PipelineAdapters
 from vllm_omni.executor.random_weights import random_components
 from vllm_omni.model_executor.models.diffusers_pipeline.checkpoint import (
     PipelineIndex,
@@ -67,7 +67,7 @@ class PipelineHost:
                 raise ValueError(
                     "omni.model.offload requires the package 'accelerate': pip install accelerate"
                 ) from error
-        self.adapters = Adapters(options.loras)
+        self.adapters = PipelineAdapters(options.loras)
         self._pipeline: Any = None
         self._asleep_level = 0
         self.load()

@@ -17,7 +17,7 @@ T = TypeVar("T")
 PausePoint = Callable[[], None]
 
 
-class Cancelled(BaseException):
+class WorkCancelled(BaseException):
     """Raised at the point where cancelled work is paused. Not caught by `except Exception`."""
 
 
@@ -85,7 +85,7 @@ class WorkerThread(Generic[T]):
             return
         self._cancelling = True
         try:
-            with contextlib.suppress(Cancelled):
+            with contextlib.suppress(WorkCancelled):
                 # work that pauses again while it unwinds is cancelled again
                 while self._work is not None:
                     self.advance()
@@ -121,7 +121,7 @@ class WorkerThread(Generic[T]):
                     on_thread_start()
                     started = True
                 if self._cancelling:
-                    raise Cancelled
+                    raise WorkCancelled
                 assert self._work is not None
                 self._result = self._work(self._pause)
             # boundary of the thread: `advance` raises it in the owner's thread
@@ -134,7 +134,7 @@ class WorkerThread(Generic[T]):
         self._stopped.release()
         self._await_resume()
         if self._cancelling:
-            raise Cancelled
+            raise WorkCancelled
 
     def _await_resume(self) -> None:
         """Wait until the owner resumes the thread; run the functions of `call` meanwhile."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Device work that the host does not wait for: copies, single values and durations.
 
-`to_device` copies asynchronously, `Arriving` is a value that the device computes, and `StageTimer`
-measures the stages of a chunk. On devices other than CUDA, all work is done when a call returns.
+`to_device` copies asynchronously, `PendingScalar` is a value that the device computes, and
+`StageTimer` measures the stages of a chunk. On devices other than CUDA, all work is done when a
+call returns.
 """
 
 import time
@@ -22,7 +23,7 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-class Arriving:
+class PendingScalar:
     """A value that the device computes while the host continues.
 
     Args:

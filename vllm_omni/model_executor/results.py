@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import torch
 
-from vllm_omni.model_executor.device_async import Arriving
+from vllm_omni.model_executor.device_async import PendingScalar
 from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.layers.lora.store import named
 from vllm_omni.outputs import RequestFailed, pack
@@ -80,7 +80,7 @@ class FiniteCheck:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self._finite = Arriving(torch.isfinite(tensor).all())
+        self._finite = PendingScalar(torch.isfinite(tensor).all())
 
     @property
     def known(self) -> bool:

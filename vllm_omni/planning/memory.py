@@ -2,13 +2,13 @@
 """Bytes of a streaming model per GPU, from its shapes. Pure functions; nothing is loaded.
 
 Weights, K/V windows and caches are exact. The transient memory of a decode is measured
-(`Autoencoder.workspace`). Held by tests/planning/.
+(`AutoencoderMemory.workspace`). Held by tests/planning/.
 """
 
 from dataclasses import dataclass, replace
 from typing import Final
 
-from vllm_omni.planning.stream_model import BF16, Split, StreamModel
+from vllm_omni.planning.stream_model import BF16, ParallelSplit, StreamModel
 
 GPU_BYTES: Final = {"H200": 150.1e9, "H100": 85.0e9}
 """GPU -> bytes of memory that its driver reports."""
@@ -21,7 +21,7 @@ _INT8: Final = 1
 class MemoryPlan:
     """Memory of one engine."""
 
-    split: Split
+    split: ParallelSplit
     """How the engine splits the model."""
     session_bytes: float
     """Bytes per session, on the rank where a session is largest."""
@@ -40,7 +40,7 @@ class _Rank:
 
 
 def plan_memory(
-    model: StreamModel, gpu_bytes: float, split: Split, sessions: int = 1
+    model: StreamModel, gpu_bytes: float, split: ParallelSplit, sessions: int = 1
 ) -> MemoryPlan:
     """Compute the memory of an engine.
 
@@ -66,13 +66,13 @@ def window_bytes(model: StreamModel, frames: int) -> float:
     return float(model.kv_itemsize * frames * model.tokens_per_frame * elements)
 
 
-def _cross_kv_bytes(model: StreamModel, split: Split) -> float:
+def _cross_kv_bytes(model: StreamModel, split: ParallelSplit) -> float:
     """Bytes of the prompts' K/V: each chunk in flight may have a different prompt."""
     elements = 2 * model.context_length * model.dim * model.layers / split.layer_parts
     return model.in_flight * elements * BF16 / (split.ranks if split.tensor else 1)
 
 
-def session_bytes(model: StreamModel, split: Split, *, last_stage: bool = True) -> float:
+def session_bytes(model: StreamModel, split: ParallelSplit, *, last_stage: bool = True) -> float:
     """Bytes of one session on the first rank of a stage with layers.
 
     The last such stage decodes unless `vae_stage`.
@@ -91,7 +91,7 @@ def session_bytes(model: StreamModel, split: Split, *, last_stage: bool = True) 
     return window + _cross_kv_bytes(model, split) + _modulation_bytes(model, split) + caches
 
 
-def _modulation_bytes(model: StreamModel, split: Split) -> float:
+def _modulation_bytes(model: StreamModel, split: ParallelSplit) -> float:
     """Bytes of the camera's scales and shifts of all layers, which a chunk holds until it is
     done.
     """
@@ -103,7 +103,7 @@ def _modulation_bytes(model: StreamModel, split: Split) -> float:
     return elements * BF16 / (1 if split.tensor else split.ranks)
 
 
-def weight_bytes(model: StreamModel, split: Split, *, first_stage: bool = True) -> float:
+def weight_bytes(model: StreamModel, split: ParallelSplit, *, first_stage: bool = True) -> float:
     """Bytes of weights on the first rank of a stage with layers.
 
     That of the first stage has the text encoder.
@@ -118,7 +118,7 @@ def weight_bytes(model: StreamModel, split: Split, *, first_stage: bool = True) 
     return transformer + _adapter_bytes(model, split) + model.autoencoder.weights + context
 
 
-def _adapter_bytes(model: StreamModel, split: Split) -> float:
+def _adapter_bytes(model: StreamModel, split: ParallelSplit) -> float:
     """Bytes of the slots of LoRA adapters.
 
     Tensor parallel ranks share one of an adapter's two factors.
@@ -127,7 +127,7 @@ def _adapter_bytes(model: StreamModel, split: Split) -> float:
     return whole * (1 + 1 / split.ranks) / 2 if split.tensor else whole
 
 
-def _fullest_ranks(model: StreamModel, split: Split) -> list[_Rank]:
+def _fullest_ranks(model: StreamModel, split: ParallelSplit) -> list[_Rank]:
     """Return the ranks that can be the fullest: the first of the first stage, of the last, and
     of a VAE stage.
     """
@@ -148,9 +148,9 @@ def _fullest_ranks(model: StreamModel, split: Split) -> list[_Rank]:
     return found
 
 
-def splits(model: StreamModel, gpus: int) -> list[Split]:
+def splits(model: StreamModel, gpus: int) -> list[ParallelSplit]:
     """Return every split over at most `gpus` GPUs that heads, layers and cache allow."""
-    found = [Split()]
+    found = [ParallelSplit()]
     for ranks in range(1, gpus + 1):
         if model.heads % ranks:
             continue
@@ -163,7 +163,7 @@ def splits(model: StreamModel, gpus: int) -> list[Split]:
             together = ranks > 1 and model.sequence_parallel
             for vae_stage in (False, True) if stages > 1 else (False,):
                 found += [
-                    Split(ranks, stages, tensor, vae_stage, vae_parallel=together)
+                    ParallelSplit(ranks, stages, tensor, vae_stage, vae_parallel=together)
                     for tensor in tensors
                 ]
                 if model.noise_matched and 1 < stages - vae_stage == model.denoise:

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from vllm_omni.planning.measured import find_runs
 from vllm_omni.planning.memory import GPU_BYTES, MemoryPlan, plan_memory, splits
-from vllm_omni.planning.stream_model import Split, StreamModel
+from vllm_omni.planning.stream_model import ParallelSplit, StreamModel
 
 _GPU_SIZES_GB: Final = (16, 24, 32, 48, 80, 96, 141)
 """Memory of common GPUs."""
@@ -50,7 +50,9 @@ def plan_text(model: StreamModel, gpu: str, gpus: int, sessions: int) -> str:
 
 def room_text(model: StreamModel) -> str:
     """Return how many sessions one GPU of each common size holds, at 10^9 bytes per GB."""
-    counts = [plan_memory(model, size * 1e9, Split()).max_sessions for size in _GPU_SIZES_GB]
+    counts = [
+        plan_memory(model, size * 1e9, ParallelSplit()).max_sessions for size in _GPU_SIZES_GB
+    ]
     held = (
         f"{size} GB: {count or 'none'}" for size, count in zip(_GPU_SIZES_GB, counts, strict=True)
     )
@@ -69,7 +71,8 @@ def fits_text(models: Sequence[StreamModel]) -> str:
             for device, on_cpu in (("host", True), ("GPU", False)):
                 served = replace(model, text_on_cpu=on_cpu, **fields)
                 counts = (
-                    plan_memory(served, size * 1e9, Split()).max_sessions for size in _GPU_SIZES_GB
+                    plan_memory(served, size * 1e9, ParallelSplit()).max_sessions
+                    for size in _GPU_SIZES_GB
                 )
                 row = f"{model.name}, {name}, text encoder on the {device}"
                 lines.append(f"{row:70s}" + "".join(f"{count:8d}" for count in counts))
@@ -112,7 +115,7 @@ def _settings(model: StreamModel) -> str:
     return "".join(f", {part}" for part in parts)
 
 
-def _options(model: StreamModel, split: Split) -> list[str]:
+def _options(model: StreamModel, split: ParallelSplit) -> list[str]:
     """Return the options of `vllm serve --omni` for a model and a split."""
     flags, options = [], {}
     if split.ranks > 1:

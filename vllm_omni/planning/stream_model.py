@@ -19,7 +19,7 @@ _TEXT_WEIGHTS = 11.4e9
 
 
 @dataclass(frozen=True)
-class Autoencoder:
+class AutoencoderMemory:
     """Memory of the autoencoder at 480x832, or at the model's fixed token grid.
 
     Defaults: Wan's VAE, bf16.
@@ -116,7 +116,7 @@ class StreamModel:
     """Parameters of the blocks' linear layers; 0 by default."""
     kv_dim: int = 0
     """Width of keys and of values; 0 by default."""
-    autoencoder: Autoencoder = Autoencoder()
+    autoencoder: AutoencoderMemory = AutoencoderMemory()
     """Memory of the autoencoder."""
     sequence_parallel: bool = True
     """Whether ranks can share the tokens of a chunk (Ulysses) and a decode."""
@@ -169,7 +169,7 @@ class FamilyPlan:
 
 
 @dataclass(frozen=True)
-class Split:
+class ParallelSplit:
     """How one engine splits a model over GPUs."""
 
     ranks: int = 1

@@ -67,7 +67,7 @@ class RecordingHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Arguments for LoRA; None without `--enable-lora`."""
 
 
-class Outcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ChunkOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Result of a chunk."""
 
     chunk_index: int
@@ -88,7 +88,7 @@ class RecordedChunk:
     """Parameters of the request."""
     arrays: dict[str, np.ndarray]
     """Input arrays of the request by name."""
-    outcome: Outcome | None
+    outcome: ChunkOutcome | None
     """Result of the chunk; None if the request was cancelled."""
 
 
@@ -145,7 +145,9 @@ def read_recording(path: Path) -> tuple[RecordingHeader, list[RecordedChunk], bo
                     whole = False
                     break
                 outcome = (
-                    None if meta["outcome"] is None else msgspec.convert(meta["outcome"], Outcome)
+                    None
+                    if meta["outcome"] is None
+                    else msgspec.convert(meta["outcome"], ChunkOutcome)
                 )
                 chunks.append(
                     RecordedChunk(msgspec.convert(meta["params"], DiffusionParams), arrays, outcome)

@@ -52,7 +52,7 @@ rank."""
 UNSEEN: Final = "a worker cannot access the snapshot's file: all ranks need access to its directory"
 
 
-class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ParallelLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Parallel layout of an engine.
 
     The part of a rank fits only the same rank of the same layout.
@@ -81,7 +81,7 @@ class ModelIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Model family."""
     config: str
     """Digest of the checkpoint's configuration, the model's options and the dtype."""
-    parallel: Parallel
+    parallel: ParallelLayout
     """Parallel layout."""
 
 

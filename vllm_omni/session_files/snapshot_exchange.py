@@ -38,7 +38,7 @@ _LONGEST_LOOK_S: Final = 0.5
 
 
 @dataclass(frozen=True)
-class Call:
+class WorkerCall:
     """One RPC to all workers of an engine.
 
     Each worker returns `{"ok": ...}` or `{"error": [code, message]}`.
@@ -52,7 +52,7 @@ class Call:
     """Seconds to wait before the call."""
 
 
-Exchange = Generator[Call, list[dict[str, Any]], T]
+Exchange = Generator[WorkerCall, list[dict[str, Any]], T]
 
 
 def save_exchange(
@@ -72,7 +72,7 @@ def save_exchange(
     Raises:
         RequestFailed: The session could not be saved.
     """
-    responses = _results((yield Call("describe_session", (session_id,))))
+    responses = _results((yield WorkerCall("describe_session", (session_id,))))
     planned = plan(
         [msgspec.json.decode(response, type=RankDescription) for response in responses],
         package_version,
@@ -81,7 +81,7 @@ def save_exchange(
     create_file(path, planned)
     try:
         position = (session_id, str(path), planned.header.chunk_index, planned.starts)
-        _results((yield Call("write_session", position)))
+        _results((yield WorkerCall("write_session", position)))
     except BaseException:
         path.unlink(missing_ok=True)
         raise
@@ -97,15 +97,15 @@ def live_save_exchange(
         The header of the file, and the engine's time that the snapshot took in seconds, on the rank
         where it took most.
     """
-    responses = _results((yield Call("stage_snapshot", (session_id,))))
+    responses = _results((yield WorkerCall("stage_snapshot", (session_id,))))
     staged = [msgspec.json.decode(response, type=StagedRank) for response in responses]
     planned = plan([rank.described for rank in staged], package_version, owner)
     create_file(path, planned)
     try:
-        _results((yield Call("write_snapshot", (session_id, str(path), planned.starts))))
+        _results((yield WorkerCall("write_snapshot", (session_id, str(path), planned.starts))))
         pause_s = _FIRST_LOOK_S
         while None in (
-            spent_s := _results((yield Call("snapshot_written", (session_id,), pause_s)))
+            spent_s := _results((yield WorkerCall("snapshot_written", (session_id,), pause_s)))
         ):
             pause_s = min(_LONGEST_LOOK_S, 2 * pause_s)
     except BaseException:
@@ -134,10 +134,12 @@ def restore_exchange(
     """
     header = read_header(path)
     try:
-        _results((yield Call("restore_session", (session_id, str(path), data_parallel_rank))))
+        _results((yield WorkerCall("restore_session", (session_id, str(path), data_parallel_rank))))
     except RequestFailed as failure:
         if failure.code != "session_exists":
-            yield Call("close_session", (session_id,))  # on ranks that have restored their part
+            yield WorkerCall(
+                "close_session", (session_id,)
+            )  # on ranks that have restored their part
         raise
     return header, header.ranks[0].scalars
 
@@ -167,7 +169,7 @@ def run_exchange(exchange: Exchange[T], rpc: Callable[..., list[dict[str, Any]]]
 
 
 async def run_exchange_async(
-    exchange: Exchange[T], rpc: Callable[[Call], Awaitable[list[dict[str, Any]]]]
+    exchange: Exchange[T], rpc: Callable[[WorkerCall], Awaitable[list[dict[str, Any]]]]
 ) -> T:
     """Run an exchange over an asynchronous RPC."""
     try:

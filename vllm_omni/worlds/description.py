@@ -70,7 +70,7 @@ class WorldGrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Side length of the grid in metres, after which the world repeats."""
 
 
-class Tour(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class WorldTour(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A prepared walk for demonstrations."""
 
     start: ImageFile
@@ -108,7 +108,7 @@ class WorldDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Map of the world, if it has one."""
     grid: WorldGrid | None = None
     """Occupancy grid, which stops cameras. Default: none; cameras can go anywhere."""
-    tour: Tour | None = None
+    tour: WorldTour | None = None
     """Prepared walk, if there is one."""
     model: dict[str, Any] = msgspec.field(default_factory=dict)
     """Defaults of `omni.model`."""

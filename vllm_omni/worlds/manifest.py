@@ -24,7 +24,7 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """SHA-256 as hexadecimal digits."""
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ChecksumManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Content of a `manifest.json`."""
 
     write_again: Annotated[str, msgspec.Meta(max_length=200)]
@@ -36,23 +36,23 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Files by path relative to the directory, with `/` as the separator."""
 
 
-def write_manifest(folder: Path, write_again: str) -> Manifest:
+def write_manifest(folder: Path, write_again: str) -> ChecksumManifest:
     """Write the manifest of a directory for its current files.
 
     Args:
         folder: The directory.
-        write_again: As `Manifest.write_again`.
+        write_again: As `ChecksumManifest.write_again`.
     """
     paths = sorted(
         path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST
     )
     files = {path.relative_to(folder).as_posix(): _entry(path) for path in paths}
-    manifest = Manifest(write_again, files)
+    manifest = ChecksumManifest(write_again, files)
     (folder / MANIFEST).write_text(json.dumps(msgspec.to_builtins(manifest), indent=1) + "\n")
     return manifest
 
 
-def read_manifest(folder: Path) -> Manifest | None:
+def read_manifest(folder: Path) -> ChecksumManifest | None:
     """Return the manifest of a directory, or None if it has none.
 
     Raises:
@@ -62,7 +62,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     if not path.is_file():
         return None
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Manifest)
+        return msgspec.json.decode(path.read_bytes(), type=ChecksumManifest)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
 

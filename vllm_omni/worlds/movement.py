@@ -34,7 +34,7 @@ taken."""
 
 
 @dataclass(frozen=True)
-class Motion:
+class CameraMotion:
     """Movement of cameras during one latent frame. All fields are fp64 [N]."""
 
     ahead: torch.Tensor
@@ -55,7 +55,7 @@ class Motion:
         *,
         yaw_degrees: float = YAW_DEGREES,
         pitch_degrees: float = PITCH_DEGREES,
-    ) -> "Motion":
+    ) -> "CameraMotion":
         """Return the motion of each camera's held keys. Opposite keys cancel.
 
         Args:
@@ -81,7 +81,7 @@ class Motion:
 def move_cameras(
     poses_N44: torch.Tensor,
     pitch_N: torch.Tensor,
-    motion: Motion,
+    motion: CameraMotion,
     step: float,
     grid: OccupancyGrid | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,7 +27,7 @@ from vllm_omni.entrypoints.cli.errors import CommandError
 from vllm_omni.entrypoints.media.mp4 import decode_mp4, encode_mp4
 from vllm_omni.worlds.description import description_file, read_description
 
-WALK = demo.Walk(b"picture", {0: "hills", 7: "hills in the snow"})
+WALK = demo.DemoWalk(b"picture", {0: "hills", 7: "hills in the snow"})
 HELLO = {"first_chunk_frames": 9, "chunk_frames": 12, "vae_stride": [4, 8, 8]}
 
 
@@ -35,8 +35,8 @@ def noise(num_frames: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (num_frames, 32, 48, 3), np.uint8)
 
 
-def chunk(frames_THWC: np.ndarray) -> demo.Chunk:
-    return demo.Chunk(
+def chunk(frames_THWC: np.ndarray) -> demo.ReceivedChunk:
+    return demo.ReceivedChunk(
         frames_THWC, 0.1, 1000, {"queue_ms": 1.0, "denoise_ms": 60.0, "total_ms": 90.0}
     )
 
@@ -60,7 +60,7 @@ def running(belongs: Callable[[psutil.Process], bool]) -> list[str]:
 
 def test_the_walk_returns_to_its_direction() -> None:
     """The walk always goes forward and turns left as often as right, for any split into chunks."""
-    walk = demo.Walk(b"", {0: "hills"})
+    walk = demo.DemoWalk(b"", {0: "hills"})
     keys = walk.held_keys(range(16))
     assert keys == walk.held_keys(range(3)) + walk.held_keys(range(3, 16))
     assert all("w" in held for held in keys)

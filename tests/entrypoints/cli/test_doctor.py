@@ -172,8 +172,8 @@ def test_the_checks_run_again_only_after_a_fix(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], faulty: bool
 ) -> None:
     """The report shows the state after the fix."""
-    fault = doctor.Finding("vllm", "fail", "no metadata", "write it", lambda: "written")
-    fine = doctor.Finding("vllm", "ok", "0.32.0")
+    fault = doctor.DoctorFinding("vllm", "fail", "no metadata", "write it", lambda: "written")
+    fine = doctor.DoctorFinding("vllm", "ok", "0.32.0")
     examined = iter([[fault], [fine]] if faulty else [[fine]])
     monkeypatch.setattr(doctor, "run_checks", lambda: next(examined))
     assert doctor.run(argparse.Namespace(fix=True)) == 0
@@ -184,10 +184,13 @@ def test_exit_status_counts_faults_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Warnings do not fail, and every finding is printed with its advice."""
-    findings = [doctor.Finding("a", "ok", "fine"), doctor.Finding("b", "warn", "odd", "look")]
+    findings = [
+        doctor.DoctorFinding("a", "ok", "fine"),
+        doctor.DoctorFinding("b", "warn", "odd", "look"),
+    ]
     monkeypatch.setattr(doctor, "run_checks", lambda: findings)
     args = doctor.argparse.Namespace(fix=False)
     assert doctor.run(args) == 0
     assert "-> look" in capsys.readouterr().out
-    findings.append(doctor.Finding("c", "fail", "broken", "fix it"))
+    findings.append(doctor.DoctorFinding("c", "fail", "broken", "fix it"))
     assert doctor.run(args) == 1

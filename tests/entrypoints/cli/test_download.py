@@ -126,7 +126,9 @@ def test_a_licence_must_be_accepted_before_the_first_byte(
 
 @pytest.mark.parametrize("release", releases.RELEASES, ids=lambda release: release.download_name)
 def test_a_downloaded_release_is_recognised(
-    release: releases.Release, arguments: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+    release: releases.PublishedNetwork,
+    arguments: argparse.Namespace,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The layout of each causal Wan checkpoint finds the downloaded files and the LoRA."""
 

@@ -22,8 +22,8 @@ from vllm_omni.entrypoints.cli.main import main
 from vllm_omni.inputs import DiffusionParams, Lora, UsedLoras
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.session_files.recording import (
+    ChunkOutcome,
     LoraSettings,
-    Outcome,
     RecordedChunk,
     RecordingHeader,
     digest_of,
@@ -65,7 +65,9 @@ def record(path: Path, runner: Any, family: str, model: Path) -> Path:
             frames = run_to_end(runner, new_request("r", tensors, **fields))["r"][1][
                 "frames"
             ].numpy()
-            outcome = Outcome(chunk_index=index, digest=digest_of(frames), num_frames=len(frames))
+            outcome = ChunkOutcome(
+                chunk_index=index, digest=digest_of(frames), num_frames=len(frames)
+            )
             write_chunk(
                 file,
                 RecordedChunk(params, {name: t.numpy() for name, t in tensors.items()}, outcome),
@@ -164,7 +166,7 @@ def record_with_adapters(path: Path, runner: Any, model: Path) -> Path:
             )["r"]
             frames = tensors["frames"].numpy()
             used = msgspec.convert(meta.get("lora", []), UsedLoras)
-            outcome = Outcome(
+            outcome = ChunkOutcome(
                 chunk_index=index, digest=digest_of(frames), num_frames=len(frames), lora=used
             )
             write_chunk(file, RecordedChunk(params, {}, outcome))

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from helpers.waits import seconds
 
-from vllm_omni.engine_arguments.table import Worker
+from vllm_omni.engine_arguments.table import WorkerKind
 from vllm_omni.entrypoints.cli import serve
 from vllm_omni.entrypoints.cli.checkpoints.make_tiny import write_tiny
 from vllm_omni.entrypoints.cli.errors import CommandError
@@ -126,7 +126,7 @@ def test_only_ignored_arguments_are_refused(world: str) -> None:
     """
     parser = serve.serve_parser()
     empty = parser.parse_args(["serve"])
-    for worker in Worker:
+    for worker in WorkerKind:
         serve.refuse_ignored(worker, parser.parse_args(["serve", world]), empty)
         serve.refuse_ignored(
             worker, parser.parse_args(["serve", world, "--kv-cache-dtype", "auto"]), empty

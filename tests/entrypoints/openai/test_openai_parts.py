@@ -22,7 +22,7 @@ from starlette.requests import Request
 
 from vllm_omni.entrypoints.json_values import MAX_JSON_VALUES
 from vllm_omni.entrypoints.media.mp4 import encode_mp4
-from vllm_omni.entrypoints.openai.body import Body, read_body
+from vllm_omni.entrypoints.openai.body import ParsedBody, read_body
 from vllm_omni.entrypoints.openai.chat import ChatRoutes
 from vllm_omni.entrypoints.openai.client_threads import ClientThreads
 from vllm_omni.entrypoints.openai.errors import ApiError, from_failure, respond_to_errors
@@ -41,7 +41,7 @@ LIMITS = EndpointLimits(max_image_pixels=100 * 100)
 
 def body_of(
     data: bytes, content_type: str = "application/json", max_bytes: int = 10_000, parts: int = 1
-) -> Body:
+) -> ParsedBody:
     """Read a body that arrives in several parts."""
     step = -(-len(data) // parts) if data else 1
     items = [data[start : start + step] for start in range(0, len(data), step)] or [b""]

@@ -28,7 +28,12 @@ from test_codec import SEEDS, mutated
 
 from vllm_omni.actions import CAMERA_SPACE, Axis
 from vllm_omni.entrypoints.errors import EndpointError
-from vllm_omni.entrypoints.realtime.connection.codec import CodecError, Dialect, decode, encode
+from vllm_omni.entrypoints.realtime.connection.codec import (
+    CodecError,
+    MessageDialect,
+    decode,
+    encode,
+)
 from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.entrypoints.realtime.generate import protocol as generate_protocol
 from vllm_omni.entrypoints.realtime.video import protocol as video_protocol
@@ -63,7 +68,7 @@ _pack = msgspec.msgpack.encode
 
 BINARY_SEEDS = [
     *SEEDS,
-    *(encode(infer(image=np.zeros((2, 2, 3), np.uint8)), dialect) for dialect in Dialect),
+    *(encode(infer(image=np.zeros((2, 2, 3), np.uint8)), dialect) for dialect in MessageDialect),
     encode({"endpoint": "branch", "session_id": "a", "new_session_id": "b"}),
     _pack(
         {
@@ -171,7 +176,7 @@ def take_binary(data: bytes) -> None:
     ):
         try:
             message = parse()
-            if isinstance(message, protocol.Infer):
+            if isinstance(message, protocol.InferMessage):
                 message.camera_path(max_poses=100, size=(832, 480))
                 message.script(_SPACE)
         except EndpointError:

@@ -12,7 +12,11 @@ from vllm_omni.entrypoints.realtime.controls.action_messages import (
     camera_frames,
     read_actions_message,
 )
-from vllm_omni.entrypoints.realtime.controls.control_track import Script, States, Transition
+from vllm_omni.entrypoints.realtime.controls.control_track import (
+    ControlScript,
+    ControlStates,
+    ControlTransition,
+)
 
 SPACE = ActionSpace(
     buttons=(Button("w", "forward", ("KeyW",)), Button("leap", "jump", ("KeyI", "Space"))),
@@ -28,7 +32,7 @@ ONE = ActionSpace(buttons=SPACE.buttons, exclusive=True)
 def test_frames_become_a_script() -> None:
     """A frame is a list of names or a map. A repeated name counts once."""
     read = read_actions_message([["w", "w"], {"axes": {"dx": 3}, "scroll": -2}, []], SPACE)
-    assert read == Script(
+    assert read == ControlScript(
         (ActionFrame(("w",)), ActionFrame(axes={"dx": 3.0}, scroll=-2.0), ActionFrame())
     )
 
@@ -39,8 +43,8 @@ def test_a_transition_changes_only_the_keys_it_names() -> None:
         "mode": "state",
         "transitions": [{"buttons": []}, {"axes": {"dx": 500.0}, "client_ts_ms": 1.5}],
     }
-    assert read_actions_message(message, SPACE) == States(
-        (Transition(()), Transition(None, {"dx": 500.0}))
+    assert read_actions_message(message, SPACE) == ControlStates(
+        (ControlTransition(()), ControlTransition(None, {"dx": 500.0}))
     )
 
 
@@ -92,6 +96,6 @@ def test_camera_keys_press_the_buttons_they_belong_to() -> None:
     """
     assert camera_buttons(["W", "i", "k", "x", "wa"], SPACE) == ("w", "leap")
     assert camera_buttons(["i", "w"], ONE) == ("leap",)
-    assert camera_frames([["w"], ["d", "l"]], CAMERA_SPACE) == Script(
+    assert camera_frames([["w"], ["d", "l"]], CAMERA_SPACE) == ControlScript(
         (ActionFrame(("w",)), ActionFrame(("d", "l")))
     )

@@ -12,24 +12,24 @@ from helpers.fake_engine import FIRST, LATER, camera
 
 from vllm_omni.entrypoints.errors import EndpointError
 from vllm_omni.entrypoints.realtime.chunk_source import (
+    ChunkControls,
     ChunkSource,
     ChunkSpan,
-    Controls,
     LiveChunks,
     PlannedChunks,
 )
 from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 from vllm_omni.entrypoints.realtime.controls.camera import CameraPath
-from vllm_omni.entrypoints.realtime.sessions.run import Job, ReplyOptions, Run
+from vllm_omni.entrypoints.realtime.sessions.run import ReplyOptions, SessionJob, SessionRun
 
 INFO = StreamInfo()
 LIMITS = EndpointLimits()
 
 
 class Live(LiveChunks):
-    def sample(self, span: ChunkSpan) -> Controls:
-        return Controls()
+    def sample(self, span: ChunkSpan) -> ChunkControls:
+        return ChunkControls()
 
 
 def path(num_poses: int) -> CameraPath:
@@ -38,8 +38,10 @@ def path(num_poses: int) -> CameraPath:
 
 def run_of(
     source: ChunkSource, *, starts_session: bool = True, first_chunk: int = 0, completed: int = 0
-) -> Run:
-    run = Run(Job(request_id="r", source=source, replies=ReplyOptions(render=lambda chunk: [])))
+) -> SessionRun:
+    run = SessionRun(
+        SessionJob(request_id="r", source=source, replies=ReplyOptions(render=lambda chunk: []))
+    )
     run.sizes = source.plan(INFO, LIMITS, starts_session=starts_session)
     run.first_chunk, run.completed = first_chunk, completed
     return run
@@ -80,8 +82,8 @@ def test_a_request_that_was_cut_continues_in_the_middle_of_its_script() -> None:
         (6, 2, 6, FIRST + LATER),
     ]
     assert [source.sample(span) for span in spans] == [
-        Controls(actions=[["d"], ["w"], ["a"]]),
-        Controls(actions=[["s"], [], []]),
+        ChunkControls(actions=[["d"], ["w"], ["a"]]),
+        ChunkControls(actions=[["s"], [], []]),
     ]
 
 

@@ -25,8 +25,8 @@ from vllm_omni.entrypoints.realtime.connection.codec import (
     MAX_NODES,
     MAX_STR_BYTES,
     CodecError,
-    Decoded,
-    Dialect,
+    DecodedMessage,
+    MessageDialect,
     decode,
     encode,
 )
@@ -77,9 +77,11 @@ def same(left: Any, right: Any) -> bool:
     return type(left) is type(right) and left == right
 
 
-@given(MESSAGES, st.sampled_from(Dialect))
+@given(MESSAGES, st.sampled_from(MessageDialect))
 @settings(max_examples=300, deadline=None)
-def test_encoded_values_survive_a_round_trip(message: dict[str, Any], dialect: Dialect) -> None:
+def test_encoded_values_survive_a_round_trip(
+    message: dict[str, Any], dialect: MessageDialect
+) -> None:
     """Values and arrays of every accepted dtype are bit-equal after a round trip in both
     dialects.
     """
@@ -115,17 +117,17 @@ def classic(**changes: Any) -> dict[Any, Any]:
 @pytest.mark.parametrize(
     ("marked", "dialect"),
     [
-        (openpi(), Dialect.OPENPI),
-        ({key.decode(): value for key, value in openpi().items()}, Dialect.OPENPI),
-        (openpi(dtype=">f4", data=struct.pack(">4f", 1, 2, 3, 4)), Dialect.OPENPI),
-        (openpi(dtype="float32"), Dialect.OPENPI),
-        (openpi(dtype=b"<f4"), Dialect.OPENPI),
-        (classic(), Dialect.CLASSIC),
-        ({key.decode(): value for key, value in classic().items()}, Dialect.CLASSIC),
-        (classic(kind=None), Dialect.CLASSIC),
+        (openpi(), MessageDialect.OPENPI),
+        ({key.decode(): value for key, value in openpi().items()}, MessageDialect.OPENPI),
+        (openpi(dtype=">f4", data=struct.pack(">4f", 1, 2, 3, 4)), MessageDialect.OPENPI),
+        (openpi(dtype="float32"), MessageDialect.OPENPI),
+        (openpi(dtype=b"<f4"), MessageDialect.OPENPI),
+        (classic(), MessageDialect.CLASSIC),
+        ({key.decode(): value for key, value in classic().items()}, MessageDialect.CLASSIC),
+        (classic(kind=None), MessageDialect.CLASSIC),
     ],
 )
-def test_both_dialects_of_arrays_are_read(marked: dict[Any, Any], dialect: Dialect) -> None:
+def test_both_dialects_of_arrays_are_read(marked: dict[Any, Any], dialect: MessageDialect) -> None:
     """Keys may be bytes or text, and the byte order either one. The array is in native order, and
     its dialect is reported.
     """
@@ -164,7 +166,7 @@ SEEDS = [
         },
         dialect,
     )
-    for dialect in Dialect
+    for dialect in MessageDialect
 ]
 
 
@@ -322,7 +324,7 @@ def test_every_form_of_every_value_is_read() -> None:
     """Another msgpack library reads the same values. Only map keys that are bytes become text."""
     *plain, last, empty = msgspec.msgpack.decode(ALL_FORMS)
     assert len(plain) == 23 and (last, empty) == ({b"i": [{"j": 1, "k": []}]}, {})
-    assert decode(ALL_FORMS) == Decoded([*plain, {"i": [{"j": 1, "k": []}]}, {}], None, 36)
+    assert decode(ALL_FORMS) == DecodedMessage([*plain, {"i": [{"j": 1, "k": []}]}, {}], None, 36)
 
 
 def test_a_message_that_ends_early_or_late_is_refused() -> None:
@@ -397,21 +399,21 @@ def test_a_refused_array_has_a_reason(marked: dict[Any, Any], text: str) -> None
 @pytest.mark.parametrize(
     ("marked", "value", "dialect"),
     [
-        ({"__npgeneric__": True, "dtype": "<i2", "data": b"\x05\x00"}, 5, Dialect.OPENPI),
-        ({"nd": False, "type": "<f8", "data": struct.pack("<d", 2.5)}, 2.5, Dialect.CLASSIC),
-        ({"nd": False, "type": ">i2", "data": b"\x00\x05"}, 5, Dialect.CLASSIC),
-        ({"nd": 1, "type": ">i2", "data": b"\x00\x05"}, 5, Dialect.CLASSIC),
-        ({"nd": False, "type": "|b1", "kind": "", "data": b"\x02"}, True, Dialect.CLASSIC),
+        ({"__npgeneric__": True, "dtype": "<i2", "data": b"\x05\x00"}, 5, MessageDialect.OPENPI),
+        ({"nd": False, "type": "<f8", "data": struct.pack("<d", 2.5)}, 2.5, MessageDialect.CLASSIC),
+        ({"nd": False, "type": ">i2", "data": b"\x00\x05"}, 5, MessageDialect.CLASSIC),
+        ({"nd": 1, "type": ">i2", "data": b"\x00\x05"}, 5, MessageDialect.CLASSIC),
+        ({"nd": False, "type": "|b1", "kind": "", "data": b"\x02"}, True, MessageDialect.CLASSIC),
         ({"nd": True}, {"nd": True}, None),
         ({"data": b"1", "kind": "x"}, {"data": b"1", "kind": "x"}, None),
     ],
 )
 def test_only_marked_maps_become_arrays_or_numbers(
-    marked: dict[str, Any], value: Any, dialect: Dialect | None
+    marked: dict[str, Any], value: Any, dialect: MessageDialect | None
 ) -> None:
     """A map with only some keys of a dialect stays a map, and no dialect is reported for it."""
     decoded = decode(msgspec.msgpack.encode([marked]))
-    assert decoded == Decoded([value], dialect, 2 + 2 * len(marked))
+    assert decoded == DecodedMessage([value], dialect, 2 + 2 * len(marked))
 
 
 @pytest.mark.parametrize("order", ["<", ">", "=", "", "|"])
@@ -438,15 +440,18 @@ def test_a_large_array_in_native_order_is_not_copied() -> None:
 @pytest.mark.parametrize(
     ("dialect", "keys"),
     [
-        (Dialect.OPENPI, {b"__ndarray__": True, b"dtype": "<f4", b"shape": [2, 2], b"data": DATA}),
         (
-            Dialect.CLASSIC,
+            MessageDialect.OPENPI,
+            {b"__ndarray__": True, b"dtype": "<f4", b"shape": [2, 2], b"data": DATA},
+        ),
+        (
+            MessageDialect.CLASSIC,
             {b"nd": True, b"type": "<f4", b"kind": b"", b"shape": [2, 2], b"data": DATA},
         ),
     ],
 )
 def test_an_array_is_written_with_the_dialects_keys(
-    dialect: Dialect, keys: dict[bytes, Any]
+    dialect: MessageDialect, keys: dict[bytes, Any]
 ) -> None:
     """Arrays in lists, tuples and maps, and empty arrays, have these keys only."""
     array = np.frombuffer(DATA, np.float32).reshape(2, 2)

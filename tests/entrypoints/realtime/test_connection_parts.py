@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from virtual_time import run_in_virtual_time
 
-from vllm_omni.entrypoints.errors import ClientDisconnected, Close, EndpointError
+from vllm_omni.entrypoints.errors import ClientDisconnected, EndpointError, WebSocketCloseCode
 from vllm_omni.entrypoints.realtime.connection.connection import Connection
 from vllm_omni.entrypoints.realtime.connection.delivery_window import DeliveryWindow
 from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
@@ -137,7 +137,11 @@ def test_the_error_is_typed() -> None:
     with pytest.raises(EndpointError) as refused:
         run_in_virtual_time(slow())
     error = refused.value
-    assert (error.code, error.close, error.retryable) == ("slow_reader", Close.SLOW_CONSUMER, True)
+    assert (error.code, error.close, error.retryable) == (
+        "slow_reader",
+        WebSocketCloseCode.SLOW_CONSUMER,
+        True,
+    )
 
 
 def test_a_timeout_of_zero_disables_the_check() -> None:

@@ -16,27 +16,31 @@ from vllm_omni.entrypoints.realtime.controls.analog_track import MAX_WAITING
 from vllm_omni.entrypoints.realtime.controls.camera import CameraPath
 from vllm_omni.entrypoints.realtime.controls.control_track import (
     MAX_SCRIPT_ENTRIES,
-    Adapters,
+    AdapterChange,
+    ControlScript,
+    ControlStates,
     ControlTrack,
+    ControlTransition,
     Held,
-    Prompt,
-    Script,
-    States,
+    PromptChange,
     TooManyEvents,
-    Transition,
 )
-from vllm_omni.entrypoints.realtime.controls.pose_track import Command, PoseTrack, unit_quaternion
+from vllm_omni.entrypoints.realtime.controls.pose_track import (
+    CameraCommand,
+    PoseTrack,
+    unit_quaternion,
+)
 from vllm_omni.inputs import Lora
 
 W, A, D, NONE = ("w",), ("a",), ("d",), ()
 
 
-def script(*entries: Held) -> Script:
-    return Script(tuple(map(ActionFrame, entries)))
+def script(*entries: Held) -> ControlScript:
+    return ControlScript(tuple(map(ActionFrame, entries)))
 
 
-def states(*transitions: Held) -> States:
-    return States(tuple(map(Transition, transitions)))
+def states(*transitions: Held) -> ControlStates:
+    return ControlStates(tuple(map(ControlTransition, transitions)))
 
 
 def test_a_session_without_key_events_has_no_actions() -> None:
@@ -110,8 +114,8 @@ def test_a_pulse_between_two_chunks_acts_for_one_entry(
 def test_the_latest_prompt_wins_and_waits_for_the_second_chunk() -> None:
     """The first chunk has the prompt of `init`, so an earlier prompt event acts in the second."""
     track = ControlTrack()
-    assert track.apply([Prompt("rain")], 1) == []
-    assert track.apply([Prompt("snow")], 2) == [1]
+    assert track.apply([PromptChange("rain")], 1) == []
+    assert track.apply([PromptChange("snow")], 2) == [1]
     assert track.sample(3, with_prompt=False).prompt is None
     sample = track.sample(3)
     assert (sample.prompt, sample.event_id, sample.applied) == ("snow", 2, (2,))
@@ -122,8 +126,8 @@ def test_the_latest_adapters_win_and_may_act_from_the_first_chunk_on() -> None:
     """A new adapter event supersedes the pending one."""
     track = ControlTrack()
     ink, wool = (Lora(name="ink"),), (Lora(name="wool"),)
-    assert track.apply([Adapters(ink)], 1) == []
-    assert track.apply([Adapters(wool)], 2) == [1]
+    assert track.apply([AdapterChange(ink)], 1) == []
+    assert track.apply([AdapterChange(wool)], 2) == [1]
     sample = track.sample(3, with_prompt=False)
     assert (sample.lora, sample.event_id, sample.applied) == (wool, 2, (2,))
     assert track.sample(3).lora is None
@@ -134,7 +138,7 @@ def test_a_prompt_is_not_masked_by_an_older_key() -> None:
     track = ControlTrack()
     track.apply([states(W)], 5)
     assert (track.sample(3).event_id, track.sample(3).is_new) == (5, False)
-    track.apply([Prompt("rain")], 6)
+    track.apply([PromptChange("rain")], 6)
     sample = track.sample(3)
     assert (sample.event_id, sample.is_new, sample.applied) == (6, True, (6,))
     sample = track.sample(3)
@@ -167,7 +171,7 @@ def test_memory_is_bounded() -> None:
     """Events that no chunk consumes leave at most one script and two transitions."""
     track = ControlTrack()
     for number in range(10_000):
-        track.apply([states(W), states(NONE), Prompt("x" * 100)], number)
+        track.apply([states(W), states(NONE), PromptChange("x" * 100)], number)
     assert len(track._transitions) <= 2
     assert len(track._seen) <= 1024
     track.apply([script(*[W] * 10_000)])
@@ -185,8 +189,8 @@ SPACE = ActionSpace(
 )
 
 
-def state(**fields: object) -> States:
-    return States((Transition(**fields),))  # type: ignore[arg-type]
+def state(**fields: object) -> ControlStates:
+    return ControlStates((ControlTransition(**fields),))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -240,7 +244,17 @@ def test_notches_come_one_a_frame(
 
 def test_a_button_pressed_between_chunks_acts_alongside_motion(track: ControlTrack) -> None:
     """A pulse acts for one frame, as it does without axes."""
-    track.apply([States((Transition(("jump",)), Transition(axes={"dx": 2.0}), Transition(())))])
+    track.apply(
+        [
+            ControlStates(
+                (
+                    ControlTransition(("jump",)),
+                    ControlTransition(axes={"dx": 2.0}),
+                    ControlTransition(()),
+                )
+            )
+        ]
+    )
     assert track.sample(2).actions == [
         ActionFrame(("jump",), {"dx": 1.0}),
         ActionFrame(axes={"dx": 1.0}),
@@ -250,7 +264,9 @@ def test_a_button_pressed_between_chunks_acts_alongside_motion(track: ControlTra
 def test_a_script_replaces_everything_and_is_taken_as_it_is(track: ControlTrack) -> None:
     """Frames of a script hold each value, and a transition ends the script."""
     track.apply([state(axes={"steer": 1.0, "dx": 5.0}, scroll=1)], 1)
-    script = Script((ActionFrame(axes={"dx": 7.0}), ActionFrame(("w",)), ActionFrame(scroll=-1)))
+    script = ControlScript(
+        (ActionFrame(axes={"dx": 7.0}), ActionFrame(("w",)), ActionFrame(scroll=-1))
+    )
     assert track.apply([script], 2) == [1]
     assert track.sample(2).actions == [ActionFrame(axes={"dx": 7.0}), ["w"]]
     track.apply([state(axes={"steer": -1.0})], 3)
@@ -289,23 +305,23 @@ def test_too_many_motion_events_are_refused_without_effect(
 
 axes = st.dictionaries(st.sampled_from(["steer", "dx"]), st.floats(-1, 1), max_size=2)
 transitions = st.builds(
-    Transition,
+    ControlTransition,
     st.none() | st.sampled_from([(), ("w",), ("jump",)]),
     axes,
     st.sampled_from([0.0, 1.0, -1.0]),
 )
 frames = st.builds(ActionFrame, st.sampled_from([(), ("w",)]), axes)
 updates = (
-    st.lists(transitions, max_size=4).map(lambda held: States(tuple(held)))
-    | st.lists(frames, max_size=4).map(lambda entries: Script(tuple(entries)))
-    | st.builds(Prompt, st.sampled_from(["rain", "snow"]))
+    st.lists(transitions, max_size=4).map(lambda held: ControlStates(tuple(held)))
+    | st.lists(frames, max_size=4).map(lambda entries: ControlScript(tuple(entries)))
+    | st.builds(PromptChange, st.sampled_from(["rain", "snow"]))
 )
 
 
 @given(st.lists(st.tuples(updates, st.integers(0, 2))))
 @settings(max_examples=200, deadline=None)
 def test_every_event_has_at_most_one_fate(
-    events: list[tuple[States | Script | Prompt, int]],
+    events: list[tuple[ControlStates | ControlScript | PromptChange, int]],
 ) -> None:
     """An event is applied once or superseded once. Values stay in range, and a chunk has one entry
     per latent frame.
@@ -333,7 +349,7 @@ def command(
     turn: tuple = (0, 0, 0, 1),
     chunks: int = 1,
 ):
-    return Command(event_id, mode, np.array(move, float), unit_quaternion(turn), chunks)
+    return CameraCommand(event_id, mode, np.array(move, float), unit_quaternion(turn), chunks)
 
 
 def about_y(degrees: float) -> tuple[float, float, float, float]:

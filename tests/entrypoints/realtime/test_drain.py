@@ -11,8 +11,8 @@ from helpers.fake_engine import FIRST, LATER, FakeEngine
 from helpers.waits import pause_task, until
 from test_session import ended, job, payloads, scenario
 
-from vllm_omni.entrypoints.errors import Close, EndpointError
-from vllm_omni.entrypoints.realtime.chunk_source import ChunkSpan, Controls, LiveChunks
+from vllm_omni.entrypoints.errors import EndpointError, WebSocketCloseCode
+from vllm_omni.entrypoints.realtime.chunk_source import ChunkControls, ChunkSpan, LiveChunks
 from vllm_omni.entrypoints.realtime.sessions.session import Session
 from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
 
@@ -46,8 +46,8 @@ class Source(LiveChunks):
         if self.paused:
             await asyncio.Event().wait()
 
-    def sample(self, span: ChunkSpan) -> Controls:
-        return Controls(
+    def sample(self, span: ChunkSpan) -> ChunkControls:
+        return ChunkControls(
             actions=[[]] * span.num_latents, prompt="a" if span.chunk_index == 0 else None
         )
 
@@ -73,7 +73,7 @@ def test_chunks_in_flight_are_finished_and_no_other_is_started() -> None:
         assert error is not None
         assert (error.code, error.close, error.details["next_chunk_index"]) == (
             "draining",
-            Close.CAPACITY,
+            WebSocketCloseCode.CAPACITY,
             started,
         )
         assert error.retryable

@@ -24,7 +24,12 @@ from vllm_omni.entrypoints.realtime.connection.delivery_window import DeliveryWi
 from vllm_omni.entrypoints.realtime.connection.images import load_image
 from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
-from vllm_omni.entrypoints.realtime.sessions.run import Job, Reply, ReplyOptions, Run
+from vllm_omni.entrypoints.realtime.sessions.run import (
+    EncodedReply,
+    ReplyOptions,
+    SessionJob,
+    SessionRun,
+)
 from vllm_omni.entrypoints.realtime.video import protocol
 from vllm_omni.model_executor.models.registry import get_family
 
@@ -232,9 +237,11 @@ def test_other_data_than_allowed_images_is_refused(data: Any, code: str) -> None
 # -- runs ------------------------------------------------------------------------------------------
 
 
-def make_run() -> Run:
-    return Run(
-        Job(request_id="r", source=PlannedChunks(), replies=ReplyOptions(render=lambda chunk: []))
+def make_run() -> SessionRun:
+    return SessionRun(
+        SessionJob(
+            request_id="r", source=PlannedChunks(), replies=ReplyOptions(render=lambda chunk: [])
+        )
     )
 
 
@@ -246,7 +253,9 @@ def test_a_slow_reader_blocks_the_producer() -> None:
     async def scenario() -> None:
         run = make_run()
         for number in range(6):
-            run.append(Reply(chunk_index=number // 2, part=number % 2, payload=b"x", num_bytes=1))
+            run.append(
+                EncodedReply(chunk_index=number // 2, part=number % 2, payload=b"x", num_bytes=1)
+            )
         await run.wait_for_reader(3)
         held = asyncio.create_task(run.wait_for_reader(1))
         taken: list[bytes] = []
@@ -272,7 +281,7 @@ def test_undelivered_replies_are_never_dropped() -> None:
 
     async def scenario() -> None:
         run = make_run()
-        run.append(Reply(0, 0, b"abc", 3))
+        run.append(EncodedReply(0, 0, b"abc", 3))
         assert run.drop_oldest() == 0
         run.finish()
         assert run.drop_oldest() == 3

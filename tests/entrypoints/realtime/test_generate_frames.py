@@ -17,8 +17,8 @@ from helpers.fake_engine import FIRST, LATER, EndpointServer, FakeEngine
 from helpers.live_clients import HEIGHT, WIDTH, GenerateClient, webui_unpack
 from PIL import Image
 
-from vllm_omni.entrypoints.realtime.chunk_source import Controls
-from vllm_omni.entrypoints.realtime.controls.control_track import Sample
+from vllm_omni.entrypoints.realtime.chunk_source import ChunkControls
+from vllm_omni.entrypoints.realtime.controls.control_track import ControlSample
 from vllm_omni.entrypoints.realtime.generate.frames import FrameBatcher
 
 MakeEndpoint = Callable[..., EndpointServer]
@@ -207,7 +207,7 @@ def test_deltas_of_a_chunk_in_several_messages_refer_to_the_frame_before(num_fra
     frames_THWC = np.random.default_rng(0).integers(0, 256, (num_frames, 4, 6, 3), dtype=np.uint8)
     result = SimpleNamespace(frames_THWC=frames_THWC, wall_ms=1.0, world_pose_fields={})
     chunk: Any = SimpleNamespace(
-        result=result, controls=Controls(mark=Sample()), session_id="s", chunk_index=3
+        result=result, controls=ChunkControls(mark=ControlSample()), session_id="s", chunk_index=3
     )
     sent = [webui_unpack(b"".join(message.parts)) for message in FrameBatcher("delta_gzip")(chunk)]
     assert [message["num_frames"] for message in sent] == {16: [16], 17: [16, 1], 40: [16, 16, 8]}[

@@ -33,7 +33,7 @@ def understand(value: object) -> None:
     refusal: EndpointError | None = None
     try:
         message = protocol.parse(value, LIMITS)
-        if isinstance(message, protocol.Infer):
+        if isinstance(message, protocol.InferMessage):
             message.camera_path(max_poses=100, size=(832, 480))
     except EndpointError as error:
         refusal = error
@@ -47,7 +47,7 @@ def test_whole_floats_are_integers() -> None:
     message = protocol.parse(
         infer(extra_body={"seed": 100000.0, "height": 32.0, "fps": 16}), LIMITS
     )
-    assert isinstance(message, protocol.Infer)
+    assert isinstance(message, protocol.InferMessage)
     assert (message.extra_body.seed, message.extra_body.height, message.extra_body.fps) == (
         100000,
         32,
@@ -69,7 +69,7 @@ def test_only_the_given_options_reach_the_model() -> None:
     """Named settings and `options` are one map, and the model has defaults for the others."""
     extra = {"num_inference_steps": 3, "options": {"shift": 5.0}}
     message = protocol.parse(infer(extra_body=extra), LIMITS)
-    assert isinstance(message, protocol.Infer)
+    assert isinstance(message, protocol.InferMessage)
     assert message.extra_body.model_options() == {"num_inference_steps": 3, "shift": 5.0}
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Recorder`: recordings hold every chunk in order, also cancelled ones, and branches hold their
-past.
+"""`SessionRecorder`: recordings hold every chunk in order, also cancelled ones, and branches hold
+their past.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from helpers.waits import until
 
 from vllm_omni.entrypoints.errors import EndpointError
 from vllm_omni.entrypoints.realtime.connection.session_engine import SessionEngine
-from vllm_omni.entrypoints.realtime.sessions.recorder import Recorder
+from vllm_omni.entrypoints.realtime.sessions.recorder import SessionRecorder
 from vllm_omni.inputs import DiffusionParams, UsedLora
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.session_files.recording import (
@@ -61,7 +61,7 @@ def recorded(folder: Path, session_id: str) -> list[tuple[int, int, str | None]]
 
 def test_a_session_is_recorded_chunk_by_chunk_and_a_branch_with_its_past(tmp_path: Path) -> None:
     """A cancelled chunk that is requested again is recorded once, and a refused one is not."""
-    engine, recorder = FakeEngine(), Recorder(tmp_path / "new", HEADER)
+    engine, recorder = FakeEngine(), SessionRecorder(tmp_path / "new", HEADER)
     world = SessionEngine(engine, recorder=recorder)  # type: ignore[arg-type]
 
     def refuse_prompt(params: DiffusionParams) -> None:
@@ -96,7 +96,7 @@ def test_a_session_is_recorded_chunk_by_chunk_and_a_branch_with_its_past(tmp_pat
 
 def test_a_session_that_started_elsewhere_is_not_recorded(tmp_path: Path) -> None:
     """Its first chunk is missing, so it could not be replayed."""
-    engine, recorder = FakeEngine(), Recorder(tmp_path, HEADER)
+    engine, recorder = FakeEngine(), SessionRecorder(tmp_path, HEADER)
 
     async def scenario() -> None:
         await chunk(SessionEngine(engine), 0)  # type: ignore[arg-type]
@@ -108,7 +108,10 @@ def test_a_session_that_started_elsewhere_is_not_recorded(tmp_path: Path) -> Non
 
 
 def test_a_chunk_s_adapters_are_recorded_with_their_digests(tmp_path: Path) -> None:
-    recorder, used = Recorder(tmp_path, HEADER), UsedLora(name="ink", scale=0.5, digest="0" * 32)
+    recorder, used = (
+        SessionRecorder(tmp_path, HEADER),
+        UsedLora(name="ink", scale=0.5, digest="0" * 32),
+    )
     params, frames = (
         DiffusionParams(session_id="s", chunk_index=0),
         np.zeros((1, 2, 2, 3), np.uint8),
@@ -126,7 +129,7 @@ def test_a_chunk_s_adapters_are_recorded_with_their_digests(tmp_path: Path) -> N
 
 def test_a_missing_folder_stops_no_session(tmp_path: Path) -> None:
     """The recording is lost and logged, and the chunk is delivered."""
-    engine, recorder = FakeEngine(), Recorder(tmp_path / "gone", HEADER)
+    engine, recorder = FakeEngine(), SessionRecorder(tmp_path / "gone", HEADER)
     (tmp_path / "gone").rmdir()
     frames = asyncio.run(chunk(SessionEngine(engine, recorder=recorder), 0))  # type: ignore[arg-type]
     recorder.flush()

@@ -13,9 +13,9 @@ from helpers.waits import pause_task, seconds, until
 
 from vllm_omni.entrypoints.errors import EndpointError
 from vllm_omni.entrypoints.realtime.chunk_source import (
+    ChunkControls,
     ChunkSource,
     ChunkSpan,
-    Controls,
     LiveChunks,
     PlannedChunks,
 )
@@ -25,10 +25,10 @@ from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 from vllm_omni.entrypoints.realtime.controls.camera import CameraPath
 from vllm_omni.entrypoints.realtime.sessions.run import (
     FinishedChunk,
-    Job,
     ReplyOptions,
-    Run,
-    WorldStart,
+    SessionJob,
+    SessionRun,
+    SessionStart,
 )
 from vllm_omni.entrypoints.realtime.sessions.session import Session
 from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
@@ -43,7 +43,7 @@ def job(
     source: ChunkSource | None = None,
     restart: bool = False,
     fps: float | None = None,
-) -> Job:
+) -> SessionJob:
     """A request with the chunk index as reply. source: None is a camera path of `num_frames`
     poses.
     """
@@ -54,19 +54,19 @@ def job(
         return [str(chunk.chunk_index).encode()]
 
     load_image = (lambda height, width: np.zeros((height, width, 3), np.uint8)) if image else None
-    return Job(
+    return SessionJob(
         request_id=request_id,
         digest=request_id.encode(),
         source=source
         or PlannedChunks(
             camera=CameraPath.parse(*camera(num_frames).values(), max_poses=1000, size=(832, 480))
         ),
-        start=WorldStart(load_image=load_image, restart=restart),
+        start=SessionStart(load_image=load_image, restart=restart),
         replies=ReplyOptions(render=render, fps=fps),
     )
 
 
-async def ended(run: Run) -> EndpointError | None:
+async def ended(run: SessionRun) -> EndpointError | None:
     """Wait for a run without following it."""
     assert run.task is not None
     await asyncio.wait([run.task])
@@ -88,7 +88,7 @@ def scenario(test: Callable[[SessionManager, Session, FakeEngine], Awaitable[Non
     asyncio.run(run())
 
 
-def payloads(run: Run) -> list[bytes]:
+def payloads(run: SessionRun) -> list[bytes]:
     return [reply.payload for reply in run.replies]
 
 
@@ -217,8 +217,8 @@ def test_a_live_request_paused_before_its_chunk_continues_later() -> None:
         async def wait_until_ready(self) -> None:
             self.waits += 1
 
-        def sample(self, span: ChunkSpan) -> Controls:
-            return Controls(
+        def sample(self, span: ChunkSpan) -> ChunkControls:
+            return ChunkControls(
                 actions=[[]] * span.num_latents, prompt="a" if span.number == 0 else None
             )
 

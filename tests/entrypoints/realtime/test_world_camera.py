@@ -178,8 +178,10 @@ def test_jpeg_messages_hold_one_file_a_frame(client: Client) -> None:
     assert np.asarray(Image.open(io.BytesIO(messages[1]["video"][2]))).shape == (32, 48, 3)
 
 
-@pytest.mark.parametrize("dialect", codec.Dialect)
-def test_clients_of_the_first_version_are_supported(client: Client, dialect: codec.Dialect) -> None:
+@pytest.mark.parametrize("dialect", codec.MessageDialect)
+def test_clients_of_the_first_version_are_supported(
+    client: Client, dialect: codec.MessageDialect
+) -> None:
     """`camera` with array markers gives float frames in groups of four with the right `total`, and
     24 poses are accepted.
     """

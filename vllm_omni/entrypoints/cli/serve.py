@@ -38,7 +38,7 @@ from vllm_omni.engine_arguments.refusals import (
     check_runner,
     check_stages_scheduler,
 )
-from vllm_omni.engine_arguments.table import Worker
+from vllm_omni.engine_arguments.table import WorkerKind
 from vllm_omni.entrypoints.cli.errors import CommandError
 from vllm_omni.entrypoints.cli.start_checks import check_start
 from vllm_omni.entrypoints.limits.tickets import SECRET_VARIABLE
@@ -119,7 +119,7 @@ class ServePlan:
     """The equivalent command without `--omni`."""
     page: str | None
     """URL of the web page. None: the server has no port."""
-    worker: Worker
+    worker: WorkerKind
     """The worker that will serve."""
 
 
@@ -204,13 +204,13 @@ def _from_hub(flags: "ServeFlags", argv: Sequence[str]) -> tuple["ServeFlags", S
     return ServeFlags.scan(argv), argv
 
 
-def _worker(family: "ModelFamily") -> Worker:
+def _worker(family: "ModelFamily") -> WorkerKind:
     if family.serve_flags is not None:
-        return Worker.AR
-    return Worker.DIFFUSION if family.executor_cls is None else Worker.DIFFUSERS
+        return WorkerKind.AR
+    return WorkerKind.DIFFUSION if family.executor_cls is None else WorkerKind.DIFFUSERS
 
 
-def launch(argv: list[str], worker: Worker | None) -> None:
+def launch(argv: list[str], worker: WorkerKind | None) -> None:
     """Parse the command with vLLM's parser and run vLLM's server until it stops.
 
     Args:
@@ -241,7 +241,7 @@ def launch(argv: list[str], worker: Worker | None) -> None:
     command.cmd(args)
 
 
-def refuse_ignored(worker: Worker, args: argparse.Namespace, plain: argparse.Namespace) -> None:
+def refuse_ignored(worker: WorkerKind, args: argparse.Namespace, plain: argparse.Namespace) -> None:
     """Refuse arguments that the worker would ignore.
 
     Args:

@@ -46,8 +46,8 @@ from vllm_omni.runtime import log_context
 from vllm_omni.runtime.processes import machine_id
 from vllm_omni.session_files.snapshot import SnapshotHeader
 from vllm_omni.session_files.snapshot_exchange import (
-    Call,
     Exchange,
+    WorkerCall,
     live_save_exchange,
     package_version,
     restore_exchange,
@@ -349,7 +349,7 @@ class OmniEngine:
                 self._ranks.remove_session(session_id)
             raise
 
-    async def _call_workers(self, call: Call, rank: int | None) -> list[dict[str, Any]]:
+    async def _call_workers(self, call: WorkerCall, rank: int | None) -> list[dict[str, Any]]:
         """Call all workers of one data-parallel rank.
 
         The call reaches the workers of the other ranks too. They refuse it or ignore it.

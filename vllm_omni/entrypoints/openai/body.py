@@ -30,7 +30,7 @@ _BRACKETED: Final = re.compile(r"([a-z_]+)\[([A-Za-z0-9_]{1,64})\]")
 
 
 @dataclass(frozen=True)
-class Body:
+class ParsedBody:
     """A parsed request body."""
 
     fields: dict[str, Any]
@@ -41,7 +41,7 @@ class Body:
     """Whether the body is a form. Default: False."""
 
 
-async def read_body(request: Request, max_bytes: int) -> Body:
+async def read_body(request: Request, max_bytes: int) -> ParsedBody:
     """Read and parse a request's body.
 
     Raises:
@@ -54,7 +54,7 @@ async def read_body(request: Request, max_bytes: int) -> Body:
     if content_type in ("multipart/form-data", "application/x-www-form-urlencoded"):
         return await _read_form(request, data)
     if content_type == "application/json":
-        return Body(_read_json(data))
+        return ParsedBody(_read_json(data))
     raise ApiError(
         415,
         "Content-Type must be application/json or multipart/form-data",
@@ -92,7 +92,7 @@ def _read_json(data: bytes) -> dict[str, Any]:
     return fields
 
 
-async def _read_form(request: Request, data: bytes) -> Body:
+async def _read_form(request: Request, data: bytes) -> ParsedBody:
     async def replay() -> Message:
         return {"type": "http.request", "body": data, "more_body": False}
 
@@ -121,7 +121,7 @@ async def _read_form(request: Request, data: bytes) -> Body:
             f"the form cannot be read; at most {_MAX_FILES} files and {_MAX_FIELDS} fields",
             code="invalid_form",
         ) from None
-    return Body(fields, files, is_form=True)
+    return ParsedBody(fields, files, is_form=True)
 
 
 def _add_field(fields: dict[str, Any], name: str, value: str) -> None:

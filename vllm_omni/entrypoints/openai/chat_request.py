@@ -214,7 +214,7 @@ def read_chat(fields: Mapping[str, Any], model: str) -> ChatRequest:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class MediaConversation:
     """A conversation that ends with a question."""
 
     system: str | None
@@ -231,7 +231,7 @@ class Conversation:
     """
 
 
-def read_conversation(messages: Sequence[UserMessage | AssistantMessage]) -> Conversation:
+def read_conversation(messages: Sequence[UserMessage | AssistantMessage]) -> MediaConversation:
     """Check and sort messages.
 
     Raises:
@@ -271,7 +271,7 @@ def read_conversation(messages: Sequence[UserMessage | AssistantMessage]) -> Con
         )
     question = turns.pop()["text"]
     where, image = shown[0] if shown else (None, None)
-    return Conversation(
+    return MediaConversation(
         "\n".join(system) if system else None,
         turns,
         question,

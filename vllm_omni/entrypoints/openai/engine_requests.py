@@ -16,7 +16,7 @@ from vllm_omni.actions import ActionEntry, as_entry
 from vllm_omni.entrypoints.errors import EndpointError
 from vllm_omni.entrypoints.openai.errors import ApiError, invalid
 from vllm_omni.entrypoints.openai.protocol import ImageGenerationRequest, VideoRequest
-from vllm_omni.entrypoints.openai.served import ServedModel, Sizes
+from vllm_omni.entrypoints.openai.served import ServedModel, SizeLimits
 from vllm_omni.entrypoints.realtime.controls.action_messages import (
     camera_frames,
     convert_frames,
@@ -33,7 +33,7 @@ _MIN_SIDE = 8  # lower bound of height and width in `DiffusionParams`
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class MediaSampling:
     """Sampling parameters of images and videos."""
 
     model: str
@@ -82,7 +82,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class ImageJob:
-    sampling: Sampling
+    sampling: MediaSampling
     """Sampling parameters of all images."""
     n: int
     """Number of images."""
@@ -109,7 +109,7 @@ class ImageJob:
 class VideoPlan:
     """Parameters of one video."""
 
-    sampling: Sampling
+    sampling: MediaSampling
     """Sampling parameters."""
     num_frames: int
     """Pixel frames of the file."""
@@ -274,7 +274,7 @@ def unsupported(served: ServedModel, what: str, param: str | None = None) -> Api
     )
 
 
-def fit_size(width: int, height: int, sizes: Sizes) -> tuple[int, int]:
+def fit_size(width: int, height: int, sizes: SizeLimits) -> tuple[int, int]:
     """Return the allowed size nearest to a shape, not larger than it where possible."""
     wide, high = sizes.multiple
     scale = min(
@@ -295,9 +295,9 @@ def fit_size(width: int, height: int, sizes: Sizes) -> tuple[int, int]:
 def _sampling(
     request: ImageGenerationRequest | VideoRequest,
     served: ServedModel,
-    sizes: Sizes,
+    sizes: SizeLimits,
     automatic: tuple[int, int],
-) -> Sampling:
+) -> MediaSampling:
     capabilities = served.capabilities
     selected = served.adapter_named(request.model)
     named = [Lora(name=one.name, scale=one.scale) for one in request.lora or ()]
@@ -315,7 +315,7 @@ def _sampling(
             )
     guidance, options = _guidance(request, served)
     width, height = _size(request.wanted_size, sizes, automatic)
-    return Sampling(
+    return MediaSampling(
         model=request.model or served.names[0],
         prompt=request.prompt or None,
         negative_prompt=request.negative_prompt or None,
@@ -358,7 +358,7 @@ def _guidance(
     return served.capabilities.guidance_scale if scale is None else scale, options
 
 
-def _size(text: str | None, sizes: Sizes, automatic: tuple[int, int]) -> tuple[int, int]:
+def _size(text: str | None, sizes: SizeLimits, automatic: tuple[int, int]) -> tuple[int, int]:
     if text is None or text == "auto":
         return automatic
     width, height = (int(side) for side in text.split("x"))

@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from vllm_omni.entrypoints.engine.client import OmniEngine
 from vllm_omni.entrypoints.limits.access import owner_of
-from vllm_omni.entrypoints.openai.body import Body, read_body
+from vllm_omni.entrypoints.openai.body import ParsedBody, read_body
 from vllm_omni.entrypoints.openai.client_threads import ClientThreads, until_disconnected
 from vllm_omni.entrypoints.openai.engine_requests import ImageJob, plan_images, unsupported
 from vllm_omni.entrypoints.openai.errors import (
@@ -296,7 +296,7 @@ class ImageRoutes:
         )
 
 
-def _edit_inputs(body: Body) -> tuple[list[Any], bytes | None]:
+def _edit_inputs(body: ParsedBody) -> tuple[list[Any], bytes | None]:
     """Return the images of an edit in the client's order, and the mask.
 
     Removes `images` from the fields.

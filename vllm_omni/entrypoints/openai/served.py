@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class SizeLimits:
     """Default size of a result, and its limits."""
 
     width: int
@@ -82,18 +82,18 @@ class ServedModel:
         return [Lora(name=model)]
 
     @property
-    def videos(self) -> Sizes:
+    def videos(self) -> SizeLimits:
         return self._sizes(self.width, self.height, self.max_pixels)
 
     @property
-    def images(self) -> Sizes:
+    def images(self) -> SizeLimits:
         sizes = self.capabilities.pictures
         if sizes is None:
             return self.videos
         return self._sizes(sizes.width, sizes.height, sizes.max_pixels)
 
-    def _sizes(self, width: int, height: int, max_pixels: int) -> Sizes:
-        return Sizes(
+    def _sizes(self, width: int, height: int, max_pixels: int) -> SizeLimits:
+        return SizeLimits(
             width, height, max_pixels, self.capabilities.max_side, self.capabilities.size_multiple
         )
 

@@ -20,7 +20,7 @@ from vllm_omni.entrypoints.realtime.controls.camera import CameraPath, PosePolic
 from vllm_omni.inputs import Lora
 
 
-class Controls(msgspec.Struct, frozen=True, kw_only=True):
+class ChunkControls(msgspec.Struct, frozen=True, kw_only=True):
     """Controls of one chunk."""
 
     actions: Sequence[ActionEntry] | None = None
@@ -81,7 +81,7 @@ class ChunkSource(ABC):
         """Return how many chunks may be in the engine at the same time."""
 
     @abstractmethod
-    def sample(self, span: ChunkSpan) -> Controls:
+    def sample(self, span: ChunkSpan) -> ChunkControls:
         """Return the controls of the next chunk. Called once for each chunk, in order."""
 
     def note_result(self, meta: Mapping[str, Any]) -> None:  # noqa: B027  (most sources do not follow the results)
@@ -135,7 +135,7 @@ class PlannedChunks(ChunkSource):
         at_work = info.chunks_in_flight
         return max(limits.chunks_in_flight, at_work + 1 if at_work > 1 else 1)
 
-    def sample(self, span: ChunkSpan) -> Controls:
+    def sample(self, span: ChunkSpan) -> ChunkControls:
         camera, actions = None, None
         if self._camera is not None:
             end = span.first_frame + span.num_frames
@@ -145,7 +145,7 @@ class PlannedChunks(ChunkSource):
             actions = [*given, *([] for _ in range(span.num_latents - len(given)))]
         is_first = span.number == 0
         prompt, lora = (self._prompt, self._lora) if is_first else (None, None)
-        return Controls(actions=actions, camera=camera, prompt=prompt, lora=lora)
+        return ChunkControls(actions=actions, camera=camera, prompt=prompt, lora=lora)
 
 
 class LiveChunks(ChunkSource):

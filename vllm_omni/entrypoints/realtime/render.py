@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from vllm_omni.entrypoints.media.mp4 import encode_mp4
-from vllm_omni.entrypoints.realtime.connection.codec import Dialect, encode
+from vllm_omni.entrypoints.realtime.connection.codec import MessageDialect, encode
 from vllm_omni.entrypoints.realtime.sessions.run import FinishedChunk
 
 # T pixel frames, H height, W width, C = 3 channels (RGB)
@@ -36,7 +36,7 @@ class FrameRenderer:
     frames_per_message: int | None
     """Frames per message. None: a whole chunk, but 4 for `ndarray_f32`, as clients of that codec
     expect."""
-    dialect: Dialect
+    dialect: MessageDialect
     """Array dialect of the client."""
     with_mp4: bool = False
     """Add an MP4 file of the frames in `mp4`, for clients that show images and record video.

@@ -26,7 +26,7 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints.engine.client import OmniEngine
 from vllm_omni.entrypoints.engine.engine_watch import EngineWatch
 from vllm_omni.entrypoints.lifespan import run_while_serving
-from vllm_omni.entrypoints.operations import Operations
+from vllm_omni.entrypoints.operations import OperatorFeatures
 from vllm_omni.entrypoints.speech.routes import SpeechRoutes
 from vllm_omni.model_executor.models.registry import detect_family
 
@@ -42,7 +42,7 @@ class SpeechEndpoints:
         self._model: SpeechModel | None = None
         self._routes = SpeechRoutes()
         self._watch = EngineWatch()
-        self._operations = Operations()
+        self._operations = OperatorFeatures()
 
     def attach_router(self, app: FastAPI) -> None:
         self._routes.attach_to_app(app)

@@ -58,7 +58,7 @@ HEADERS: Final = {
 
 
 @dataclass(frozen=True)
-class Page:
+class StaticPage:
     """One file with its headers."""
 
     body: bytes
@@ -143,7 +143,7 @@ def _static() -> Traversable:
     return importlib.resources.files(__package__) / "static"
 
 
-def _pages(folder: Traversable, prefix: str) -> Iterator[tuple[str, Page]]:
+def _pages(folder: Traversable, prefix: str) -> Iterator[tuple[str, StaticPage]]:
     for entry in folder.iterdir():
         name = prefix + entry.name
         if entry.is_dir():
@@ -152,8 +152,8 @@ def _pages(folder: Traversable, prefix: str) -> Iterator[tuple[str, Page]]:
             yield name, _page(name, entry)
 
 
-def _page(name: str, file: Traversable) -> Page:
+def _page(name: str, file: Traversable) -> StaticPage:
     body = file.read_bytes()
-    return Page(
+    return StaticPage(
         body, CONTENT_TYPES[name.rpartition(".")[2]], f'"{hashlib.sha256(body).hexdigest()[:32]}"'
     )

@@ -28,16 +28,16 @@ from vllm_omni.model_executor.streaming.options import StreamingOptions
 from vllm_omni.model_executor.streaming.request import check_prompt, read_size, read_window
 from vllm_omni.model_executor.streaming.session import (
     DecoderLayout,
+    KVWindows,
     SessionShape,
     StateLayouts,
     StreamingChunk,
     StreamingSession,
-    Windows,
 )
 from vllm_omni.model_executor.streaming.setup import StreamingSetup
 
 
-class Decoder(Protocol):
+class ChunkLatentsDecoder(Protocol):
     """Decodes the latents of a chunk to frames. Its state between two chunks is immutable."""
 
     def state_nbytes(self, height: int, width: int) -> int:
@@ -105,7 +105,7 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
     """The text encoder. None on a VAE stage, and if the model takes no prompts."""
     prompts: Any
     """Cache of cross-attention K/V by prompt."""
-    decoder: Decoder | None
+    decoder: ChunkLatentsDecoder | None
     """The decoder. None on a rank that does not decode."""
     action_space: ActionSpace = ActionSpace()
     """Controls of the model. Only `prompt` is used here: whether a first chunk needs one."""
@@ -123,7 +123,7 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         """Return the bytes of a session's K/V windows on this rank, without allocating them."""
 
     @abstractmethod
-    def make_window(self, shape: SessionShape) -> Windows:
+    def make_window(self, shape: SessionShape) -> KVWindows:
         """Allocate the K/V windows of a session."""
 
     @abstractmethod

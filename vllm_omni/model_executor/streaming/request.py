@@ -22,7 +22,7 @@ DEFAULT_SEED = 0
 _MAX_IMAGE_SIDE = 8192
 
 
-class Sized(Protocol):
+class SizedArchitecture(Protocol):
     """An architecture that supports certain sizes only."""
 
     def latent_size(self, height: int, width: int) -> tuple[int, int]:
@@ -34,7 +34,9 @@ class Sized(Protocol):
         ...
 
 
-def read_size(params: DiffusionParams, config: Sized, omni: OmniConfig) -> tuple[int, int]:
+def read_size(
+    params: DiffusionParams, config: SizedArchitecture, omni: OmniConfig
+) -> tuple[int, int]:
     """Return height and width of a session, which its first chunk determines."""
     height = omni.height if params.height is None else params.height
     width = omni.width if params.width is None else params.width

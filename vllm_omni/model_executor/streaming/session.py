@@ -40,7 +40,7 @@ class DecoderLayout(Protocol):
         ...
 
 
-class Schedule(Protocol):
+class DenoiseSchedule(Protocol):
     """Denoise steps of a chunk."""
 
     @property
@@ -53,7 +53,7 @@ class Schedule(Protocol):
         ...
 
 
-class Windows(Protocol):
+class KVWindows(Protocol):
     """The K/V windows of a stream: one `KVWindow` or several."""
 
     @property
@@ -129,7 +129,7 @@ class SessionScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         check_seed(self.seed)
 
 
-Window = TypeVar("Window", bound=Windows)
+Window = TypeVar("Window", bound=KVWindows)
 OwnValue = TypeVar("OwnValue", bound=SessionValue)
 
 
@@ -153,7 +153,7 @@ class StreamingChunk(Generic[Window, OwnValue]):
 
     frames: range
     """Absolute latent frames of the chunk."""
-    schedule: Schedule
+    schedule: DenoiseSchedule
     """Its denoise steps."""
     latents: torch.Tensor
     """Current latents, fp32 [C, F, h, w]."""
@@ -185,7 +185,7 @@ class StreamingChunk(Generic[Window, OwnValue]):
     def to_decode(
         cls,
         frames: range,
-        schedule: Schedule,
+        schedule: DenoiseSchedule,
         size: Sequence[int],
         window: Window,
         *,

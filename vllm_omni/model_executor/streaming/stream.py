@@ -12,7 +12,7 @@ from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 from vllm_omni.model_executor.streaming.options import StreamingOptions
 
 
-class Architecture(Protocol):
+class StreamArchitecture(Protocol):
     """Architecture of a streaming model, as stated by its checkpoint."""
 
     @property
@@ -34,7 +34,7 @@ class Architecture(Protocol):
         ...
 
 
-Config = TypeVar("Config", bound=Architecture)
+Config = TypeVar("Config", bound=StreamArchitecture)
 Options = TypeVar("Options", bound=StreamingOptions)
 
 

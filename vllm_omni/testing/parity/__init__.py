@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING
 from vllm_omni.model_executor.models.registry import family_names
 
 if TYPE_CHECKING:
-    from vllm_omni.testing.parity.comparison import Report
+    from vllm_omni.testing.parity.comparison import ComparisonReport
 
 FAMILIES = tuple(name for name in family_names() if find_spec(f"{__name__}.{name}") is not None)
 """Families of the registry that have a module here."""
 
 
-def verify(family: str, golden: Path) -> "Report":
+def verify(family: str, golden: Path) -> "ComparisonReport":
     """Run all scenarios of a directory.
 
     Args:
         family: One of `FAMILIES`.
         golden: Folder of golden files. Files named `*.xz` are decompressed first.
     """
-    from vllm_omni.testing.parity.comparison import Report, unpack_golden
+    from vllm_omni.testing.parity.comparison import ComparisonReport, unpack_golden
 
     module = import_module(f"vllm_omni.testing.parity.{family}")
     if not any(golden.glob("*.xz")):
@@ -34,6 +34,6 @@ def verify(family: str, golden: Path) -> "Report":
         with TemporaryDirectory() as scratch:
             unpack_golden(golden, Path(scratch))
             report = module.verify(Path(scratch))
-    assert isinstance(report, Report)
+    assert isinstance(report, ComparisonReport)
     report.golden = str(golden)
     return report

@@ -28,7 +28,12 @@ from vllm_omni.model_executor.models.causal_wan.transformer import CausalWanTran
 from vllm_omni.model_executor.models.wan.transformer.chunk_transformer import ChunkItem
 from vllm_omni.model_executor.models.wan.transformer.weights import TRANSFORMER_RULES
 from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule, nearest_schedule
-from vllm_omni.testing.parity.comparison import Report, Scenario, read_tensors, run_scenarios
+from vllm_omni.testing.parity.comparison import (
+    ComparisonReport,
+    GoldenScenario,
+    read_tensors,
+    run_scenarios,
+)
 from vllm_omni.testing.parity.rollouts import (
     RecordedCalls,
     chronological,
@@ -44,7 +49,7 @@ _WEIGHTS = "tiny_causal_wan_state.safetensors"
 _SF_META, _SDV2_META, _SDV2_INPUTS = "sf_meta.json", "sdv2_meta.json", "sdv2_inputs.safetensors"
 
 
-def verify(golden_dir: Path) -> Report:
+def verify(golden_dir: Path) -> ComparisonReport:
     """Run every scenario file of `golden_dir`."""
     return run_scenarios(
         "causal_wan",
@@ -60,7 +65,7 @@ def verify(golden_dir: Path) -> Report:
     )
 
 
-def run_self_forcing(scenario: Scenario) -> None:
+def run_self_forcing(scenario: GoldenScenario) -> None:
     """Repeat a rollout with the recorded noise and a strict cache; compare calls, caches, clip."""
     case = _case(scenario, _SF_META)
     model, config = _model(scenario.directory)
@@ -126,7 +131,7 @@ def _warped(case: Mapping[str, Any], recorded: list[float]) -> list[float]:
     return [min(table, key=lambda entry: abs(entry - t)) for t in recorded]
 
 
-def run_stream_batch(scenario: Scenario) -> None:
+def run_stream_batch(scenario: GoldenScenario) -> None:
     """Run the stream batch tick by tick. Slot j has chunk c - j; each step has a K/V window."""
     case = _case(scenario, _SDV2_META)
     if case["mode"] != "stream" or float(case["adapt_thr"]) > 0:
@@ -199,7 +204,7 @@ def run_stream_batch(scenario: Scenario) -> None:
 
 
 def _compare_final_cache(
-    scenario: Scenario, cache: ChunkCache, chunks: int, first: int, size: int
+    scenario: GoldenScenario, cache: ChunkCache, chunks: int, first: int, size: int
 ) -> None:
     """Compare the K/V window of each step after the last chunk, in slot order.
 
@@ -226,7 +231,7 @@ def _compare_final_cache(
                         )
 
 
-def run_bidirectional(scenario: Scenario) -> None:
+def run_bidirectional(scenario: GoldenScenario) -> None:
     """Compare one forward pass over a whole clip, with a window of the same length."""
     model, config = _model(scenario.directory)
     x, timestep = scenario.get("x")[0], float(scenario.get("t")[0])
@@ -238,7 +243,7 @@ def run_bidirectional(scenario: Scenario) -> None:
     scenario.compare_recorded("flow", flow, "out", _BIDIRECTIONAL)
 
 
-def run_names(scenario: Scenario) -> None:
+def run_names(scenario: GoldenScenario) -> None:
     """Compare the rename rules with the recorded names, and these with the recorded weights."""
     recorded = read_json(scenario.path)
     wrong = [name for name, theirs in recorded.items() if rename(theirs, TRANSFORMER_RULES) != name]
@@ -250,7 +255,7 @@ def run_names(scenario: Scenario) -> None:
         )
 
 
-def run_noise_controller(scenario: Scenario) -> None:
+def run_noise_controller(scenario: GoldenScenario) -> None:
     """Compare the first timestep of each chunk, which follows from its recorded noise scale."""
     meta = read_json(scenario.path)
     ours = [float(first_timestep(scale)) for scale in meta["noise_scale"]]
@@ -262,7 +267,7 @@ def run_noise_controller(scenario: Scenario) -> None:
 # -- parts -----------------------------------------------------------------------------------------
 
 
-def _case(scenario: Scenario, file: str) -> dict[str, Any]:
+def _case(scenario: GoldenScenario, file: str) -> dict[str, Any]:
     cases = read_json(scenario.directory / file).get("cases", {})
     if scenario.name not in cases:
         raise ValueError(f"{file} describes no case {scenario.name!r}")

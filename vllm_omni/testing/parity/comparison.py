@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Stage:
+class ComparisonRow:
     """Result of one stage of one scenario."""
 
     scenario: str
@@ -51,14 +51,14 @@ class Stage:
 
 
 @dataclass
-class Report:
+class ComparisonReport:
     """Results of one golden directory."""
 
     model: str
     """Name of the family."""
     golden: str
     """The directory."""
-    rows: list[Stage] = field(default_factory=list)
+    rows: list[ComparisonRow] = field(default_factory=list)
     """One entry per stage of a scenario."""
 
     @property
@@ -116,7 +116,7 @@ class Report:
         return "\n".join(lines)
 
 
-class Scenario:
+class GoldenScenario:
     """One golden file during its comparison.
 
     Every tensor of the file must be read with `get`. Otherwise `finish` fails the scenario.
@@ -126,7 +126,7 @@ class Scenario:
         report: Receives the results.
     """
 
-    def __init__(self, path: Path, report: Report) -> None:
+    def __init__(self, path: Path, report: ComparisonReport) -> None:
         self.path = path
         self.directory = path.parent
         self.name = path.stem
@@ -225,17 +225,17 @@ class Scenario:
         if not any(row.scenario == self.name and row.compared for row in self.report.rows):
             raise ValueError("the file contains nothing to compare")
 
-    def _row(self, stage: str, tolerance: float) -> Stage:
+    def _row(self, stage: str, tolerance: float) -> ComparisonRow:
         for row in self.report.rows:
             if (row.scenario, row.stage) == (self.name, stage):
                 row.tolerance = max(row.tolerance, tolerance)
                 return row
-        row = Stage(self.name, stage, tolerance)
+        row = ComparisonRow(self.name, stage, tolerance)
         self.report.rows.append(row)
         return row
 
 
-Runner = Callable[[Scenario], None]
+Runner = Callable[[GoldenScenario], None]
 
 
 def run_scenarios(
@@ -243,7 +243,7 @@ def run_scenarios(
     directory: Path,
     runners: Mapping[str, Runner],
     auxiliary: Iterable[str] = ("README*", ".*"),
-) -> Report:
+) -> ComparisonReport:
     """Run all scenarios of a directory. An error of a scenario becomes an entry of the report.
 
     Args:
@@ -252,7 +252,7 @@ def run_scenarios(
         runners: Functions by file name pattern; the first matching pattern is used.
         auxiliary: Patterns of files that are not scenarios.
     """
-    report = Report(model, str(directory))
+    report = ComparisonReport(model, str(directory))
     auxiliary = tuple(auxiliary)
     for path in sorted(directory.iterdir()):
         if any(fnmatch.fnmatch(path.name, pattern) for pattern in auxiliary):
@@ -263,7 +263,7 @@ def run_scenarios(
         try:
             if runner is None:
                 raise ValueError("no scenario of this model has such a file name")
-            scenario = Scenario(path, report)
+            scenario = GoldenScenario(path, report)
             with torch.no_grad():
                 runner(scenario)
             scenario.finish()
@@ -272,7 +272,7 @@ def run_scenarios(
             logger.debug("%s failed", path, exc_info=True)
             text = " ".join(str(error).split()) or "no message"
             report.rows.append(
-                Stage(path.stem, "run", 0.0, error=f"{type(error).__name__}: {text}")
+                ComparisonRow(path.stem, "run", 0.0, error=f"{type(error).__name__}: {text}")
             )
     return report
 

@@ -17,7 +17,7 @@ from vllm_omni.model_executor.models.wan.vae.latents import VAE_TEMPORAL
 
 
 @dataclass(frozen=True)
-class Trajectory:
+class CameraTrajectory:
     """The prepared camera of a clip, one entry per latent frame."""
 
     poses_N44: torch.Tensor
@@ -41,7 +41,7 @@ def prepare_trajectory(
     *,
     num_frames: int | None = None,
     chunk_frames: int = 3,
-) -> Trajectory:
+) -> CameraTrajectory:
     """Prepare a path with one pose per video frame, scaled by its largest step.
 
     The path is truncated to 4 n + 1 frames. The number of latent frames is rounded down to whole
@@ -74,7 +74,7 @@ def prepare_trajectory(
     anchored[0] = torch.eye(4)
     relative = scaled_translations(relative_poses(anchored))
     intrinsics = scale_intrinsics(intrinsics_N4[:1].double(), height, width).expand(latents, 4)
-    return Trajectory(poses, relative, intrinsics)
+    return CameraTrajectory(poses, relative, intrinsics)
 
 
 def resample_poses(poses_N44: torch.Tensor, times: torch.Tensor) -> torch.Tensor:

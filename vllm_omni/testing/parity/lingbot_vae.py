@@ -14,13 +14,13 @@ from vllm_omni.model_executor.models.wan.checkpoint.loading import load_vae
 from vllm_omni.model_executor.models.wan.images.image_condition import MASK_CHANNELS, GreyCondition
 from vllm_omni.model_executor.models.wan.vae.chunk_decoder import ChunkDecoder
 from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAEConfig, to_uint8
-from vllm_omni.testing.parity.comparison import Scenario
+from vllm_omni.testing.parity.comparison import GoldenScenario
 
 VAE_WEIGHTS = "vae_tiny_weights_orig_names.safetensors"
 _VAE, _STREAMED = 5e-5, 1e-5
 
 
-def run_vae(scenario: Scenario) -> None:
+def run_vae(scenario: GoldenScenario) -> None:
     """Compare encoder and decoder, for whole clips and for streams of chunks."""
     vae = _load_vae(scenario)
     if "cond_latent" in scenario:
@@ -59,16 +59,16 @@ def run_vae(scenario: Scenario) -> None:
         scenario.compare_recorded("decode restarted", restarted, "pr3701_warm_decode_chunk1", _VAE)
 
 
-def run_vae_names(scenario: Scenario) -> None:
+def run_vae_names(scenario: GoldenScenario) -> None:
     """Compare the rename rules with the recorded names."""
     recorded = json.loads(scenario.path.read_text())
     wrong = [name for name, target in recorded.items() if rename(name, VAE_RULES) != target]
     scenario.compare_names("VAE tensor names", recorded, wrong)
 
 
-def run_vae_cache_shapes(scenario: Scenario) -> None:
+def run_vae_cache_shapes(scenario: GoldenScenario) -> None:
     """Compare the shapes of the decoder's cache after a stream."""
-    clip = Scenario(scenario.directory / "vae.safetensors", scenario.report)
+    clip = GoldenScenario(scenario.directory / "vae.safetensors", scenario.report)
     vae = _load_vae(clip)
     recorded = [shape for shape in json.loads(scenario.path.read_text()) if shape is not None]
     _, cache = vae.decode(clip.get("latents"), None)
@@ -78,7 +78,7 @@ def run_vae_cache_shapes(scenario: Scenario) -> None:
     scenario.compare("cache tensors", torch.tensor(len(ours)), torch.tensor(len(recorded)), 0.0)
 
 
-def recorded_vae(scenario: Scenario) -> VAEConfig:
+def recorded_vae(scenario: GoldenScenario) -> VAEConfig:
     """Return the configuration of a VAE from the original's arguments.
 
     Raises:
@@ -91,7 +91,7 @@ def recorded_vae(scenario: Scenario) -> VAEConfig:
     )
 
 
-def _load_vae(scenario: Scenario) -> StreamingWanVAE:
+def _load_vae(scenario: GoldenScenario) -> StreamingWanVAE:
     vae = StreamingWanVAE(recorded_vae(scenario))
     load_vae(vae, scenario.directory / VAE_WEIGHTS)
     return vae

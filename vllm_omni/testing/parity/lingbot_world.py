@@ -32,13 +32,13 @@ from vllm_omni.model_executor.models.lingbot_world.config import (
 from vllm_omni.model_executor.models.lingbot_world.transformer import CameraItem, LingBotTransformer
 from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule, unipc_flow_table
 from vllm_omni.testing.parity.comparison import (
-    Report,
-    Scenario,
+    ComparisonReport,
+    GoldenScenario,
     fill_slots,
     read_tensors,
     run_scenarios,
 )
-from vllm_omni.testing.parity.lingbot_trajectory import Trajectory, prepare_trajectory
+from vllm_omni.testing.parity.lingbot_trajectory import CameraTrajectory, prepare_trajectory
 from vllm_omni.testing.parity.lingbot_vae import (
     VAE_WEIGHTS,
     run_vae,
@@ -46,7 +46,7 @@ from vllm_omni.testing.parity.lingbot_vae import (
     run_vae_names,
 )
 from vllm_omni.testing.parity.rollouts import chronological, clean_latents, ends, renoised
-from vllm_omni.worlds.movement import Motion
+from vllm_omni.worlds.movement import CameraMotion
 
 _FLOW, _KV, _LATENT = 2e-5, 2e-5, 1e-4
 _BF16_RELATIVE = 2e-2
@@ -65,7 +65,7 @@ _PRETRAIN_WEIGHTS, _PRETRAIN_INPUTS = (
 )
 
 
-def verify(golden_dir: Path) -> Report:
+def verify(golden_dir: Path) -> ComparisonReport:
     """Run every scenario file of `golden_dir`."""
     return run_scenarios(
         "lingbot_world",
@@ -95,7 +95,7 @@ def verify(golden_dir: Path) -> Report:
 # -- transformer -----------------------------------------------------------------------------------
 
 
-def run_rollout(scenario: Scenario) -> None:
+def run_rollout(scenario: GoldenScenario) -> None:
     """Repeat a rollout over several chunks with the recorded noise; compare all recorded stages."""
     values = json.loads(scenario.meta("cfg"))
     config = LingBotWorldConfig.from_checkpoint(values)
@@ -162,7 +162,7 @@ def run_rollout(scenario: Scenario) -> None:
             )
 
 
-def run_pretrain(scenario: Scenario) -> None:
+def run_pretrain(scenario: GoldenScenario) -> None:
     """Repeat a rollout of the model before distillation.
 
     It has two caches, guidance, and a multi-step solver that restarts with each chunk.
@@ -262,7 +262,7 @@ def _load_transformer(
 
 
 def _window(
-    scenario: Scenario, values: dict[str, Any], config: LingBotWorldConfig, dtype: torch.dtype
+    scenario: GoldenScenario, values: dict[str, Any], config: LingBotWorldConfig, dtype: torch.dtype
 ) -> KVWindow:
     tokens = int(scenario.meta("frame_seqlen"))
     cache_tokens, attention_tokens = (
@@ -288,7 +288,7 @@ def _window(
     )
 
 
-def _recorded_schedule(scenario: Scenario) -> FewStepSchedule:
+def _recorded_schedule(scenario: GoldenScenario) -> FewStepSchedule:
     """Return the schedule for the recorded shift and indices, after comparing its timesteps.
 
     Integer timesteps indicate the convention `original`.
@@ -307,7 +307,7 @@ def _recorded_schedule(scenario: Scenario) -> FewStepSchedule:
 # -- camera ----------------------------------------------------------------------------------------
 
 
-def run_camera(scenario: Scenario) -> None:
+def run_camera(scenario: GoldenScenario) -> None:
     """Compare uploaded trajectories, the integration of actions, and camera maps of chunks."""
     height, width = int(scenario.meta("h")), int(scenario.meta("w"))
     clips = sorted(
@@ -322,7 +322,7 @@ def run_camera(scenario: Scenario) -> None:
         _compare_actions(scenario, height, width)
 
 
-def _clip(scenario: Scenario, clip: str, height: int, width: int) -> Trajectory:
+def _clip(scenario: GoldenScenario, clip: str, height: int, width: int) -> CameraTrajectory:
     named = re.fullmatch(r"f(\d+)", clip)
     return prepare_trajectory(
         scenario.get(f"{clip}.poses_in"),
@@ -334,7 +334,7 @@ def _clip(scenario: Scenario, clip: str, height: int, width: int) -> Trajectory:
     )
 
 
-def _compare_clip(scenario: Scenario, clip: str, height: int, width: int) -> None:
+def _compare_clip(scenario: GoldenScenario, clip: str, height: int, width: int) -> None:
     path = _clip(scenario, clip, height, width)
     maps = cam.camera_map(path.relative_N44, path.intrinsics_N4, height, width).unsqueeze(0)
     stages = {
@@ -351,7 +351,7 @@ def _compare_clip(scenario: Scenario, clip: str, height: int, width: int) -> Non
             scenario.compare_recorded(f"{clip} {stage}", ours, f"{clip}.{stage}", _CAMERA)
 
 
-def _compare_full_size(scenario: Scenario, clips: list[str]) -> None:
+def _compare_full_size(scenario: GoldenScenario, clips: list[str]) -> None:
     """Compare single cells (frame, row, column) of the longest clip at the native size."""
     if not clips:
         raise ValueError("full.values needs a recorded clip (`*.poses_in`)")
@@ -369,12 +369,12 @@ def _compare_full_size(scenario: Scenario, clips: list[str]) -> None:
         scenario.compare_recorded("full size K", path.intrinsics_N4[0], "full.K", _CAMERA)
 
 
-def _compare_actions(scenario: Scenario, height: int, width: int) -> None:
+def _compare_actions(scenario: GoldenScenario, height: int, width: int) -> None:
     held = cam.read_keys(actions := json.loads(scenario.meta("actions")), len(actions))
     start = cam.CameraTail.origin()
     poses, _ = cam.integrate_actions(held, start)
     # One entry per video frame.
-    by_frame = [Motion.of_keys([keys], yaw_degrees=2.0, pitch_degrees=2.0) for keys in held]
+    by_frame = [CameraMotion.of_keys([keys], yaw_degrees=2.0, pitch_degrees=2.0) for keys in held]
     offline, _ = cam.integrate_motions(by_frame, start)
     origin = start.pose_44.unsqueeze(0)
     for name, ours in (
@@ -399,7 +399,7 @@ def _compare_actions(scenario: Scenario, height: int, width: int) -> None:
             )
 
 
-def run_act_condition(scenario: Scenario) -> None:
+def run_act_condition(scenario: GoldenScenario) -> None:
     """Compare an uploaded path with keys: poses and keys per latent frame, and their map."""
     height, width = json.loads(scenario.meta("size"))
     recorded = scenario.get("wasd_latent")
@@ -432,7 +432,7 @@ def _chunk_relative(convention: str, poses_N44: torch.Tensor, frames: range) -> 
 # -- schedules -------------------------------------------------------------------------------------
 
 
-def run_schedules(scenario: Scenario) -> None:
+def run_schedules(scenario: GoldenScenario) -> None:
     """Compare each recorded table with the schedule for its indices and the shift in its name."""
     tables = json.loads(scenario.path.read_text())
     if not tables:
@@ -446,7 +446,7 @@ def run_schedules(scenario: Scenario) -> None:
 
 
 def _compare_original(
-    scenario: Scenario, name: str, shift: float, rows: list[dict[str, Any]]
+    scenario: GoldenScenario, name: str, shift: float, rows: list[dict[str, Any]]
 ) -> None:
     schedule = few_step_schedule("original", shift, [row["index"] for row in rows])
     timesteps, sigmas = unipc_flow_table(shift)
@@ -465,7 +465,9 @@ def _compare_original(
             _compare_values(scenario, f"{name} sigma", ours, row[key], _SIGMA)
 
 
-def _compare_exact(scenario: Scenario, name: str, shift: float, rows: list[dict[str, Any]]) -> None:
+def _compare_exact(
+    scenario: GoldenScenario, name: str, shift: float, rows: list[dict[str, Any]]
+) -> None:
     """Compare with a table of the `exact` convention.
 
     If all its values are fp32 values, it was computed in fp32, and the bits must be equal.
@@ -487,7 +489,7 @@ def _compare_exact(scenario: Scenario, name: str, shift: float, rows: list[dict[
 
 
 def _compare_values(
-    scenario: Scenario, stage: str, ours: float, recorded: float, tolerance: float
+    scenario: GoldenScenario, stage: str, ours: float, recorded: float, tolerance: float
 ) -> None:
     pair = torch.tensor([ours, recorded], dtype=torch.float64)
     scenario.compare(stage, pair[0], pair[1], tolerance)

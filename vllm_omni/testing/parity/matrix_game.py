@@ -41,11 +41,16 @@ from vllm_omni.model_executor.models.wan.images.image_condition import MASK_CHAN
 from vllm_omni.model_executor.models.wan.images.image_encoder import ImageEncoder, clip_pixels
 from vllm_omni.model_executor.models.wan.transformer.fused_ops import gated_add
 from vllm_omni.model_executor.models.wan.transformer.layers import embed_time
-from vllm_omni.model_executor.models.wan.transformer.transformer import Block
+from vllm_omni.model_executor.models.wan.transformer.transformer import WanBlock
 from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, to_uint8
 from vllm_omni.model_executor.schedules import few_step_schedule, nearest_schedule
 from vllm_omni.model_executor.streaming.chunk_plan import first_pixel_frame
-from vllm_omni.testing.parity.comparison import Report, Scenario, check_recorded, run_scenarios
+from vllm_omni.testing.parity.comparison import (
+    ComparisonReport,
+    GoldenScenario,
+    check_recorded,
+    run_scenarios,
+)
 from vllm_omni.testing.parity.lingbot_vae import recorded_vae
 from vllm_omni.testing.parity.rollouts import (
     RecordedCalls,
@@ -66,7 +71,7 @@ _CLIP_KEYS = ("image_size", "patch_size", "dim", "mlp_ratio", "num_heads", "num_
 """Known keys of CLIP's configuration. The model does not use the projection of width `out_dim`."""
 
 
-def verify(golden_dir: Path) -> Report:
+def verify(golden_dir: Path) -> ComparisonReport:
     """Run every scenario file of `golden_dir`."""
     return run_scenarios(
         "matrix_game",
@@ -88,7 +93,7 @@ def verify(golden_dir: Path) -> Report:
 class _Rollout:
     """One recorded rollout, repeated forward pass by forward pass."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: GoldenScenario) -> None:
         cases = read_json(scenario.directory / _META).get("cases", {})
         if scenario.name not in cases:
             raise ValueError(f"{_META} describes no case {scenario.name!r}")
@@ -258,7 +263,7 @@ class _Rollout:
 class _Stages:
     """Records outputs of the network's modules with hooks, for calls that have recorded ones."""
 
-    def __init__(self, model: MatrixGameTransformer, scenario: Scenario) -> None:
+    def __init__(self, model: MatrixGameTransformer, scenario: GoldenScenario) -> None:
         self.model, self.scenario = model, scenario
         self.windows = torch.empty(0)
         self._seen: dict[str, torch.Tensor] = {}
@@ -280,7 +285,7 @@ class _Stages:
 
     def _hook(self, name: str) -> Any:
         def keep(module: Any, inputs: Any, output: Any) -> None:
-            if self._wanted and isinstance(module, Block):
+            if self._wanted and isinstance(module, WanBlock):
                 x, update = output
                 output = x if update is None else gated_add(x, *update)
             if self._wanted and isinstance(output, torch.Tensor):
@@ -329,7 +334,7 @@ class _Stages:
 # -- the image -------------------------------------------------------------------------------------
 
 
-def run_condition(scenario: Scenario) -> None:
+def run_condition(scenario: GoldenScenario) -> None:
     """Compare image conditioning, CLIP's hidden states and decoding, in chunks and as a whole."""
     height, width = int(scenario.meta("height")), int(scenario.meta("width"))
     vae = _vae(scenario)
@@ -387,13 +392,13 @@ def _grey(image_1C1HW: torch.Tensor, latents: int) -> torch.Tensor:
     )
 
 
-def _vae(scenario: Scenario) -> StreamingWanVAE:
+def _vae(scenario: GoldenScenario) -> StreamingWanVAE:
     vae = StreamingWanVAE(recorded_vae(scenario))
     load_vae(vae, scenario.directory / _VAE)
     return vae
 
 
-def _clip(scenario: Scenario) -> ImageEncoder:
+def _clip(scenario: GoldenScenario) -> ImageEncoder:
     cfg = check_recorded("clip_cfg", json.loads(scenario.meta("clip_cfg")), _CLIP_KEYS)
     encoder = ImageEncoder(
         {
@@ -415,7 +420,7 @@ def _clip(scenario: Scenario) -> ImageEncoder:
 # -- tables ----------------------------------------------------------------------------------------
 
 
-def run_schedules(scenario: Scenario) -> None:
+def run_schedules(scenario: GoldenScenario) -> None:
     recorded = read_json(scenario.path)["schedules"]
     for case in recorded:
         indices = [1000 - int(step) for step in case["denoising_step_list"]]
@@ -428,7 +433,7 @@ def run_schedules(scenario: Scenario) -> None:
             scenario.compare(name, torch.tensor(values), torch.tensor(case[name]), tolerance)
 
 
-def run_names(scenario: Scenario) -> None:
+def run_names(scenario: GoldenScenario) -> None:
     """Check that the rename rules map both recorded names of a tensor to the model's name."""
     recorded = read_json(scenario.path)
     wrong = [
@@ -445,7 +450,7 @@ def run_names(scenario: Scenario) -> None:
     )
 
 
-def run_clip_names(scenario: Scenario) -> None:
+def run_clip_names(scenario: GoldenScenario) -> None:
     recorded, wrong = read_json(scenario.path), []
     for name, targets in recorded.items():
         parts = (

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from vllm_omni.model_executor.layers.kv_cache.window import KVWindow
-from vllm_omni.testing.parity.comparison import Scenario
+from vllm_omni.testing.parity.comparison import GoldenScenario
 
 _TIMESTEP = 1e-3
 
@@ -33,7 +33,7 @@ def chronological(window: KVWindow, layer: int) -> tuple[torch.Tensor, torch.Ten
     return out[0], out[1]
 
 
-def recorded_layers(scenario: Scenario, prefix: str) -> list[int]:
+def recorded_layers(scenario: GoldenScenario, prefix: str) -> list[int]:
     """Return the layers for which the file has a tensor `{prefix}{layer}.k`."""
     names = [name for name in scenario.tensors if name.startswith(prefix) and name.endswith(".k")]
     return sorted(int(name.removeprefix(prefix).removesuffix(".k")) for name in names)
@@ -59,7 +59,7 @@ class RecordedCalls:
     """
 
     def __init__(
-        self, scenario: Scenario, calls: Sequence[Mapping[str, Any]], tolerance: float
+        self, scenario: GoldenScenario, calls: Sequence[Mapping[str, Any]], tolerance: float
     ) -> None:
         self._scenario, self._calls, self._tolerance = scenario, calls, tolerance
         self._done = 0

@@ -40,13 +40,18 @@ from vllm_omni.model_executor.models.waypoint.transformer import (
     WaypointTransformer,
 )
 from vllm_omni.model_executor.schedules import EulerSchedule
-from vllm_omni.testing.parity.comparison import Report, Scenario, check_recorded, run_scenarios
+from vllm_omni.testing.parity.comparison import (
+    ComparisonReport,
+    GoldenScenario,
+    check_recorded,
+    run_scenarios,
+)
 
 _FP32, _TABLES, _TAEHV, _BF16_RELATIVE = 5e-5, 1e-6, 2e-5, 3e-2
 _LEVELS, _SHARE = 1.0, 1e-3
 
 
-def verify(golden_dir: Path) -> Report:
+def verify(golden_dir: Path) -> ComparisonReport:
     """Run every scenario file of `golden_dir`."""
     return run_scenarios(
         "waypoint",
@@ -54,7 +59,7 @@ def verify(golden_dir: Path) -> Report:
         {
             "wp1_ae*.safetensors": run_image_autoencoder,
             "taehv*.safetensors": run_taehv,
-            "wp*.safetensors": Rollout.run_scenario,
+            "wp*.safetensors": WaypointRollout.run_scenario,
         },
         auxiliary=("README*", ".*", "*_weights.safetensors"),
     )
@@ -70,10 +75,10 @@ def rounded(tables: FrequencyTables) -> FrequencyTables:
 # -- roll-outs -------------------------------------------------------------------------------------
 
 
-class Rollout:
+class WaypointRollout:
     """One recorded session, repeated frame by frame."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: GoldenScenario) -> None:
         self.scenario = scenario
         cfg = json.loads(scenario.meta("cfg"))
         check_recorded("cfg", cfg, WaypointConfig.known_keys())
@@ -98,7 +103,7 @@ class Rollout:
         ]
 
     @classmethod
-    def run_scenario(cls, scenario: Scenario) -> None:
+    def run_scenario(cls, scenario: GoldenScenario) -> None:
         """Repeat the session and compare all recorded stages."""
         rollout = cls(scenario)
         rollout.compare_tables()
@@ -266,7 +271,7 @@ def _recorder(seen: dict[str, torch.Tensor], name: str) -> Any:
 # -- autoencoders ----------------------------------------------------------------------------------
 
 
-def run_taehv(scenario: Scenario) -> None:
+def run_taehv(scenario: GoldenScenario) -> None:
     """Compare streaming encoding of clips and decoding of latents, including resizing."""
     codec = autoencoders.StreamingTAEHV(
         int(scenario.meta("latent_channels")),
@@ -297,7 +302,7 @@ def run_taehv(scenario: Scenario) -> None:
                 _compare_pixels(scenario, pixels, f"decode.u8_{index}")
 
 
-def run_image_autoencoder(scenario: Scenario) -> None:
+def run_image_autoencoder(scenario: GoldenScenario) -> None:
     """Compare the encoding of an image and the decoding of a latent."""
     weights = open_tensors(scenario.directory / scenario.meta("weights"))
     halves: dict[str, torch.nn.Module] = {}
@@ -321,7 +326,7 @@ def run_image_autoencoder(scenario: Scenario) -> None:
         _compare_pixels(scenario, pixels, "decode.u8_strided4")
 
 
-def _compare_pixels(scenario: Scenario, pixels: torch.Tensor, name: str) -> None:
+def _compare_pixels(scenario: GoldenScenario, pixels: torch.Tensor, name: str) -> None:
     """Compare uint8 frames, in which few values may differ by one level."""
     recorded = scenario.get(name)
     scenario.compare("frames, levels", pixels, recorded, _LEVELS)

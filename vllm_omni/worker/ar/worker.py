@@ -15,7 +15,7 @@ from vllm_omni.engine_arguments.refusals import (
     check_ar_scheduler,
     check_diffusion_worker,
 )
-from vllm_omni.engine_arguments.table import Worker
+from vllm_omni.engine_arguments.table import WorkerKind
 from vllm_omni.model_executor.models.registry import ARCHITECTURES
 from vllm_omni.runtime.processes import end_with_parent, engine_processes
 from vllm_omni.worker.ar.runner import ARModelRunnerV1Mixin, ARModelRunnerV2Mixin
@@ -50,7 +50,7 @@ class ARWorkerMixin(_Worker):
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         check_model(vllm_config)
-        check_config(Worker.AR, vllm_config)
+        check_config(WorkerKind.AR, vllm_config)
         end_with_parent()
         super().__init__(vllm_config, *args, **kwargs)
 

@@ -44,7 +44,7 @@ sequence."""
 
 
 @dataclass(frozen=True)
-class Peer:
+class PeerRank:
     """Another rank."""
 
     rank: int
@@ -65,10 +65,10 @@ class Watchdog:
     """Global rank of this process."""
     listen: socket.socket
     """Bound UDP socket. The watchdog owns it."""
-    peers: Sequence[Peer]
+    peers: Sequence[PeerRank]
     """All other ranks."""
     machine: str
-    """Machine of this process, as `Peer.machine`."""
+    """Machine of this process, as `PeerRank.machine`."""
     token: bytes
     """Prefix of all datagrams, equal on all ranks."""
     timeout_s: float
@@ -87,7 +87,7 @@ class Watchdog:
 
     def _run(self) -> None:
         self.listen.setblocking(False)
-        ends: dict[int, Peer] = {}
+        ends: dict[int, PeerRank] = {}
         for peer in self.peers:
             if peer.machine == self.machine:
                 with contextlib.suppress(OSError):  # it has exited: its silence is detected
@@ -99,14 +99,14 @@ class Watchdog:
             for descriptor in ends:
                 os.close(descriptor)
 
-    def _watch(self, ends: dict[int, Peer]) -> None:
+    def _watch(self, ends: dict[int, PeerRank]) -> None:
         poll = select.poll()
         for descriptor in (self.listen.fileno(), *ends):
             poll.register(descriptor, select.POLLIN)
         beat = self.token + self.rank.to_bytes(4, "little")
         looked = time.monotonic()
         heard = {peer.rank: looked for peer in self.peers}
-        ended: tuple[float, Peer] | None = None
+        ended: tuple[float, PeerRank] | None = None
         while not self._stop.is_set():
             for peer in self.peers:
                 # a full buffer or a dead address: retry with the next beat, or detect its silence
@@ -143,7 +143,7 @@ class Watchdog:
             if data.startswith(self.token) and any(peer.rank == rank for peer in self.peers):
                 ranks.append(rank)
 
-    def _give_up(self, reason: str, silent: Sequence[Peer]) -> None:
+    def _give_up(self, reason: str, silent: Sequence[PeerRank]) -> None:
         if self._stop.is_set():
             return
         for peer in silent:
@@ -216,7 +216,7 @@ def watch_other_ranks(timeout_s: float) -> Watchdog:
     mine = (rank, os.getpid(), machine, host, listen.getsockname()[1], os.urandom(16))
     everybody = sorted(entry for column in _gathered(mine) for entry in column)
     peers = [
-        Peer(each, pid, position, (ip, port))
+        PeerRank(each, pid, position, (ip, port))
         for each, pid, position, ip, port, _ in everybody
         if each != rank
     ]

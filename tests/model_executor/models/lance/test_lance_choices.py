@@ -21,8 +21,8 @@ from vllm_omni.model_executor.models.lance.config import (
     EDIT_TASKS,
     READING_TASKS,
     TASKS,
-    Choices,
     Convention,
+    LanceChoices,
     LanceOptions,
     Task,
 )
@@ -61,14 +61,14 @@ VLLM_OMNI = {
 
 def test_conventions_differ_in_the_documented_choices() -> None:
     """The default is the original's convention."""
-    original = asdict(Choices())
-    assert LanceOptions().choices == CONVENTIONS["original"] == Choices()
+    original = asdict(LanceChoices())
+    assert LanceOptions().choices == CONVENTIONS["original"] == LanceChoices()
     assert asdict(LanceOptions(convention="vllm_omni").choices) == {**original, **VLLM_OMNI}
     assert set(CONVENTIONS) == set(get_args(Convention))
 
 
 def test_every_value_of_a_choice_belongs_to_a_convention() -> None:
-    for name, kind in get_type_hints(Choices).items():
+    for name, kind in get_type_hints(LanceChoices).items():
         assert {getattr(choices, name) for choices in CONVENTIONS.values()} == set(
             get_args(kind)
         ), name
@@ -80,11 +80,11 @@ def test_an_unknown_convention_is_refused_with_the_allowed_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [*(field.name for field in fields(Choices)), "max_video_frames", "tokens_per_step"]
+    "name", [*(field.name for field in fields(LanceChoices)), "max_video_frames", "tokens_per_step"]
 )
 def test_a_single_choice_is_not_an_option(name: str) -> None:
     with pytest.raises(ValueError, match=f"unknown field `{name}`"):
-        LanceOptions.parse({name: getattr(Choices(), name, 4)})
+        LanceOptions.parse({name: getattr(LanceChoices(), name, 4)})
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def options_with(**choices: Any) -> Iterator[LanceOptions]:
     combination.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(CONVENTIONS, "original", replace(Choices(), **choices))
+        patch.setitem(CONVENTIONS, "original", replace(LanceChoices(), **choices))
         yield LanceOptions()
 
 
@@ -309,7 +309,7 @@ def test_a_choice_changes_only_its_tasks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Latents of the other tasks are the same bit for bit."""
-    monkeypatch.setitem(CONVENTIONS, "original", replace(Choices(), **{name: VLLM_OMNI[name]}))
+    monkeypatch.setitem(CONVENTIONS, "original", replace(LanceChoices(), **{name: VLLM_OMNI[name]}))
     after = latents(original)
     assert {
         task for task in GENERATION_TASKS if not torch.equal(original_latents[task], after[task])

@@ -15,7 +15,7 @@ from helpers.host_capture import hold
 from lance_driver import load_lance, make_request, prepare, request_of, run
 
 from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs
-from vllm_omni.model_executor.models.lance.network.pack import BranchCache, Pack, PackBuilder
+from vllm_omni.model_executor.models.lance.network.pack import BranchCache, PackBuilder, TokenPack
 from vllm_omni.model_executor.models.lance.pipeline import Lance
 
 
@@ -128,7 +128,9 @@ def test_the_key_contains_every_slot_that_is_read_or_written() -> None:
     """A graph of the same caches would otherwise use the slots of its capture."""
     caches = [BranchCache(torch.zeros(1, 9, 1, 2), torch.zeros(1, 9, 1, 2)) for _ in range(2)]
 
-    def pack(start: int = 2, keys: int | None = 4, causal: bool = False, order: int = 1) -> Pack:
+    def pack(
+        start: int = 2, keys: int | None = 4, causal: bool = False, order: int = 1
+    ) -> TokenPack:
         builder = PackBuilder()
         for cache in caches[::order]:
             tokens = builder.add_tokens(

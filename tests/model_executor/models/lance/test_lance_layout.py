@@ -6,18 +6,18 @@ ones.
 import torch
 
 from vllm_omni.model_executor.models.lance.tasks.sequence_layout import (
-    Segment,
+    SequenceSegment,
     positions,
     rope_tables,
 )
 
 
-def text(count: int, user: bool = False) -> Segment:
-    return Segment("text", ids=tuple(range(count)), user=user)
+def text(count: int, user: bool = False) -> SequenceSegment:
+    return SequenceSegment("text", ids=tuple(range(count)), user=user)
 
 
 def test_understanding_is_anchored_only_on_request() -> None:
-    sequence = [text(5), Segment("vit", grid=(1, 2, 2)), text(2)]
+    sequence = [text(5), SequenceSegment("vit", grid=(1, 2, 2)), text(2)]
     assert positions(sequence)[1][0, 0] == 5
     assert positions(sequence, anchor_vit=True)[1][0, 0] == 1000
 

@@ -7,8 +7,8 @@ import pytest
 
 from vllm_omni.model_executor.models.lance.tasks.prompt import (
     SYSTEM_PROMPTS,
+    ConversationMessage,
     LanceTokenizer,
-    Message,
     build_prompt,
 )
 from vllm_omni.testing.tiny.lance import write_tokenizer
@@ -44,7 +44,10 @@ def test_a_negative_prompt_replaces_the_users_text(tokenizer: LanceTokenizer) ->
 
 def test_a_conversation_applies_the_template_to_each_turn(tokenizer: LanceTokenizer) -> None:
     """The image precedes the text of its turn. Special tokens in any turn are plain text."""
-    turns = (Message("user", "What?"), Message("assistant", "A cat.<|im_end|>"))
+    turns = (
+        ConversationMessage("user", "What?"),
+        ConversationMessage("assistant", "A cat.<|im_end|>"),
+    )
     prompt = build_prompt(
         "x2t_image", tokenizer.tokens, "Why?", vit=(1, 1, 1), messages=turns, image_message=0
     )

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from vllm_omni.model_executor.models.lance.tasks.sampling import (
-    Guidance,
+    ClassifierFreeGuidance,
     TokenChoice,
     flow_timesteps,
 )
@@ -18,13 +18,13 @@ def test_the_released_schedule() -> None:
     torch.testing.assert_close(
         t[[0, 1, 29, 30]], torch.tensor([1.0, 0.9902, 0.1077, 0.0]), atol=5e-5, rtol=0
     )
-    guidance = Guidance(4.0, (0.4, 1.0), "global", 0.0)
+    guidance = ClassifierFreeGuidance(4.0, (0.4, 1.0), "global", 0.0)
     assert sum(guidance.acts_at(float(value)) for value in t[:-1]) == 26
 
 
 def test_guidance_of_scale_one_is_off() -> None:
-    assert not Guidance(1.0, (0.0, 1.0), "global", 0.0).acts_at(0.5)
-    assert not Guidance(4.0, (0.4, 1.0), "global", 0.0).acts_at(0.4)
+    assert not ClassifierFreeGuidance(1.0, (0.0, 1.0), "global", 0.0).acts_at(0.5)
+    assert not ClassifierFreeGuidance(4.0, (0.4, 1.0), "global", 0.0).acts_at(0.4)
 
 
 @pytest.mark.parametrize(
@@ -33,23 +33,24 @@ def test_guidance_of_scale_one_is_off() -> None:
 def test_renormalisation_limits_the_guided_velocity(renorm: str, limited: bool) -> None:
     torch.manual_seed(0)
     cond, uncond = torch.randn(6, 4), torch.randn(6, 4)
-    guided = Guidance(4.0, (0.4, 1.0), renorm, 0.0).combine(cond, uncond)
+    guided = ClassifierFreeGuidance(4.0, (0.4, 1.0), renorm, 0.0).combine(cond, uncond)
     assert (float(guided.norm()) <= float(cond.norm()) + 1e-5) is limited
 
 
 def test_the_smallest_factor_is_respected() -> None:
     cond, uncond = torch.ones(2, 2), -torch.ones(2, 2)
     assert torch.equal(
-        Guidance(4.0, (0, 1), "global", 1.0).combine(cond, uncond), torch.full((2, 2), 7.0)
+        ClassifierFreeGuidance(4.0, (0, 1), "global", 1.0).combine(cond, uncond),
+        torch.full((2, 2), 7.0),
     )
 
 
 def test_the_two_scales_are_combined_as_in_bagel() -> None:
     """Text guidance first, then image guidance. Either may act alone."""
     cond, uncond, unseen = torch.full((2, 2), 3.0), torch.ones(2, 2), torch.full((2, 2), -1.0)
-    both = Guidance(2.0, (0, 1), "none", 0.0, image_scale=1.5)
+    both = ClassifierFreeGuidance(2.0, (0, 1), "none", 0.0, image_scale=1.5)
     assert torch.equal(both.combine(cond, uncond, unseen), torch.full((2, 2), -1 + 1.5 * (5 + 1)))
-    image = Guidance(1.0, (0, 1), "none", 0.0, image_scale=1.5)
+    image = ClassifierFreeGuidance(1.0, (0, 1), "none", 0.0, image_scale=1.5)
     assert image.acts_at(0.5)
     assert torch.equal(image.combine(cond, None, unseen), torch.full((2, 2), 5.0))
 

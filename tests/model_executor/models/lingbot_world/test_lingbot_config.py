@@ -13,8 +13,8 @@ import torch
 import vllm_omni.model_executor.models.lingbot_world as lingbot_world
 from vllm_omni.model_executor.models.lingbot_world.config import (
     CONVENTIONS,
-    Choices,
     Convention,
+    LingBotChoices,
     LingBotOptions,
     LingBotWorldConfig,
     resolve_plan,
@@ -197,20 +197,20 @@ def test_conventions_differ_in_the_documented_choices() -> None:
         },
     }
     assert (
-        LingBotOptions.parse({}).choices == Choices()
-        and Choices().camera_torch_dtype == torch.float64
+        LingBotOptions.parse({}).choices == LingBotChoices()
+        and LingBotChoices().camera_torch_dtype == torch.float64
     )
     for name, changes in differing.items():
         assert asdict(LingBotOptions.parse({"convention": name}).choices) == {
-            **asdict(Choices()),
+            **asdict(LingBotChoices()),
             **changes,
         }
     assert set(differing) == set(CONVENTIONS) == set(typing.get_args(Convention))
 
 
-@pytest.mark.parametrize("choice", sorted(asdict(Choices())))
+@pytest.mark.parametrize("choice", sorted(asdict(LingBotChoices())))
 def test_every_value_of_a_choice_belongs_to_a_convention_and_is_documented(choice: str) -> None:
-    values = set(typing.get_args(typing.get_type_hints(Choices)[choice]))
+    values = set(typing.get_args(typing.get_type_hints(LingBotChoices)[choice]))
     assert {getattr(choices, choice) for choices in CONVENTIONS.values()} == values
     row = next(
         line

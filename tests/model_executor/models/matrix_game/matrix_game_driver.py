@@ -15,11 +15,11 @@ from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.matrix_game.checkpoint import find_layout, hf_config
 from vllm_omni.model_executor.models.matrix_game.pipeline import MatrixGame, MatrixGameSetup
-from vllm_omni.model_executor.models.matrix_game.state import Chunk, MatrixGameSession
+from vllm_omni.model_executor.models.matrix_game.state import MatrixGameChunk, MatrixGameSession
 
 GOLDEN = golden_folder("matrix_game_2")
 HEIGHT, WIDTH = 32, 48
-Request = DiffusionRequest[MatrixGameSession, Chunk]
+Request = DiffusionRequest[MatrixGameSession, MatrixGameChunk]
 
 
 def load_game(

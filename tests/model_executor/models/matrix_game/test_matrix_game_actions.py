@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from vllm_omni.actions import ActionFrame, read_actions
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.models.matrix_game.config import VARIANTS, Variant
+from vllm_omni.model_executor.models.matrix_game.config import VARIANTS, MatrixGameVariant
 from vllm_omni.model_executor.models.matrix_game.state import action_values, action_windows
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 from vllm_omni.model_executor.streaming.request import read_action_frames
@@ -20,7 +20,7 @@ UNIVERSAL, GTA, TEMPLERUN = VARIANTS
 PLAN = ChunkPlan(3, 3, 6, 0)
 
 
-def values(variant: Variant, *entries: Any) -> list[list[float]]:
+def values(variant: MatrixGameVariant, *entries: Any) -> list[list[float]]:
     rows = read_actions(variant.space, list(entries), {}, len(entries))
     assert rows is not None
     return [[round(value, 4) for value in row] for row in action_values(rows, variant).tolist()]
@@ -58,7 +58,7 @@ def rows(
     ],
 )
 def test_controls_become_the_values_of_the_variant(
-    variant: Variant, entry: Any, row: list[float]
+    variant: MatrixGameVariant, entry: Any, row: list[float]
 ) -> None:
     assert values(variant, entry) == [row]
 
@@ -78,7 +78,9 @@ def test_controls_become_the_values_of_the_variant(
         (UNIVERSAL, ActionFrame(scroll=1.0), "scrolls"),
     ],
 )
-def test_unsupported_controls_are_refused(variant: Variant, entry: Any, reason: str) -> None:
+def test_unsupported_controls_are_refused(
+    variant: MatrixGameVariant, entry: Any, reason: str
+) -> None:
     with pytest.raises(RequestFailed, match=reason):
         values(variant, entry)
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from vllm_omni.model_executor.models.qwen2_5_omni.options import SpeechDefaults
 from vllm_omni.model_executor.models.qwen2_5_omni.speech import (
-    Speech,
     SpeechComposition,
+    SpeechReply,
     ready_chunks,
 )
 
@@ -135,7 +135,7 @@ def test_the_talker_slot_is_free_after_its_last_code() -> None:
     prompt: Any = SimpleNamespace(
         token_ids=[1], reply_RD=[1], to_engine_input=lambda name, slot: None
     )
-    spoken = Speech("r", SpeechDefaults(max_codes=256), seed=0)
+    spoken = SpeechReply("r", SpeechDefaults(max_codes=256), seed=0)
     asyncio.run(asyncio.wait_for(composition._generate_codes(prompt, spoken), seconds(5)))
     assert composition._slots.qsize() == 1 and spoken.codes.qsize() == 200
 

@@ -14,7 +14,7 @@ from vae_streams import decode_stream, plainly_fused, random_vae
 from vllm_omni.model_executor.layers.cuda_graphs import Replay
 from vllm_omni.model_executor.models.wan.vae.decoder_graphs import DecoderGraphs
 from vllm_omni.model_executor.models.wan.vae.fused_decoder import FusedDecoder, fused_decoder
-from vllm_omni.model_executor.models.wan.vae.fused_layers import Passes
+from vllm_omni.model_executor.models.wan.vae.fused_layers import FusedPasses
 from vllm_omni.model_executor.models.wan.vae.split_decode import RowBands
 from vllm_omni.model_executor.models.wan.vae.stacked_frames import add_up, stack_frames
 from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAECache
@@ -33,7 +33,7 @@ class HostGraphs:
         self.captures = self.replays = 0
 
     def decoder(self, decoder: Any, bands: RowBands | None) -> FusedDecoder:
-        return FusedDecoder(decoder, bands, Passes(stack_frames, add_up), self.graphs)
+        return FusedDecoder(decoder, bands, FusedPasses(stack_frames, add_up), self.graphs)
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
         """As on a GPU, a capture computes nothing, so its writes are reverted."""
@@ -134,7 +134,7 @@ def test_a_frame_that_cannot_be_captured_runs_once(plain: StreamingWanVAE) -> No
     def refuse(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
         raise RuntimeError("no capture here")
 
-    graphs, passes = DecoderGraphs(refuse), Passes(counted, add_up)
+    graphs, passes = DecoderGraphs(refuse), FusedPasses(counted, add_up)
     graphed = random_vae(fuse=lambda decoder, bands: FusedDecoder(decoder, bands, passes, graphs))
     graphed.decode(latents(), None)
     launches = 0

@@ -11,7 +11,7 @@ import torch
 from helpers.triton_interpreter import interpret
 
 from vllm_omni.model_executor.models.wan.vae import stacked_frames
-from vllm_omni.model_executor.models.wan.vae.stacked_frames import Activation, Layout
+from vllm_omni.model_executor.models.wan.vae.stacked_frames import FrameLayout, PendingSum
 from vllm_omni.model_executor.models.wan.vae.winograd import product_dtype
 
 CASES: list[dict[str, Any]] = [
@@ -19,25 +19,25 @@ CASES: list[dict[str, Any]] = [
     for (channels, streams, frames, size), options in product(
         [(6, 1, 3, (4, 6)), (16, 2, 1, (2, 2)), (33, 2, 4, (6, 10))],
         [
-            {"gamma": True, "layout": Layout.SIDE_BY_SIDE},
+            {"gamma": True, "layout": FrameLayout.SIDE_BY_SIDE},
             {
                 "gamma": True,
-                "layout": Layout.SIDE_BY_SIDE,
+                "layout": FrameLayout.SIDE_BY_SIDE,
                 "bias": True,
                 "residual": True,
                 "want_sum": True,
             },
-            {"gamma": True, "layout": Layout.IN_TURN, "bias": True, "edge_rows": 1},
+            {"gamma": True, "layout": FrameLayout.IN_TURN, "bias": True, "edge_rows": 1},
             {
                 "gamma": True,
-                "layout": Layout.SIDE_BY_SIDE,
+                "layout": FrameLayout.SIDE_BY_SIDE,
                 "bias": True,
                 "want_sum": True,
                 "shuffled": True,
                 "edge_rows": 1,
             },
-            {"gamma": False, "layout": Layout.SIDE_BY_SIDE, "bias": True, "residual": True},
-            {"gamma": False, "layout": Layout.IN_TURN},
+            {"gamma": False, "layout": FrameLayout.SIDE_BY_SIDE, "bias": True, "residual": True},
+            {"gamma": False, "layout": FrameLayout.IN_TURN},
         ],
     )
 ]
@@ -54,23 +54,23 @@ CASES += [
         [(6, 1, 2), (33, 2, 4)],
         [
             {
-                "layout": Layout.COMBINED,
+                "layout": FrameLayout.COMBINED,
                 "bias": True,
                 "want_sum": True,
                 "shuffled": True,
                 "edge_rows": 1,
             },
             {
-                "layout": Layout.COMBINED,
+                "layout": FrameLayout.COMBINED,
                 "bias": True,
                 "residual": True,
                 "want_sum": True,
                 "products": True,
             },
-            {"layout": Layout.COMBINED, "bias": True, "products": True, "edge_rows": 1},
-            {"layout": Layout.SIDE_BY_SIDE, "bias": True, "residual": True, "products": True},
+            {"layout": FrameLayout.COMBINED, "bias": True, "products": True, "edge_rows": 1},
+            {"layout": FrameLayout.SIDE_BY_SIDE, "bias": True, "residual": True, "products": True},
             {
-                "layout": Layout.IN_TURN,
+                "layout": FrameLayout.IN_TURN,
                 "bias": True,
                 "residual": True,
                 "products": True,
@@ -87,7 +87,7 @@ CASES += [
         "frames": 1,
         "size": (4, 6),
         "gamma": True,
-        "layout": Layout.ALONE,
+        "layout": FrameLayout.ALONE,
         **options,
     }
     for options in (
@@ -121,10 +121,10 @@ def check_pass(kernels: Any, case: dict[str, Any], dtype: torch.dtype, device: s
     options["gamma"] = random(channels) + 2 if options.pop("gamma") else None
     past = random(streams, 2, height, width, channels)
 
-    def activation(dtype: torch.dtype) -> Activation:
+    def activation(dtype: torch.dtype) -> PendingSum:
         of_x = product_dtype(dtype) if products else dtype
         terms = [None if term is None else term.to(dtype, copy=True) for term in (bias, residual)]
-        return Activation(x.to(of_x, copy=True), *terms, shuffled=shuffled, products=products)
+        return PendingSum(x.to(of_x, copy=True), *terms, shuffled=shuffled, products=products)
 
     exact = {
         name: value.float() if isinstance(value, torch.Tensor) else value

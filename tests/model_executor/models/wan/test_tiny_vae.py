@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_omni.model_executor.models.wan.vae.taehv import Grow, MemoryBlock
+from vllm_omni.model_executor.models.wan.vae.taehv import MemoryBlock, TemporalUpsample
 from vllm_omni.model_executor.models.wan.vae.tiny_vae import (
     CHANNELS,
     TinyVAEDecoder,
@@ -65,7 +65,7 @@ def test_growing_frames_equals_enlarging_them_first(
     channels: int, factor: int, layout: torch.memory_format
 ) -> None:
     """As in the original. Three fp32 channels do not fill words of eight bytes."""
-    grow = Grow(channels, factor)
+    grow = TemporalUpsample(channels, factor)
     x = torch.randn(3, channels, 4, 6).contiguous(memory_format=layout)
     enlarged = torch.nn.functional.interpolate(x, scale_factor=2)
     wanted = grow.conv(enlarged).unflatten(1, (-1, channels)).flatten(0, 1)

@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional
 
 from vllm_omni.model_executor.models.wan.vae.stacked_frames import (
-    Activation,
-    Layout,
+    FrameLayout,
+    PendingSum,
     add_up,
     stack_frames,
 )
@@ -22,13 +22,13 @@ def _convolved(
     """[B, T, H, W, O] from combined frames. past: [B, 2, H, W, C]; x: [B, T, H, W, C]; weight: [O,
     C, 3, 3, 3].
     """
-    stacked = stack_frames(Activation(x.flatten(0, 1)), past, layout=Layout.COMBINED)
+    stacked = stack_frames(PendingSum(x.flatten(0, 1)), past, layout=FrameLayout.COMBINED)
     weights = OF_FRAMES[x.shape[1]].transformed(weight)
     products = [
         functional.conv2d(frames.permute(0, 3, 1, 2), of_one, padding=1).permute(0, 2, 3, 1)
         for frames, of_one in zip(stacked.frames, weights, strict=True)
     ]
-    return add_up(Activation(torch.stack(products), bias, products=True)).unflatten(0, x.shape[:2])
+    return add_up(PendingSum(torch.stack(products), bias, products=True)).unflatten(0, x.shape[:2])
 
 
 def _case(frames: int) -> tuple[torch.Tensor, ...]:
@@ -63,7 +63,9 @@ def test_fp16_products_are_more_accurate_than_bf16_frames(frames: int) -> None:
     )
     # The bias in fp32, so that the sum is not rounded to bf16 here.
     past = x[:, :2].bfloat16()
-    stacked = stack_frames(Activation(x[:, 2:].flatten(0, 1)), past, layout=Layout.COMBINED).frames
+    stacked = stack_frames(
+        PendingSum(x[:, 2:].flatten(0, 1)), past, layout=FrameLayout.COMBINED
+    ).frames
     weights = OF_FRAMES[frames].transformed(weight.bfloat16())
     assert stacked.dtype == weights.dtype == product_dtype(torch.bfloat16) == torch.float16
     products = [
@@ -72,7 +74,7 @@ def test_fp16_products_are_more_accurate_than_bf16_frames(frames: int) -> None:
         .permute(0, 2, 3, 1)
         for each, of_one in zip(stacked, weights, strict=True)
     ]
-    of_products = add_up(Activation(torch.stack(products), bias, products=True)).view_as(exact)
+    of_products = add_up(PendingSum(torch.stack(products), bias, products=True)).view_as(exact)
 
     def error(found: torch.Tensor) -> float:
         return float((found - exact).norm() / exact.norm())

@@ -9,7 +9,7 @@ import torch
 
 from vllm_omni.model_executor.models.wan.vae.fused_decoder import FusedDecoder
 from vllm_omni.model_executor.models.wan.vae.fused_encoder import FusedEncoder
-from vllm_omni.model_executor.models.wan.vae.fused_layers import Passes
+from vllm_omni.model_executor.models.wan.vae.fused_layers import FusedPasses
 from vllm_omni.model_executor.models.wan.vae.split_decode import RowBands
 from vllm_omni.model_executor.models.wan.vae.stacked_frames import add_up, stack_frames
 from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAECache, VAEConfig
@@ -58,9 +58,9 @@ def random_vae(seed: int = 0, base_dim: int = 4, **options: Any) -> StreamingWan
 
 def plainly_fused(decoder: Any, bands: RowBands | None) -> FusedDecoder:
     """The fused decoder with its passes in plain torch."""
-    return FusedDecoder(decoder, bands, Passes(stack_frames, add_up))
+    return FusedDecoder(decoder, bands, FusedPasses(stack_frames, add_up))
 
 
 def plainly_fused_encoder(encoder: Any) -> FusedEncoder:
     """The fused encoder with its passes in plain torch."""
-    return FusedEncoder(encoder, Passes(stack_frames, add_up))
+    return FusedEncoder(encoder, FusedPasses(stack_frames, add_up))

@@ -11,7 +11,7 @@ from fastapi.responses import FileResponse, JSONResponse
 from starlette.responses import Response
 
 from vllm_omni.entrypoints.limits.access import owner_of
-from vllm_omni.entrypoints.openai.body import Body, read_body
+from vllm_omni.entrypoints.openai.body import ParsedBody, read_body
 from vllm_omni.entrypoints.openai.client_threads import ClientThreads
 from vllm_omni.entrypoints.openai.engine_requests import (
     check_video_edit,
@@ -201,7 +201,7 @@ def _unknown() -> ApiError:
     return not_found("no such video", "video_id")
 
 
-def _reference(body: Body) -> Any:
+def _reference(body: ParsedBody) -> Any:
     """Return the start image or clip, and remove it from the fields.
 
     Returns:

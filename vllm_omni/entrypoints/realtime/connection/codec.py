@@ -44,15 +44,15 @@ class TooManyValues(CodecError):
     """The message has more than `MAX_NODES` values, so decoding it was as expensive as possible."""
 
 
-class Dialect(Enum):
+class MessageDialect(Enum):
     OPENPI = "openpi"
     CLASSIC = "classic"
 
 
-class Decoded(NamedTuple):
+class DecodedMessage(NamedTuple):
     value: Any
     """The decoded message."""
-    dialect: Dialect | None
+    dialect: MessageDialect | None
     """Array dialect of the message. None: the message has no marked array."""
     num_values: int
     """Number of values in the message as it arrived: the cost of decoding it."""
@@ -61,7 +61,7 @@ class Decoded(NamedTuple):
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def decode(data: bytes) -> Decoded:
+def decode(data: bytes) -> DecodedMessage:
     """Decode one message. Arrays are NumPy arrays that own their bytes or share them read-only.
 
     Raises:
@@ -76,9 +76,9 @@ def decode(data: bytes) -> Decoded:
     # after its length, in the shortest encoding or a longer one. Nearly all controls have none.
     is_marked = b"__n" in data or b"\xa2nd" in data or b"\x02nd" in data
     if not is_marked and not has_byte_keys:
-        return Decoded(value, None, num_values)
+        return DecodedMessage(value, None, num_values)
     reviver = _Reviver()
-    return Decoded(reviver.revive(value), reviver.dialect, num_values)
+    return DecodedMessage(reviver.revive(value), reviver.dialect, num_values)
 
 
 _DECODER: Final = msgspec.msgpack.Decoder()
@@ -198,7 +198,7 @@ class _Reviver:
     """Converts marked maps to arrays and byte keys to str, and records the dialect."""
 
     def __init__(self) -> None:
-        self.dialect: Dialect | None = None
+        self.dialect: MessageDialect | None = None
 
     def revive(self, value: Any) -> Any:
         if isinstance(value, list):
@@ -207,13 +207,13 @@ class _Reviver:
             return value
         fields = {key if isinstance(key, str) else _text(key): item for key, item in value.items()}
         if "__ndarray__" in fields:
-            self.dialect = Dialect.OPENPI
+            self.dialect = MessageDialect.OPENPI
             return _array(fields.get("dtype"), fields.get("shape"), fields.get("data"))
         if "__npgeneric__" in fields:
-            self.dialect = Dialect.OPENPI
+            self.dialect = MessageDialect.OPENPI
             return _array(fields.get("dtype"), [], fields.get("data")).item()
         if "nd" in fields and "data" in fields:
-            self.dialect = Dialect.CLASSIC
+            self.dialect = MessageDialect.CLASSIC
             if fields.get("kind") not in (None, b"", ""):
                 raise CodecError(
                     "structured and object arrays are not allowed; send numbers or booleans"
@@ -288,7 +288,7 @@ def _array(dtype_name: Any, shape: Any, data: Any) -> np.ndarray:
 # -- writing ---------------------------------------------------------------------------------------
 
 
-def encode(message: Mapping[str, Any], dialect: Dialect | None = None) -> bytes:
+def encode(message: Mapping[str, Any], dialect: MessageDialect | None = None) -> bytes:
     """Return the message as msgpack.
 
     Args:
@@ -296,10 +296,10 @@ def encode(message: Mapping[str, Any], dialect: Dialect | None = None) -> bytes:
             them.
         dialect: Dialect of the arrays. Default: openpi.
     """
-    return _ENCODERS[dialect or Dialect.OPENPI].encode(message)
+    return _ENCODERS[dialect or MessageDialect.OPENPI].encode(message)
 
 
-def _marked(array: Any, dialect: Dialect) -> dict[bytes, Any]:
+def _marked(array: Any, dialect: MessageDialect) -> dict[bytes, Any]:
     """Return an array as a marked map, without a copy."""
     if not isinstance(array, np.ndarray):
         raise TypeError(f"a message cannot contain a {type(array).__name__}")
@@ -307,12 +307,12 @@ def _marked(array: Any, dialect: Dialect) -> dict[bytes, Any]:
         raise TypeError(f"only C-contiguous numbers and booleans are sent, got {array.dtype}")
     data: bytes | memoryview = array.data.cast("B") if array.size else b""
     shape, dtype = list(array.shape), array.dtype.str
-    if dialect is Dialect.CLASSIC:
+    if dialect is MessageDialect.CLASSIC:
         return {b"nd": True, b"type": dtype, b"kind": b"", b"shape": shape, b"data": data}
     return {b"__ndarray__": True, b"data": data, b"dtype": dtype, b"shape": shape}
 
 
 _ENCODERS: Final = {
     dialect: msgspec.msgpack.Encoder(enc_hook=partial(_marked, dialect=dialect))
-    for dialect in Dialect
+    for dialect in MessageDialect
 }

@@ -20,7 +20,7 @@ from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
-from vllm_omni.entrypoints.errors import ClientDisconnected, Close, EndpointError
+from vllm_omni.entrypoints.errors import ClientDisconnected, EndpointError, WebSocketCloseCode
 from vllm_omni.entrypoints.gathered_writes import Message, writer_of
 from vllm_omni.entrypoints.limits.token_bucket import TokenBucket
 from vllm_omni.entrypoints.realtime.connection.codec import MAX_NODES, CodecError, TooManyValues
@@ -134,7 +134,7 @@ class Connection:
                     raise EndpointError(
                         "timeout",
                         f"no message for {self._limits.idle_timeout_s:g} s",
-                        close=Close.IDLE,
+                        close=WebSocketCloseCode.IDLE,
                     ) from None
             except RuntimeError:  # Starlette: already disconnected
                 raise ClientDisconnected from None
@@ -164,7 +164,7 @@ class Connection:
             raise EndpointError(
                 "rate_limited",
                 f"more than {self._limits.max_messages_per_s} messages in a second",
-                close=Close.POLICY,
+                close=WebSocketCloseCode.POLICY,
             )
         self._arrivals.append(now)
 
@@ -179,7 +179,7 @@ class Connection:
                 "rate_limited",
                 f"more than {self._limits.max_values_per_s} values in messages a second; send "
                 "values as arrays",
-                close=Close.POLICY,
+                close=WebSocketCloseCode.POLICY,
             )
 
     def undecodable(self, error: CodecError) -> EndpointError:
@@ -187,7 +187,7 @@ class Connection:
 
         It has a close code after too many such messages, or if the message has too many values.
         """
-        close = Close.POLICY if isinstance(error, TooManyValues) else None
+        close = WebSocketCloseCode.POLICY if isinstance(error, TooManyValues) else None
         return self.strike(EndpointError("invalid_msgpack", str(error), close=close))
 
     def strike(self, error: EndpointError) -> EndpointError:
@@ -199,7 +199,7 @@ class Connection:
             and now - self._strikes[0] < _STRIKE_WINDOW_S
             and error.close is None
         ):
-            error.close = Close.POLICY
+            error.close = WebSocketCloseCode.POLICY
         return error
 
     async def send(self, *messages: Message) -> None:
@@ -266,7 +266,7 @@ class Connection:
         self._closed = True
         self.cut()
 
-    async def close(self, code: Close, reason: str) -> None:
+    async def close(self, code: WebSocketCloseCode, reason: str) -> None:
         """Close with a code and a reason. Idempotent. Takes at most the send deadline."""
         if self._closed or self._websocket.application_state is not WebSocketState.CONNECTED:
             return

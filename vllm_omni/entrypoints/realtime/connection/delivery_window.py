@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from vllm_omni.entrypoints.errors import Close, EndpointError
+from vllm_omni.entrypoints.errors import EndpointError, WebSocketCloseCode
 
 _KEEPS_UP: Final = 0.9
 """Fraction of the playback rate that a client must reach, because clocks and networks are not
@@ -90,7 +90,7 @@ class DeliveryWindow:
                 "slow_reader",
                 f"you read too slowly: for {self._timeout_s:g} s you received fewer than "
                 f"{self._fps:g} frames a second while more were waiting",
-                close=Close.SLOW_CONSUMER,
+                close=WebSocketCloseCode.SLOW_CONSUMER,
             ) from None
 
     def _too_slow_at_s(self, late_since_s: float) -> float:

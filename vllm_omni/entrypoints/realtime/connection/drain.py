@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol, TypeVar
 
-from vllm_omni.entrypoints.errors import Close, EndpointError
+from vllm_omni.entrypoints.errors import EndpointError, WebSocketCloseCode
 from vllm_omni.entrypoints.realtime.connection.guard import ConnectionGuard
 from vllm_omni.entrypoints.realtime.sessions.run import DeliveryLog
 from vllm_omni.runtime import log_context
@@ -23,7 +23,7 @@ logger = logging.getLogger("vllm." + __name__)
 _POLL_S = 0.02
 
 
-class Drainable(Protocol):
+class DrainableSession(Protocol):
     """The part of a session that draining uses."""
 
     engine_id: str
@@ -42,8 +42,8 @@ class Drainable(Protocol):
     def keep_alive(self) -> AbstractContextManager[None]: ...
 
 
-S = TypeVar("S", bound=Drainable)
-S_co = TypeVar("S_co", bound=Drainable, covariant=True)
+S = TypeVar("S", bound=DrainableSession)
+S_co = TypeVar("S_co", bound=DrainableSession, covariant=True)
 
 
 class SessionTable(Protocol[S_co]):
@@ -81,7 +81,7 @@ class SessionDrain(Generic[S]):
             raise EndpointError(
                 "draining",
                 "the server is stopping; continue on another one",
-                close=Close.CAPACITY,
+                close=WebSocketCloseCode.CAPACITY,
                 **details,
             )
 
@@ -132,6 +132,6 @@ class SessionDrain(Generic[S]):
             await asyncio.sleep(_POLL_S)
 
 
-def _works(session: Drainable) -> bool:
+def _works(session: DrainableSession) -> bool:
     """Return whether a request runs, or a client still receives its replies."""
     return session.is_busy or any(run.has_follower for run in session.delivery_log.runs.values())

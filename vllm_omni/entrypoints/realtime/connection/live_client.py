@@ -15,9 +15,9 @@ from typing import Any, Final
 
 from starlette.websockets import WebSocket
 
-from vllm_omni.entrypoints.errors import ClientDisconnected, Close, EndpointError
+from vllm_omni.entrypoints.errors import ClientDisconnected, EndpointError, WebSocketCloseCode
 from vllm_omni.entrypoints.realtime.connection.connection import Connection
-from vllm_omni.entrypoints.realtime.sessions.run import Job
+from vllm_omni.entrypoints.realtime.sessions.run import SessionJob
 from vllm_omni.entrypoints.realtime.sessions.session import Session, new_session_id
 from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
 from vllm_omni.entrypoints.telemetry.metrics import endpoint_metrics
@@ -89,7 +89,7 @@ class ConnectionHandler(ABC):
         except Exception:
             logger.exception("%s connection failed", self.endpoint)
             self._end = "internal error"
-            await self.connection.close(Close.INTERNAL, self._end)
+            await self.connection.close(WebSocketCloseCode.INTERNAL, self._end)
         finally:
             await self.stop()
             self._log_end(time.monotonic() - started_s)
@@ -103,13 +103,13 @@ class ConnectionHandler(ABC):
     async def end_with(self, error: EndpointError) -> None:
         """Send the error and close the connection with a close code and a reason."""
         self._end = f"{error.code}: {error.message}"
-        if error.close is Close.SLOW_CONSUMER:
+        if error.close is WebSocketCloseCode.SLOW_CONSUMER:
             self.connection.cut_soon()
         try:
             await self.send_error(error)
         except ClientDisconnected:
             return
-        await self.connection.close(error.close or Close.INTERNAL, error.message)
+        await self.connection.close(error.close or WebSocketCloseCode.INTERNAL, error.message)
 
     # -- for endpoints -----------------------------------------------------------------------------
 
@@ -200,12 +200,12 @@ class LiveClient(ConnectionHandler):
                 receive_task.cancel()
                 await asyncio.wait([receive_task])
 
-    def start_job(self, job: Job) -> None:
+    def start_job(self, job: SessionJob) -> None:
         """Start to generate and deliver a job's chunks. Requires `open_session`."""
         assert self.session is not None
         self._stream = self.manager.spawn(self._deliver_all(self.session, job))
 
-    async def _deliver_all(self, session: Session, job: Job) -> None:
+    async def _deliver_all(self, session: Session, job: SessionJob) -> None:
         try:
             run = session.submit(job)
             try:
@@ -278,7 +278,7 @@ class TextFrames:
         return EndpointError(
             "invalid_frame",
             message,
-            close=Close.UNSUPPORTED_DATA if self._count >= _MAX_TEXT_FRAMES else None,
+            close=WebSocketCloseCode.UNSUPPORTED_DATA if self._count >= _MAX_TEXT_FRAMES else None,
         )
 
 
@@ -309,7 +309,7 @@ class MediaClock:
         return delay_s * 1e3
 
 
-class Throttle:
+class ChunkThrottle:
     """Decides when the next chunk may start: not while paused, and not without credit."""
 
     def __init__(self) -> None:

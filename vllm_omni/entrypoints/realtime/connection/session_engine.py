@@ -15,8 +15,8 @@ from vllm.engine.protocol import EngineClient
 
 from vllm_omni.entrypoints.engine.client import OmniEngine
 from vllm_omni.entrypoints.engine.ranks import SessionRanks
-from vllm_omni.entrypoints.errors import Close, EndpointError
-from vllm_omni.entrypoints.realtime.sessions.recorder import Recorder
+from vllm_omni.entrypoints.errors import EndpointError, WebSocketCloseCode
+from vllm_omni.entrypoints.realtime.sessions.recorder import SessionRecorder
 from vllm_omni.entrypoints.telemetry.tracing import NO_CHUNK, ChunkTrace
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
@@ -54,7 +54,7 @@ class SessionEngine:
         self,
         client: EngineClient,
         ranks: SessionRanks | None = None,
-        recorder: Recorder | None = None,
+        recorder: SessionRecorder | None = None,
     ) -> None:
         self._engine = OmniEngine(client, ranks)
         self._recorder = recorder
@@ -162,5 +162,5 @@ def _endpoint_errors() -> Iterator[None]:
 
 def _endpoint_error(failure: RequestFailed) -> EndpointError:
     if failure.code == "engine_dead":
-        return EndpointError("engine_error", failure.message, close=Close.INTERNAL)
+        return EndpointError("engine_error", failure.message, close=WebSocketCloseCode.INTERNAL)
     return EndpointError(failure.code, failure.message)

@@ -27,10 +27,10 @@ from vllm_omni.camera_keys import CAMERA_KEYS
 from vllm_omni.entrypoints.errors import EndpointError
 from vllm_omni.entrypoints.realtime.controls.control_track import (
     MAX_SCRIPT_ENTRIES,
+    ControlScript,
+    ControlStates,
+    ControlTransition,
     Held,
-    Script,
-    States,
-    Transition,
 )
 from vllm_omni.outputs import RequestFailed
 
@@ -56,7 +56,7 @@ class _States(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Transitions, oldest first, at most 512."""
 
 
-def read_actions_message(value: Any, space: ActionSpace) -> Script | States:
+def read_actions_message(value: Any, space: ActionSpace) -> ControlScript | ControlStates:
     """Parse the frames or transitions of one message.
 
     Raises:
@@ -64,7 +64,7 @@ def read_actions_message(value: Any, space: ActionSpace) -> Script | States:
     """
     if isinstance(value, dict):
         states: _States = _convert(value, _States, space)
-        return States(
+        return ControlStates(
             tuple(_transition(index, item, space) for index, item in enumerate(states.transitions))
         )
     if isinstance(value, list) and len(value) > MAX_SCRIPT_ENTRIES:
@@ -86,7 +86,7 @@ def convert_frames(value: Any, space: ActionSpace) -> list[ActionEntry]:
     return frames
 
 
-def read_script(entries: Sequence[ActionEntry], space: ActionSpace) -> Script:
+def read_script(entries: Sequence[ActionEntry], space: ActionSpace) -> ControlScript:
     """Check parsed frames against the model's controls.
 
     Raises:
@@ -95,16 +95,16 @@ def read_script(entries: Sequence[ActionEntry], space: ActionSpace) -> Script:
     frames = tuple(_without_repeats(as_frame(entry)) for entry in entries)
     for index, frame in enumerate(frames):
         _check(space, frame, f"actions[{index}]", summed=False)
-    return Script(frames)
+    return ControlScript(frames)
 
 
-def camera_frames(entries: Iterable[Any], space: ActionSpace) -> Script:
+def camera_frames(entries: Iterable[Any], space: ActionSpace) -> ControlScript:
     """Parse frames of camera keys, one list per latent frame.
 
     Raises:
         EndpointError: `invalid_request`: an entry is not a list of strings.
     """
-    return Script(tuple(ActionFrame(camera_buttons(keys, space)) for keys in entries))
+    return ControlScript(tuple(ActionFrame(camera_buttons(keys, space)) for keys in entries))
 
 
 def camera_buttons(keys: Any, space: ActionSpace) -> Held:
@@ -127,10 +127,12 @@ def camera_buttons(keys: Any, space: ActionSpace) -> Held:
     return tuple(names)[:1] if space.exclusive else tuple(names)
 
 
-def _transition(index: int, item: _Transition, space: ActionSpace) -> Transition:
+def _transition(index: int, item: _Transition, space: ActionSpace) -> ControlTransition:
     frame = _without_repeats(ActionFrame(item.buttons or (), item.axes, item.scroll))
     _check(space, frame, f"transitions[{index}]", summed=True)
-    return Transition(None if item.buttons is None else frame.buttons, frame.axes, frame.scroll)
+    return ControlTransition(
+        None if item.buttons is None else frame.buttons, frame.axes, frame.scroll
+    )
 
 
 def _without_repeats(frame: ActionFrame) -> ActionFrame:

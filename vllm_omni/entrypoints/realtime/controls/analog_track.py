@@ -21,7 +21,7 @@ MAX_WAITING: Final = 1024
 EventId = int | str
 
 
-class Event(msgspec.Struct, frozen=True):
+class AnalogEvent(msgspec.Struct, frozen=True):
     """One event of a client."""
 
     order: int
@@ -34,7 +34,7 @@ class Event(msgspec.Struct, frozen=True):
 class _Rate:
     value: float
     """Current value of the axis."""
-    event: Event
+    event: AnalogEvent
     """Event that set the value."""
     is_new: bool = True
     """Whether no chunk has used the value yet."""
@@ -52,7 +52,7 @@ class AnalogTrack:
     """Distance on each motion axis since the last sample, by name."""
     _notches: float = 0.0
     """Notches of the wheel since the last sample."""
-    _movers: dict[int, Event] = field(default_factory=dict)
+    _movers: dict[int, AnalogEvent] = field(default_factory=dict)
     """Events of these motions and notches, by order of arrival."""
 
     @property
@@ -64,7 +64,9 @@ class AnalogTrack:
     def is_full(self) -> bool:
         return len(self._movers) >= MAX_WAITING
 
-    def push(self, axes: Mapping[str, float], scroll: float, event: Event) -> list[Event]:
+    def push(
+        self, axes: Mapping[str, float], scroll: float, event: AnalogEvent
+    ) -> list[AnalogEvent]:
         """Apply one transition. Its names must be in the action space.
 
         Returns:
@@ -85,7 +87,7 @@ class AnalogTrack:
             self._movers[event.order] = event
         return replaced
 
-    def clear(self) -> list[Event]:
+    def clear(self) -> list[AnalogEvent]:
         """Reset all values.
 
         Returns:
@@ -99,7 +101,7 @@ class AnalogTrack:
         return cut
 
     @property
-    def waiting(self) -> list[Event]:
+    def waiting(self) -> list[AnalogEvent]:
         """Events that have not completely acted."""
         return [
             *self._movers.values(),
@@ -107,12 +109,12 @@ class AnalogTrack:
         ]
 
     @property
-    def holding(self) -> list[Event]:
+    def holding(self) -> list[AnalogEvent]:
         """Events with rates that stay active."""
         return [rate.event for rate in self._rates.values() if rate.value]
 
     def sample(
-        self, latent_frames: int, events: list[Event]
+        self, latent_frames: int, events: list[AnalogEvent]
     ) -> list[tuple[dict[str, float], float]]:
         """Return and consume the values of each frame of the next chunk.
 

@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 from vllm_omni.actions import CAMERA_SPACE, ActionEntry, ActionFrame, ActionSpace, as_entry
-from vllm_omni.entrypoints.realtime.controls.analog_track import AnalogTrack, Event, EventId
+from vllm_omni.entrypoints.realtime.controls.analog_track import AnalogEvent, AnalogTrack, EventId
 from vllm_omni.inputs import Lora
 
 MAX_SCRIPT_ENTRIES: Final = 512
@@ -33,14 +33,14 @@ class TooManyEvents(Exception):
     """Too many events wait for the next chunk."""
 
 
-class Script(msgspec.Struct, frozen=True):
+class ControlScript(msgspec.Struct, frozen=True):
     """A timeline of controls."""
 
     entries: tuple[ActionFrame, ...]
     """Controls of each latent frame."""
 
 
-class Transition(msgspec.Struct, frozen=True):
+class ControlTransition(msgspec.Struct, frozen=True):
     """One change of controls."""
 
     buttons: Held | None = None
@@ -51,31 +51,31 @@ class Transition(msgspec.Struct, frozen=True):
     """Notches of the wheel."""
 
 
-class States(msgspec.Struct, frozen=True):
+class ControlStates(msgspec.Struct, frozen=True):
     """Transitions in chronological order."""
 
-    transitions: tuple[Transition, ...]
+    transitions: tuple[ControlTransition, ...]
     """Transitions, oldest first."""
 
 
-class Prompt(msgspec.Struct, frozen=True):
+class PromptChange(msgspec.Struct, frozen=True):
     """A new prompt."""
 
     text: str
     """The prompt."""
 
 
-class Adapters(msgspec.Struct, frozen=True):
+class AdapterChange(msgspec.Struct, frozen=True):
     """New LoRA adapters."""
 
     choices: tuple[Lora, ...]
     """The adapters; () for none."""
 
 
-Update = Script | States | Prompt | Adapters
+Update = ControlScript | ControlStates | PromptChange | AdapterChange
 
 
-class Sample(msgspec.Struct, frozen=True):
+class ControlSample(msgspec.Struct, frozen=True):
     """Controls of one chunk."""
 
     actions: list[ActionEntry] | None = None
@@ -100,19 +100,19 @@ class ControlTrack:
 
     space: ActionSpace = CAMERA_SPACE
     """Controls of the model. Every control of an update must be one of them."""
-    _script: deque[tuple[ActionFrame, Event]] = field(default_factory=deque)
+    _script: deque[tuple[ActionFrame, AnalogEvent]] = field(default_factory=deque)
     """Remaining frames of the script, each with its event."""
-    _transitions: list[tuple[Held, Event]] = field(default_factory=list)
+    _transitions: list[tuple[Held, AnalogEvent]] = field(default_factory=list)
     """Held buttons since the last sample, each with its event."""
     _held: Held = ()
     """Buttons that were held in the last frame of the last sample."""
-    _held_by: Event | None = None
+    _held_by: AnalogEvent | None = None
     """Event that set `_held`."""
     _any_actions: bool = False
     """Whether the client has ever sent actions."""
-    _prompt: tuple[str, Event] | None = None
+    _prompt: tuple[str, AnalogEvent] | None = None
     """New prompt and its event."""
-    _lora: tuple[tuple[Lora, ...], Event] | None = None
+    _lora: tuple[tuple[Lora, ...], AnalogEvent] | None = None
     """New LoRA adapters and their event."""
     _num_events: int = 0
     """Number of events so far."""
@@ -146,26 +146,26 @@ class ControlTrack:
         updates = list(updates)
         if self._analog.is_full and any(_moves(update) for update in updates):
             raise TooManyEvents
-        event = Event(self._num_events, event_id)
+        event = AnalogEvent(self._num_events, event_id)
         self._num_events += 1
         if event_id is not None:
             self._seen[event_id] = None
             while len(self._seen) > _REMEMBERED_IDS:
                 self._seen.popitem(last=False)
-        replaced: list[Event] = []
+        replaced: list[AnalogEvent] = []
         for update in updates:
             match update:
-                case Prompt(text):
+                case PromptChange(text):
                     replaced += [self._prompt[1]] if self._prompt is not None else []
                     self._prompt = (text, event)
-                case Adapters(choices):
+                case AdapterChange(choices):
                     replaced += [self._lora[1]] if self._lora is not None else []
                     self._lora = (choices, event)
-                case Script(entries):
+                case ControlScript(entries):
                     replaced += self._clear()
                     self._script.extend((frame, event) for frame in entries[:MAX_SCRIPT_ENTRIES])
                     self._any_actions = True
-                case States(transitions):
+                case ControlStates(transitions):
                     replaced += [waiting for _, waiting in self._script]
                     self._script.clear()
                     replaced += self._push(transitions, event)
@@ -188,7 +188,9 @@ class ControlTrack:
         slots = [slot[1] for slot in (self._prompt, self._lora) if slot is not None]
         return {event.order for event in [*events, *self._analog.waiting, *slots]}
 
-    def _push(self, transitions: tuple[Transition, ...], event: Event) -> list[Event]:
+    def _push(
+        self, transitions: tuple[ControlTransition, ...], event: AnalogEvent
+    ) -> list[AnalogEvent]:
         """Append transitions.
 
         Only the newest buttons and the newest non-empty buttons are retained.
@@ -208,21 +210,21 @@ class ControlTrack:
         retained = {item.order for _, item in self._transitions}
         return [old for old in replaced if old.order not in retained]
 
-    def _clear(self) -> list[Event]:
+    def _clear(self) -> list[AnalogEvent]:
         replaced = [event for _, event in (*self._script, *self._transitions)]
         self._script.clear()
         self._transitions.clear()
         self._held, self._held_by = (), None
         return replaced + self._analog.clear()
 
-    def sample(self, latent_frames: int, with_prompt: bool = True) -> Sample:
+    def sample(self, latent_frames: int, with_prompt: bool = True) -> ControlSample:
         """Return and consume the next chunk's controls.
 
         Args:
             latent_frames: Latent frames of the chunk.
             with_prompt: Whether the prompt may change.
         """
-        events: list[Event] = []
+        events: list[AnalogEvent] = []
         actions = self._sample_actions(latent_frames, events) if self._any_actions else None
         prompt = None
         if with_prompt and self._prompt is not None:
@@ -234,7 +236,7 @@ class ControlTrack:
             lora, event = self._lora
             self._lora = None
             events.append(event)
-        newest: Event | None = None
+        newest: AnalogEvent | None = None
         named: dict[int, EventId] = {}
         for event in events:
             if event.event_id is None:
@@ -254,7 +256,7 @@ class ControlTrack:
             if order in lasting:
                 active.append(named[order])
         self._acting = set(named)
-        return Sample(
+        return ControlSample(
             actions=actions,
             prompt=prompt,
             lora=lora,
@@ -273,7 +275,7 @@ class ControlTrack:
             orders.add(event.order)
         return orders
 
-    def _sample_actions(self, latent_frames: int, events: list[Event]) -> list[ActionEntry]:
+    def _sample_actions(self, latent_frames: int, events: list[AnalogEvent]) -> list[ActionEntry]:
         if self._script:
             taken = [self._script.popleft() for _ in range(min(latent_frames, len(self._script)))]
             events += [event for _, event in taken]
@@ -290,7 +292,7 @@ class ControlTrack:
             for buttons, (axes, scroll) in zip(held, analog, strict=True)
         ]
 
-    def _sample_buttons(self, latent_frames: int, events: list[Event]) -> list[Held]:
+    def _sample_buttons(self, latent_frames: int, events: list[AnalogEvent]) -> list[Held]:
         pulse: Held | None = None
         if self._transitions:
             for buttons, event in self._transitions:
@@ -308,6 +310,6 @@ class ControlTrack:
 
 
 def _moves(update: Update) -> bool:
-    return isinstance(update, States) and any(
+    return isinstance(update, ControlStates) and any(
         step.axes or step.scroll for step in update.transitions
     )

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from vllm_omni.actions import ActionSpace
-from vllm_omni.worlds.movement import Motion, move_cameras, pitch_of
+from vllm_omni.worlds.movement import CameraMotion, move_cameras, pitch_of
 
 # N pixel frames
 
@@ -36,7 +36,7 @@ _UP_TO_DOWN_44: Final = np.diag([1.0, -1.0, 1.0, 1.0])
 
 
 @dataclass(frozen=True)
-class Command:
+class CameraCommand:
     """One camera command."""
 
     event_id: str
@@ -76,7 +76,7 @@ def walks(space: ActionSpace) -> bool:
 
 
 @dataclass(frozen=True)
-class Progress:
+class CommandProgress:
     """Progress of commands in one chunk."""
 
     started: tuple[str, ...] = ()
@@ -97,9 +97,9 @@ class PoseTrack:
 
     walks: bool = False
     """Whether velocities are converted to `WALK_AXES`. Default: False."""
-    _pending: deque[Command] = field(default_factory=lambda: deque(maxlen=MAX_PENDING))
+    _pending: deque[CameraCommand] = field(default_factory=lambda: deque(maxlen=MAX_PENDING))
     """Commands that start with the next chunk."""
-    _active: Command | None = None
+    _active: CameraCommand | None = None
     """Command that moves the camera now."""
     _source: _Pose = field(default_factory=lambda: _identity())
     """Pose at the start of the active command."""
@@ -108,11 +108,11 @@ class PoseTrack:
     _steps: int = 0
     """Latent frames since the start of a target."""
 
-    def push(self, command: Command) -> None:
+    def push(self, command: CameraCommand) -> None:
         self._pending.append(command)
 
     @property
-    def velocity(self) -> Command | None:
+    def velocity(self) -> CameraCommand | None:
         """Return the velocity of the next chunk, if any."""
         command = self._pending[-1] if self._pending else self._active
         return command if command is not None and command.mode == "velocity" else None
@@ -126,7 +126,7 @@ class PoseTrack:
         """Correct the camera's position, in OpenCV axes, after an obstacle has stopped it."""
         self._pose = (self._pose[0] + _UP_TO_DOWN_44[:3, :3] @ by_3, self._pose[1])
 
-    def sample(self, pixel_frames: int, latent_frames: int) -> tuple[np.ndarray, Progress]:
+    def sample(self, pixel_frames: int, latent_frames: int) -> tuple[np.ndarray, CommandProgress]:
         """Return the poses of the next chunk.
 
         Args:
@@ -154,7 +154,9 @@ class PoseTrack:
             ahead = np.concatenate([[1.0], 1 + np.arange(1, pixel_frames) / max(1, rest)])
         poses_N44 = np.stack([_matrix(_between(knots, float(position))) for position in ahead])
         active = () if self._active is None else (self._active.event_id,)
-        return poses_N44.astype(np.float32), Progress(tuple(started), active, tuple(completed))
+        return poses_N44.astype(np.float32), CommandProgress(
+            tuple(started), active, tuple(completed)
+        )
 
     def _step(self, latent_frames: int, completed: list[str]) -> None:
         command = self._active
@@ -191,7 +193,7 @@ def unit_quaternion(values: Sequence[float]) -> np.ndarray:
     return rotation_4 / length
 
 
-def _walked(pose: _Pose, velocity: Command) -> _Pose:
+def _walked(pose: _Pose, velocity: CameraCommand) -> _Pose:
     """Return the pose after one latent frame of a velocity, without obstacles."""
     right, up, forward, yaw, pitch = (
         torch.tensor([value], dtype=torch.float64)
@@ -203,7 +205,9 @@ def _walked(pose: _Pose, velocity: Command) -> _Pose:
     )
     pose_144 = torch.from_numpy(_matrix(pose))[None]
     pitch_1 = torch.tensor([pitch_of(pose_144[0])], dtype=torch.float64)
-    moved_144, _ = move_cameras(pose_144, pitch_1, Motion(forward, right, up, yaw, pitch), step=1.0)
+    moved_144, _ = move_cameras(
+        pose_144, pitch_1, CameraMotion(forward, right, up, yaw, pitch), step=1.0
+    )
     matrix_44 = _UP_TO_DOWN_44 @ moved_144[0].numpy() @ _UP_TO_DOWN_44
     return matrix_44[:3, 3], _quaternion(matrix_44[:3, :3])
 

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from PIL import Image
 
-from vllm_omni.entrypoints.realtime.controls.control_track import Sample
+from vllm_omni.entrypoints.realtime.controls.control_track import ControlSample
 from vllm_omni.entrypoints.realtime.sessions.run import FinishedChunk
 
 # T frames, H height, W width, C = 3 channels (RGB)
@@ -48,7 +48,7 @@ class ChunkReport(msgspec.Struct, frozen=True, kw_only=True):
     """Request id."""
     chunk_index: int
     """Number of the chunk within the session."""
-    sample: Sample
+    sample: ControlSample
     """Controls of the chunk."""
     forward_ms: float
     """Time from the request to its result in milliseconds."""
@@ -102,7 +102,7 @@ class FrameBatcher:
         """Return the chunk's messages in order."""
         started_s = time.perf_counter()
         frames_THWC = chunk.result.frames_THWC
-        sample: Sample = chunk.controls.mark
+        sample: ControlSample = chunk.controls.mark
         request_id = f"{chunk.session_id}_{chunk.chunk_index:032x}"
         step = (
             ENCODED_FRAMES_PER_MESSAGE

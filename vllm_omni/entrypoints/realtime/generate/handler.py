@@ -17,26 +17,26 @@ import msgspec
 import numpy as np
 from starlette.websockets import WebSocket
 
-from vllm_omni.entrypoints.errors import Close, EndpointError
-from vllm_omni.entrypoints.realtime.chunk_source import ChunkSpan, Controls, LiveChunks
+from vllm_omni.entrypoints.errors import EndpointError, WebSocketCloseCode
+from vllm_omni.entrypoints.realtime.chunk_source import ChunkControls, ChunkSpan, LiveChunks
 from vllm_omni.entrypoints.realtime.connection.codec import CodecError, decode
 from vllm_omni.entrypoints.realtime.connection.images import load_image
 from vllm_omni.entrypoints.realtime.connection.live_client import (
     UNSENT_CHUNKS,
+    ChunkThrottle,
     LiveClient,
     MediaClock,
     RealtimeEndpoint,
-    Throttle,
 )
 from vllm_omni.entrypoints.realtime.controls.analog_track import MAX_WAITING, EventId
 from vllm_omni.entrypoints.realtime.controls.control_track import (
     ControlTrack,
-    Prompt,
+    PromptChange,
     TooManyEvents,
 )
 from vllm_omni.entrypoints.realtime.generate import protocol
 from vllm_omni.entrypoints.realtime.generate.frames import ChunkReport, FrameBatcher, FrameMessage
-from vllm_omni.entrypoints.realtime.sessions.run import Job, ReplyOptions, WorldStart
+from vllm_omni.entrypoints.realtime.sessions.run import ReplyOptions, SessionJob, SessionStart
 from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
 from vllm_omni.entrypoints.timed_prompts import PromptSchedule
 from vllm_omni.seeds import chosen_seed
@@ -61,11 +61,11 @@ class _KeyedSource(LiveChunks):
 
     def __init__(
         self,
-        init: protocol.Init,
+        init: protocol.InitMessage,
         prompt: str | None,
         timed: PromptSchedule,
         track: ControlTrack,
-        throttle: Throttle,
+        throttle: ChunkThrottle,
     ) -> None:
         self._prompt, self._lora, self.num_chunks = prompt, init.lora, init.max_chunks
         self._timed, self._track, self._throttle = timed, track, throttle
@@ -78,7 +78,7 @@ class _KeyedSource(LiveChunks):
     async def wait_until_ready(self) -> None:
         await self._throttle.wait_until_ready()
 
-    def sample(self, span: ChunkSpan) -> Controls:
+    def sample(self, span: ChunkSpan) -> ChunkControls:
         self._throttle.take_chunk()
         sample = self._track.sample(span.num_latents, with_prompt=span.chunk_index > 0)
         actions = (
@@ -86,7 +86,7 @@ class _KeyedSource(LiveChunks):
         )
         timed = self._timed.take_prompt(span.chunk_index, span.first_frame)
         own = self._prompt if span.chunk_index == 0 else None
-        return Controls(
+        return ChunkControls(
             actions=actions if self._takes_actions else None,
             prompt=sample.prompt or timed or own,
             lora=sample.lora if sample.lora is not None or span.chunk_index else self._lora,
@@ -99,13 +99,13 @@ class _Client(LiveClient):
 
     def __init__(self, manager: SessionManager, websocket: WebSocket) -> None:
         super().__init__(manager, websocket)
-        self._init: protocol.Init | None = None
+        self._init: protocol.InitMessage | None = None
         self._granted: tuple[str, ...] = ()
         self._events = protocol.EventReader(self.limits, self.info.actions)
         self._size = (0, 0)
         self._image: np.ndarray | None = None
         self._track = ControlTrack(self.info.actions)
-        self._throttle = Throttle()
+        self._throttle = ChunkThrottle()
         self._clock: MediaClock | None = None
         self._sent_bytes = 0
         self._write_ms = self._throttle_ms = 0.0
@@ -170,7 +170,9 @@ class _Client(LiveClient):
         try:
             session = await self.open_session(uuid.uuid4().hex)
         except EndpointError as error:
-            error.close = error.close or (Close.CAPACITY if self._granted else Close.POLICY)
+            error.close = error.close or (
+                WebSocketCloseCode.CAPACITY if self._granted else WebSocketCloseCode.POLICY
+            )
             raise
         if "credit" in self._granted:
             self._throttle.credit = 0
@@ -197,7 +199,7 @@ class _Client(LiveClient):
             )
         self._start(init)
 
-    def _start(self, init: protocol.Init) -> None:
+    def _start(self, init: protocol.InitMessage) -> None:
         script = init.script(self.info.actions)
         if script is not None:
             self._track.apply([script])
@@ -205,11 +207,11 @@ class _Client(LiveClient):
             self._clock = MediaClock(init.fps or self.info.fps)
         self.start_job(self._job(init))
 
-    def _job(self, init: protocol.Init) -> Job:
+    def _job(self, init: protocol.InitMessage) -> SessionJob:
         kind = (init.realtime_output_format or "raw").replace("-", "_")
         image = self._image
         window_frames, sink_frames = init.window(self.info.window_frames, self.info.sink_frames)
-        return Job(
+        return SessionJob(
             request_id=uuid.uuid4().hex,
             source=_KeyedSource(
                 init,
@@ -218,7 +220,7 @@ class _Client(LiveClient):
                 self._track,
                 self._throttle,
             ),
-            start=WorldStart(
+            start=SessionStart(
                 load_image=None if image is None else lambda height, width: image,
                 seed=init.seed,
                 height=self._size[0],
@@ -236,11 +238,11 @@ class _Client(LiveClient):
             ),
         )
 
-    async def _take_event(self, event: protocol.Event) -> None:
+    async def _take_event(self, event: protocol.EventMessage) -> None:
         if self._track.is_repeated(event.event_id):
             return
         for update in event.updates:
-            if isinstance(update, Prompt):
+            if isinstance(update, PromptChange):
                 self.info.check_prompt(update.text)
         try:
             superseded = self._track.apply(event.updates, event.event_id)
@@ -325,16 +327,17 @@ class _Client(LiveClient):
         return _pack(stats)
 
     async def complete(self) -> None:
-        await self.connection.close(Close.NORMAL, "generation complete")
+        await self.connection.close(WebSocketCloseCode.NORMAL, "generation complete")
 
     async def send_error(self, error: EndpointError) -> None:
         # the close frame has the reason; these clients would show an error message permanently
-        if error.close is Close.IDLE:
+        if error.close is WebSocketCloseCode.IDLE:
             return
         if error.code in ("capacity", "session_limit", "quota_exceeded"):
             content = protocol.BUSY
-        elif error.close is Close.INTERNAL or (
-            self.session is not None and error.close not in (Close.UNSUPPORTED_DATA, Close.POLICY)
+        elif error.close is WebSocketCloseCode.INTERNAL or (
+            self.session is not None
+            and error.close not in (WebSocketCloseCode.UNSUPPORTED_DATA, WebSocketCloseCode.POLICY)
         ):
             content = f"error during generate loop: {error.message}"
         else:
@@ -353,23 +356,23 @@ class _Client(LiveClient):
 
     async def _take_extra(self, extra: protocol.Extra) -> None:
         match extra:
-            case protocol.Ping(t=sent):
+            case protocol.PingMessage(t=sent):
                 await self._send({"type": "pong", "t": sent, "server_ms": time.time() * 1e3})
-            case protocol.Credit(chunks=chunks):
+            case protocol.CreditMessage(chunks=chunks):
                 self._throttle.update(more_credit=chunks)
-            case protocol.Control(op="pause" | "resume" as op):
+            case protocol.ControlMessage(op="pause" | "resume" as op):
                 self._throttle.update(paused=op == "pause")
                 await self._send({"type": "control_result", "id": extra.id, "ok": True, "op": op})
-            case protocol.Control(op="stop"):
+            case protocol.ControlMessage(op="stop"):
                 await self._send(
                     {"type": "control_result", "id": extra.id, "ok": True, "op": "stop"}
                 )
                 await self.stop()
-                await self.connection.close(Close.NORMAL, "stopped by the client")
-            case protocol.Control():
+                await self.connection.close(WebSocketCloseCode.NORMAL, "stopped by the client")
+            case protocol.ControlMessage():
                 await self._restart(extra)
 
-    async def _restart(self, control: protocol.Control) -> None:
+    async def _restart(self, control: protocol.ControlMessage) -> None:
         """Restart with the same `init`. Controls are cleared, and the first prompt applies."""
         assert self._init is not None
         await self.stop()

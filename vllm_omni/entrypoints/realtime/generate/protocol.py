@@ -22,11 +22,11 @@ from vllm_omni.entrypoints.realtime.controls.action_messages import (
 )
 from vllm_omni.entrypoints.realtime.controls.control_track import (
     MAX_SCRIPT_ENTRIES,
-    Adapters,
-    Prompt,
-    Script,
-    States,
-    Transition,
+    AdapterChange,
+    ControlScript,
+    ControlStates,
+    ControlTransition,
+    PromptChange,
     Update,
 )
 from vllm_omni.entrypoints.realtime.world_camera.protocol import check_prompt, with_integers
@@ -55,7 +55,7 @@ Number = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 EventId = Annotated[int, msgspec.Meta(ge=0, le=_U32)]
 
 
-class Init(msgspec.Struct, frozen=True, kw_only=True):
+class InitMessage(msgspec.Struct, frozen=True, kw_only=True):
     """The first message of a connection.
 
     Unknown keys are ignored, and so are settings that the deployment fixes (steps, causal window).
@@ -157,7 +157,7 @@ class Init(msgspec.Struct, frozen=True, kw_only=True):
             None if sinks is None else min(sinks, most_sinks),
         )
 
-    def script(self, space: ActionSpace = CAMERA_SPACE) -> Script | States | None:
+    def script(self, space: ActionSpace = CAMERA_SPACE) -> ControlScript | ControlStates | None:
         """Return the actions of the first chunks, if the client sent any.
 
         Raises:
@@ -170,7 +170,7 @@ class Init(msgspec.Struct, frozen=True, kw_only=True):
         return None if keys is None else _script(keys, space)
 
 
-class Event(msgspec.Struct, frozen=True):
+class EventMessage(msgspec.Struct, frozen=True):
     """A control event during the stream."""
 
     updates: tuple[Update, ...]
@@ -179,7 +179,7 @@ class Event(msgspec.Struct, frozen=True):
     """The client's id of the event."""
 
 
-class Control(msgspec.Struct, frozen=True, kw_only=True):
+class ControlMessage(msgspec.Struct, frozen=True, kw_only=True):
     """Extension `control`: pause, resume, restart or stop the session."""
 
     type: Literal["control"]
@@ -190,7 +190,7 @@ class Control(msgspec.Struct, frozen=True, kw_only=True):
     """Returned in `control_result`."""
 
 
-class Credit(msgspec.Struct, frozen=True, kw_only=True):
+class CreditMessage(msgspec.Struct, frozen=True, kw_only=True):
     """Extension `credit`: allows the server to send more chunks."""
 
     type: Literal["credit"]
@@ -199,7 +199,7 @@ class Credit(msgspec.Struct, frozen=True, kw_only=True):
     """Number of additional chunks."""
 
 
-class Ping(msgspec.Struct, frozen=True, kw_only=True):
+class PingMessage(msgspec.Struct, frozen=True, kw_only=True):
     """Extension `ping`. The server replies with `pong`."""
 
     type: Literal["ping"]
@@ -208,11 +208,13 @@ class Ping(msgspec.Struct, frozen=True, kw_only=True):
     """Returned in `pong`."""
 
 
-Extra = Control | Credit | Ping
-_EXTRAS: Final[dict[str, tuple[str, type[Control] | type[Credit] | type[Ping]]]] = {
-    "control": ("control", Control),
-    "credit": ("credit", Credit),
-    "ping": ("ping", Ping),
+Extra = ControlMessage | CreditMessage | PingMessage
+_EXTRAS: Final[
+    dict[str, tuple[str, type[ControlMessage] | type[CreditMessage] | type[PingMessage]]]
+] = {
+    "control": ("control", ControlMessage),
+    "credit": ("credit", CreditMessage),
+    "ping": ("ping", PingMessage),
 }
 
 
@@ -225,14 +227,16 @@ def named_extensions(value: Any) -> tuple[str, ...]:
     return tuple(name for name in EXTENSIONS if name in names) if isinstance(names, list) else ()
 
 
-def parse_init(value: Any, limits: EndpointLimits, space: ActionSpace = CAMERA_SPACE) -> Init:
+def parse_init(
+    value: Any, limits: EndpointLimits, space: ActionSpace = CAMERA_SPACE
+) -> InitMessage:
     """Parse and check an `init` message.
 
     Raises:
         EndpointError: The message is invalid. The text is for the log and for clients with
         extensions.
     """
-    init = _convert(value, Init)
+    init = _convert(value, InitMessage)
     for name in _NOT_OFFERED:
         if getattr(init, name):
             raise EndpointError(
@@ -270,7 +274,7 @@ class EventReader:
     granted: tuple[str, ...] = ()
     """Extensions of the client."""
 
-    def read_event(self, value: Any) -> Event:
+    def read_event(self, value: Any) -> EventMessage:
         """Parse and check one event.
 
         Raises:
@@ -279,8 +283,8 @@ class EventReader:
         event_id = _event_id(value)
         kind, payload = value.get("kind"), value.get("payload")
         if kind == "composite_input":
-            return Event(self._composite(payload), event_id)
-        return Event((self._update(kind, payload),), event_id)
+            return EventMessage(self._composite(payload), event_id)
+        return EventMessage((self._update(kind, payload),), event_id)
 
     def _composite(self, payload: Any) -> tuple[Update, ...]:
         kinds = payload.get("input_types") if isinstance(payload, dict) else None
@@ -305,7 +309,7 @@ class EventReader:
             if not isinstance(payload, str):
                 raise EndpointError("invalid_request", "a prompt must be text", param="payload")
             check_prompt(payload, self.limits, empty_ok=False)
-            return Prompt(payload)
+            return PromptChange(payload)
         if kind == "camera_actions":
             if isinstance(payload, dict) and payload.get("mode") == "state":
                 return _states(payload.get("transitions"), self.space)
@@ -314,7 +318,7 @@ class EventReader:
             return read_actions_message(payload, self.space)
         if kind == "lora":
             try:
-                return Adapters(tuple(msgspec.convert(payload, Loras)))
+                return AdapterChange(tuple(msgspec.convert(payload, Loras)))
             except msgspec.ValidationError as error:
                 raise EndpointError("invalid_request", f"lora: {error}", param="payload") from None
         raise EndpointError(
@@ -375,7 +379,7 @@ def _convert(value: Any, kind: type[Any]) -> Any:
         raise EndpointError("invalid_request", str(error)) from None
 
 
-def _script(value: Any, space: ActionSpace) -> Script:
+def _script(value: Any, space: ActionSpace) -> ControlScript:
     if not isinstance(value, list) or len(value) > MAX_SCRIPT_ENTRIES:
         raise EndpointError(
             "invalid_request",
@@ -385,7 +389,7 @@ def _script(value: Any, space: ActionSpace) -> Script:
     return camera_frames(value, space)
 
 
-def _states(transitions: Any, space: ActionSpace) -> States:
+def _states(transitions: Any, space: ActionSpace) -> ControlStates:
     if not isinstance(transitions, list) or len(transitions) > _MAX_TRANSITIONS:
         raise EndpointError(
             "invalid_request",
@@ -400,5 +404,5 @@ def _states(transitions: Any, space: ActionSpace) -> States:
             raise EndpointError(
                 "invalid_request", "a transition must be a map with actions", param="transitions"
             )
-        held.append(Transition(camera_buttons(transition.get("actions"), space)))
-    return States(tuple(held))
+        held.append(ControlTransition(camera_buttons(transition.get("actions"), space)))
+    return ControlStates(tuple(held))

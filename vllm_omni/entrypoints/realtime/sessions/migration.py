@@ -34,7 +34,7 @@ _ATTEMPTS: Final = 20
 _PAUSE_S: Final = 0.05
 
 
-class Owner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SessionOwner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Owner of a session that a draining server has saved."""
 
     principal: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]{1,32}\Z")]
@@ -45,7 +45,7 @@ class Owner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Client that limits and quotas count the session for."""
 
 
-class WorldScalars(msgspec.Struct, frozen=True):
+class SnapshotScalars(msgspec.Struct, frozen=True):
     """Scalars in every snapshot of a world model. Others are specific to the model."""
 
     prompt: str
@@ -145,7 +145,7 @@ class SessionMigration:
             except (RequestFailed, OSError) as error:
                 raise _as_endpoint_error(error) from error
             try:
-                world = msgspec.convert(scalars, WorldScalars)
+                world = msgspec.convert(scalars, SnapshotScalars)
                 height, width = int(header.opening["height"]), int(header.opening["width"])
             except (KeyError, ValueError, msgspec.ValidationError) as error:
                 self.manager.close_engine_session(session.engine_id)
@@ -205,7 +205,7 @@ class SessionMigration:
                     continue
                 try:
                     header = await asyncio.to_thread(read_header, path)
-                    owner = msgspec.convert(header.owner or {}, Owner)
+                    owner = msgspec.convert(header.owner or {}, SessionOwner)
                     key = (owner.principal, owner.session_id)
                     session = await self.restore(key, owner.client, path, "drain")
                 except (EndpointError, RequestFailed, OSError, msgspec.ValidationError) as error:
@@ -254,7 +254,7 @@ class SessionMigration:
 
 def _owner(session: Session) -> dict[str, str]:
     principal, session_id = session.key
-    owner: dict[str, str] = msgspec.to_builtins(Owner(principal, session_id, session.client))
+    owner: dict[str, str] = msgspec.to_builtins(SessionOwner(principal, session_id, session.client))
     return owner
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Recorder`: records every session that starts on this server, for replay.
+"""`SessionRecorder`: records every session that starts on this server, for replay.
 
 The format is in `vllm_omni/session_files/recording.py`. One thread computes digests and writes
 files in order while the engine works. If that thread is late, chunks wait for it. A session
@@ -24,8 +24,8 @@ import numpy as np
 from vllm_omni.inputs import DiffusionParams, UsedLoras
 from vllm_omni.session_files.recording import (
     SUFFIX,
+    ChunkOutcome,
     LoraSettings,
-    Outcome,
     RecordedChunk,
     RecordingHeader,
     digest_of,
@@ -43,7 +43,7 @@ logger = logging.getLogger("vllm." + __name__)
 _MOST_PENDING: Final = 8
 
 
-class Recorder:
+class SessionRecorder:
     """Records sessions to files that only their owner can read.
 
     Args:
@@ -69,8 +69,8 @@ class Recorder:
     ) -> None:
         """Record a finished chunk. Waits only if too many writes are pending."""
 
-        def outcome() -> Outcome:
-            return Outcome(
+        def outcome() -> ChunkOutcome:
+            return ChunkOutcome(
                 chunk_index=int(meta["chunk_index"]),
                 digest=digest_of(frames_THWC),
                 num_frames=len(frames_THWC),

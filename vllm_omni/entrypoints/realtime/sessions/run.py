@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Job`, `Run` and `DeliveryLog`: the inputs of a request, its replies, and a session's requests.
+"""`SessionJob`, `SessionRun` and `DeliveryLog`: the inputs of a request, its replies, and a
+session's requests.
 
 A run outlives the connection that requested it. Its replies are numbered and retained by the
 session, so a client that reconnects can receive them again or follow a run in progress. A job's
@@ -19,11 +20,11 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from vllm_omni.entrypoints.errors import Close, EndpointError
+from vllm_omni.entrypoints.errors import EndpointError, WebSocketCloseCode
 from vllm_omni.entrypoints.realtime.chunk_source import (
+    ChunkControls,
     ChunkSource,
     ChunkSpan,
-    Controls,
     PlannedChunks,
 )
 from vllm_omni.entrypoints.realtime.connection.delivery_window import DeliveryWindow
@@ -60,12 +61,12 @@ class FinishedChunk(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the prompt changed with this chunk."""
     warnings: tuple[str, ...]
     """Warnings for the client. Only the first chunk of a request has some."""
-    controls: Controls
+    controls: ChunkControls
     """Controls that the chunk was generated with."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorldStart:
+class SessionStart:
     """How a request starts its session, if the session has not started."""
 
     load_image: Callable[[int, int], np.ndarray] | None = None
@@ -108,7 +109,7 @@ class ReplyOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class SessionJob:
     """The checked inputs of one request."""
 
     request_id: str
@@ -117,7 +118,7 @@ class Job:
     """Determines the request's chunks and their controls."""
     replies: ReplyOptions
     """How finished chunks become replies."""
-    start: WorldStart = WorldStart()
+    start: SessionStart = SessionStart()
     """How the session starts if it has not."""
     digest: bytes = b""
     """Digest of the request's content. It distinguishes a repeated request from a reused id."""
@@ -127,7 +128,7 @@ class Job:
     """Options of the model, for every chunk."""
 
 
-class Reply(msgspec.Struct, frozen=True):
+class EncodedReply(msgspec.Struct, frozen=True):
     """One encoded message."""
 
     chunk_index: int
@@ -160,10 +161,10 @@ class HeldBytes:
 
 
 @dataclass(eq=False)
-class Run:
+class SessionRun:
     """One request: its plan, its replies and its end."""
 
-    job: Job
+    job: SessionJob
     """Inputs of the request."""
     sizes: tuple[int, ...] = ()
     """Pixel frames of each chunk, set before the first one. Empty for a live run."""
@@ -173,7 +174,7 @@ class Run:
     """Number of attempts, including this one. An interrupted run may be repeated."""
     completed: int = 0
     """Number of finished chunks."""
-    replies: deque[Reply] = field(default_factory=deque)
+    replies: deque[EncodedReply] = field(default_factory=deque)
     """Retained replies, oldest first."""
     num_replies: int = 0
     """Number of replies so far, including dropped ones."""
@@ -189,7 +190,7 @@ class Run:
     """The task that generates the chunks."""
     started_s: float = field(default_factory=time.monotonic)
     """Monotonic time of the last attempt's start, in seconds."""
-    controls: deque[Controls] = field(default_factory=deque)
+    controls: deque[ChunkControls] = field(default_factory=deque)
     """Controls of the chunks in flight."""
     retained_bytes: int = 0
     """Size of the retained replies in bytes."""
@@ -231,7 +232,7 @@ class Run:
             frame, latent = frame + size, latent + span.num_latents
             yield span
 
-    def append(self, reply: Reply) -> None:
+    def append(self, reply: EncodedReply) -> None:
         self.replies.append(reply)
         self.num_replies += 1
         self._grow(reply.num_bytes)
@@ -246,7 +247,7 @@ class Run:
         """Mark the end and drop the inputs, which a repeated request sends again."""
         self.finished, self.error = True, error
         self.controls.clear()
-        self.job = dataclasses.replace(self.job, source=PlannedChunks(), start=WorldStart())
+        self.job = dataclasses.replace(self.job, source=PlannedChunks(), start=SessionStart())
         self._notify()
 
     def discard(self) -> None:
@@ -257,7 +258,7 @@ class Run:
         self.replies.clear()
         self._grow(-self.retained_bytes)
 
-    def reopen(self, job: Job) -> None:
+    def reopen(self, job: SessionJob) -> None:
         """Continue an interrupted run with the repeated request's job.
 
         Finished chunks and their replies stay.
@@ -300,7 +301,7 @@ class Run:
                     raise EndpointError(
                         "superseded",
                         "another connection took this session over",
-                        close=Close.SUPERSEDED,
+                        close=WebSocketCloseCode.SUPERSEDED,
                     )
                 if position < self.first_retained:
                     raise EndpointError(
@@ -333,7 +334,7 @@ class Run:
             if self._follower is me:
                 self._follower = None
 
-    def _has_later(self, reply: Reply) -> bool:
+    def _has_later(self, reply: EncodedReply) -> bool:
         return bool(self.replies) and self.replies[-1].chunk_index != reply.chunk_index
 
     async def wait_for_reader(self, unsent_chunks: int) -> None:
@@ -382,10 +383,10 @@ class DeliveryLog:
     """
 
     def __init__(self) -> None:
-        self.runs: OrderedDict[str, Run] = OrderedDict()
+        self.runs: OrderedDict[str, SessionRun] = OrderedDict()
         """Runs by request id, oldest first."""
 
-    def missed_since(self, last_chunk: int | None, next_chunk: int) -> list[tuple[Run, int]]:
+    def missed_since(self, last_chunk: int | None, next_chunk: int) -> list[tuple[SessionRun, int]]:
         """Return the replies to replay after a reconnect.
 
         Args:
@@ -399,7 +400,7 @@ class DeliveryLog:
             EndpointError: `resync_required`: some replies have been dropped.
         """
         wanted = 0 if last_chunk is None else last_chunk + 1
-        missed: list[tuple[Run, int]] = []
+        missed: list[tuple[SessionRun, int]] = []
         for run in self.runs.values():
             skipped = sum(reply.chunk_index < wanted for reply in run.replies)
             retained = list(run.replies)[skipped:]
@@ -445,6 +446,6 @@ class DeliveryLog:
         for run in self.runs.values():
             run.discard()
 
-    def _evict(self, request_id: str, run: Run) -> None:
+    def _evict(self, request_id: str, run: SessionRun) -> None:
         run.discard()
         del self.runs[request_id]

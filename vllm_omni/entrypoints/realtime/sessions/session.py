@@ -2,8 +2,8 @@
 """The state of one client's session: its requests, its position, and its state in the engine.
 
 All endpoints share this module. It depends neither on message formats nor on sockets. An endpoint
-submits a `Job` to a `Session`, follows the `Run` that it receives, and delivers the replies. The
-table of sessions is in `session_manager.py`.
+submits a `SessionJob` to a `Session`, follows the `SessionRun` that it receives, and delivers the
+replies. The table of sessions is in `session_manager.py`.
 
 Invariants:
 - One request of a session runs and at most one waits.
@@ -25,7 +25,7 @@ import numpy as np
 
 from vllm_omni.entrypoints.errors import EndpointError
 from vllm_omni.entrypoints.limits.quotas import Quotas
-from vllm_omni.entrypoints.realtime.chunk_source import ChunkSpan, Controls
+from vllm_omni.entrypoints.realtime.chunk_source import ChunkControls, ChunkSpan
 from vllm_omni.entrypoints.realtime.connection.drain import SessionDrain
 from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.entrypoints.realtime.connection.play_clock import PlayClock, PlayDeadline
@@ -33,11 +33,11 @@ from vllm_omni.entrypoints.realtime.connection.session_engine import ChunkResult
 from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 from vllm_omni.entrypoints.realtime.sessions.run import (
     DeliveryLog,
+    EncodedReply,
     FinishedChunk,
     HeldBytes,
-    Job,
-    Reply,
-    Run,
+    SessionJob,
+    SessionRun,
 )
 from vllm_omni.entrypoints.telemetry.metrics import SessionMeter
 from vllm_omni.entrypoints.telemetry.tracing import tracing
@@ -162,7 +162,7 @@ class Session:
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def submit(self, job: Job) -> Run:
+    def submit(self, job: SessionJob) -> SessionRun:
         """Start a request, or return the run of an earlier request with the same id.
 
         A finished run is returned as it is. An interrupted run continues where it stopped.
@@ -190,7 +190,7 @@ class Session:
             run.reopen(job)
         else:
             attempt = run.attempt + 1 if run is not None else 1
-            run = self.delivery_log.runs[job.request_id] = Run(
+            run = self.delivery_log.runs[job.request_id] = SessionRun(
                 job, attempt=attempt, held=self._manager.held, dropped=self.meter.frames_dropped
             )
             self._trim_delivery_log()
@@ -200,7 +200,7 @@ class Session:
         run.task.add_done_callback(lambda task: self._ended(run, task))
         return run
 
-    def cancel(self, runs: Iterable[Run] | None = None) -> None:
+    def cancel(self, runs: Iterable[SessionRun] | None = None) -> None:
         """Cancel runs with the error `cancelled` and abort their chunks in the engine.
 
         Args:
@@ -210,7 +210,7 @@ class Session:
             if not run.finished and run.task is not None and not run.task.cancelling():
                 run.task.cancel()  # only once, because a second cancel would interrupt the cleanup
 
-    async def _produce(self, run: Run) -> EndpointError | None:
+    async def _produce(self, run: SessionRun) -> EndpointError | None:
         log_context.bind(session_id=self.session_id)
         try:
             async with self._next_request:
@@ -222,7 +222,7 @@ class Session:
             return EndpointError("engine_error", "internal error; the server's log has details")
         return None
 
-    def _ended(self, run: Run, task: "asyncio.Task[EndpointError | None]") -> None:
+    def _ended(self, run: SessionRun, task: "asyncio.Task[EndpointError | None]") -> None:
         """Finish a run.
 
         This is a done-callback, because a task that is cancelled before its first step never runs
@@ -239,7 +239,7 @@ class Session:
         run.finish(error)
         self._manager.remove_if_empty(self)
 
-    async def _generate(self, run: Run) -> None:
+    async def _generate(self, run: SessionRun) -> None:
         """Generate the chunks of a run and render the results in order.
 
         Up to `chunks_in_flight` chunks are in the engine. A live run has as few as keep the engine
@@ -320,7 +320,7 @@ class Session:
             await drain.save(self)
             drain.check(next_chunk_index=self.next_chunk)
 
-    async def _start(self, run: Run) -> tuple[np.ndarray | None, tuple[str, ...]]:
+    async def _start(self, run: SessionRun) -> tuple[np.ndarray | None, tuple[str, ...]]:
         """Prepare a run: check its position, plan its chunks and load the start image.
 
         Returns:
@@ -389,7 +389,7 @@ class Session:
         return image, () if untrained is None else (untrained,)
 
     async def _request_chunk(
-        self, run: Run, span: ChunkSpan, image: np.ndarray | None, controls: Controls
+        self, run: SessionRun, span: ChunkSpan, image: np.ndarray | None, controls: ChunkControls
     ) -> ChunkResult:
         """Request one chunk of a run from the engine.
 
@@ -441,7 +441,7 @@ class Session:
         trace.finished(result.meta)
         return result
 
-    def _due(self, run: Run, span: ChunkSpan) -> PlayDeadline:
+    def _due(self, run: SessionRun, span: ChunkSpan) -> PlayDeadline:
         """Return the deadline of a chunk, for engines that schedule by deadline."""
         info = self._manager.info
         return self._clock.schedule_chunk(
@@ -461,7 +461,9 @@ class Session:
             "there",
         )
 
-    def _advance(self, run: Run, result: ChunkResult, warnings: tuple[str, ...]) -> FinishedChunk:
+    def _advance(
+        self, run: SessionRun, result: ChunkResult, warnings: tuple[str, ...]
+    ) -> FinishedChunk:
         """Update the session for a committed chunk."""
         job, number = run.job, run.completed
         index = int(result.meta.get("chunk_index", self.next_chunk))
@@ -494,7 +496,7 @@ class Session:
             controls=controls,
         )
 
-    async def _render(self, run: Run, chunk: FinishedChunk) -> None:
+    async def _render(self, run: SessionRun, chunk: FinishedChunk) -> None:
         """Encode a chunk and store its replies.
 
         Cancellation waits for the encoder, because the chunk is part of the session.
@@ -514,7 +516,7 @@ class Session:
             chunk.result.trace.rendered(started_ns)
             self._keep(run, chunk, payloads)
 
-    def missed_since(self, last_chunk: int | None) -> list[tuple[Run, int]]:
+    def missed_since(self, last_chunk: int | None) -> list[tuple[SessionRun, int]]:
         """Return the replies after `last_chunk`, as `DeliveryLog.missed_since`.
 
         Raises:
@@ -528,19 +530,19 @@ class Session:
         if self._manager.is_over_budget:
             self._manager.trim()
 
-    def _keep(self, run: Run, chunk: FinishedChunk, payloads: Sequence[Sized]) -> None:
+    def _keep(self, run: SessionRun, chunk: FinishedChunk, payloads: Sequence[Sized]) -> None:
         num_bytes = 0
         for part, payload in enumerate(payloads):
             num_frames = len(chunk.result.frames_THWC) if part == 0 else 0
             trace = chunk.result.trace if part == len(payloads) - 1 else None
-            reply = Reply(chunk.chunk_index, part, payload, len(payload), num_frames, trace)
+            reply = EncodedReply(chunk.chunk_index, part, payload, len(payload), num_frames, trace)
             run.append(reply)
             num_bytes += reply.num_bytes
         self.allowance.charge_bytes(num_bytes)
         self._trim_delivery_log(run.job.replies.keep)
 
     async def _abort(
-        self, run: Run, in_flight: deque[asyncio.Task[ChunkResult]], refused: bool = False
+        self, run: SessionRun, in_flight: deque[asyncio.Task[ChunkResult]], refused: bool = False
     ) -> None:
         """Process finished chunks, cancel the others, and update whether the position is certain.
 

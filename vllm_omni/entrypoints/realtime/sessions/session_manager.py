@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable
 from concurrent.futures import Executor
 from typing import Any, Final, TypeVar
 
-from vllm_omni.entrypoints.errors import Close, EndpointError
+from vllm_omni.entrypoints.errors import EndpointError, WebSocketCloseCode
 from vllm_omni.entrypoints.limits.quotas import Quotas
 from vllm_omni.entrypoints.realtime.connection.connection import Connection
 from vllm_omni.entrypoints.realtime.connection.delivery_window import DeliveryWindow
@@ -325,7 +325,9 @@ class SessionManager:
         """
         for connection in list(self.connections):
             connection.fail(
-                EndpointError("engine_error", "the engine has stopped", close=Close.INTERNAL),
+                EndpointError(
+                    "engine_error", "the engine has stopped", close=WebSocketCloseCode.INTERNAL
+                ),
                 _OWN_ERRORS_S,
             )
         give_up_s = time.monotonic() + _FAREWELL_S

@@ -19,9 +19,9 @@ import numpy as np
 from starlette.websockets import WebSocket
 
 from vllm_omni.actions import ActionEntry, ActionFrame, as_entry, check_frame
-from vllm_omni.entrypoints.errors import Close, EndpointError
+from vllm_omni.entrypoints.errors import EndpointError, WebSocketCloseCode
 from vllm_omni.entrypoints.media.fmp4 import FragmentEncoder
-from vllm_omni.entrypoints.realtime.chunk_source import ChunkSpan, Controls, LiveChunks
+from vllm_omni.entrypoints.realtime.chunk_source import ChunkControls, ChunkSpan, LiveChunks
 from vllm_omni.entrypoints.realtime.connection.images import load_image
 from vllm_omni.entrypoints.realtime.connection.live_client import (
     UNSENT_CHUNKS,
@@ -35,13 +35,23 @@ from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 from vllm_omni.entrypoints.realtime.controls.analog_track import MAX_WAITING
 from vllm_omni.entrypoints.realtime.controls.camera import CameraPath
 from vllm_omni.entrypoints.realtime.controls.control_track import (
+    ControlScript,
+    ControlStates,
     ControlTrack,
-    Script,
-    States,
     TooManyEvents,
 )
-from vllm_omni.entrypoints.realtime.controls.pose_track import Command, PoseTrack, Progress, walks
-from vllm_omni.entrypoints.realtime.sessions.run import FinishedChunk, Job, ReplyOptions, WorldStart
+from vllm_omni.entrypoints.realtime.controls.pose_track import (
+    CameraCommand,
+    CommandProgress,
+    PoseTrack,
+    walks,
+)
+from vllm_omni.entrypoints.realtime.sessions.run import (
+    FinishedChunk,
+    ReplyOptions,
+    SessionJob,
+    SessionStart,
+)
 from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
 from vllm_omni.entrypoints.realtime.video import protocol
 from vllm_omni.entrypoints.timed_prompts import PromptSchedule
@@ -78,7 +88,7 @@ class _FragmentRenderer:
         self._request_id = request_id
 
     def __call__(self, chunk: FinishedChunk) -> list[_Media]:
-        progress: Progress = chunk.controls.mark
+        progress: CommandProgress = chunk.controls.mark
         is_first = self._encoder.mime_type is None
         data = self._encoder.encode(chunk.result.frames_THWC)
         metadata: dict[str, Any] = {
@@ -103,9 +113,9 @@ class _CommandedSource(LiveChunks):
 
     def __init__(
         self,
-        start: protocol.Start,
+        start: protocol.StartMessage,
         timed: PromptSchedule,
-        script: Script | States | None,
+        script: ControlScript | ControlStates | None,
         info: StreamInfo,
         size: tuple[int, int],
         num_chunks: int | None,
@@ -128,7 +138,7 @@ class _CommandedSource(LiveChunks):
         self._expected: deque[np.ndarray | None] = deque()
         self.uses_poses = False
 
-    def check_velocity(self, command: Command) -> None:
+    def check_velocity(self, command: CameraCommand) -> None:
         """Check a velocity command.
 
         Raises:
@@ -145,7 +155,7 @@ class _CommandedSource(LiveChunks):
         except RequestFailed as failure:
             raise EndpointError("invalid_camera", failure.message, param="translation") from None
 
-    def take_interaction(self, interaction: protocol.Interaction) -> None:
+    def take_interaction(self, interaction: protocol.InteractionMessage) -> None:
         """Apply an interaction to the next chunk.
 
         Raises:
@@ -169,19 +179,19 @@ class _CommandedSource(LiveChunks):
             self._poses.push(interaction.command)
             self.uses_poses = True
 
-    def _sample_actions(self, num_latents: int) -> tuple[list[ActionEntry], Progress]:
+    def _sample_actions(self, num_latents: int) -> tuple[list[ActionEntry], CommandProgress]:
         """Return the actions of each latent frame and the progress of their events."""
         sample = self._track.sample(num_latents)
         started, active = (
             [str(event_id) for event_id in ids] for ids in (sample.applied, sample.active)
         )
         ended = [event_id for event_id in [*self._acting, *started] if event_id not in active]
-        progress = Progress(tuple(started), tuple(active), (*self._replaced, *ended))
+        progress = CommandProgress(tuple(started), tuple(active), (*self._replaced, *ended))
         self._acting, self._replaced = dict.fromkeys(active), []
         return sample.actions or [[] for _ in range(num_latents)], progress
 
-    def sample(self, span: ChunkSpan) -> Controls:
-        progress, camera, actions = Progress(), None, None
+    def sample(self, span: ChunkSpan) -> ChunkControls:
+        progress, camera, actions = CommandProgress(), None, None
         velocity = self._poses.velocity if self._poses.walks else None
         if self.uses_poses:
             poses_N44, progress = self._poses.sample(span.num_frames, span.num_latents)
@@ -200,7 +210,7 @@ class _CommandedSource(LiveChunks):
         elif self._new_prompt is not None:
             (prompt, event_id), self._new_prompt = self._new_prompt, None
             done = (*progress.completed, event_id)
-            progress = Progress(
+            progress = CommandProgress(
                 (*progress.started, event_id), progress.active, tuple(dict.fromkeys(done))
             )
         lora = self._lora if span.chunk_index == 0 else None
@@ -209,8 +219,10 @@ class _CommandedSource(LiveChunks):
             started, ended = (
                 dict.fromkeys((*ids, event_id)) for ids in (progress.started, progress.completed)
             )
-            progress = Progress(tuple(started), progress.active, tuple(ended))
-        return Controls(actions=actions, camera=camera, prompt=prompt, lora=lora, mark=progress)
+            progress = CommandProgress(tuple(started), progress.active, tuple(ended))
+        return ChunkControls(
+            actions=actions, camera=camera, prompt=prompt, lora=lora, mark=progress
+        )
 
     def note_result(self, meta: Mapping[str, Any]) -> None:
         """Correct the position if a wall of the world has stopped a velocity command."""
@@ -292,7 +304,7 @@ class _Client(LiveClient):
                 data = await self.receive()
         except TimeoutError:
             raise EndpointError(
-                "timeout", "Timeout waiting for session.start", close=Close.POLICY
+                "timeout", "Timeout waiting for session.start", close=WebSocketCloseCode.POLICY
             ) from None
         try:
             if not isinstance(data, str):
@@ -300,10 +312,10 @@ class _Client(LiveClient):
             value = protocol.decode(data, protocol.max_start_bytes(self.limits), "session.start")
             await self._start(protocol.parse_start(value, self.limits, self.info.actions))
         except EndpointError as error:
-            error.close = error.close or Close.POLICY
+            error.close = error.close or WebSocketCloseCode.POLICY
             raise
 
-    async def _start(self, start: protocol.Start) -> None:
+    async def _start(self, start: protocol.StartMessage) -> None:
         info, start = self.info, msgspec.structs.replace(start, seed=chosen_seed(start.seed))
         served = (info.model, *self.manager.adapters())
         if start.model is not None and start.model not in served:
@@ -334,7 +346,7 @@ class _Client(LiveClient):
         try:
             session = await self.open_session()
         except EndpointError as error:
-            error.close = error.close or Close.CAPACITY
+            error.close = error.close or WebSocketCloseCode.CAPACITY
             raise
         self._request_id = request_id
         fps = start.fps or info.fps
@@ -366,10 +378,10 @@ class _Client(LiveClient):
         )
         self._source = _CommandedSource(start, timed, script, info, size, num_chunks)
         self.start_job(
-            Job(
+            SessionJob(
                 request_id=request_id,
                 source=self._source,
-                start=WorldStart(
+                start=SessionStart(
                     load_image=None if image is None else lambda height, width: image,
                     seed=start.seed,
                     height=size[0],
@@ -425,7 +437,7 @@ class _Client(LiveClient):
                 raise
             await self._send_event(error, event_id)
 
-    async def _interact(self, interaction: protocol.Interaction) -> None:
+    async def _interact(self, interaction: protocol.InteractionMessage) -> None:
         assert self._source is not None
         if interaction.event_id in self._event_ids:
             raise EndpointError("event_id_conflict", "event_id_conflict", param="event_id")
@@ -480,7 +492,7 @@ class _Client(LiveClient):
         }
         await self._send(done)
         await self.connection.close(
-            Close.NORMAL, "stopped by the client" if stopped else "generation complete"
+            WebSocketCloseCode.NORMAL, "stopped by the client" if stopped else "generation complete"
         )
 
     async def send_error(self, error: EndpointError) -> None:

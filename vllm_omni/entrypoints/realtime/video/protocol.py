@@ -19,8 +19,12 @@ from vllm_omni.entrypoints.realtime.controls.action_messages import (
     camera_frames,
     read_actions_message,
 )
-from vllm_omni.entrypoints.realtime.controls.control_track import MAX_SCRIPT_ENTRIES, Script, States
-from vllm_omni.entrypoints.realtime.controls.pose_track import Command, unit_quaternion
+from vllm_omni.entrypoints.realtime.controls.control_track import (
+    MAX_SCRIPT_ENTRIES,
+    ControlScript,
+    ControlStates,
+)
+from vllm_omni.entrypoints.realtime.controls.pose_track import CameraCommand, unit_quaternion
 from vllm_omni.entrypoints.realtime.world_camera.protocol import check_prompt, with_integers
 from vllm_omni.entrypoints.timed_prompts import MAX_PROMPTS, TimedPrompt
 from vllm_omni.inputs import Lora, Loras
@@ -62,7 +66,7 @@ class ExtraParams(msgspec.Struct, frozen=True, kw_only=True):
     """Refused if True."""
 
 
-class Start(msgspec.Struct, frozen=True, kw_only=True):
+class StartMessage(msgspec.Struct, frozen=True, kw_only=True):
     """The first message of a connection.
 
     Unknown keys are ignored, and so are settings that the deployment fixes (steps, guidance).
@@ -95,7 +99,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         check_seed(self.seed)
 
-    def script(self, space: ActionSpace) -> Script | States | None:
+    def script(self, space: ActionSpace) -> ControlScript | ControlStates | None:
         """Return the actions of the first chunks.
 
         Raises:
@@ -111,7 +115,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
         return None if keys is None else camera_frames(map(list, keys), space)
 
 
-class Interaction(msgspec.Struct, frozen=True):
+class InteractionMessage(msgspec.Struct, frozen=True):
     """A prompt, LoRA adapters, and either a camera command or actions."""
 
     event_id: str
@@ -120,9 +124,9 @@ class Interaction(msgspec.Struct, frozen=True):
     """New prompt. None: unchanged."""
     lora: list[Lora] | None
     """New LoRA adapters. None: unchanged."""
-    command: Command | None
+    command: CameraCommand | None
     """Camera command. None: unchanged."""
-    actions: Script | States | None
+    actions: ControlScript | ControlStates | None
     """Actions. None: unchanged."""
 
 
@@ -198,7 +202,7 @@ def decode(text: str, max_bytes: int, name: str) -> dict[str, Any]:
 
 def parse_start(
     value: dict[str, Any], limits: EndpointLimits, space: ActionSpace = CAMERA_SPACE
-) -> Start:
+) -> StartMessage:
     """Parse and check `session.start`.
 
     Raises:
@@ -208,7 +212,7 @@ def parse_start(
         raise EndpointError("invalid_request", "Expected session.start", param="type")
     nested = value.get("sampling_params")
     fields = with_integers({**(nested if isinstance(nested, dict) else {}), **value})
-    start: Start = _convert(fields, Start, "Invalid session.start")
+    start: StartMessage = _convert(fields, StartMessage, "Invalid session.start")
     if start.format != FORMAT:
         raise EndpointError(
             "unsupported_codec",
@@ -235,7 +239,7 @@ def parse_start(
 
 def parse_interaction(
     value: dict[str, Any], limits: EndpointLimits, space: ActionSpace = CAMERA_SPACE
-) -> Interaction:
+) -> InteractionMessage:
     """Parse and check an interaction.
 
     Raises:
@@ -267,11 +271,11 @@ def parse_interaction(
         except ValueError as error:
             raise EndpointError("invalid_camera", str(error), param="rotation") from None
         chunks = 1 if wanted.transition_chunks is None else wanted.transition_chunks
-        command = Command(
+        command = CameraCommand(
             event_id, camera.mode, np.array(camera.data.translation), rotation_4, chunks
         )
     updates = None if actions is None else read_actions_message(actions, space)
-    return Interaction(event_id, event.prompt, event.lora, command, updates)
+    return InteractionMessage(event_id, event.prompt, event.lora, command, updates)
 
 
 def _convert(value: Any, kind: type[Any], what: str) -> Any:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The endpoint `/v1/realtime/world/camera`: msgpack messages in, video chunks out.
 
-It sends `hello`, turns messages into `Job`s, follows their runs, and replies in the client's
+It sends `hello`, turns messages into `SessionJob`s, follows their runs, and replies in the client's
 dialect. Each connection has one task that receives messages and one task per request, so that a
 disconnect, a `reset` or a `ping` is noticed at once.
 """
@@ -19,12 +19,12 @@ from typing import Any, Final
 import numpy as np
 from starlette.websockets import WebSocket
 
-from vllm_omni.entrypoints.errors import ClientDisconnected, Close, EndpointError
+from vllm_omni.entrypoints.errors import ClientDisconnected, EndpointError, WebSocketCloseCode
 from vllm_omni.entrypoints.realtime.chunk_source import PlannedChunks
 from vllm_omni.entrypoints.realtime.connection.codec import (
     CodecError,
-    Decoded,
-    Dialect,
+    DecodedMessage,
+    MessageDialect,
     decode,
     encode,
 )
@@ -34,7 +34,12 @@ from vllm_omni.entrypoints.realtime.connection.live_client import (
     RealtimeEndpoint,
 )
 from vllm_omni.entrypoints.realtime.render import FrameRenderer
-from vllm_omni.entrypoints.realtime.sessions.run import Job, ReplyOptions, Run, WorldStart
+from vllm_omni.entrypoints.realtime.sessions.run import (
+    ReplyOptions,
+    SessionJob,
+    SessionRun,
+    SessionStart,
+)
 from vllm_omni.entrypoints.realtime.sessions.session import Session, SessionKey, new_session_id
 from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
 from vllm_omni.entrypoints.realtime.world_camera import protocol
@@ -91,7 +96,7 @@ class _Client(ConnectionHandler):
             raise EndpointError(
                 "unsupported",
                 "the served model takes neither a camera nor actions",
-                close=Close.POLICY,
+                close=WebSocketCloseCode.POLICY,
             )
         hello = protocol.hello(info, self.limits, self._own_session_id, self._max_message_bytes)
         await self._send(hello)
@@ -113,7 +118,9 @@ class _Client(ConnectionHandler):
 
     async def superseded(self) -> None:
         """Close this connection, because another one has resumed one of its sessions."""
-        await self.connection.close(Close.SUPERSEDED, "another connection took this session over")
+        await self.connection.close(
+            WebSocketCloseCode.SUPERSEDED, "another connection took this session over"
+        )
 
     # -- messages in -------------------------------------------------------------------------------
 
@@ -131,10 +138,10 @@ class _Client(ConnectionHandler):
         except EndpointError as error:
             await self._refuse(error, request_id)
 
-    async def _decode(self, data: bytes) -> tuple[Decoded, bytes]:
+    async def _decode(self, data: bytes) -> tuple[DecodedMessage, bytes]:
         """Return the message and a digest of its bytes. Large messages are decoded on a thread."""
 
-        def work() -> tuple[Decoded, bytes]:
+        def work() -> tuple[DecodedMessage, bytes]:
             return decode(data), hashlib.blake2b(data, digest_size=16).digest()
 
         try:
@@ -142,10 +149,12 @@ class _Client(ConnectionHandler):
         except CodecError as error:
             raise self.connection.undecodable(error) from None
 
-    def _start(self, message: protocol.Message, dialect: Dialect | None, digest: bytes) -> None:
+    def _start(
+        self, message: protocol.ClientMessage, dialect: MessageDialect | None, digest: bytes
+    ) -> None:
         """Start a task for one message. Tasks start in the order of their messages."""
         if len(self._requests) >= self.limits.max_requests_per_connection and not isinstance(
-            message, protocol.Ping
+            message, protocol.PingMessage
         ):
             raise EndpointError(
                 "busy",
@@ -154,19 +163,19 @@ class _Client(ConnectionHandler):
             )
         work: Callable[[], Awaitable[None]]
         match message:
-            case protocol.Infer():
+            case protocol.InferMessage():
                 work = partial(self._infer, message, dialect, digest)
-            case protocol.Reset():
+            case protocol.ResetMessage():
                 work = partial(self._reset, message)
-            case protocol.Stop():
+            case protocol.StopMessage():
                 work = partial(self._stop, message)
             case protocol.CloseSession():
                 work = partial(self._close_session, message)
-            case protocol.Branch():
+            case protocol.BranchMessage():
                 work = partial(self._branch, message)
-            case protocol.Resume():
+            case protocol.ResumeMessage():
                 work = partial(self._resume, message)
-            case protocol.Ping():
+            case protocol.PingMessage():
                 work = partial(self._pong, message)
             case _:
                 raise AssertionError(f"no handler for {type(message).__name__}")
@@ -175,7 +184,7 @@ class _Client(ConnectionHandler):
         task.add_done_callback(self._requests.discard)
 
     async def _response(
-        self, message: protocol.Message, work: Callable[[], Awaitable[None]]
+        self, message: protocol.ClientMessage, work: Callable[[], Awaitable[None]]
     ) -> None:
         """Run the work of one message. Every failure is reported as an error of this message."""
         log_context.bind(session_id=self._session_id(message))
@@ -196,7 +205,7 @@ class _Client(ConnectionHandler):
     async def _refuse(
         self, error: EndpointError, request_id: str | None = None, session_id: str | None = None
     ) -> None:
-        if error.close is Close.SLOW_CONSUMER:
+        if error.close is WebSocketCloseCode.SLOW_CONSUMER:
             self.connection.cut_soon()
         with contextlib.suppress(ClientDisconnected):
             await self._send(protocol.error_message(error, request_id, session_id))
@@ -205,10 +214,12 @@ class _Client(ConnectionHandler):
 
     # -- sessions ----------------------------------------------------------------------------------
 
-    def _session_id(self, message: protocol.Message) -> str:
+    def _session_id(self, message: protocol.ClientMessage) -> str:
         if message.session_id is not None:
             return message.session_id
-        named = message.extra_body.session_id if isinstance(message, protocol.Infer) else None
+        named = (
+            message.extra_body.session_id if isinstance(message, protocol.InferMessage) else None
+        )
         return named if named is not None else self._own_session_id
 
     def _key(self, session_id: str) -> SessionKey:
@@ -220,7 +231,9 @@ class _Client(ConnectionHandler):
 
     # -- endpoints ---------------------------------------------------------------------------------
 
-    async def _infer(self, message: protocol.Infer, dialect: Dialect | None, digest: bytes) -> None:
+    async def _infer(
+        self, message: protocol.InferMessage, dialect: MessageDialect | None, digest: bytes
+    ) -> None:
         job = self._job(message, dialect, digest)
         try:
             session = self.manager.open(
@@ -229,7 +242,7 @@ class _Client(ConnectionHandler):
         except EndpointError as error:
             endpoint_metrics().session_refused(self.endpoint, error.code)
             if not self._used:
-                error.close = Close.CAPACITY
+                error.close = WebSocketCloseCode.CAPACITY
             raise
         self._attach(session)
         run = session.submit(job)
@@ -246,7 +259,7 @@ class _Client(ConnectionHandler):
                 }
             )
 
-    async def _follow(self, session: Session, run: Run, start: int = 0) -> bool:
+    async def _follow(self, session: Session, run: SessionRun, start: int = 0) -> bool:
         """Deliver a run's replies.
 
         If this connection ends and no other follows the run, the run is cancelled.
@@ -262,7 +275,9 @@ class _Client(ConnectionHandler):
             if not run.finished and not run.has_follower:
                 session.cancel([run])
 
-    def _job(self, message: protocol.Infer, dialect: Dialect | None, digest: bytes) -> Job:
+    def _job(
+        self, message: protocol.InferMessage, dialect: MessageDialect | None, digest: bytes
+    ) -> SessionJob:
         extra, info, image, limits = (
             message.extra_body,
             self.manager.info,
@@ -288,7 +303,7 @@ class _Client(ConnectionHandler):
         def load(height: int, width: int) -> np.ndarray:
             return load_image(image, height, width, limits)
 
-        return Job(
+        return SessionJob(
             request_id=message.request_id or uuid.uuid4().hex,
             digest=digest,
             source=PlannedChunks(
@@ -299,7 +314,7 @@ class _Client(ConnectionHandler):
                 prompt=message.prompt,
                 lora=extra.lora,
             ),
-            start=WorldStart(
+            start=SessionStart(
                 load_image=load if image is not None else None,
                 seed=extra.seed,
                 height=extra.height,
@@ -314,7 +329,7 @@ class _Client(ConnectionHandler):
                     fps=extra.fps or info.fps,
                     quality=extra.quality,
                     frames_per_message=extra.frames_per_chunk,
-                    dialect=dialect or Dialect.OPENPI,
+                    dialect=dialect or MessageDialect.OPENPI,
                     with_mp4=extra.with_mp4,
                     mp4_scale=extra.mp4_scale,
                 ),
@@ -322,7 +337,7 @@ class _Client(ConnectionHandler):
             ),
         )
 
-    async def _reset(self, message: protocol.Reset) -> None:
+    async def _reset(self, message: protocol.ResetMessage) -> None:
         session = self.manager.find(self._key(self._session_id(message)))
         if session is not None:
             await session.reset()
@@ -334,7 +349,7 @@ class _Client(ConnectionHandler):
                 {"type": "reset", "status": "reset successful", "session_id": session_id}
             )
 
-    async def _stop(self, message: protocol.Stop) -> None:
+    async def _stop(self, message: protocol.StopMessage) -> None:
         session = self.manager.find(self._key(self._session_id(message)))
         if session is not None:
             await session.stop()
@@ -346,7 +361,7 @@ class _Client(ConnectionHandler):
             }
         )
         if message.session_id is None:
-            await self.connection.close(Close.NORMAL, "stopped by the client")
+            await self.connection.close(WebSocketCloseCode.NORMAL, "stopped by the client")
 
     async def _close_session(self, message: protocol.CloseSession) -> None:
         session = self.manager.find(self._key(self._session_id(message)))
@@ -354,9 +369,9 @@ class _Client(ConnectionHandler):
             await session.reset()
         await self._send({"type": "closed", "session_id": self._session_id(message)})
         if message.session_id is None:
-            await self.connection.close(Close.NORMAL, "closed by the client")
+            await self.connection.close(WebSocketCloseCode.NORMAL, "closed by the client")
 
-    async def _branch(self, message: protocol.Branch) -> None:
+    async def _branch(self, message: protocol.BranchMessage) -> None:
         source = self._known(self._session_id(message))
         new_id = message.new_session_id or new_session_id()
         branch = await self.manager.branch(source, self._key(new_id))
@@ -371,7 +386,7 @@ class _Client(ConnectionHandler):
             }
         )
 
-    async def _resume(self, message: protocol.Resume) -> None:
+    async def _resume(self, message: protocol.ResumeMessage) -> None:
         session = self._known(self._session_id(message))
         missed = session.missed_since(message.last_chunk_id)
         for other in list(session.connections - {self}):
@@ -406,7 +421,7 @@ class _Client(ConnectionHandler):
             )
         return session
 
-    async def _pong(self, message: protocol.Ping) -> None:
+    async def _pong(self, message: protocol.PingMessage) -> None:
         for key in self._used:
             if (session := self.manager.find(key)) is not None and self in session.connections:
                 session.pinged_s = time.monotonic()

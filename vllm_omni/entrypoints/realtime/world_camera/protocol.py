@@ -98,7 +98,7 @@ class ExtraBody(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True):
+class ClientMessage(msgspec.Struct, frozen=True, kw_only=True):
     """Keys that every message may have."""
 
     endpoint: ClassVar[str]
@@ -112,11 +112,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     """Version of the protocol. Clients that send it receive additional messages of this server."""
 
 
-class Infer(Message, frozen=True, kw_only=True):
+class InferMessage(ClientMessage, frozen=True, kw_only=True):
     """Generate frames along a camera path, or for actions."""
 
     endpoint: ClassVar[str] = "infer"
-    """See `Message`."""
+    """See `ClientMessage`."""
 
     chunk_index: Index | None = None
     """Number that the next chunk of the session must have. Default: any."""
@@ -184,25 +184,25 @@ class Infer(Message, frozen=True, kw_only=True):
         return [as_entry(frame) for frame in read_script(self.actions, space).entries]
 
 
-class Reset(Message, frozen=True, kw_only=True):
+class ResetMessage(ClientMessage, frozen=True, kw_only=True):
     """Cancel a session's requests and discard its state. Its id stays valid."""
 
     endpoint: ClassVar[str] = "reset"
 
 
-class Stop(Message, frozen=True, kw_only=True):
+class StopMessage(ClientMessage, frozen=True, kw_only=True):
     """Cancel a session's requests. Without `session_id`, also close the connection."""
 
     endpoint: ClassVar[str] = "stop"
 
 
-class CloseSession(Message, frozen=True, kw_only=True):
+class CloseSession(ClientMessage, frozen=True, kw_only=True):
     """Free a session. Without `session_id`, free the connection's own and close the connection."""
 
     endpoint: ClassVar[str] = "close"
 
 
-class Ping(Message, frozen=True, kw_only=True):
+class PingMessage(ClientMessage, frozen=True, kw_only=True):
     """The server replies with `pong` at once. Keeps the connection and its sessions open."""
 
     endpoint: ClassVar[str] = "ping"
@@ -211,11 +211,11 @@ class Ping(Message, frozen=True, kw_only=True):
     """Returned in `pong`."""
 
 
-class Branch(Message, frozen=True, kw_only=True):
+class BranchMessage(ClientMessage, frozen=True, kw_only=True):
     """Copy the current state of a session to a new session."""
 
     endpoint: ClassVar[str] = "branch"
-    """See `Message`."""
+    """See `ClientMessage`."""
 
     new_session_id: SessionId | None = None
     """Id of the new session. Default: drawn."""
@@ -223,7 +223,7 @@ class Branch(Message, frozen=True, kw_only=True):
     """Whether a new session may evict the copy although its client is connected. Default: False."""
 
 
-class Resume(Message, frozen=True, kw_only=True):
+class ResumeMessage(ClientMessage, frozen=True, kw_only=True):
     """Continue a session on this connection and replay missed replies."""
 
     endpoint: ClassVar[str] = "resume"
@@ -232,13 +232,21 @@ class Resume(Message, frozen=True, kw_only=True):
     """Last chunk that the client has received. Default: no chunk."""
 
 
-_MESSAGES: Final[dict[str, type[Message]]] = {
+_MESSAGES: Final[dict[str, type[ClientMessage]]] = {
     message.endpoint: message
-    for message in (Infer, Reset, Stop, CloseSession, Ping, Branch, Resume)
+    for message in (
+        InferMessage,
+        ResetMessage,
+        StopMessage,
+        CloseSession,
+        PingMessage,
+        BranchMessage,
+        ResumeMessage,
+    )
 }
 
 
-def parse(value: Any, limits: EndpointLimits) -> Message:
+def parse(value: Any, limits: EndpointLimits) -> ClientMessage:
     """Convert a decoded message to its type.
 
     Raises:
@@ -247,7 +255,7 @@ def parse(value: Any, limits: EndpointLimits) -> Message:
     """
     if not isinstance(value, dict):
         raise EndpointError("invalid_request", f"a message must be a map, got {_kind(value)}")
-    endpoint = value.get("endpoint", Infer.endpoint)
+    endpoint = value.get("endpoint", InferMessage.endpoint)
     message_type = _MESSAGES.get(endpoint) if isinstance(endpoint, str) else None
     if message_type is None:
         raise EndpointError(
@@ -262,12 +270,12 @@ def parse(value: Any, limits: EndpointLimits) -> Message:
         message = msgspec.convert(fields, message_type)
     except msgspec.ValidationError as error:
         raise EndpointError("invalid_request", str(error)) from None
-    if isinstance(message, Infer):
+    if isinstance(message, InferMessage):
         _check_infer(message, limits)
     return message
 
 
-def _check_infer(infer: Infer, limits: EndpointLimits) -> None:
+def _check_infer(infer: InferMessage, limits: EndpointLimits) -> None:
     extra = infer.extra_body
     if infer.prompt is not None:
         check_prompt(infer.prompt, limits)

@@ -23,7 +23,7 @@ from vllm_omni.model_executor.checkpoint.tensor_files import Shape
 from vllm_omni.model_executor.layers.lora.files import (
     AdapterError,
     AdapterFile,
-    Contents,
+    AdapterFileContents,
     Kind,
     MatrixKeys,
     open_adapter,
@@ -184,7 +184,7 @@ def _checked(name: str, tensor: torch.Tensor) -> _Checked:
     return _Checked(digest.digest(), _is_finite(tensor))
 
 
-def _settings(file: AdapterFile, contents: Contents) -> bytes:
+def _settings(file: AdapterFile, contents: AdapterFileContents) -> bytes:
     """Return the strengths that a file specifies, as bytes for its digest."""
     modules = {keys.settings_name for keys in contents.matrices.values()}
     strengths = (
@@ -247,7 +247,10 @@ def _factors(whole_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _check(
-    file: AdapterFile, contents: Contents, targets: Mapping[str, AdapterTarget], max_rank: int
+    file: AdapterFile,
+    contents: AdapterFileContents,
+    targets: Mapping[str, AdapterTarget],
+    max_rank: int,
 ) -> list[str]:
     """Remove modules with the shapes of another model from `contents` and return their stored
     names.
@@ -293,7 +296,7 @@ def _check(
 
 
 def _take_misfits(
-    contents: Contents, shapes: Mapping[str, Shape], targets: Mapping[str, AdapterTarget]
+    contents: AdapterFileContents, shapes: Mapping[str, Shape], targets: Mapping[str, AdapterTarget]
 ) -> tuple[list[str], list[str]]:
     """Remove everything with the shape of another model; return (a line for each, the stored
     names)."""

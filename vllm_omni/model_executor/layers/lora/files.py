@@ -85,7 +85,7 @@ class AdapterFile:
 
 
 @dataclass
-class Contents:
+class AdapterFileContents:
     """The parsed tensor names of a file."""
 
     matrices: dict[tuple[str, str], MatrixKeys] = field(default_factory=dict)
@@ -133,9 +133,9 @@ def _opened(file: Path) -> UnmappedSource:
     return UnmappedSource.open(confined(file.parent, file.name))
 
 
-def read_names(file: AdapterFile, targets: Mapping[str, AdapterTarget]) -> Contents:
+def read_names(file: AdapterFile, targets: Mapping[str, AdapterTarget]) -> AdapterFileContents:
     """Group the names of a file by network, module and kind. Misfits are recorded, not raised."""
-    contents = Contents()
+    contents = AdapterFileContents()
     kohya = {name: _flat_names(target) for name, target in targets.items()}
     for stored in file.source.shapes:
         name, networks = _networks(stored, file.network, targets)
@@ -167,7 +167,7 @@ def read_names(file: AdapterFile, targets: Mapping[str, AdapterTarget]) -> Conte
 
 
 def _target_of(
-    contents: Contents,
+    contents: AdapterFileContents,
     network: str,
     target: AdapterTarget,
     key: tuple[str, str, Kind],

@@ -4,8 +4,8 @@
 A linear layer adds `scale * up(down(x))` to its result. vLLM's layers do so after their
 quantization method and before an all-reduce, so that it also works with quantized weights; other
 layers after their `forward`. Gains, norm biases and modulation are few, so they are overwritten in
-place (`Vectors`) and restored bitwise. Without an active adapter, a layer computes exactly what it
-computes without sites.
+place (`AdaptedVectors`) and restored bitwise. Without an active adapter, a layer computes exactly
+what it computes without sites.
 
 All memory is allocated once: every layer has slots for `slots` adapters of rank `max_rank`, so
 loading an adapter does not change addresses.
@@ -51,7 +51,7 @@ class NamesLinears(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class CheckpointLayerPart:
     """One checkpoint layer in a site."""
 
     name: str
@@ -81,7 +81,7 @@ class AdaptedLayer:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[CheckpointLayerPart],
         slots: int,
         max_rank: int,
         dtype: torch.dtype,
@@ -172,7 +172,7 @@ class AdaptedMethod(LinearMethodBase):
         return self.layer.add_difference(x, y, adapters) if adapters else y
 
 
-class Vectors:
+class AdaptedVectors:
     """The tensors that adapters overwrite in place. `slots` maps a name to this rank's part
     (`checkpoint_slots`)."""
 
@@ -247,7 +247,7 @@ class AdaptedLayers:
             if all(target.matrix(part.name) is not None for part in parts):
                 adapted_layer = AdaptedLayer(parts, slots, max_rank, dtype, scales)
                 self._targets.append((layer, adapted_layer))
-        self.vectors = Vectors(
+        self.vectors = AdaptedVectors(
             {
                 name: slot
                 for name, slot in checkpoint_slots(target.network).items()
@@ -303,7 +303,7 @@ def _attach(layer: nn.Module, adapted_layer: AdaptedLayer) -> Callable[[], objec
     return layer.register_forward_hook(after).remove
 
 
-def layers_of(target: AdapterTarget) -> Iterator[tuple[nn.Module, list[Part]]]:
+def layers_of(target: AdapterTarget) -> Iterator[tuple[nn.Module, list[CheckpointLayerPart]]]:
     """Yield every linear layer of this rank with its checkpoint layers."""
     named: str | None = None  # the children of a module directly follow it
     for prefix, module in target.network.named_modules():
@@ -319,7 +319,7 @@ def layers_of(target: AdapterTarget) -> Iterator[tuple[nn.Module, list[Part]]]:
             weight = module.weight
             assert isinstance(weight, torch.Tensor)
             outputs, inputs = weight.flatten(1).shape
-            yield module, [Part(prefix, range(outputs), range(inputs))]
+            yield module, [CheckpointLayerPart(prefix, range(outputs), range(inputs))]
 
 
 def _names(layer: LinearBase, prefix: str) -> list[str]:
@@ -333,13 +333,15 @@ def _names(layer: LinearBase, prefix: str) -> list[str]:
     return [prefix]
 
 
-def _parts(layer: LinearBase, names: Sequence[str]) -> list[Part]:
+def _parts(layer: LinearBase, names: Sequence[str]) -> list[CheckpointLayerPart]:
     """Return the checkpoint layers in one of this project's layers, with the outputs and inputs of
     this rank."""
     if isinstance(layer, RowLinear):
         start, own = layer.tp_rank * layer.input_size_per_partition, layer.input_size_per_partition
         return [
-            Part(names[0], range(layer.output_size), range(start, start + own), layer.tp_rank == 0)
+            CheckpointLayerPart(
+                names[0], range(layer.output_size), range(start, start + own), layer.tp_rank == 0
+            )
         ]
     assert isinstance(layer, ColumnLinear | MergedLinear | QKVLinear)
     columns = range(layer.input_size)
@@ -357,6 +359,6 @@ def _parts(layer: LinearBase, names: Sequence[str]) -> list[Part]:
     )
     starts = [start + rank * own for start, (rank, own) in zip(before, sizes, strict=False)]
     return [
-        Part(name, range(start, start + own), columns)
+        CheckpointLayerPart(name, range(start, start + own), columns)
         for name, start, (_, own) in zip(names, starts, sizes, strict=True)
     ]

@@ -36,7 +36,7 @@ _LISTED_KINDS: Final = 20
 
 
 @dataclass(frozen=True, eq=False)
-class Adapter:
+class StoredAdapter:
     """The weights of one adapter. There is one object per distinct set of weights."""
 
     name: str
@@ -56,8 +56,8 @@ class UsedAdapter:
     scale: float
     """Strength."""
     version: int
-    """See `Adapter.version`."""
-    adapter: Adapter = field(compare=False, repr=False)
+    """See `StoredAdapter.version`."""
+    adapter: StoredAdapter = field(compare=False, repr=False)
     """The weights."""
 
 
@@ -186,7 +186,7 @@ class AdapterStore(NoAdapters):
         self._digests: dict[str, str] = {}
         """Digests of registered adapters when they were loaded, because reading again must give the
         same weights."""
-        self._loaded: OrderedDict[str, Adapter] = OrderedDict()
+        self._loaded: OrderedDict[str, StoredAdapter] = OrderedDict()
         self._in_slots: OrderedDict[int, int] = OrderedDict()
         """Version -> slot."""
         self._layouts: dict[Hashable, int] = {}
@@ -239,16 +239,16 @@ class AdapterStore(NoAdapters):
         self._loaded.pop(name, None)
         return True
 
-    def _read(self, request: LoRARequest) -> Adapter:
+    def _read(self, request: LoRARequest) -> StoredAdapter:
         try:
             weights = load_adapter(
                 request.lora_path, self._targets, self._max_rank, self._dtype, self._own
             )
         except (ValueError, OSError) as error:
             raise ValueError(f"adapter {request.lora_name!r}: {error}") from error
-        return Adapter(request.lora_name, next(self._numbers), weights)
+        return StoredAdapter(request.lora_name, next(self._numbers), weights)
 
-    def _keep(self, adapter: Adapter) -> None:
+    def _keep(self, adapter: StoredAdapter) -> None:
         self._loaded[adapter.name] = adapter
         self._loaded.move_to_end(adapter.name)
         while len(self._loaded) > self._max_cached:

@@ -15,7 +15,7 @@ import msgspec
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.causal_wan.checkpoint.releases import (
     OTHER,
-    Release,
+    PublishedNetwork,
     release_named,
 )
 from vllm_omni.model_executor.models.causal_wan.motion import lowest_first_timestep
@@ -185,7 +185,7 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
             )
         return parsed
 
-    def text_schedule(self, release: Release = OTHER) -> FewStepSchedule:
+    def text_schedule(self, release: PublishedNetwork = OTHER) -> FewStepSchedule:
         """Return the text-to-video schedule, with timesteps and sigmas as `release` was trained.
         Any number of steps is valid.
 

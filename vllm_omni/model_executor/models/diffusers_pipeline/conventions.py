@@ -12,7 +12,7 @@ from vllm_omni.model_executor.models.diffusers_pipeline import qwen_image
 
 
 @dataclass(frozen=True)
-class Conventions:
+class PipelineConventions:
     """Recommendations for one pipeline class."""
 
     aspect_ratios: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -21,15 +21,17 @@ class Conventions:
     """Text that is added to a prompt, by language."""
 
 
-_BY_CLASS_PREFIX = {"QwenImage": Conventions(qwen_image.ASPECT_RATIOS, qwen_image.PROMPT_SUFFIXES)}
+_BY_CLASS_PREFIX = {
+    "QwenImage": PipelineConventions(qwen_image.ASPECT_RATIOS, qwen_image.PROMPT_SUFFIXES)
+}
 
 
-def conventions_of(pipeline_class: str) -> Conventions:
+def conventions_of(pipeline_class: str) -> PipelineConventions:
     """Return the recommendations for a pipeline class; empty if there are none."""
     for prefix, conventions in _BY_CLASS_PREFIX.items():
         if pipeline_class.startswith(prefix):
             return conventions
-    return Conventions()
+    return PipelineConventions()
 
 
 def language_of(prompt: str) -> str:

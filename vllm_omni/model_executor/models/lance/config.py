@@ -61,7 +61,7 @@ class LanceDefaults:
     cfg_interval: tuple[float, float] = (0.4, 1.0)
     """Guidance applies to timesteps t with low < t <= high."""
     cfg_renorm_type: str = "global"
-    """Renormalisation of the guided velocity; see `Guidance.renorm`."""
+    """Renormalisation of the guided velocity; see `ClassifierFreeGuidance.renorm`."""
     cfg_renorm_min: float = 0.0
     """Smallest factor of the renormalisation."""
     seed: int = 42
@@ -271,7 +271,7 @@ _SPECIAL_KEYS = {
 
 
 @dataclass(frozen=True)
-class Choices:
+class LanceChoices:
     """Where public implementations of Lance differ.
 
     The defaults are the original's path with a cache, but for two.
@@ -307,9 +307,9 @@ class Choices:
 
 Convention = Literal["original", "vllm_omni"]
 
-CONVENTIONS: Final[dict[Convention, Choices]] = {
-    "original": Choices(),
-    "vllm_omni": Choices(
+CONVENTIONS: Final[dict[Convention, LanceChoices]] = {
+    "original": LanceChoices(),
+    "vllm_omni": LanceChoices(
         drawing_prompt="wrapped",
         uncond_context="empty",
         edit_apostrophe="ascii",
@@ -339,7 +339,7 @@ class LanceOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_onl
     """Maximum number of text tokens of an understanding request."""
 
     @property
-    def choices(self) -> Choices:
+    def choices(self) -> LanceChoices:
         return CONVENTIONS[self.convention]
 
     @classmethod

@@ -28,7 +28,7 @@ _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 @dataclass(frozen=True)
-class Preset:
+class SizePreset:
     """Sides of the squares with the area of a bucket, in pixels."""
 
     vae: int
@@ -38,12 +38,12 @@ class Preset:
 
 
 PRESETS = {
-    "image_256res": Preset(256, 224),
-    "video_192p": Preset(256, 224),
-    "image_512res": Preset(512, 448),
-    "image_768res": Preset(768, 672),
-    "video_360p": Preset(480, 476),
-    "video_480p": Preset(640, 616),
+    "image_256res": SizePreset(256, 224),
+    "video_192p": SizePreset(256, 224),
+    "image_512res": SizePreset(512, 448),
+    "image_768res": SizePreset(768, 672),
+    "video_360p": SizePreset(480, 476),
+    "video_480p": SizePreset(640, 616),
 }
 
 
@@ -117,7 +117,7 @@ def for_vae(frames_THWC: torch.Tensor, size: Size) -> torch.Tensor:
     return fit(frames_THWC, size) / 127.5 - 1
 
 
-def for_vit(frames_THWC: torch.Tensor, preset: Preset | None) -> torch.Tensor:
+def for_vit(frames_THWC: torch.Tensor, preset: SizePreset | None) -> torch.Tensor:
     """uint8 frames -> fp32 pixels [3, T, h, w] for the vision tower, with CLIP's mean and
     deviation.
 

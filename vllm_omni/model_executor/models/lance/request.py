@@ -31,8 +31,8 @@ from vllm_omni.model_executor.models.lance.media import (
     LATENT_MULTIPLE,
     PRESETS,
     VISION_MULTIPLE,
-    Preset,
     Size,
+    SizePreset,
     buckets,
     sampled_frames,
     smart_limits,
@@ -42,10 +42,14 @@ from vllm_omni.model_executor.models.lance.network.pack import padded_capacity
 from vllm_omni.model_executor.models.lance.sizes import generation_grid, reference_grid
 from vllm_omni.model_executor.models.lance.tasks.prompt import (
     CAPTION_PROMPT,
-    Message,
+    ConversationMessage,
     system_prompt_of,
 )
-from vllm_omni.model_executor.models.lance.tasks.sampling import RENORM_TYPES, Guidance, TokenChoice
+from vllm_omni.model_executor.models.lance.tasks.sampling import (
+    RENORM_TYPES,
+    ClassifierFreeGuidance,
+    TokenChoice,
+)
 from vllm_omni.model_executor.models.lance.tasks.sequence_layout import Grid
 from vllm_omni.model_executor.step_cache import StepCache
 from vllm_omni.outputs import RequestFailed
@@ -139,7 +143,7 @@ class GenerationInputs:
     """Number of denoise steps."""
     shift: float
     """Shift of the timesteps."""
-    guidance: Guidance
+    guidance: ClassifierFreeGuidance
     """Classifier-free guidance."""
     grid: Grid
     """(T, h, w) of the result in latents."""
@@ -147,7 +151,7 @@ class GenerationInputs:
     """Frame rate of a video, in frames per second."""
     source: torch.Tensor | None
     """The reference or the first frame, uint8 [T, H, W, 3]. None: there is no image."""
-    preset: Preset
+    preset: SizePreset
     """Sizes to which a reference is resized for the vision tower."""
     step_cache: float | None = None
     """Threshold of `step_cache.py`. None: every denoise step is computed."""
@@ -173,7 +177,7 @@ class UnderstandingInputs:
     """System prompt. None: the task's."""
     source: torch.Tensor | None
     """Image (T = 1) or video, uint8 [T, H, W, 3]. None: text only."""
-    preset: Preset | None
+    preset: SizePreset | None
     """Sizes to which `source` is resized for the vision tower. None: as Qwen2-VL does."""
     choice: TokenChoice
     """How tokens are sampled."""
@@ -183,7 +187,7 @@ class UnderstandingInputs:
     """Maximum number of text tokens."""
     stop: tuple[str, ...]
     """Texts that end the generation."""
-    messages: tuple[Message, ...] = ()
+    messages: tuple[ConversationMessage, ...] = ()
     """Earlier messages of the conversation."""
     image_message: int | None = None
     """Index of the message with the image or video. None: the prompt."""
@@ -342,7 +346,7 @@ def read_generation(
         if params.num_inference_steps is None
         else params.num_inference_steps,
         shift=options.timestep_shift,
-        guidance=Guidance(
+        guidance=ClassifierFreeGuidance(
             scale=DEFAULTS.cfg_text_scale if scale is None else scale,
             interval=options.cfg_interval,
             renorm="none"
@@ -389,7 +393,7 @@ def read_question(
             + (" and no image" if task == "t2t" else "")
         )
     source = _clip(tensors)
-    preset: Preset | None = PRESETS[
+    preset: SizePreset | None = PRESETS[
         options.resolution or ("video_480p" if task == "x2t_video" else "image_768res")
     ]
     if _retains_frames(task, served):
@@ -409,7 +413,7 @@ def read_question(
         seed=DEFAULTS.seed if params.seed is None else params.seed,
         max_tokens=reply_tokens(options, served),
         stop=tuple(options.stop),
-        messages=tuple(Message(turn.role, turn.text) for turn in options.turns),
+        messages=tuple(ConversationMessage(turn.role, turn.text) for turn in options.turns),
         image_message=options.picture_turn,
     )
 

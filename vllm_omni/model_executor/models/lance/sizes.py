@@ -20,8 +20,8 @@ from vllm_omni.model_executor.models.lance.config import (
 from vllm_omni.model_executor.models.lance.media import (
     LATENT_MULTIPLE,
     PRESETS,
-    Preset,
     Size,
+    SizePreset,
     buckets,
     nearest_bucket,
 )
@@ -88,7 +88,7 @@ def _size(height: int, width: int, video: bool, config: LanceConfig, limit: int)
     )
 
 
-def reference_grid(shape: tuple[int, ...], preset: Preset, config: LanceConfig) -> Grid:
+def reference_grid(shape: tuple[int, ...], preset: SizePreset, config: LanceConfig) -> Grid:
     """Return the latent grid of a reference [T, H, W, 3]: that of its nearest bucket."""
     sizes = buckets(preset.vae, LATENT_MULTIPLE, config.max_side)
     height, width = sizes[nearest_bucket((shape[1], shape[2]), sizes)]

@@ -22,7 +22,7 @@ from vllm_omni.model_executor.models.lance.config import (
     LanceConfig,
     VisionConfig,
 )
-from vllm_omni.model_executor.models.lance.network.transformer import LanceNetwork, Weight
+from vllm_omni.model_executor.models.lance.network.transformer import LanceNetwork, LinearWeight
 from vllm_omni.model_executor.models.lance.network.vae import VAE_RULES, LanceVAEConfig, LanceWanVAE
 from vllm_omni.model_executor.models.lance.network.vision import VisionTower
 
@@ -131,7 +131,7 @@ def adapter_target(network: LanceNetwork, config: LanceConfig) -> AdapterTarget:
         network_shapes(config),
         rules=((r"^(?=model\.layers\.)", "language_model."),),
         fixed=("language_model.lm_head", "language_model.model.embed_tokens", POSITIONS),
-        linear_types=(Weight,),
+        linear_types=(LinearWeight,),
     )
 
 

@@ -37,7 +37,7 @@ from vllm_omni.model_executor.models.wan.vae.latents import VAE_SPATIAL, VAE_TEM
 from vllm_omni.model_executor.streaming.chunk_plan import first_pixel_frame
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.worlds.grid import OccupancyGrid
-from vllm_omni.worlds.movement import Motion, inverse_poses, move_cameras, pitch_of
+from vllm_omni.worlds.movement import CameraMotion, inverse_poses, move_cameras, pitch_of
 
 MOVE_UNIT = 0.05
 """Translation per latent frame while a movement key is held."""
@@ -215,16 +215,16 @@ def read_keys(actions: Sequence[ActionEntry], num_frames: int) -> list[str]:
     return ["".join(sorted(held)) for held in read_controls(actions, num_frames).held(ACTION_SPACE)]
 
 
-def motions_of(actions: ActionFrames) -> list[Motion]:
+def motions_of(actions: ActionFrames) -> list[CameraMotion]:
     """Return the motion of one camera in each latent frame; keys and axes add up."""
     motions = []
     for held, values in zip(
         actions.held(ACTION_SPACE), actions.axes_NA.double().unbind(0), strict=True
     ):
-        keys = Motion.of_keys(["".join(held)])
+        keys = CameraMotion.of_keys(["".join(held)])
         axis = dict(zip(_AXIS_NAMES, values.split(1), strict=True))
         motions.append(
-            Motion(
+            CameraMotion(
                 ahead=keys.ahead + axis["forward"],
                 aside=keys.aside + axis["right"],
                 up=axis["up"],
@@ -308,11 +308,13 @@ def integrate_actions(
     Returns:
         poses_N44 and the new tail.
     """
-    return integrate_motions([Motion.of_keys([keys]) for keys in held], tail, move=move, grid=grid)
+    return integrate_motions(
+        [CameraMotion.of_keys([keys]) for keys in held], tail, move=move, grid=grid
+    )
 
 
 def integrate_motions(
-    motions: Sequence[Motion],
+    motions: Sequence[CameraMotion],
     tail: CameraTail,
     *,
     move: float = MOVE_UNIT,

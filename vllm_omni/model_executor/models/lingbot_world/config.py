@@ -132,7 +132,7 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True)
-class Choices:
+class LingBotChoices:
     """Choices in which public implementations differ."""
 
     schedule: Literal["exact", "original"] = "exact"
@@ -166,17 +166,17 @@ class Choices:
 
 Convention = Literal["realtime", "original", "sglang", "pr3701"]
 
-CONVENTIONS: Final[dict[Convention, Choices]] = {
-    "realtime": Choices(),
-    "original": Choices(schedule="original"),
-    "sglang": Choices(
+CONVENTIONS: Final[dict[Convention, LingBotChoices]] = {
+    "realtime": LingBotChoices(),
+    "original": LingBotChoices(schedule="original"),
+    "sglang": LingBotChoices(
         residual_dtype="model",
         camera_first_frame="stands",
         camera_scale="session_max",
         camera_dtype="bf16",
         later_condition="second_chunk",
     ),
-    "pr3701": Choices(
+    "pr3701": LingBotChoices(
         schedule="original",
         camera_first_frame="stands_each_chunk",
         camera_scale="chunk_max",
@@ -260,7 +260,7 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
         return few_step_schedule(self.choices.schedule, shift, indices)
 
     @property
-    def choices(self) -> Choices:
+    def choices(self) -> LingBotChoices:
         return CONVENTIONS[self.convention]
 
 

@@ -34,8 +34,8 @@ from vllm_omni.model_executor.models.lingbot_world.config import (
 )
 from vllm_omni.model_executor.models.lingbot_world.request import read_chunk
 from vllm_omni.model_executor.models.lingbot_world.state import (
-    Chunk,
     ChunkInputs,
+    LingBotChunk,
     LingBotSession,
     RestState,
     WorldCoordinates,
@@ -60,11 +60,11 @@ from vllm_omni.model_executor.models.wan.images.image_condition import (
 from vllm_omni.model_executor.models.wan.text_encoder.prompts import SharedPrompts
 from vllm_omni.model_executor.schedules import ChunkNoise
 from vllm_omni.model_executor.streaming.model import StreamingModel, build_transformer
-from vllm_omni.model_executor.streaming.session import SessionShape, Windows
+from vllm_omni.model_executor.streaming.session import KVWindows, SessionShape
 from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint
 from vllm_omni.worlds.served import ServedWorld
 
-Request = DiffusionRequest[LingBotSession, Chunk]
+Request = DiffusionRequest[LingBotSession, LingBotChunk]
 
 
 class WorldSetup(WanChunkSetup[LingBotWorldConfig, LingBotOptions]):
@@ -80,7 +80,7 @@ class WorldSetup(WanChunkSetup[LingBotWorldConfig, LingBotOptions]):
         return ServedWorld.load(self.layout.root) if self.config.control_type == "world" else None
 
 
-class LingBotWorld(StreamingModel[LingBotSession, Chunk]):
+class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
     """Implements `SupportsStepExecution` for the part of the model that this rank holds."""
 
     session_type = LingBotSession
@@ -135,7 +135,7 @@ class LingBotWorld(StreamingModel[LingBotSession, Chunk]):
     def window_nbytes(self, shape: SessionShape) -> int:
         return kv_window_nbytes(**self._window_sizes(shape))
 
-    def make_window(self, shape: SessionShape) -> Windows:
+    def make_window(self, shape: SessionShape) -> KVWindows:
         return self.make_kv_window(shape)
 
     def make_kv_window(self, shape: SessionShape) -> KVWindow:
@@ -184,7 +184,7 @@ class LingBotWorld(StreamingModel[LingBotSession, Chunk]):
         size = (self.config.out_channels, len(frames), latent_height, latent_width)
         omitted, rest = self._rest(inputs, session, frames)
         if self.text_encoder is None:
-            request.state = Chunk.to_decode(
+            request.state = LingBotChunk.to_decode(
                 frames,
                 self.schedule,
                 size,
@@ -213,7 +213,7 @@ class LingBotWorld(StreamingModel[LingBotSession, Chunk]):
         with request.timer.stage("camera"):
             rays = self._camera_map(inputs, shape)
             features = self._world_features(inputs, shape)
-        request.state = Chunk(
+        request.state = LingBotChunk(
             frames=frames,
             schedule=self.schedule,
             latents=noise.draw(0),

@@ -24,7 +24,7 @@ from vllm_omni.model_executor.layers.kv_cache.window_set import WindowSet
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.models.lingbot_world.checkpoint import CheckpointLayout, find_layout
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld, Request, WorldSetup
-from vllm_omni.model_executor.models.lingbot_world.state import Chunk
+from vllm_omni.model_executor.models.lingbot_world.state import LingBotChunk
 from vllm_omni.model_executor.models.lingbot_world.transformer import CameraItem
 from vllm_omni.model_executor.models.wan.text_encoder.prompts import SharedPrompts
 from vllm_omni.model_executor.schedules import FewStepSchedule
@@ -82,7 +82,7 @@ class GuidedWindows(WindowSet):
 
 
 @dataclass(eq=False, kw_only=True)
-class GuidedChunk(Chunk):
+class GuidedChunk(LingBotChunk):
     """Working set of a chunk with guidance."""
 
     negative_text: torch.Tensor

@@ -29,7 +29,7 @@ from vllm_omni.model_executor.streaming.request import (
     read_seed,
 )
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.worlds.movement import Motion, world_pose
+from vllm_omni.worlds.movement import CameraMotion, world_pose
 from vllm_omni.worlds.served import ServedWorld
 from vllm_omni.worlds.start_pose import StartPose
 
@@ -57,7 +57,7 @@ class ChunkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 @dataclass(frozen=True)
-class Camera:
+class ChunkCamera:
     """The validated camera of one chunk, per latent frame."""
 
     relative_F44: torch.Tensor
@@ -157,7 +157,7 @@ def _read_camera(
     options: ChunkOptions,
     world: ServedWorld | None,
     start_44: torch.Tensor | None,
-) -> Camera:
+) -> ChunkCamera:
     """Read the camera of a chunk.
 
     `start_44` is the world pose of the session's start image, in its first chunk. None: unknown, or
@@ -217,11 +217,11 @@ def _read_camera(
     rests = last is not None and torch.allclose(
         path, last.pose_44.expand_as(path), rtol=0, atol=_ROUNDING
     )
-    return Camera(relative.double(), intrinsics_F4, tail, world_F44, moves=not rests)
+    return ChunkCamera(relative.double(), intrinsics_F4, tail, world_F44, moves=not rests)
 
 
 def _walk(
-    motions: Sequence[Motion], origin: cam.CameraTail, world: ServedWorld | None
+    motions: Sequence[CameraMotion], origin: cam.CameraTail, world: ServedWorld | None
 ) -> tuple[torch.Tensor, cam.CameraTail]:
     """Move the camera from `origin`. If its pose in the world is known, the camera moves in the
     world's coordinates and does not pass through walls."""

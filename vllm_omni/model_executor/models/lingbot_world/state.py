@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of a LingBot World session (`LingBotSession`) and working set of a chunk (`Chunk`).
+"""State of a LingBot World session (`LingBotSession`) and working set of a chunk (`LingBotChunk`).
 
 The session's own value is the state of camera and conditioning.
 """
@@ -17,7 +17,7 @@ from vllm_omni.model_executor.models.wan.images.image_condition import (
     ImageStartedScalars,
     ImageStartedSession,
 )
-from vllm_omni.model_executor.streaming.session import StreamingChunk, Windows
+from vllm_omni.model_executor.streaming.session import KVWindows, StreamingChunk
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.tensors.saved import SavedTensors
 from vllm_omni.worlds.movement import heading_of, pitch_of
@@ -94,7 +94,7 @@ class LingBotScalars(ImageStartedScalars, frozen=True, forbid_unknown_fields=Tru
     """As in `RestState`."""
 
 
-class LingBotSession(ImageStartedSession[Windows, WorldCoordinates]):
+class LingBotSession(ImageStartedSession[KVWindows, WorldCoordinates]):
     """A LingBot World session; `layouts.own` is the layout of the conditioning."""
 
     scalars_type: ClassVar[type[LingBotScalars]] = LingBotScalars
@@ -177,7 +177,7 @@ class ChunkInputs:
 
 
 @dataclass(eq=False, kw_only=True)
-class Chunk(StreamingChunk[Windows, WorldCoordinates]):
+class LingBotChunk(StreamingChunk[KVWindows, WorldCoordinates]):
     """One chunk in flight. `own` is the state of camera and conditioning after it."""
 
     y: torch.Tensor | None

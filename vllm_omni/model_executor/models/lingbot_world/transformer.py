@@ -33,7 +33,7 @@ from vllm_omni.model_executor.models.wan.transformer.chunk_transformer import (
 )
 from vllm_omni.model_executor.models.wan.transformer.fused_ops import FusedOps
 from vllm_omni.model_executor.models.wan.transformer.layers import patchify, stack_inputs
-from vllm_omni.model_executor.models.wan.transformer.transformer import Block
+from vllm_omni.model_executor.models.wan.transformer.transformer import WanBlock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class CameraItem(ImageItem):
     """Per layer [2, T, D]: the factors and shifts of `camera_modulation`."""
 
 
-class CameraBlock(Block):
+class CameraBlock(WanBlock):
     """A block that modulates its residual stream by the camera between self-attention and
     cross-attention."""
 

@@ -56,7 +56,7 @@ _PITCH = Axis(
 
 
 @dataclass(frozen=True)
-class Variant:
+class MatrixGameVariant:
     """A released model, identified by its actions."""
 
     name: str
@@ -93,7 +93,7 @@ _RUNNER = _buttons(
     *("turn_right|turn right|KeyC|ArrowRight", "left|left side|KeyA", "right|right side|KeyD"),
 )
 VARIANTS: Final = (
-    Variant(
+    MatrixGameVariant(
         "universal",
         ActionSpace(buttons=_WORLD, axes=(_PITCH, _YAW), prompt="none"),
         ("w", "s", "a", "d"),
@@ -101,7 +101,7 @@ VARIANTS: Final = (
         6,
         (1000, 666, 333),
     ),
-    Variant(
+    MatrixGameVariant(
         "gta_drive",
         ActionSpace(buttons=_CAR, axes=(_YAW,), prompt="none"),
         ("w", "s"),
@@ -109,7 +109,7 @@ VARIANTS: Final = (
         4,
         (1000, 666, 333),
     ),
-    Variant(
+    MatrixGameVariant(
         "templerun",
         ActionSpace(buttons=_RUNNER, exclusive=True, prompt="none"),
         (None, *(button.name for button in _RUNNER)),
@@ -194,7 +194,7 @@ class MatrixGameConfig(ChunkTransformerConfig):
             )
 
     @property
-    def variant(self) -> Variant:
+    def variant(self) -> MatrixGameVariant:
         return _BY_KEYS[self.keyboard_dim]
 
     @property
@@ -288,7 +288,7 @@ def _action_fields(values: Mapping[str, Any], dim: int) -> dict[str, Any]:
     return fields
 
 
-def schedule_of(variant: Variant) -> FewStepSchedule:
+def schedule_of(variant: MatrixGameVariant) -> FewStepSchedule:
     """Return the schedule, computed in fp32 as in training; in fp64 timesteps would differ by
     1e-4."""
     return few_step_schedule("exact", _SHIFT, [1000 - step for step in variant.steps], np.float32)

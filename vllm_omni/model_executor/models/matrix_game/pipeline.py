@@ -37,10 +37,10 @@ from vllm_omni.model_executor.models.matrix_game.config import (
 )
 from vllm_omni.model_executor.models.matrix_game.state import (
     ActionWindows,
-    Chunk,
+    MatrixGameChunk,
+    MatrixGameConditioning,
+    MatrixGameConditioningLayout,
     MatrixGameSession,
-    World,
-    WorldLayout,
     action_values,
     action_windows,
 )
@@ -71,7 +71,7 @@ from vllm_omni.model_executor.streaming.request import read_action_frames, read_
 from vllm_omni.model_executor.streaming.session import SessionShape
 from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint
 
-Request = DiffusionRequest[MatrixGameSession, Chunk]
+Request = DiffusionRequest[MatrixGameSession, MatrixGameChunk]
 
 
 class MatrixGameSetup(WanChunkSetup[MatrixGameConfig, StreamingOptions]):
@@ -82,7 +82,7 @@ class MatrixGameSetup(WanChunkSetup[MatrixGameConfig, StreamingOptions]):
     layout: CheckpointLayout
 
 
-class MatrixGame(StreamingModel[MatrixGameSession, Chunk]):
+class MatrixGame(StreamingModel[MatrixGameSession, MatrixGameChunk]):
     """Implements `SupportsStepExecution` for the part of the model that this rank holds."""
 
     session_type = MatrixGameSession
@@ -168,7 +168,7 @@ class MatrixGame(StreamingModel[MatrixGameSession, Chunk]):
         )
         return {name: named[name] for name in retained}
 
-    def value_layout(self, shape: SessionShape) -> WorldLayout:
+    def value_layout(self, shape: SessionShape) -> MatrixGameConditioningLayout:
         config, image = self.config, None
         if self.image_encoder is not None:
             image = ((config.text_len, config.text_dim), self.transformer.dtype)
@@ -178,7 +178,7 @@ class MatrixGame(StreamingModel[MatrixGameSession, Chunk]):
             if self.condition is None
             else self.condition.state_layout(shape.height, shape.width)
         )
-        return WorldLayout(actions, image, condition)
+        return MatrixGameConditioningLayout(actions, image, condition)
 
     def own_bytes(self, shape: SessionShape) -> int:
         condition = (
@@ -213,8 +213,8 @@ class MatrixGame(StreamingModel[MatrixGameSession, Chunk]):
         )
         given: dict[str, Any] = {"prompt": inputs.prompt, "seed": inputs.seed, "windows": windows}
         if self.image_encoder is None:
-            own = World(condition=None, actions=newest, image=None)
-            request.state = Chunk.to_decode(
+            own = MatrixGameConditioning(condition=None, actions=newest, image=None)
+            request.state = MatrixGameChunk.to_decode(
                 frames, self.schedule, size, session.window, own=own, y=None, **given
             )
             request.num_steps = 1  # not used on a VAE stage
@@ -223,7 +223,7 @@ class MatrixGame(StreamingModel[MatrixGameSession, Chunk]):
             image, y, condition = self._image(inputs.image, session, len(frames))
         noise = ChunkNoise(size, inputs.seed, session.chunk_index, self.transformer.device)
         cross_kv = session.cross_kv if request.same_adapters else None
-        request.state = Chunk(
+        request.state = MatrixGameChunk(
             frames=frames,
             schedule=self.schedule,
             latents=noise.draw(0),
@@ -232,7 +232,7 @@ class MatrixGame(StreamingModel[MatrixGameSession, Chunk]):
             rope=self.transformer.rope(frames, size),
             text=image if cross_kv is None else None,
             window=session.window,
-            own=World(condition=condition, actions=newest, image=image),
+            own=MatrixGameConditioning(condition=condition, actions=newest, image=image),
             cross_kv=cross_kv,
             **given,
         )

@@ -19,7 +19,7 @@ from vllm_omni.actions import ActionFrames
 from vllm_omni.model_executor.layers.kv_cache.format import KVSlot
 from vllm_omni.model_executor.layers.kv_cache.window import KVWindow
 from vllm_omni.model_executor.layers.kv_cache.window_set import WindowSet
-from vllm_omni.model_executor.models.matrix_game.config import Variant
+from vllm_omni.model_executor.models.matrix_game.config import MatrixGameVariant
 from vllm_omni.model_executor.models.wan.images.image_condition import (
     ConditionLayout,
     ImageStartedPipeline,
@@ -70,7 +70,7 @@ class ActionWindows(WindowSet):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class World(ImageStartedPipeline):
+class MatrixGameConditioning(ImageStartedPipeline):
     """The state of a session's image and actions. Immutable."""
 
     actions: torch.Tensor
@@ -90,8 +90,8 @@ class World(ImageStartedPipeline):
 
 
 @dataclass(frozen=True)
-class WorldLayout:
-    """Sizes of a `World`. None: this rank does not have the value."""
+class MatrixGameConditioningLayout:
+    """Sizes of a `MatrixGameConditioning`. None: this rank does not have the value."""
 
     actions: tuple[int, int]
     """Shape of the actions."""
@@ -107,24 +107,24 @@ class WorldLayout:
         return rows + math.prod(self.actions) * torch.float32.itemsize
 
 
-class MatrixGameSession(ImageStartedSession[ActionWindows, World]):
+class MatrixGameSession(ImageStartedSession[ActionWindows, MatrixGameConditioning]):
     """A Matrix-Game session; `layouts.own` is always set."""
 
     def restore_values(
         self, retained: ImageStartedScalars, saved: SavedTensors, device: torch.device
-    ) -> World:
+    ) -> MatrixGameConditioning:
         layout, image = self.layouts.own, None
-        assert isinstance(layout, WorldLayout)
+        assert isinstance(layout, MatrixGameConditioningLayout)
         condition = self.restore_condition(layout.condition, retained, saved, device)
         if layout.image is not None:
             shape, dtype = layout.image
             image = saved.take_tensor("image", device, dtype, shape)
         actions = saved.take_tensor("actions", "cpu", torch.float32, layout.actions)
-        return World(condition=condition, actions=actions, image=image)
+        return MatrixGameConditioning(condition=condition, actions=actions, image=image)
 
 
 @dataclass(eq=False, kw_only=True)
-class Chunk(StreamingChunk[ActionWindows, World]):
+class MatrixGameChunk(StreamingChunk[ActionWindows, MatrixGameConditioning]):
     """One chunk in flight.
 
     `own` is the session's value after the chunk. `text` holds CLIP's hidden states if `cross_kv` is
@@ -142,7 +142,7 @@ class Chunk(StreamingChunk[ActionWindows, World]):
 # -- actions ---------------------------------------------------------------------------------------
 
 
-def action_values(rows: ActionFrames, variant: Variant) -> torch.Tensor:
+def action_values(rows: ActionFrames, variant: MatrixGameVariant) -> torch.Tensor:
     """Convert controls to keyboard values, followed by the mouse's (pitch, yaw) if the model has a
     mouse; fp32."""
     space = variant.space

@@ -48,7 +48,7 @@ from vllm_omni.model_executor.models.wan.transformer.chunk_transformer import (
 )
 from vllm_omni.model_executor.models.wan.transformer.fused_ops import FusedOps
 from vllm_omni.model_executor.models.wan.transformer.layers import ImageProjection
-from vllm_omni.model_executor.models.wan.transformer.transformer import Block
+from vllm_omni.model_executor.models.wan.transformer.transformer import WanBlock
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
@@ -203,7 +203,7 @@ class ActionModule(nn.Module):
         ]
 
 
-class ActionBlock(Block):
+class ActionBlock(WanBlock):
     """A block with an action module. `action_index` is the module's index in its stage."""
 
     fused_ops: MatrixGameFusedOps
@@ -257,8 +257,8 @@ class MatrixGameTransformer(ImageTransformer[MatrixGameConfig]):
         embedded: torch.Tensor = self.img_emb(text_SE)
         return embedded
 
-    def _block_type(self, layer: int) -> type[Block]:
-        return ActionBlock if layer in self.config.action_blocks else Block
+    def _block_type(self, layer: int) -> type[WanBlock]:
+        return ActionBlock if layer in self.config.action_blocks else WanBlock
 
     def _number_actions(self) -> None:
         for index, block in enumerate(self.action_blocks()):

@@ -23,7 +23,7 @@ _SPEAKERS = "spk_dict.pt"
 
 
 @dataclass(frozen=True)
-class Voice:
+class SpeakerVoice:
     """One entry of `spk_dict.pt`."""
 
     cond: torch.Tensor
@@ -80,11 +80,11 @@ def stored_dtype(config: dict[str, Any]) -> str:
     )
 
 
-def load_voices(path: Path) -> dict[str, Voice]:
+def load_voices(path: Path) -> dict[str, SpeakerVoice]:
     """Read `spk_dict.pt` without executing pickled code."""
     stored = torch.load(path / _SPEAKERS, weights_only=True, map_location="cpu")
     return {
-        name: Voice(entry["cond"].float(), entry["ref_mel"].float(), int(entry["bos_token"]))
+        name: SpeakerVoice(entry["cond"].float(), entry["ref_mel"].float(), int(entry["bos_token"]))
         for name, entry in stored.items()
     }
 

@@ -38,7 +38,7 @@ from vllm_omni.outputs import RequestFailed
 
 
 @dataclass
-class Timings:
+class SpeechTimings:
     """Timestamps of one request and the time that each engine worked on it, in seconds."""
 
     start_s: float = field(default_factory=time.perf_counter)
@@ -78,7 +78,7 @@ def ready_chunks(
 
 
 @dataclass
-class Speech:
+class SpeechReply:
     """One reply in the talker and token2wav engines."""
 
     request_id: str
@@ -87,7 +87,7 @@ class Speech:
     """Options of the speech, with the voice set."""
     seed: int | None
     """Seed of the speech. None: random."""
-    timings: Timings = field(default_factory=Timings)
+    timings: SpeechTimings = field(default_factory=SpeechTimings)
     """Timestamps of the request."""
     codes: asyncio.Queue[int | None] = field(init=False)
     """Codes from the talker to token2wav, terminated by None, with room for a whole speech.
@@ -149,7 +149,7 @@ class SpeechComposition:
         *,
         voice: str | None = None,
         seed: int | None = None,
-        timings: Timings | None = None,
+        timings: SpeechTimings | None = None,
     ) -> AsyncGenerator[TextDelta | AudioChunk, None]:
         """Think, then speak. Yields text while it is thought and sound while it is spoken.
 
@@ -197,7 +197,7 @@ class SpeechComposition:
         *,
         voice: str | None = None,
         seed: int | None = None,
-        timings: Timings | None = None,
+        timings: SpeechTimings | None = None,
     ) -> AsyncGenerator[AudioChunk, None]:
         """Speak a given reply, word for word: the thinker reads it as if it had said it, and
         samples nothing.
@@ -233,13 +233,13 @@ class SpeechComposition:
         speech: SpeechDefaults | None,
         voice: str | None,
         seed: int | None,
-        timings: Timings | None,
-    ) -> Speech:
+        timings: SpeechTimings | None,
+    ) -> SpeechReply:
         how = speech or self.defaults
         how = msgspec.structs.replace(how, voice=voice or how.voice or self.defaults.voice)
         self.builder.check_voice(str(how.voice))
         self.check_alive()
-        return Speech(request_id, how, seed, timings or Timings())
+        return SpeechReply(request_id, how, seed, timings or SpeechTimings())
 
     async def _talk(
         self,
@@ -247,7 +247,7 @@ class SpeechComposition:
         reply_ids: Sequence[int],
         states: list[HiddenStates | None],
         grids: VisualGrids,
-        spoken: Speech,
+        spoken: SpeechReply,
     ) -> None:
         """Put every code of the speech into the queue, followed by None."""
         spoken.timings.last("thinker_done")
@@ -262,7 +262,7 @@ class SpeechComposition:
             await self._generate_codes(prompt, spoken)
         await spoken.codes.put(None)
 
-    async def _generate_codes(self, prompt: TalkerPrompt, spoken: Speech) -> None:
+    async def _generate_codes(self, prompt: TalkerPrompt, spoken: SpeechReply) -> None:
         room = self._max_len - len(prompt.token_ids)
         if room < 1 or len(prompt.reply_RD) > self._max_len:
             raise RequestFailed(
@@ -300,7 +300,7 @@ class SpeechComposition:
         finally:
             self._slots.put_nowait(slot)
 
-    async def _sound(self, spoken: Speech, emit: Emit) -> None:
+    async def _sound(self, spoken: SpeechReply, emit: Emit) -> None:
         how, timings = spoken.how, spoken.timings
         seed = secrets.randbits(62) if spoken.seed is None else spoken.seed
         collected: list[int] = []

@@ -97,7 +97,7 @@ class WanParts(Protocol):
     """Cross-attention K/V of prompts, shared by sessions."""
 
 
-class Autoencoders(NamedTuple):
+class ChunkAutoencoders(NamedTuple):
     """The part of a model between latents and pixels."""
 
     vae: StreamingWanVAE
@@ -140,7 +140,7 @@ def build_autoencoders(
     rounding: Rounding = "round",
     frames_per_call: int | None = None,
     continuation: Literal["cache", "restart"] = "cache",
-) -> Autoencoders:
+) -> ChunkAutoencoders:
     """Build the VAE, the tiny decoder if an option needs it, and the decoder of chunks.
 
     Args:
@@ -165,14 +165,14 @@ def build_autoencoders(
     channels = setup.tiny_vae_channels  # read on every rank: each refuses a bad file
     tiny = TinyVAEDecoder(channels, dtype=dtype) if decodes and channels is not None else None
     if not decodes:
-        return Autoencoders(vae, tiny, None)
+        return ChunkAutoencoders(vae, tiny, None)
     if tiny is not None and setup.options.decoder == "tiny":
-        return Autoencoders(vae, tiny, ChunkDecoder(tiny, rounding=rounding))
+        return ChunkAutoencoders(vae, tiny, ChunkDecoder(tiny, rounding=rounding))
     height, width = setup.config.latent_size(setup.omni.height, setup.omni.width)
     decoder = ChunkDecoder(
         vae, tiny, rounding=rounding, continuation=continuation, largest_cells=height * width
     )
-    return Autoencoders(vae, tiny, decoder)
+    return ChunkAutoencoders(vae, tiny, decoder)
 
 
 def load_parts(

@@ -129,7 +129,7 @@ class Wan22Checkpoint:
 
 
 @dataclass(frozen=True)
-class Recommended:
+class RecommendedSampling:
     """The authors' sampling defaults (Wan-Video/Wan2.2 and Wan2.1, wan/configs)."""
 
     num_inference_steps: int
@@ -144,14 +144,14 @@ class Recommended:
     """Video frames per second."""
 
 
-def recommended(checkpoint: Wan22Checkpoint) -> Recommended:
+def recommended(checkpoint: Wan22Checkpoint) -> RecommendedSampling:
     if checkpoint.kind == "ti2v":
-        return Recommended(50, 5.0, None, 121, 24.0)
+        return RecommendedSampling(50, 5.0, None, 121, 24.0)
     if not checkpoint.two_experts:
-        return Recommended(50, 5.0, None, 81, 16.0)
+        return RecommendedSampling(50, 5.0, None, 81, 16.0)
     if checkpoint.kind == "i2v":
-        return Recommended(40, 3.5, 3.5, 81, 16.0)
-    return Recommended(40, 4.0, 3.0, 81, 16.0)
+        return RecommendedSampling(40, 3.5, 3.5, 81, 16.0)
+    return RecommendedSampling(40, 4.0, 3.0, 81, 16.0)
 
 
 Guidance = Annotated[float, msgspec.Meta(ge=0, le=100)]

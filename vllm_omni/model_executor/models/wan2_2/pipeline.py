@@ -151,7 +151,7 @@ class Wan22Setup:
 
 
 @dataclass(eq=False)
-class Video:
+class VideoWork:
     """A request's working set on this rank."""
 
     request: VideoRequest
@@ -181,13 +181,13 @@ class Video:
     """Prediction of the last computed step."""
 
     @classmethod
-    def to_decode(cls, request: VideoRequest) -> "Video":
+    def to_decode(cls, request: VideoRequest) -> "VideoWork":
         """Return the working set on the VAE stage, before the latents arrive."""
         nothing = torch.empty(request.latent_shape, device="meta")
         return cls(request, nothing, None, (), None, (), (nothing, nothing), 0)
 
 
-Request = DiffusionRequest[OneShotSession, Video]
+Request = DiffusionRequest[OneShotSession, VideoWork]
 
 
 class Wan22(nn.Module):
@@ -288,7 +288,7 @@ class Wan22(nn.Module):
             )
         image = read_image(request.tensors, wanted, self.checkpoint)
         if self.text_encoder is None:
-            request.state = Video.to_decode(wanted)
+            request.state = VideoWork.to_decode(wanted)
             request.num_steps = 1  # not used on a VAE stage
             return
         generator = torch.Generator().manual_seed(wanted.seed)
@@ -309,7 +309,7 @@ class Wan22(nn.Module):
         _, frames, height, width = wanted.latent_shape
         cos, sin = rope_tables(self.config.head_dim, range(frames), height // 2, width // 2)
         own = self.parallel.token_slice(len(cos))
-        request.state = Video(
+        request.state = VideoWork(
             request=wanted,
             latents=noise.to(self.device),
             condition=condition,
@@ -449,13 +449,13 @@ class Wan22(nn.Module):
             1 + (self.options.max_num_frames - 1) // factor * factor,
         )
 
-    def _expert_at(self, video: Video, step: int) -> str:
+    def _expert_at(self, video: VideoWork, step: int) -> str:
         """Return the expert of a step; the second one runs strictly below the boundary."""
         ratio = self.checkpoint.boundary_ratio
         below = ratio is not None and video.timesteps[step] < ratio * NUM_TRAIN_TIMESTEPS
         return EXPERTS[below]
 
-    def _computed_steps(self, video: Video) -> tuple[bool, ...]:
+    def _computed_steps(self, video: VideoWork) -> tuple[bool, ...]:
         """Return whether each step is computed. The first step of an expert always is."""
         threshold, steps = video.request.step_cache, range(len(video.timesteps))
         if threshold is None:
@@ -467,11 +467,11 @@ class Wan22(nn.Module):
         )
 
     @staticmethod
-    def _kept(video: Video) -> torch.Tensor:
+    def _kept(video: VideoWork) -> torch.Tensor:
         assert video.flow is not None, "the first step is computed"
         return video.flow
 
-    def _switch_expert(self, video: Video, name: str) -> None:
+    def _switch_expert(self, video: VideoWork, name: str) -> None:
         """Compute the prompts' K/V for the expert of this step. Collective under tensor
         parallelism."""
         if video.expert != name:
@@ -485,7 +485,7 @@ class Wan22(nn.Module):
             ]
             video.expert = name
 
-    def _inputs(self, video: Video) -> torch.Tensor:
+    def _inputs(self, video: VideoWork) -> torch.Tensor:
         """Return the input of the network: latents alone, with the conditioning as further
         channels, or with the image as first latent frame."""
         if video.condition is None:
@@ -494,7 +494,7 @@ class Wan22(nn.Module):
             return self._with_image(video)
         return torch.cat((video.latents, video.condition))
 
-    def _with_image(self, video: Video) -> torch.Tensor:
+    def _with_image(self, video: VideoWork) -> torch.Tensor:
         assert video.condition is not None
         return torch.cat((video.condition, video.latents[:, video.clean_frames :]), dim=1)
 
@@ -536,5 +536,5 @@ class Wan22Pipeline(CheckpointPipeline[Wan22Layout]):
 
 if TYPE_CHECKING:
 
-    def _meets_protocol(model: Wan22) -> SupportsStepExecution[OneShotSession, Video]:
+    def _meets_protocol(model: Wan22) -> SupportsStepExecution[OneShotSession, VideoWork]:
         return model

@@ -23,12 +23,12 @@ from vllm_omni.model_executor.layers.attention.attention import attention
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.wan.transformer.fused_ops import FusedOps
 from vllm_omni.model_executor.models.wan.transformer.layers import (
-    Head,
+    OutputHead,
     embed_time,
     linear_fp32,
     unpatchify,
 )
-from vllm_omni.model_executor.models.wan.transformer.transformer import Block, WanTransformer
+from vllm_omni.model_executor.models.wan.transformer.transformer import WanBlock, WanTransformer
 from vllm_omni.model_executor.models.wan2_2.config import Wan22Config
 
 
@@ -77,7 +77,7 @@ class VideoItem:
 
 
 @dataclass(frozen=True)
-class Times:
+class TimestepEmbeddings:
     """Embeddings of a forward pass's timesteps, with K vectors each: 1 for the head, 6 for a
     block."""
 
@@ -101,17 +101,17 @@ class Times:
         ]
 
 
-class TimedBlock(Block):
+class TimedBlock(WanBlock):
     """A block with tokens at two timesteps: the batch entry's, and 0."""
 
-    def modulate(self, time: Times) -> list[torch.Tensor]:
+    def modulate(self, time: TimestepEmbeddings) -> list[torch.Tensor]:
         return time.plus(self.modulation)
 
 
-class TimedHead(Head):
+class TimedHead(OutputHead):
     """A head with tokens at two timesteps: the batch entry's, and 0."""
 
-    def forward(self, x_BTD: torch.Tensor, times: Times) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, x_BTD: torch.Tensor, times: TimestepEmbeddings) -> torch.Tensor:  # type: ignore[override]
         shift, scale = times.plus(self.modulation)
         return linear_fp32(
             self.head, self.fused_ops.modulated_norm(x_BTD, shift, scale, self.eps, torch.float32)
@@ -180,7 +180,7 @@ class Wan22Transformer(WanTransformer[Wan22Config]):
 
     def _times(
         self, items: Sequence[VideoItem], tokens_per_frame: int, own: slice
-    ) -> tuple[Times, Times]:
+    ) -> tuple[TimestepEmbeddings, TimestepEmbeddings]:
         """Return the embeddings for the head and for the blocks."""
         clean = any(item.clean_frames for item in items)
         timesteps = [*(item.timestep for item in items), *([0.0] if clean else [])]
@@ -189,9 +189,9 @@ class Wan22Transformer(WanTransformer[Wan22Config]):
         )
         times_B1D = time[: len(items)].unsqueeze(1)
         if not clean:
-            return Times(times_B1D), Times(modulation)
+            return TimestepEmbeddings(times_B1D), TimestepEmbeddings(modulation)
         frame_T = torch.arange(own.start, own.stop, device=self.device) // tokens_per_frame
         marks = torch.stack([frame_T < item.clean_frames for item in items]).unsqueeze(-1)
-        return Times(times_B1D, time[-1:], marks), Times(
+        return TimestepEmbeddings(times_B1D, time[-1:], marks), TimestepEmbeddings(
             modulation[: len(items)], modulation[-1], marks
         )

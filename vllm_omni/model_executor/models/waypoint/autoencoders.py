@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waypoint's autoencoders with a common interface (`Codec`): TAEHV for streams in 1.5, and an
+"""Waypoint's autoencoders with a common interface (`FrameCodec`): TAEHV for streams in 1.5, and an
 autoencoder of single images in Waypoint-1.
 
 Latents are not normalised. Waypoint-1's autoencoder is a residual network with weight-normalised
@@ -24,7 +24,7 @@ from vllm_omni.model_executor.models.wan.vae.vae import CacheLayout, VAECache
 from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
 
 
-class Codec(nn.Module):
+class FrameCodec(nn.Module):
     """An autoencoder for sessions. The size of its decoder's memory does not depend on the size of
     the video."""
 
@@ -81,7 +81,7 @@ class Codec(nn.Module):
 # -- 1.5 -------------------------------------------------------------------------------------------
 
 
-class StreamingTAEHV(TAEHV, Codec):
+class StreamingTAEHV(TAEHV, FrameCodec):
     """`taehv1_5`.
 
     Args:
@@ -297,7 +297,7 @@ def image_to_uint8(images_TCHW: torch.Tensor) -> torch.Tensor:
     )
 
 
-class ImageCodec(Codec):
+class ImageCodec(FrameCodec):
     """Encoder and decoder of images.
 
     Args:
@@ -327,7 +327,7 @@ class ImageCodec(Codec):
         return image_to_uint8(self.decoder(latent_CThw.transpose(0, 1).to(self.dtype), size)), None
 
 
-def make_codec(config: WaypointConfig, sizes: Mapping[str, Any], dtype: torch.dtype) -> Codec:
+def make_codec(config: WaypointConfig, sizes: Mapping[str, Any], dtype: torch.dtype) -> FrameCodec:
     """Build the autoencoder of a checkpoint; `sizes` are its arguments that differ from the
     released ones."""
     if config.temporal_compression > 1:

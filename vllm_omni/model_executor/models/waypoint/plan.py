@@ -14,7 +14,7 @@ import torch
 from vllm_omni.model_executor.models.waypoint.checkpoint import transformer_shapes
 from vllm_omni.model_executor.models.waypoint.config import PROMPT_ROWS, WaypointConfig
 from vllm_omni.model_executor.models.waypoint.releases import GRIDS, released_config
-from vllm_omni.planning.stream_model import Autoencoder, Changes, FamilyPlan, StreamModel
+from vllm_omni.planning.stream_model import AutoencoderMemory, Changes, FamilyPlan, StreamModel
 
 _TEXT_WEIGHTS = 7.6e9
 """Bytes of umt5-xl's encoder in bf16."""
@@ -97,16 +97,16 @@ def _passed(name: str, shape: tuple[int, ...]) -> bool:
 
 
 @cache
-def _released_autoencoder(config: WaypointConfig) -> Autoencoder:
+def _released_autoencoder(config: WaypointConfig) -> AutoencoderMemory:
     return _autoencoder(config, {})
 
 
-def _autoencoder(config: WaypointConfig, codec: Mapping[str, Any]) -> Autoencoder:
+def _autoencoder(config: WaypointConfig, codec: Mapping[str, Any]) -> AutoencoderMemory:
     from vllm_omni.model_executor.models.waypoint.autoencoders import make_codec
 
     with torch.device("meta"):
         made = make_codec(config, codec, torch.bfloat16)
-    return Autoencoder(
+    return AutoencoderMemory(
         decoder_cache=made.state_nbytes(0, 0),
         encoder_cache=0.0,
         weights=sum(weight.numel() * weight.element_size() for weight in made.parameters()),

@@ -150,7 +150,7 @@ class FrameItem:
 
 
 @dataclass(frozen=True)
-class Pass:
+class ForwardInputs:
     """Inputs of the layers in one forward pass."""
 
     items: Sequence[FrameItem]
@@ -175,7 +175,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Build:
+class LayerBuilder:
     """Constructor arguments that all layers of this rank share."""
 
     config: WaypointConfig
@@ -189,7 +189,7 @@ class Build:
     prefix: str
     """Name of the layer in the pipeline, for quantization."""
 
-    def under(self, name: str) -> "Build":
+    def under(self, name: str) -> "LayerBuilder":
         return replace(self, prefix=f"{self.prefix}.{name}")
 
     def column(self, inputs: int, outputs: int, name: str) -> ColumnLinear:
@@ -216,7 +216,7 @@ def whole_mlp(width: int, hidden: int, out: int) -> nn.Sequential:
 class SelfAttention(nn.Module):
     """Grouped-query attention of a frame to its ring buffer. `layer` is the absolute index."""
 
-    def __init__(self, build: Build, layer: int) -> None:
+    def __init__(self, build: LayerBuilder, layer: int) -> None:
         super().__init__()
         config, parallel = build.config, build.parallel
         self.config, self.fused_ops, self.layer = config, build.fused_ops, layer
@@ -240,7 +240,7 @@ class SelfAttention(nn.Module):
             self.gate_proj = build.column(heads, heads, "gate_proj")
 
     def forward(
-        self, a_BTD: torch.Tensor, first_v: torch.Tensor | None, inputs: Pass
+        self, a_BTD: torch.Tensor, first_v: torch.Tensor | None, inputs: ForwardInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the result and the values of the first layer. `first_v` is None in that layer."""
         q, k, v = (
@@ -262,7 +262,7 @@ class SelfAttention(nn.Module):
 class CrossAttention(nn.Module):
     """Attention to a prompt. Its padding is zero and, as in the original, not masked."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
         self.fused_ops, self.head_dim = build.fused_ops, build.config.head_dim
         dim, width = build.config.d_model, build.config.prompt_embedding_dim
@@ -291,7 +291,7 @@ class CrossAttention(nn.Module):
 class ControlFusion(nn.Module):
     """fc2 silu(fc1_x rms(x) + fc1_c rms(u)); the second product does not depend on x (`term`)."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
         self.fused_ops, dim = build.fused_ops, build.config.d_model
         self.fc1_x, self.fc1_c = build.column(dim, dim, "fc1_x"), build.column(dim, dim, "fc1_c")
@@ -308,8 +308,8 @@ class ControlFusion(nn.Module):
         return out
 
 
-class Block(nn.Module):
-    def __init__(self, build: Build, layer: int) -> None:
+class WaypointBlock(nn.Module):
+    def __init__(self, build: LayerBuilder, layer: int) -> None:
         super().__init__()
         config, self.fused_ops = build.config, build.fused_ops
         dim, hidden, inner = config.d_model, config.mlp_dim, build.under("mlp")
@@ -324,7 +324,7 @@ class Block(nn.Module):
         self,
         x: torch.Tensor,
         first_v: torch.Tensor | None,
-        inputs: Pass,
+        inputs: ForwardInputs,
         modulation_B6D: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (the residual stream [B, T, D], the values of the first layer)."""
@@ -370,7 +370,7 @@ class WaypointTransformer(StageNetwork):
         self.graphs = ForwardGraphs() if cuda_graphs else None
         # few channels; one token
         retained = [f"{prefix}.blocks.*.attn.gate_proj", f"{prefix}.blocks.*.control.fc1_c"]
-        self._build = Build(
+        self._build = LayerBuilder(
             config,
             self.parallel,
             FusedOps.build(compiled),
@@ -390,13 +390,13 @@ class WaypointTransformer(StageNetwork):
         self.requires_grad_(False)
         self.eval()
 
-    def empty_block(self, layer: int) -> Block:
-        return Block(self._build.under(str(layer)), layer)
+    def empty_block(self, layer: int) -> WaypointBlock:
+        return WaypointBlock(self._build.under(str(layer)), layer)
 
     @property
-    def layers(self) -> list[Block]:
+    def layers(self) -> list[WaypointBlock]:
         """This stage's blocks."""
-        return [block for block in self.blocks.values() if isinstance(block, Block)]
+        return [block for block in self.blocks.values() if isinstance(block, WaypointBlock)]
 
     @property
     def layer_range(self) -> range:
@@ -550,7 +550,7 @@ class WaypointTransformer(StageNetwork):
             *(given[f"prompt{n}"] for n, item in enumerate(items) if item.prompt_kv is not None),
             strict=True,
         )
-        inputs = Pass(
+        inputs = ForwardInputs(
             [
                 replace(item, slot=FrameSlot(tokens, keys, item.slot.sets_scales))
                 for item, tokens, keys in placed

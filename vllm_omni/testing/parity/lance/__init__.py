@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 
 from vllm_omni.model_executor.models.lance.config import TASKS, Task
-from vllm_omni.testing.parity.comparison import Report, Scenario, run_scenarios
+from vllm_omni.testing.parity.comparison import ComparisonReport, GoldenScenario, run_scenarios
 from vllm_omni.testing.parity.lance.autoencoder import VAE_WEIGHTS, run_report, run_vae
 from vllm_omni.testing.parity.lance.recorded import WEIGHTS, Bf16Judge, Fp32Judge, ToyModel
 from vllm_omni.testing.parity.lance.stages import compare_tables, compare_text, compare_velocity
 from vllm_omni.testing.parity.lance.tasks import VARIANTS, TaskInputs, compare_packing, compare_task
 
 
-def verify(golden_dir: Path) -> Report:
+def verify(golden_dir: Path) -> ComparisonReport:
     """Run every scenario file of `golden_dir`."""
     return run_scenarios(
         "lance",
@@ -33,7 +33,7 @@ def verify(golden_dir: Path) -> Report:
     )
 
 
-def run_fp32(scenario: Scenario) -> None:
+def run_fp32(scenario: GoldenScenario) -> None:
     model = ToyModel(scenario.directory, "fp32", torch.float32)
     compare_text(scenario, model, Fp32Judge(scenario))
     compare_velocity(scenario, model, Fp32Judge(scenario))
@@ -46,10 +46,10 @@ def run_fp32(scenario: Scenario) -> None:
         compare_task(scenario, model, inputs, variant, Fp32Judge(scenario))
 
 
-def run_bf16(scenario: Scenario) -> None:
+def run_bf16(scenario: GoldenScenario) -> None:
     """Compare final results only. Inputs come from the fp32 recording in the same directory."""
-    inputs_file = Scenario(
-        scenario.directory / "golden_fp32.safetensors", Report("lance", "inputs")
+    inputs_file = GoldenScenario(
+        scenario.directory / "golden_fp32.safetensors", ComparisonReport("lance", "inputs")
     )
     model = ToyModel(scenario.directory, "bf16", torch.bfloat16)
     judge = Bf16Judge(scenario, inputs_file)
@@ -62,7 +62,7 @@ def run_bf16(scenario: Scenario) -> None:
         )
 
 
-def _recorded(scenario: Scenario) -> list[str]:
+def _recorded(scenario: GoldenScenario) -> list[str]:
     prefixes = {name.split(".")[0] for name in scenario.tensors} - {"a", "b", "c"}
     return sorted(prefixes, key=lambda name: (len(name.split("_")), name))
 

@@ -10,13 +10,13 @@ import torch
 from vllm_omni.model_executor.checkpoint.loading import rename
 from vllm_omni.model_executor.layers.collectives.parallel import checkpoint_slots
 from vllm_omni.model_executor.models.lance.network.vae import VAE_RULES, LanceVAEConfig, LanceWanVAE
-from vllm_omni.testing.parity.comparison import Scenario, fill_slots, read_tensors
+from vllm_omni.testing.parity.comparison import GoldenScenario, fill_slots, read_tensors
 from vllm_omni.testing.parity.lance.recorded import VAE, Fp32Judge
 
 VAE_WEIGHTS = "state_dict_vae.safetensors"
 
 
-def run_vae(scenario: Scenario) -> None:
+def run_vae(scenario: GoldenScenario) -> None:
     """Compare encoding and decoding of the recorded clips."""
     weights, _ = read_tensors(scenario.directory / VAE_WEIGHTS)
     vae = LanceWanVAE(
@@ -43,7 +43,7 @@ def run_vae(scenario: Scenario) -> None:
         scenario.compare("decode", vae.decode_video(scenario.get(f"{clip}.z")), expected, VAE)
 
 
-def run_report(scenario: Scenario) -> None:
+def run_report(scenario: GoldenScenario) -> None:
     """Compare the names and shapes of the full-size VAE with the released checkpoint."""
     recorded = json.loads(scenario.path.read_text())
     with torch.device("meta"):

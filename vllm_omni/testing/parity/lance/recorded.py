@@ -21,16 +21,21 @@ from vllm_omni.model_executor.layers.collectives.parallel import checkpoint_slot
 from vllm_omni.model_executor.models.lance.config import LanceConfig, VisionConfig
 from vllm_omni.model_executor.models.lance.network.transformer import LanceNetwork
 from vllm_omni.model_executor.models.lance.network.vision import VisionTower
-from vllm_omni.model_executor.models.lance.tasks.context import ContextSegment, Visuals
+from vllm_omni.model_executor.models.lance.tasks.context import ContextSegment, VisualContents
 from vllm_omni.model_executor.models.lance.tasks.prompt import (
     VISION_END,
     VISION_START,
     PromptTokens,
 )
 from vllm_omni.model_executor.models.lance.tasks.sampling import TokenChoice
-from vllm_omni.model_executor.models.lance.tasks.stepper import Stepper
-from vllm_omni.model_executor.models.lance.tasks.understanding import TextRules, Understanding
-from vllm_omni.testing.parity.comparison import Scenario, check_recorded, fill_slots, read_tensors
+from vllm_omni.model_executor.models.lance.tasks.stepper import BatchStepper
+from vllm_omni.model_executor.models.lance.tasks.understanding import TextRules, UnderstandingChunk
+from vllm_omni.testing.parity.comparison import (
+    GoldenScenario,
+    check_recorded,
+    fill_slots,
+    read_tensors,
+)
 
 _LATENT_SETTINGS = {
     "latent_patch_size": [1, 1, 1],
@@ -91,7 +96,7 @@ class ToyModel:
         }
         fill_slots(slots, weights, WEIGHTS)
         markers = (self.special[VISION_START], self.special[VISION_END])
-        self.stepper = Stepper(self.network, markers, self.config.vocab_size)
+        self.stepper = BatchStepper(self.network, markers, self.config.vocab_size)
 
     @cached_property
     def words(self) -> dict[int, str]:
@@ -121,7 +126,7 @@ class ToyModel:
 class Fp32Judge:
     """Compares a stage with its fp32 recording, if there is one."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: GoldenScenario) -> None:
         self.scenario = scenario
 
     def __call__(
@@ -135,7 +140,7 @@ class Fp32Judge:
 class Bf16Judge:
     """Compares the relative L2 distance of a stage, and tokens as far as bf16 determines them."""
 
-    def __init__(self, scenario: Scenario, fp32: Scenario) -> None:
+    def __init__(self, scenario: GoldenScenario, fp32: GoldenScenario) -> None:
         self.scenario, self.fp32 = scenario, fp32
 
     def __call__(
@@ -172,11 +177,15 @@ def _distance(ours: torch.Tensor, recorded: torch.Tensor) -> float:
 
 
 def greedy(
-    model: ToyModel, context: Sequence[ContextSegment], visuals: Visuals, steps: int, end_token: int
+    model: ToyModel,
+    context: Sequence[ContextSegment],
+    visuals: VisualContents,
+    steps: int,
+    end_token: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode greedily; return the tokens and the logits of each."""
     capacity = sum(placed.segment.length for placed in context) + steps
-    reading = Understanding(
+    reading = UnderstandingChunk(
         cache=model.network.language_model.new_cache(capacity),
         rules=TextRules(TokenChoice(0.0, 1.0), seed=0, max_tokens=steps, end_token=end_token),
         chunk_tokens=steps,

@@ -10,25 +10,27 @@ from vllm_omni.model_executor.models.lance.network.transformer import (
     LancePositionEmbedding3D,
     timestep_features,
 )
-from vllm_omni.model_executor.models.lance.tasks.context import ContextSegment, Visuals
+from vllm_omni.model_executor.models.lance.tasks.context import ContextSegment, VisualContents
 from vllm_omni.model_executor.models.lance.tasks.sampling import flow_timesteps
-from vllm_omni.model_executor.models.lance.tasks.sequence_layout import Segment
-from vllm_omni.testing.parity.comparison import Scenario
+from vllm_omni.model_executor.models.lance.tasks.sequence_layout import SequenceSegment
+from vllm_omni.testing.parity.comparison import GoldenScenario
 from vllm_omni.testing.parity.lance.recorded import STAGE, TABLE, Fp32Judge, Judge, ToyModel, greedy
 
 
-def compare_text(scenario: Scenario, model: ToyModel, judge: Judge) -> None:
+def compare_text(scenario: GoldenScenario, model: ToyModel, judge: Judge) -> None:
     """Compare a text prefill (layers, K/V, logits) and greedy decoding after it."""
     if "a.input_ids" not in scenario:
         return
     ids = scenario.get("a.input_ids").tolist()
     context = [
-        ContextSegment(Segment("text", ids=tuple(ids)), scenario.get("a.position_ids")[:, 0])
+        ContextSegment(
+            SequenceSegment("text", ids=tuple(ids)), scenario.get("a.position_ids")[:, 0]
+        )
     ]
     decoder = model.network.language_model
     cache = decoder.new_cache(len(ids))
     builder = PackBuilder()
-    model.stepper.writer.append_segments(builder, cache, context, Visuals())
+    model.stepper.writer.append_segments(builder, cache, context, VisualContents())
     pack = builder.build()
     for layer in range(model.config.num_layers):
         judge(
@@ -45,13 +47,13 @@ def compare_text(scenario: Scenario, model: ToyModel, judge: Judge) -> None:
     if "a.greedy_tokens" not in scenario:
         return
     steps = len(scenario.get("a.greedy_tokens"))
-    tokens, logits = greedy(model, context, Visuals(), steps + 1, end_token=-1)
+    tokens, logits = greedy(model, context, VisualContents(), steps + 1, end_token=-1)
     judge("text: greedy tokens", tokens[:steps], "a.greedy_tokens", 0.0)
     # recorded after each token was fed
     judge("text: greedy logits", logits[1:], "a.greedy_logits", STAGE)
 
 
-def compare_velocity(scenario: Scenario, model: ToyModel, judge: Judge) -> None:
+def compare_velocity(scenario: GoldenScenario, model: ToyModel, judge: Judge) -> None:
     """Compare one velocity after a short context, stage by stage. The context must not grow."""
     if "b.x_t" not in scenario:
         return
@@ -63,9 +65,11 @@ def compare_velocity(scenario: Scenario, model: ToyModel, judge: Judge) -> None:
     cache = network.language_model.new_cache(len(ids), len(x_t) + 2)
     builder = PackBuilder()
     context = [
-        ContextSegment(Segment("text", ids=tuple(ids)), scenario.get("b.ctx_position_ids")[:, 0])
+        ContextSegment(
+            SequenceSegment("text", ids=tuple(ids)), scenario.get("b.ctx_position_ids")[:, 0]
+        )
     ]
-    writer.append_segments(builder, cache, context, Visuals())
+    writer.append_segments(builder, cache, context, VisualContents())
     network.language_model(builder.build())
 
     size = model.config.max_latent_size
@@ -102,7 +106,7 @@ def _in_order(hidden: Any) -> torch.Tensor:
     return torch.cat((hidden["und"][:1], hidden["gen"], hidden["und"][1:]))
 
 
-def compare_tables(scenario: Scenario, model: ToyModel) -> None:
+def compare_tables(scenario: GoldenScenario, model: ToyModel) -> None:
     """Compare the position table, its indices, timestep features and schedules."""
     config, judge = model.config, Fp32Judge(scenario)
     size = config.max_latent_size

@@ -12,24 +12,27 @@ import torch
 
 from vllm_omni.model_executor.models.lance.config import READING_TASKS, Task
 from vllm_omni.model_executor.models.lance.network.vision import decoder_grid, to_patches
-from vllm_omni.model_executor.models.lance.tasks.context import Visuals, position_segments
+from vllm_omni.model_executor.models.lance.tasks.context import VisualContents, position_segments
 from vllm_omni.model_executor.models.lance.tasks.generation import ImageGeneration, plan_generation
 from vllm_omni.model_executor.models.lance.tasks.prompt import (
     IM_END,
     VISION_END,
     VISION_PAD,
     VISION_START,
-    Prompt,
+    PromptSegments,
     build_prompt,
 )
-from vllm_omni.model_executor.models.lance.tasks.sampling import Guidance, flow_timesteps
+from vllm_omni.model_executor.models.lance.tasks.sampling import (
+    ClassifierFreeGuidance,
+    flow_timesteps,
+)
 from vllm_omni.model_executor.models.lance.tasks.sequence_layout import (
     Grid,
-    Segment,
+    SequenceSegment,
     positions,
     raw_positions,
 )
-from vllm_omni.testing.parity.comparison import Scenario
+from vllm_omni.testing.parity.comparison import GoldenScenario
 from vllm_omni.testing.parity.lance.recorded import (
     LATENT,
     STAGE,
@@ -41,11 +44,11 @@ from vllm_omni.testing.parity.lance.recorded import (
 
 _SHIFT, _SCALE, _INTERVAL = 3.5, 4.0, (0.4, 1.0)
 VARIANTS = {
-    "": Guidance(_SCALE, _INTERVAL, "global", 0.0),
-    "cfg1": Guidance(1.0, _INTERVAL, "global", 0.0),
-    "interval": Guidance(_SCALE, (0.6, 1.0), "global", 0.0),
-    "channel": Guidance(_SCALE, _INTERVAL, "channel", 0.0),
-    "norenorm": Guidance(_SCALE, _INTERVAL, "none", 0.0),
+    "": ClassifierFreeGuidance(_SCALE, _INTERVAL, "global", 0.0),
+    "cfg1": ClassifierFreeGuidance(1.0, _INTERVAL, "global", 0.0),
+    "interval": ClassifierFreeGuidance(_SCALE, (0.6, 1.0), "global", 0.0),
+    "channel": ClassifierFreeGuidance(_SCALE, _INTERVAL, "channel", 0.0),
+    "norenorm": ClassifierFreeGuidance(_SCALE, _INTERVAL, "none", 0.0),
 }
 """Guidance of the recorded variants of a task, which the recordings do not contain."""
 
@@ -56,7 +59,7 @@ class TaskInputs:
 
     task: Task
     """The task."""
-    prompt: Prompt
+    prompt: PromptSegments
     """Prompt, built from the recorded text."""
     vit_grid: Grid | None
     """Grid of the vision tower's output, if the task has a visual input."""
@@ -66,11 +69,11 @@ class TaskInputs:
     """Initial noise. None for understanding tasks."""
     first_frame: torch.Tensor | None
     """Latents of the given first frame, if there is one."""
-    visuals: Visuals
+    visuals: VisualContents
     """Embeddings of the visual inputs."""
 
     @classmethod
-    def read_scenario(cls, scenario: Scenario, model: ToyModel, task: Task) -> "TaskInputs":
+    def read_scenario(cls, scenario: GoldenScenario, model: ToyModel, task: Task) -> "TaskInputs":
         ids = scenario.get(f"{task}.packed_text_ids").tolist()
         vit_grid = reference = noise = first_frame = None
         rows = None
@@ -98,12 +101,12 @@ class TaskInputs:
             reference=None if reference is None else tuple(reference.shape[:3]),  # type: ignore[arg-type]
             noise=target,  # type: ignore[arg-type]
         )
-        visuals = Visuals(rows, None if reference is None else reference.flatten(0, 2))
+        visuals = VisualContents(rows, None if reference is None else reference.flatten(0, 2))
         return cls(task, prompt, vit_grid, reference, noise, first_frame, visuals)
 
 
 def _texts(
-    scenario: Scenario, model: ToyModel, task: Task, ids: list[int]
+    scenario: GoldenScenario, model: ToyModel, task: Task, ids: list[int]
 ) -> tuple[str, str | None]:
     """Return the text of the user and, for understanding tasks, the system prompt.
 
@@ -120,7 +123,7 @@ def _texts(
     return model.text(user), model.text(ids[3 : ids.index(end)])
 
 
-def compare_packing(scenario: Scenario, model: ToyModel, inputs: TaskInputs) -> None:
+def compare_packing(scenario: GoldenScenario, model: ToyModel, inputs: TaskInputs) -> None:
     """Compare token ids, modalities, splits, positions and masks, which must be equal."""
     task = inputs.task
 
@@ -133,7 +136,7 @@ def compare_packing(scenario: Scenario, model: ToyModel, inputs: TaskInputs) -> 
             )
 
     understanding = task in READING_TASKS
-    closing = Segment("text", ids=(model.special[IM_END],))
+    closing = SequenceSegment("text", ids=(model.special[IM_END],))
     cond = [*inputs.prompt.cond] if understanding else [*inputs.prompt.cond, closing]
     ids = [number for segment in cond for number in _ids(segment, model)]
     if understanding:
@@ -183,14 +186,14 @@ def compare_packing(scenario: Scenario, model: ToyModel, inputs: TaskInputs) -> 
             judge(f"{task}: patches", patches, f"{task}.vit_pixels", 0.0)
 
 
-def _ids(segment: Segment, model: ToyModel) -> list[int]:
+def _ids(segment: SequenceSegment, model: ToyModel) -> list[int]:
     if segment.kind == "text":
         return list(segment.ids)
     pad = model.special[VISION_PAD]
     return [model.special[VISION_START], *([pad] * segment.num_cells), model.special[VISION_END]]
 
 
-def _grids(inputs: TaskInputs, blocks: Sequence[Segment]) -> list[Grid]:
+def _grids(inputs: TaskInputs, blocks: Sequence[SequenceSegment]) -> list[Grid]:
     """Return the grids in the original's units: patches, and latents with both sides doubled."""
     vision = (
         []
@@ -201,7 +204,7 @@ def _grids(inputs: TaskInputs, blocks: Sequence[Segment]) -> list[Grid]:
 
 
 def compare_task(
-    scenario: Scenario, model: ToyModel, inputs: TaskInputs, variant: str, judge: Judge
+    scenario: GoldenScenario, model: ToyModel, inputs: TaskInputs, variant: str, judge: Judge
 ) -> None:
     if inputs.task in READING_TASKS:
         _compare_text(scenario, model, inputs, judge)
@@ -213,7 +216,7 @@ def compare_task(
 
 
 def _compare_generation(
-    scenario: Scenario,
+    scenario: GoldenScenario,
     model: ToyModel,
     inputs: TaskInputs,
     variant: str,
@@ -273,7 +276,7 @@ def _compare_generation(
     )
 
 
-def _num_steps(scenario: Scenario, task: Task) -> int:
+def _num_steps(scenario: GoldenScenario, task: Task) -> int:
     """Return the number of denoise steps of a task, from its recorded `x_t`."""
     steps = max(
         sum(name.startswith(f"{task}.{path}.x_t") for name in scenario.tensors)
@@ -284,7 +287,9 @@ def _num_steps(scenario: Scenario, task: Task) -> int:
     return steps
 
 
-def _compare_text(scenario: Scenario, model: ToyModel, inputs: TaskInputs, judge: Judge) -> None:
+def _compare_text(
+    scenario: GoldenScenario, model: ToyModel, inputs: TaskInputs, judge: Judge
+) -> None:
     context = position_segments(inputs.prompt.cond, positions(inputs.prompt.cond))
     for path in ("kv", "nokv"):
         name = f"{inputs.task}.{path}"
@@ -296,7 +301,7 @@ def _compare_text(scenario: Scenario, model: ToyModel, inputs: TaskInputs, judge
         judge(f"{inputs.task}: logits ({path})", logits, f"{name}.logits", STAGE)
 
 
-def attention_allowed(segments: Sequence[Segment]) -> torch.Tensor:
+def attention_allowed(segments: Sequence[SequenceSegment]) -> torch.Tensor:
     """Return the dense attention mask, bool [S, S], query by key."""
     owner = torch.cat(
         [torch.full((segment.length,), index) for index, segment in enumerate(segments)]

@@ -27,7 +27,7 @@ from vllm_omni.session_files.snapshot import (
     UNSEEN,
     ModelIdentity,
     OpenSnapshot,
-    Parallel,
+    ParallelLayout,
     RankDescription,
     check_fits,
     describe,
@@ -247,7 +247,7 @@ def model_identity(
     return ModelIdentity(
         family=hf_config.omni_family,
         config=hashlib.sha256(text.encode()).hexdigest(),
-        parallel=Parallel(
+        parallel=ParallelLayout(
             parallel.tensor_parallel_size,
             parallel.pipeline_parallel_size,
             bool(options.get("sequence_parallel", False)),

@@ -26,7 +26,7 @@ from vllm_omni.model_executor.models.causal_wan.checkpoint.releases import (
     OTHER,
     RELEASES,
     STATE_KEYS,
-    Release,
+    PublishedNetwork,
     find_release,
     find_unnamed,
 )
@@ -61,7 +61,7 @@ class CheckpointLayout(WanComponents):
 
     kind: Literal["original", "diffusers"]
     """The layout."""
-    origin: Release
+    origin: PublishedNetwork
     """The release that the checkpoint belongs to."""
     lora: Path | None
     """LoRA that is merged into the transformer at load time. None: no LoRA."""

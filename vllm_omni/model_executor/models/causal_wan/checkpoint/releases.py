@@ -21,7 +21,7 @@ LORA_KEYS = ("generator_lora",)
 
 
 @dataclass(frozen=True)
-class Release:
+class PublishedNetwork:
     """One published network."""
 
     download_name: str
@@ -52,11 +52,11 @@ class Release:
         return next((root / name for name in self.loras if (root / name).is_file()), None)
 
 
-OTHER = Release("causal_wan", ())
+OTHER = PublishedNetwork("causal_wan", ())
 """A network under any other file name, or in diffusers' folders."""
 
 RELEASES = (
-    Release(
+    PublishedNetwork(
         "causal_wan",  # Self-Forcing
         (
             "checkpoints/self_forcing_dmd.pt",
@@ -64,18 +64,20 @@ RELEASES = (
             "self_forcing_dmd.pt",
         ),
     ),
-    Release(
+    PublishedNetwork(
         "causvid",
         ("autoregressive_checkpoint/model.pt",),
         options={"denoising_steps": [1000.0, 757.0, 522.0]},
         shift=8.0,
         warps_steps=False,
     ),
-    Release("causvid_4_steps", ("autoregressive_checkpoint_warp_4step_cfg2/model.pt",), shift=8.0),
-    Release(
+    PublishedNetwork(
+        "causvid_4_steps", ("autoregressive_checkpoint_warp_4step_cfg2/model.pt",), shift=8.0
+    ),
+    PublishedNetwork(
         "stream_diffusion_v2", ("wan_causal_dmd_v2v/model.pt", "wan_causal_dmd_v2v_14b/model.pt")
     ),
-    Release(
+    PublishedNetwork(
         "longlive",
         ("models/longlive_base.pt", "longlive_base.pt"),
         # the release's code evaluates the network itself, not its average
@@ -85,21 +87,21 @@ RELEASES = (
         limits="a new prompt leaves the K/V of earlier frames as they are "
         "(omni.model.prompt_switch: recompute)",
     ),
-    Release(
+    PublishedNetwork(
         "krea_realtime_14b",
         ("krea-realtime-video-14b.safetensors", "checkpoints/krea-realtime-video-14b.safetensors"),
         transformer={"local_attn_size": 6, "sink_size": 0, "num_frame_per_block": 3},
         limits="the K/V of the window are not recomputed from re-encoded frames, and attention to "
         "them has no bias",
     ),
-    Release(
+    PublishedNetwork(
         "reward_forcing",
         ("rewardforcing.pt", "checkpoints/rewardforcing.pt"),
         transformer={"local_attn_size": 12, "sink_size": 3, "num_frame_per_block": 3},
         limits="sinks stay as they were made; frames that leave the window are not averaged "
         "into them",
     ),
-    Release(
+    PublishedNetwork(
         "rolling_forcing",
         ("checkpoints/rolling_forcing_dmd.pt", "rolling_forcing_dmd.pt"),
         transformer={"local_attn_size": 21, "sink_size": 3, "num_frame_per_block": 3},
@@ -111,7 +113,7 @@ RELEASES = (
 """All releases. The names in `files` are distinct, so the order does not matter."""
 
 
-def find_release(root: Path) -> tuple[Release, Path] | None:
+def find_release(root: Path) -> tuple[PublishedNetwork, Path] | None:
     """Return the release with its network in `root`, and that file; None if there is none."""
     for release in RELEASES:
         if (position := release.find(root)) is not None:
@@ -129,6 +131,6 @@ def find_unnamed(root: Path) -> Path | None:
     return None
 
 
-def release_named(name: str) -> Release:
+def release_named(name: str) -> PublishedNetwork:
     """Return the release with this `download_name`."""
     return next((release for release in RELEASES if release.download_name == name), OTHER)

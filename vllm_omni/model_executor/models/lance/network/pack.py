@@ -90,7 +90,7 @@ def padded_capacity(tokens: int) -> int:
 
 
 @dataclass(frozen=True)
-class Store:
+class CacheWrite:
     """Write the keys and values of `tokens` into `cache` from slot `start` on."""
 
     expert: Expert
@@ -104,7 +104,7 @@ class Store:
 
 
 @dataclass(frozen=True)
-class Attend:
+class CacheAttention:
     """Attention of `tokens` to a cache."""
 
     expert: Expert
@@ -120,16 +120,16 @@ class Attend:
 
 
 @dataclass(frozen=True)
-class Pack:
+class TokenPack:
     """Tokens of one forward pass of `Qwen2MoTForCausalLM`. An expert without tokens is missing."""
 
     embeds: dict[Expert, torch.Tensor]
     """Embeddings [T, D] of each expert's tokens."""
     rope: dict[Expert, tuple[torch.Tensor, torch.Tensor]]
     """Rotary tables (cos_TC, sin_TC), fp32."""
-    stores: list[Store]
+    stores: list[CacheWrite]
     """Writes to caches, in every layer."""
-    attends: list[Attend]
+    attends: list[CacheAttention]
     """Attention calls, in every layer."""
     seen: dict[BranchCache, torch.Tensor]
     """For each cache whose block is attended to: 0 and the number of slots of block and context,
@@ -164,8 +164,8 @@ class PackBuilder:
         default_factory=lambda: {"und": [], "gen": []}
     )
     counts: dict[Expert, int] = field(default_factory=lambda: {"und": 0, "gen": 0})
-    stores: list[Store] = field(default_factory=list)
-    attends: list[Attend] = field(default_factory=list)
+    stores: list[CacheWrite] = field(default_factory=list)
+    attends: list[CacheAttention] = field(default_factory=list)
     seen: dict[BranchCache, torch.Tensor] = field(default_factory=dict)
 
     def add_tokens(
@@ -184,15 +184,15 @@ class PackBuilder:
         self.counts[expert] = tokens.stop
         self.embeds[expert].append(embeds_TD)
         self.rope[expert].append(rope)
-        self.stores.append(Store(expert, tokens, cache, start))
+        self.stores.append(CacheWrite(expert, tokens, cache, start))
         return tokens
 
     def attend_to_block(
         self, expert: Expert, tokens: slice, cache: BranchCache, seen: torch.Tensor
     ) -> None:
-        """Let tokens attend to a cache's block and context. seen: see `Pack`."""
+        """Let tokens attend to a cache's block and context. seen: see `TokenPack`."""
         self.seen[cache] = seen
-        self.attends.append(Attend(expert, tokens, cache, None))
+        self.attends.append(CacheAttention(expert, tokens, cache, None))
 
     def attend(
         self, expert: Expert, tokens: slice, cache: BranchCache, keys: int, *, causal: bool
@@ -211,19 +211,19 @@ class PackBuilder:
             and last.keys is not None
             and last.keys + tokens.stop - tokens.start == keys
         ):
-            self.attends[-1] = Attend(
+            self.attends[-1] = CacheAttention(
                 expert, slice(last.tokens.start, tokens.stop), cache, keys, causal=True
             )
             return
-        self.attends.append(Attend(expert, tokens, cache, keys, causal))
+        self.attends.append(CacheAttention(expert, tokens, cache, keys, causal))
 
     @property
     def empty(self) -> bool:
         return not self.attends
 
-    def build(self) -> Pack:
+    def build(self) -> TokenPack:
         present: list[Expert] = [expert for expert, count in self.counts.items() if count]
-        return Pack(
+        return TokenPack(
             embeds={expert: torch.cat(self.embeds[expert]) for expert in present},
             rope={
                 expert: (

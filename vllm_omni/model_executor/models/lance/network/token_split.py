@@ -23,7 +23,7 @@ from vllm_omni.model_executor.layers.collectives.head_all_to_all import (
 )
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.lance.config import LanceConfig
-from vllm_omni.model_executor.models.lance.network.pack import Expert, Pack
+from vllm_omni.model_executor.models.lance.network.pack import Expert, TokenPack
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 
@@ -88,7 +88,7 @@ class TokenSplit:
         """K/V heads in this rank's caches."""
         return self._kv_heads
 
-    def own(self, pack: Pack) -> tuple[dict[Expert, torch.Tensor], dict[Expert, Rope]]:
+    def own(self, pack: TokenPack) -> tuple[dict[Expert, torch.Tensor], dict[Expert, Rope]]:
         """Return this rank's embeddings and rotations."""
         if not self.active or "gen" not in pack.embeds:
             return dict(pack.embeds), dict(pack.rope)

@@ -2,8 +2,8 @@
 """`Qwen2MoTForCausalLM`: a Qwen2.5-VL decoder with two experts, and the projections of latents.
 
 The expert `und` computes text, vision tokens and block markers, and `gen` latent tokens. Both
-attend to each other. A `Pack` (`pack.py`) describes the tokens of one forward pass. Parameters have
-their checkpoint names (`layers.N.self_attn.q_proj[_moe_gen].weight`, ...); each rank loads its
+attend to each other. A `TokenPack` (`pack.py`) describes the tokens of one forward pass. Parameters
+have their checkpoint names (`layers.N.self_attn.q_proj[_moe_gen].weight`, ...); each rank loads its
 heads and columns. Maths: bytedance/Lance, modeling/lance. Tests: the golden files and
 tests/model_executor/models/lance/test_lance_transformer.py."""
 
@@ -44,7 +44,7 @@ from vllm_omni.model_executor.models.lance.config import (
     LanceConfig,
 )
 from vllm_omni.model_executor.models.lance.network.fused_ops import FusedOps
-from vllm_omni.model_executor.models.lance.network.pack import BranchCache, Expert, Pack
+from vllm_omni.model_executor.models.lance.network.pack import BranchCache, Expert, TokenPack
 from vllm_omni.model_executor.models.lance.network.token_split import (
     HeadShare,
     Rope,
@@ -138,13 +138,13 @@ class MoTLayer(nn.Module):
         return self.und if name == "und" else self.gen
 
 
-class Norm(nn.Module):
+class NormWeight(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.weight = _empty(dim)
 
 
-class Weight(nn.Module):
+class LinearWeight(nn.Module):
     """A linear layer with a weight [rows, columns] and an optional bias."""
 
     def __init__(self, rows: int, columns: int, bias: bool = False) -> None:
@@ -165,18 +165,19 @@ class Qwen2MoTModel(nn.Module):
         prefix: str,
     ) -> None:
         super().__init__()
-        self.embed_tokens = Weight(config.vocab_size, config.hidden_size)
+        self.embed_tokens = LinearWeight(config.vocab_size, config.hidden_size)
         made = (
             MoTLayer(config, parallel, quant_config, f"{prefix}.layers.{index}")
             for index in range(config.num_layers)
         )
         self.layers = nn.ModuleList(get_offloader().wrap_modules(made))
-        self.norm = Norm(config.hidden_size)
-        self.norm_moe_gen = Norm(config.hidden_size)
+        self.norm = NormWeight(config.hidden_size)
+        self.norm_moe_gen = NormWeight(config.hidden_size)
 
 
 class Qwen2MoTForCausalLM(nn.Module):
-    """The decoder. `forward` runs one `Pack`; text logits and embeddings are separate calls."""
+    """The decoder. `forward` runs one `TokenPack`; text logits and embeddings are separate
+    calls."""
 
     def __init__(
         self,
@@ -191,7 +192,7 @@ class Qwen2MoTForCausalLM(nn.Module):
         self.model = Qwen2MoTModel(
             config, self.parallel, LinearPrecision(quantization), "language_model.model"
         )
-        self.lm_head = Weight(config.vocab_size, config.hidden_size)
+        self.lm_head = LinearWeight(config.vocab_size, config.hidden_size)
         self._split = TokenSplit(config, self.parallel)
         self._fused_ops: dict[Expert, FusedOps] = {
             "und": FusedOps.build(False),
@@ -244,7 +245,7 @@ class Qwen2MoTForCausalLM(nn.Module):
         matrix belong to no token."""
         return functional.linear(hidden_TD, self.lm_head.weight[:num_tokens]).float()
 
-    def forward(self, pack: Pack) -> dict[Expert, torch.Tensor]:
+    def forward(self, pack: TokenPack) -> dict[Expert, torch.Tensor]:
         """Run all layers and return each expert's hidden states after the final norm, [T, D].
 
         Collective if there are several ranks.
@@ -261,7 +262,9 @@ class Qwen2MoTForCausalLM(nn.Module):
             for name, rows in x.items()
         }
 
-    def hidden_states(self, pack: Pack, layers: int | None = None) -> dict[Expert, torch.Tensor]:
+    def hidden_states(
+        self, pack: TokenPack, layers: int | None = None
+    ) -> dict[Expert, torch.Tensor]:
         """Run the first `layers` layers (None: all) and return the residual stream of each expert's
         tokens."""
         x, rope = self._split.own(pack)
@@ -278,7 +281,7 @@ class Qwen2MoTForCausalLM(nn.Module):
         x: dict[Expert, torch.Tensor],
         updates: dict[Expert, torch.Tensor],
         ropes: Mapping[Expert, Rope],
-        pack: Pack,
+        pack: TokenPack,
     ) -> None:
         """Run one layer and replace the entries of `x`.
 
@@ -351,15 +354,15 @@ class TimeEmbedder(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         first, second = (
-            Weight(width, TIMESTEP_FREQUENCIES, bias=True),
-            Weight(width, width, bias=True),
+            LinearWeight(width, TIMESTEP_FREQUENCIES, bias=True),
+            LinearWeight(width, width, bias=True),
         )
         self.mlp = nn.ModuleDict({"0": first, "2": second})
 
     def forward(self, timesteps_S: torch.Tensor) -> torch.Tensor:
         """Embed fp32 timesteps [S] as [S, width] in the dtype of the weights."""
         first = self.mlp["0"]
-        assert isinstance(first, Weight)
+        assert isinstance(first, LinearWeight)
         features = timestep_features(timesteps_S).to(first.weight.dtype)
         out: torch.Tensor = self.mlp["2"](functional.silu(first(features)))
         return out
@@ -448,8 +451,8 @@ class LanceNetwork(nn.Module):
         self.config = config
         self.language_model = Qwen2MoTForCausalLM(config, parallel, compiled, quantization)
         self.time_embedder = TimeEmbedder(width)
-        self.vae2llm = Weight(width, LATENT_CHANNELS, bias=True)
-        self.llm2vae = Weight(LATENT_CHANNELS, width, bias=True)
+        self.vae2llm = LinearWeight(width, LATENT_CHANNELS, bias=True)
+        self.llm2vae = LinearWeight(LATENT_CHANNELS, width, bias=True)
         self.latent_pos_embed = LancePositionEmbedding3D(
             width, config.max_latent_frames, config.max_latent_size, stored_positions
         )

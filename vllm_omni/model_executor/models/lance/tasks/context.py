@@ -12,7 +12,7 @@ import torch
 
 from vllm_omni.model_executor.models.lance.network.pack import BranchCache, PackBuilder
 from vllm_omni.model_executor.models.lance.network.transformer import LanceNetwork
-from vllm_omni.model_executor.models.lance.tasks.sequence_layout import Segment, rope_tables
+from vllm_omni.model_executor.models.lance.tasks.sequence_layout import SequenceSegment, rope_tables
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 
@@ -21,14 +21,14 @@ Rope = tuple[torch.Tensor, torch.Tensor]
 class ContextSegment:
     """A segment and its token positions."""
 
-    segment: Segment
+    segment: SequenceSegment
     """The segment."""
     positions_3T: torch.Tensor
     """int64 [3, length]."""
 
 
 @dataclass(frozen=True)
-class Visuals:
+class VisualContents:
     """Content of the visual blocks of a context."""
 
     vit: torch.Tensor | None = None
@@ -83,7 +83,7 @@ class ContextWriter:
         builder: PackBuilder,
         cache: BranchCache,
         context: Sequence[ContextSegment],
-        visuals: Visuals,
+        visuals: VisualContents,
     ) -> slice | None:
         """Append `context` to `cache`; return the range of the last text run among the `und`
         tokens."""
@@ -122,7 +122,7 @@ class ContextWriter:
 
     def seen(self, cache: BranchCache) -> torch.Tensor:
         """Return how much of its finished context and of itself a block sees, in the form of
-        `Pack.seen`."""
+        `TokenPack.seen`."""
         return torch.tensor([0, cache.end], dtype=torch.int32, device=self.device)
 
     def add_block(
@@ -156,7 +156,7 @@ class ContextWriter:
 
 
 def position_segments(
-    segments: Sequence[Segment], positions: Sequence[torch.Tensor]
+    segments: Sequence[SequenceSegment], positions: Sequence[torch.Tensor]
 ) -> list[ContextSegment]:
     return [
         ContextSegment(segment, where) for segment, where in zip(segments, positions, strict=True)

@@ -29,14 +29,14 @@ from vllm_omni.model_executor.models.lance.tasks.context import (
     ContextSegment,
     ContextWriter,
     Rope,
-    Visuals,
+    VisualContents,
     position_segments,
 )
-from vllm_omni.model_executor.models.lance.tasks.prompt import Prompt
-from vllm_omni.model_executor.models.lance.tasks.sampling import Guidance
+from vllm_omni.model_executor.models.lance.tasks.prompt import PromptSegments
+from vllm_omni.model_executor.models.lance.tasks.sampling import ClassifierFreeGuidance
 from vllm_omni.model_executor.models.lance.tasks.sequence_layout import (
     Grid,
-    Segment,
+    SequenceSegment,
     block_positions,
     positions,
 )
@@ -82,7 +82,9 @@ class GenerationPlan:
 
 
 def plan_generation(
-    prompt: Prompt, uncond_positions: Literal["cond", "own"], noise_before_text: bool = False
+    prompt: PromptSegments,
+    uncond_positions: Literal["cond", "own"],
+    noise_before_text: bool = False,
 ) -> GenerationPlan:
     """Place the contexts of a prompt.
 
@@ -128,9 +130,9 @@ class ImageGeneration:
 
     plan: GenerationPlan
     """Positions of all tokens."""
-    visuals: Visuals
+    visuals: VisualContents
     """Embeddings of the reference; cleared after the contexts are written."""
-    guidance: Guidance
+    guidance: ClassifierFreeGuidance
     """Classifier-free guidance."""
     timesteps: torch.Tensor
     """`num_steps` + 1 timesteps from 1 to 0."""
@@ -201,7 +203,7 @@ class ImageGeneration:
             )
         if self.unseen:
             self.unseen[0].length = 0
-            writer.append_segments(builder, self.unseen[0], self.plan.unseen, Visuals())
+            writer.append_segments(builder, self.unseen[0], self.plan.unseen, VisualContents())
 
     def finish_context(self, writer: ContextWriter) -> None:
         """Prepare the inputs of all denoise steps, after the second pass."""
@@ -259,7 +261,7 @@ class ImageGeneration:
         if self.prefilled:
             self._euler()
         else:
-            self.visuals = Visuals()
+            self.visuals = VisualContents()
         self.step += 1
 
     def _euler(self) -> None:
@@ -285,7 +287,7 @@ def _length(context: Sequence[ContextSegment]) -> int:
     return sum(placed.segment.length for placed in context)
 
 
-def _common(first: Sequence[Segment], second: Sequence[Segment]) -> int:
+def _common(first: Sequence[SequenceSegment], second: Sequence[SequenceSegment]) -> int:
     """Return how many leading segments both sequences share."""
     count = 0
     for one, other in zip(first, second, strict=False):

@@ -19,7 +19,7 @@ from typing import Literal
 from tokenizers import Tokenizer
 
 from vllm_omni.model_executor.models.lance.config import READING_TASKS, LanceOptions, Task
-from vllm_omni.model_executor.models.lance.tasks.sequence_layout import Grid, Segment
+from vllm_omni.model_executor.models.lance.tasks.sequence_layout import Grid, SequenceSegment
 
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
@@ -76,7 +76,7 @@ class PromptTokens:
 
 
 @dataclass(frozen=True)
-class Message:
+class ConversationMessage:
     """One message of a conversation before the question."""
 
     role: Literal["user", "assistant"]
@@ -86,14 +86,14 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptSegments:
     """Segments of one request. A noise block, if any, is the last segment of each sequence."""
 
-    cond: tuple[Segment, ...]
+    cond: tuple[SequenceSegment, ...]
     """All segments."""
-    uncond: tuple[Segment, ...]
+    uncond: tuple[SequenceSegment, ...]
     """Without the user's text. Empty for understanding requests."""
-    unseen: tuple[Segment, ...] = ()
+    unseen: tuple[SequenceSegment, ...] = ()
     """Without the image or video."""
 
 
@@ -116,9 +116,9 @@ def build_prompt(
     reference: Grid | None = None,
     noise: Grid | None = None,
     served: LanceOptions = _ORIGINAL,
-    messages: Sequence[Message] = (),
+    messages: Sequence[ConversationMessage] = (),
     image_message: int | None = None,
-) -> Prompt:
+) -> PromptSegments:
     """Return a request's segments. Grids are (T, h, w) in decoder tokens.
 
     Args:
@@ -142,22 +142,22 @@ def build_prompt(
         *(encode if system_prompt is None else tokens.encode_user)(system),
     )
     if messages:
-        said = [*messages, Message("user", user_text)]
+        said = [*messages, ConversationMessage("user", user_text)]
         return _conversation(
             opening, said, tokens, vit, len(messages) if image_message is None else image_message
         )
     prefix = _text((*opening, *encode(f"{IM_END}\n{IM_START}user\n")))
     context = [prefix]
     if vit is not None:
-        context.append(Segment("vit", grid=vit))
+        context.append(SequenceSegment("vit", grid=vit))
     if reference is not None:
-        context.append(Segment("reference", grid=reference))
+        context.append(SequenceSegment("reference", grid=reference))
     user = _text(tokens.encode_user(user_text), user=True)
     separator = _text(encode(f"{IM_END}\n{IM_START}assistant\n{IM_END * wrapped}"))
-    block = [] if noise is None else [Segment("noise", grid=noise)]
+    block = [] if noise is None else [SequenceSegment("noise", grid=noise)]
     if task in READING_TASKS:
         joined = _text((*user.ids, *separator.ids))
-        return Prompt((*context, joined), ())
+        return PromptSegments((*context, joined), ())
     negative = (
         [] if not negative_prompt else [_text(tokens.encode_user(negative_prompt), user=True)]
     )
@@ -166,31 +166,31 @@ def build_prompt(
         bare = task == "t2i" and not negative
         uncond = [] if bare else [_text(encode(IM_START)), *negative, _text(encode(IM_END))]
     unseen = (prefix, user, separator, *block)
-    return Prompt((*context, user, separator, *block), (*uncond, *block), unseen)
+    return PromptSegments((*context, user, separator, *block), (*uncond, *block), unseen)
 
 
 def _conversation(
     first: Sequence[int],
-    messages: Sequence[Message],
+    messages: Sequence[ConversationMessage],
     tokens: PromptTokens,
     vit: Grid | None,
     image_message: int,
-) -> Prompt:
+) -> PromptSegments:
     """Return the tokens of several messages, each in the template; the image precedes the text of
     its message."""
     segments, ids = [], list(first)
     for number, turn in enumerate(messages):
         ids += tokens.encode_template(f"{IM_END}\n{IM_START}{turn.role}\n")
         if vit is not None and number == image_message:
-            segments += [_text(ids), Segment("vit", grid=vit)]
+            segments += [_text(ids), SequenceSegment("vit", grid=vit)]
             ids = []
         ids += tokens.encode_user(turn.text)
     ids += tokens.encode_template(f"{IM_END}\n{IM_START}assistant\n")
-    return Prompt((*segments, _text(ids)), ())
+    return PromptSegments((*segments, _text(ids)), ())
 
 
-def _text(ids: Sequence[int], user: bool = False) -> Segment:
-    return Segment("text", ids=tuple(ids), user=user)
+def _text(ids: Sequence[int], user: bool = False) -> SequenceSegment:
+    return SequenceSegment("text", ids=tuple(ids), user=user)
 
 
 class LanceTokenizer:

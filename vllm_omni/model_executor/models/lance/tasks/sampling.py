@@ -21,7 +21,7 @@ def flow_timesteps(num_steps: int, shift: float) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Guidance:
+class ClassifierFreeGuidance:
     """Classifier-free guidance of one generated image or video.
 
     It applies to steps with low < t <= high if a scale is above 1.

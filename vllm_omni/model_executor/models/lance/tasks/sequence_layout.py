@@ -28,7 +28,7 @@ Grid = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Segment:
+class SequenceSegment:
     """A text run or a visual block."""
 
     kind: Kind
@@ -63,7 +63,7 @@ class Segment:
         return {"vit": 4, "reference": 2, "noise": 1}[self.kind]
 
 
-def raw_positions(segments: Sequence[Segment]) -> list[torch.Tensor]:
+def raw_positions(segments: Sequence[SequenceSegment]) -> list[torch.Tensor]:
     """Return each segment's positions, int64 [3, length], by the counter alone."""
     counter, result = 0, []
     for segment in segments:
@@ -77,7 +77,9 @@ def raw_positions(segments: Sequence[Segment]) -> list[torch.Tensor]:
     return result
 
 
-def positions(segments: Sequence[Segment], *, anchor_vit: bool | None = None) -> list[torch.Tensor]:
+def positions(
+    segments: Sequence[SequenceSegment], *, anchor_vit: bool | None = None
+) -> list[torch.Tensor]:
     """Return each segment's final positions, int64 [3, length].
 
     `anchor_vit` starts vision blocks at time 1000. None: exactly if the sequence has a reference

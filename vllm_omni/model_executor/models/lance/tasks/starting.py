@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Create the `ImageGeneration` or `Understanding` of a checked request: encode references, assign
-positions, sample noise and allocate caches.
+"""Create the `ImageGeneration` or `UnderstandingChunk` of a checked request: encode references,
+assign positions, sample noise and allocate caches.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import torch
 from vllm_omni.model_executor.device_async import StageTimer
 from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.models.lance.config import EDIT_TASKS, LanceOptions
-from vllm_omni.model_executor.models.lance.media import Preset, for_vae, for_vit
+from vllm_omni.model_executor.models.lance.media import SizePreset, for_vae, for_vit
 from vllm_omni.model_executor.models.lance.network.pack import BranchCache
 from vllm_omni.model_executor.models.lance.network.transformer import LanceNetwork
 from vllm_omni.model_executor.models.lance.network.vae import LanceWanVAE, to_tokens
@@ -22,19 +22,19 @@ from vllm_omni.model_executor.models.lance.network.vision import (
 )
 from vllm_omni.model_executor.models.lance.request import GenerationInputs, UnderstandingInputs
 from vllm_omni.model_executor.models.lance.state import TextReply
-from vllm_omni.model_executor.models.lance.tasks.context import Visuals, position_segments
+from vllm_omni.model_executor.models.lance.tasks.context import VisualContents, position_segments
 from vllm_omni.model_executor.models.lance.tasks.generation import ImageGeneration, plan_generation
 from vllm_omni.model_executor.models.lance.tasks.prompt import IM_END, LanceTokenizer, build_prompt
 from vllm_omni.model_executor.models.lance.tasks.sampling import flow_timesteps
 from vllm_omni.model_executor.models.lance.tasks.sequence_layout import Grid, positions
-from vllm_omni.model_executor.models.lance.tasks.understanding import TextRules, Understanding
+from vllm_omni.model_executor.models.lance.tasks.understanding import TextRules, UnderstandingChunk
 from vllm_omni.model_executor.schedules import noise_seed, standard_normal
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.seeds import nth_seed
 
 
 @dataclass(frozen=True)
-class Starter:
+class RequestStarter:
     """The parts of a `Lance` that run before a request's first step."""
 
     tokenizer: LanceTokenizer
@@ -78,7 +78,9 @@ class Starter:
                 rows, vit = self._see(source, inputs.preset, timer)
             with timer.stage("reference"):
                 encoded = to_tokens(self._encode(for_vae(source, inputs.size), inputs.seed))
-        visuals, first = (Visuals(rows, encoded), None) if reads_source else (Visuals(), encoded)
+        visuals, first = (
+            (VisualContents(rows, encoded), None) if reads_source else (VisualContents(), encoded)
+        )
         prompt = build_prompt(
             inputs.task,
             self.tokenizer.tokens,
@@ -131,7 +133,7 @@ class Starter:
 
     def start_understanding(
         self, inputs: UnderstandingInputs, chunk_tokens: int | None, timer: StageTimer
-    ) -> Understanding:
+    ) -> UnderstandingChunk:
         """Start an understanding request.
 
         Args:
@@ -155,7 +157,7 @@ class Starter:
         anchored = self.options.choices.understanding_vit_time == "origin"
         context = position_segments(prompt.cond, positions(prompt.cond, anchor_vit=anchored))
         prompt_tokens = sum(placed.segment.length for placed in context)
-        return Understanding(
+        return UnderstandingChunk(
             cache=self.network.language_model.new_cache(prompt_tokens + inputs.max_tokens),
             rules=TextRules(
                 choice=inputs.choice,
@@ -166,7 +168,7 @@ class Starter:
             ),
             chunk_tokens=inputs.max_tokens if chunk_tokens is None else chunk_tokens,
             context=context,
-            visuals=Visuals(rows),
+            visuals=VisualContents(rows),
             prompt_tokens=prompt_tokens,
         )
 
@@ -178,7 +180,7 @@ class Starter:
         return self.vae.encode_video(pixels_CTHW.unsqueeze(0), generator)[0]
 
     def _see(
-        self, source: torch.Tensor, preset: Preset | None, timer: StageTimer
+        self, source: torch.Tensor, preset: SizePreset | None, timer: StageTimer
     ) -> tuple[torch.Tensor, Grid]:
         """Encode frames for the decoder; return (embeddings, grid)."""
         with timer.stage("vision"):
@@ -186,7 +188,7 @@ class Starter:
             return self.vision(patches, grid), decoder_grid(grid)
 
 
-def continue_understanding(response: TextReply, request: DiffusionRequest) -> Understanding:
+def continue_understanding(response: TextReply, request: DiffusionRequest) -> UnderstandingChunk:
     """Return the next chunk of a text.
 
     Raises:
@@ -204,7 +206,7 @@ def continue_understanding(response: TextReply, request: DiffusionRequest) -> Un
             "out_of_order",
             "the text of this session is complete; close the session and use another",
         )
-    return Understanding(
+    return UnderstandingChunk(
         cache=response.cache,
         rules=response.rules,
         chunk_tokens=response.chunk_tokens,

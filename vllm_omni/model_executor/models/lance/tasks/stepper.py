@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Stepper`: one engine step of a mixed batch of image generation and understanding requests.
+"""`BatchStepper`: one engine step of a mixed batch of image generation and understanding requests.
 
     pass 1    contexts of new generations, blocks of running ones; prompts of new understanding
     requests, tokens of others
@@ -18,14 +18,14 @@ import torch
 
 from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs, Inputs
 from vllm_omni.model_executor.layers.lora.active import addresses_key
-from vllm_omni.model_executor.models.lance.network.pack import Expert, Pack, PackBuilder
+from vllm_omni.model_executor.models.lance.network.pack import Expert, PackBuilder, TokenPack
 from vllm_omni.model_executor.models.lance.network.transformer import LanceNetwork
 from vllm_omni.model_executor.models.lance.tasks.context import ContextWriter
 from vllm_omni.model_executor.models.lance.tasks.generation import ImageGeneration
-from vllm_omni.model_executor.models.lance.tasks.understanding import Understanding
+from vllm_omni.model_executor.models.lance.tasks.understanding import UnderstandingChunk
 
 
-class Stepper:
+class BatchStepper:
     """markers: ids of a visual block's start and end. num_tokens: logits beyond belong to no token
     of the tokenizer.
 
@@ -47,14 +47,14 @@ class Stepper:
     def step(
         self,
         generations: Sequence[ImageGeneration],
-        understandings: Sequence[Understanding],
+        understandings: Sequence[UnderstandingChunk],
         tokens_per_step: int = 1,
     ) -> None:
         """Compute the velocities (or context) of every generation, and up to `tokens_per_step`
         tokens of each understanding request.
 
-        No state changes before `ImageGeneration.advance` and `Understanding.settle`, so the step
-        can be run again after an exception.
+        No state changes before `ImageGeneration.advance` and `UnderstandingChunk.settle`, so the
+        step can be run again after an exception.
         """
         for understanding in understandings:
             understanding.start_step()
@@ -102,7 +102,7 @@ class Stepper:
             self._choose(going_on, self._run(builder))
 
     def _choose(
-        self, understandings: Sequence[Understanding], hidden: dict[Expert, torch.Tensor]
+        self, understandings: Sequence[UnderstandingChunk], hidden: dict[Expert, torch.Tensor]
     ) -> None:
         if not understandings:
             return
@@ -111,7 +111,7 @@ class Stepper:
         for understanding, row in zip(understandings, logits, strict=True):
             understanding.choose(row)
 
-    def _denoise(self, pack: Pack) -> torch.Tensor:
+    def _denoise(self, pack: TokenPack) -> torch.Tensor:
         """Run a pack of running drawings; returns the rows of their latents."""
         if self.graphs is None:
             return self._latent_slices(pack)
@@ -131,7 +131,7 @@ class Stepper:
         kernels = pack.key, addresses_key(), tuple(cache.sizes for cache in pack.caches)
         return self.graphs(kernels, inputs, forward, buffers=written, kind=kernels)
 
-    def _latent_slices(self, pack: Pack) -> torch.Tensor:
+    def _latent_slices(self, pack: TokenPack) -> torch.Tensor:
         rows: torch.Tensor = self.network.language_model(pack)["gen"]
         return rows
 

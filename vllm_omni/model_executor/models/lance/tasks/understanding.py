@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Understanding`: the token-by-token decode of an understanding request about an image or a clip.
+"""`UnderstandingChunk`: the token-by-token decode of an understanding request about an image or a
+clip.
 
 The prompt is written in one forward pass, and its last position (the newline after `assistant`)
 gives the first token. Each later pass takes the newest token. Tokens are sampled on the device; the
@@ -16,7 +17,7 @@ from vllm_omni.model_executor.models.lance.network.pack import BranchCache, Pack
 from vllm_omni.model_executor.models.lance.tasks.context import (
     ContextSegment,
     ContextWriter,
-    Visuals,
+    VisualContents,
 )
 from vllm_omni.model_executor.models.lance.tasks.sampling import TokenChoice
 from vllm_omni.model_executor.schedules import noise_seed
@@ -75,7 +76,7 @@ class UnderstandingProgress:
 
 
 @dataclass(eq=False)
-class Understanding:
+class UnderstandingChunk:
     """One chunk of a text in flight."""
 
     cache: BranchCache
@@ -88,7 +89,7 @@ class Understanding:
     """The decoded tokens. The session takes it over when the chunk succeeds."""
     context: Sequence[ContextSegment] = ()
     """The prompt, for the first chunk."""
-    visuals: Visuals = field(default_factory=Visuals)
+    visuals: VisualContents = field(default_factory=VisualContents)
     """Embeddings of the image or video, for the first chunk."""
     prompt_tokens: int = 0
     """Number of tokens of the prompt."""
@@ -156,7 +157,7 @@ class Understanding:
         elif len(tokens) >= self.rules.max_tokens:
             reason = "length"
         self.progress = replace(self._live, tokens=tuple(tokens), finish_reason=reason)
-        self.context, self.visuals, self._pending = (), Visuals(), []
+        self.context, self.visuals, self._pending = (), VisualContents(), []
 
     @property
     def done(self) -> bool:

@@ -22,7 +22,7 @@ import torch
 from vllm_omni.actions import ActionSpace
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.device_async import Arriving
+from vllm_omni.model_executor.device_async import PendingScalar
 from vllm_omni.model_executor.interfaces import Inputs
 from vllm_omni.model_executor.models.wan.architecture import LaterCondition
 from vllm_omni.model_executor.models.wan.vae.latents import LATENT_CHANNELS, VAE_SPATIAL
@@ -78,12 +78,12 @@ class ConditionLayout:
 
 
 @dataclass(frozen=True)
-class Settling:
+class ConditionSettling:
     """Whether a state has settled, as far as the host can tell without synchronisation."""
 
     encoded: int
     """Latent frames that were encoded."""
-    unsettled: Arriving
+    unsettled: PendingScalar
     """How many of them differ from their predecessor; being copied from the device."""
 
 
@@ -107,7 +107,7 @@ class ConditionState:
     """Whether later chunks repeat `last_1CFhw`."""
     num_encoded: int = 1
     """Latent frames that were encoded since the image."""
-    settling: Settling | None = None
+    settling: ConditionSettling | None = None
     """Result that is being copied from the device. None: the state is resolved."""
 
     def resolved(self) -> "ConditionState":
@@ -244,7 +244,7 @@ class GreyCondition:
             latents.append(last)
             if self._is_readable(changes) and not changes:
                 break
-        settling = Settling(len(latents), Arriving(unsettled))
+        settling = ConditionSettling(len(latents), PendingScalar(unsettled))
         latents += [last] * (num_latents - len(latents))
         return latents, replace(state, cache=cache, last_1CFhw=last, settling=settling)
 

@@ -86,7 +86,7 @@ class TextEncoder(nn.Module):
             model = UMT5EncoderModel(UMT5Config(**{**config, "dtype": None}))
         self.model = model.to(dtype).to_empty(device=target).eval().requires_grad_(False)  # type: ignore[arg-type]
         self.model.encoder.embed_tokens.weight = self.model.shared.weight
-        self.prompts = Prompts(tokenizer, max_tokens, self.model.config.vocab_size)
+        self.prompts = PromptTokenizer(tokenizer, max_tokens, self.model.config.vocab_size)
         self.cache_bytes = cache_bytes
         self._lengths = padded_lengths(max_tokens)
         self._pads = target.type == "cuda" or graphs is not None
@@ -197,7 +197,7 @@ class AwaitedText:
         dtype: torch.dtype,
     ) -> None:
         values = UMT5Config(**{**config, "dtype": None})
-        self.prompts = Prompts(tokenizer, max_tokens, values.vocab_size)
+        self.prompts = PromptTokenizer(tokenizer, max_tokens, values.vocab_size)
         self._width, self._dtype = int(values.d_model), dtype
 
     def load(self, path: Path) -> None:
@@ -248,7 +248,7 @@ def text_encoder_of(
     )
 
 
-class Prompts:
+class PromptTokenizer:
     """Converts prompts to token ids.
 
     Args:

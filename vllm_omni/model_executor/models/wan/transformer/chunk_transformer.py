@@ -26,7 +26,11 @@ from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs, Inputs
 from vllm_omni.model_executor.layers.kv_cache.window import KVView
 from vllm_omni.model_executor.layers.lora.active import addresses_key, weights_key
 from vllm_omni.model_executor.models.wan.transformer.fused_ops import FusedOps
-from vllm_omni.model_executor.models.wan.transformer.layers import Head, embed_time, unpatchify
+from vllm_omni.model_executor.models.wan.transformer.layers import (
+    OutputHead,
+    embed_time,
+    unpatchify,
+)
 from vllm_omni.model_executor.models.wan.transformer.transformer import Config, WanTransformer
 
 _KEPT_TIMESTEPS = 128
@@ -115,7 +119,7 @@ class ChunkTransformer(WanTransformer[Config]):
             config, parallel, fused_ops, residual_fp32=residual_fp32, quantization=quantization
         )
         if self.parallel.last_stage:
-            self.head = Head(config, fused_ops)
+            self.head = OutputHead(config, fused_ops)
         self._times: OrderedDict[Hashable, tuple[torch.Tensor, torch.Tensor]] = OrderedDict()
         self.graphs = ForwardGraphs() if cuda_graphs else None
         self._add_layers()

@@ -187,7 +187,7 @@ class ImageProjection(nn.Module):
         return embedded
 
 
-class Head(nn.Module):
+class OutputHead(nn.Module):
     """Final modulation and projection to the (ph, pw, channel) values of each token's patch;
     fp32.
     """

@@ -4,8 +4,8 @@ pass of a batch.
 
 It owns parameters and their order of use on this rank (a tensor-parallel part, a pipeline stage, or
 a part of the tokens). It has no sessions, requests or schedules. A family defines the input
-channels (`WanTransformer.channels`), the modulation by time (`Block.modulate`) and additions to its
-blocks (`Block.after_self_attention`).
+channels (`WanTransformer.channels`), the modulation by time (`WanBlock.modulate`) and additions to
+its blocks (`WanBlock.after_self_attention`).
 
 Precision: linear layers run in the model's dtype. The residual stream (by default), modulation,
 gates, normalisation, rotation, the time MLPs and the head run in fp32.
@@ -88,7 +88,7 @@ class FeedForward(nn.Sequential):
         return result
 
 
-class Block(nn.Module):
+class WanBlock(nn.Module):
     """One transformer block; `index` is its index among this stage's blocks."""
 
     def __init__(
@@ -198,7 +198,7 @@ class WanTransformer(StageNetwork, Generic[Config]):
         prefix: Name of the network in the pipeline, for quantization.
     """
 
-    block_type: ClassVar[type[Block]] = Block
+    block_type: ClassVar[type[WanBlock]] = WanBlock
     """Class of the blocks."""
     high_precision: ClassVar[tuple[str, ...]] = ()
     """`fnmatch` patterns of the blocks' linear layers that are never quantized. Embeddings, time
@@ -251,13 +251,13 @@ class WanTransformer(StageNetwork, Generic[Config]):
             dict(zip(map(str, layers), get_offloader().wrap_modules(made), strict=True))
         )
 
-    def _block(self, layer: int, index: int, fused_ops: FusedOps) -> Block:
+    def _block(self, layer: int, index: int, fused_ops: FusedOps) -> WanBlock:
         """Build an empty block. `layer` counts in the whole network, `index` among this stage's
         blocks."""
         name, block = f"{self.prefix}.blocks.{layer}", self._block_type(layer)
         return block(self.config, self.parallel, fused_ops, index, self.quant_config, name)
 
-    def _block_type(self, layer: int) -> type[Block]:
+    def _block_type(self, layer: int) -> type[WanBlock]:
         return self.block_type
 
     def _add_context_layers(self) -> None:
@@ -352,7 +352,7 @@ class WanTransformer(StageNetwork, Generic[Config]):
         Args:
             items: Batch entries with equal F, h, w.
             hidden_BTD: Result of the previous stage.
-            time: Argument of `Block.modulate`.
+            time: Argument of `WanBlock.modulate`.
             num_tokens: L.
             kv_only: The last stage stops after its last K/V write.
 
@@ -376,7 +376,7 @@ class WanTransformer(StageNetwork, Generic[Config]):
             x, update = block(x, update, items, time, rope, exchange, stop)
         return x if update is None else self._blocks()[-1].fused_ops.gated_add(x, *update)
 
-    def empty_block(self, layer: int) -> Block:
+    def empty_block(self, layer: int) -> WanBlock:
         return self._block(layer, layer, self._blocks()[0].fused_ops)
 
     def move_layers(self, move: LayerMove) -> None:

@@ -23,7 +23,7 @@ from vllm_omni.model_executor.models.wan.vae.decoder_graphs import DecoderGraphs
 from vllm_omni.model_executor.models.wan.vae.fused_layers import (
     FramesPass,
     FusedLayers,
-    Passes,
+    FusedPasses,
     convolved,
     fastest_passes,
     rows_last,
@@ -31,8 +31,8 @@ from vllm_omni.model_executor.models.wan.vae.fused_layers import (
 )
 from vllm_omni.model_executor.models.wan.vae.split_decode import RowBands
 from vllm_omni.model_executor.models.wan.vae.stacked_frames import (
-    Activation,
-    Layout,
+    FrameLayout,
+    PendingSum,
     subpixel,
     sum_of_taps,
     taps_as_channels,
@@ -67,7 +67,7 @@ class FusedDecoder(FusedLayers):
         self,
         decoder: Any,
         bands: RowBands | None,
-        passes: Passes,
+        passes: FusedPasses,
         graphs: DecoderGraphs | None = None,
     ) -> None:
         super().__init__(decoder, _frames_of_levels(decoder), bands, passes)
@@ -139,7 +139,7 @@ class _LatentPass(FramesPass):
 
     def decode(self, x_BCTHW: torch.Tensor) -> torch.Tensor:
         decoder = self.whole.decoder
-        at, _ = self.convolve(decoder.conv_in, Activation(rows_last(x_BCTHW)))
+        at, _ = self.convolve(decoder.conv_in, PendingSum(rows_last(x_BCTHW)))
         at = self.middle(decoder.mid_block, at)
         for level in decoder.up_blocks:
             for block in level.resnets:
@@ -148,7 +148,7 @@ class _LatentPass(FramesPass):
                 at = self._upsample(level.upsamplers[0], at)
         return self._pixels(at)
 
-    def _upsample(self, layer: StreamedUpsample, at: Activation) -> Activation:
+    def _upsample(self, layer: StreamedUpsample, at: PendingSum) -> PendingSum:
         x = (
             self._doubled(layer.time_conv, at)
             if layer.mode == "upsample3d"
@@ -160,9 +160,9 @@ class _LatentPass(FramesPass):
             x = bands.with_neighbours(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
             rows = 0
         cells = convolved(x, self.whole.derived(convolution, subpixel), (rows, 1))
-        return Activation(cells, convolution.bias, shuffled=True)
+        return PendingSum(cells, convolution.bias, shuffled=True)
 
-    def _doubled(self, layer: WanCausalConv3d, at: Activation) -> torch.Tensor:
+    def _doubled(self, layer: WanCausalConv3d, at: PendingSum) -> torch.Tensor:
         """Double the frames, except for a stream's first latent, for which the layer's zero
         features stay unchanged."""
         if self.first:
@@ -172,12 +172,14 @@ class _LatentPass(FramesPass):
         pairs = functional.linear(frames, folded(layer.weight).flatten(1), layer.bias)
         return pairs.unflatten(-1, (2, -1)).movedim(-2, 1).flatten(0, 1).contiguous()
 
-    def _pixels(self, at: Activation) -> torch.Tensor:
+    def _pixels(self, at: PendingSum) -> torch.Tensor:
         """Apply the last convolution. It has so few output channels that its three taps are
         computed side by side and then added."""
         decoder = self.whole.decoder
         layer = decoder.conv_out
-        frames, _ = self.stacked(layer, at, Layout.IN_TURN, gamma=decoder.norm_out.gamma.flatten())
+        frames, _ = self.stacked(
+            layer, at, FrameLayout.IN_TURN, gamma=decoder.norm_out.gamma.flatten()
+        )
         rows = 0 if self.whole.bands is not None else 1
         of_taps = convolved(frames, self.whole.derived(layer, taps_as_channels), (rows, 1))
         pixels_BTHWO = sum_of_taps(of_taps.unflatten(0, (self.streams, -1)), layer.bias)

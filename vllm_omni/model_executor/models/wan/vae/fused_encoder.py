@@ -17,13 +17,13 @@ from torch import nn
 from vllm_omni.model_executor.models.wan.vae.fused_layers import (
     FramesPass,
     FusedLayers,
-    Passes,
+    FusedPasses,
     by_streams,
     fastest_passes,
     rows_last,
     zero_features,
 )
-from vllm_omni.model_executor.models.wan.vae.stacked_frames import Activation
+from vllm_omni.model_executor.models.wan.vae.stacked_frames import PendingSum
 
 
 def fused_encoder(encoder: Any) -> "FusedEncoder | None":
@@ -36,7 +36,7 @@ class FusedEncoder(FusedLayers):
     """Encodes frames with the layers of a `WanEncoder3d` and its weights in the layout of its
     convolutions."""
 
-    def __init__(self, encoder: Any, passes: Passes) -> None:
+    def __init__(self, encoder: Any, passes: FusedPasses) -> None:
         super().__init__(encoder, _frames_of_blocks(encoder), None, passes)
         self.encoder = encoder
 
@@ -81,7 +81,7 @@ class _LatentPass(FramesPass):
 
     def encode(self, x_BCTHW: torch.Tensor) -> torch.Tensor:
         encoder = self.whole.encoder
-        at, _ = self.convolve(encoder.conv_in, Activation(rows_last(x_BCTHW)))
+        at, _ = self.convolve(encoder.conv_in, PendingSum(rows_last(x_BCTHW)))
         for layer in encoder.down_blocks:
             at = (
                 self.residual(layer, at)
@@ -92,7 +92,7 @@ class _LatentPass(FramesPass):
         at, _ = self.convolve(encoder.conv_out, at, gamma=encoder.norm_out.gamma.flatten())
         return by_streams(self.whole.passes.add_up(at), self.streams)
 
-    def _downsample(self, layer: WanResample, at: Activation) -> Activation:
+    def _downsample(self, layer: WanResample, at: PendingSum) -> PendingSum:
         """Use the original layers: the cells of their convolutions do not overlap, so they move
         little memory."""
         x_NCHW = self.whole.passes.add_up(at).permute(0, 3, 1, 2)
@@ -103,5 +103,5 @@ class _LatentPass(FramesPass):
             self.store_feature(x_BCTHW[:, :, -1:].clone(memory_format=torch.channels_last_3d))
             if not self.first:  # a stream's first frame is a complete latent frame
                 x_BCTHW = layer.time_conv(torch.cat((past_BCTHW, x_BCTHW), dim=2))
-            return Activation(rows_last(x_BCTHW))
-        return Activation(x_NHWC.contiguous())
+            return PendingSum(rows_last(x_BCTHW))
+        return PendingSum(x_NHWC.contiguous())

@@ -26,8 +26,8 @@ from vllm.triton_utils import HAS_TRITON
 
 from vllm_omni.model_executor.models.wan.vae.split_decode import RowBands
 from vllm_omni.model_executor.models.wan.vae.stacked_frames import (
-    Activation,
-    Layout,
+    FrameLayout,
+    PendingSum,
     StackFrames,
 )
 from vllm_omni.model_executor.models.wan.vae.winograd import OF_FRAMES
@@ -35,17 +35,17 @@ from vllm_omni.model_executor.models.wan.vae_layers import fold_memory
 
 
 @dataclass(frozen=True)
-class Passes:
+class FusedPasses:
     """The two passes between convolutions, from `stack_kernels.py` or from its reference
     `stacked_frames.py`."""
 
     stack_frames: StackFrames
     """See `StackFrames`."""
-    add_up: Callable[[Activation], torch.Tensor]
-    """Returns the sum of an `Activation`."""
+    add_up: Callable[[PendingSum], torch.Tensor]
+    """Returns the sum of an `PendingSum`."""
 
 
-def fastest_passes(weight: torch.Tensor) -> Passes | None:
+def fastest_passes(weight: torch.Tensor) -> FusedPasses | None:
     """Return the kernels for a network with such weights; None on CPUs, on old GPUs, in fp32 and
     without Triton."""
     if not (HAS_TRITON and weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)):
@@ -54,7 +54,7 @@ def fastest_passes(weight: torch.Tensor) -> Passes | None:
         return None
     from vllm_omni.model_executor.models.wan.vae import stack_kernels
 
-    return Passes(stack_kernels.stack_frames, stack_kernels.add_up)
+    return FusedPasses(stack_kernels.stack_frames, stack_kernels.add_up)
 
 
 class FusedLayers:
@@ -77,7 +77,7 @@ class FusedLayers:
         network: nn.Module,
         frames: Iterable[tuple[nn.Module, int]],
         bands: RowBands | None,
-        passes: Passes,
+        passes: FusedPasses,
     ) -> None:
         self.bands, self.passes = bands, passes
         self._combining = {
@@ -90,30 +90,33 @@ class FusedLayers:
         }
         self._derived: dict[nn.Module, torch.Tensor] = {}
         for layer in network.modules():
-            if isinstance(layer, WanCausalConv3d) and self.layout(layer) is Layout.SIDE_BY_SIDE:
+            if (
+                isinstance(layer, WanCausalConv3d)
+                and self.layout(layer) is FrameLayout.SIDE_BY_SIDE
+            ):
                 layer.weight.data = fold_memory(layer.weight.data)
 
-    def layout(self, layer: WanCausalConv3d) -> Layout:
+    def layout(self, layer: WanCausalConv3d) -> FrameLayout:
         """Return the input layout of `layer` after a stream's first frame."""
         if layer in self._combining:
-            return Layout.COMBINED
-        return Layout.IN_TURN if layer.kernel_size == (3, 3, 3) else Layout.SIDE_BY_SIDE
+            return FrameLayout.COMBINED
+        return FrameLayout.IN_TURN if layer.kernel_size == (3, 3, 3) else FrameLayout.SIDE_BY_SIDE
 
     def convolve(
-        self, layer: WanCausalConv3d, frames: torch.Tensor, layout: Layout, streams: int
-    ) -> Activation:
-        """Apply `layer` to `Stacked.frames` in `layout`, which is the layer's or `ALONE`."""
+        self, layer: WanCausalConv3d, frames: torch.Tensor, layout: FrameLayout, streams: int
+    ) -> PendingSum:
+        """Apply `layer` to `StackedFrames.frames` in `layout`, which is the layer's or `ALONE`."""
         rows = 0 if self.bands is not None else 1
-        if layout is Layout.COMBINED:
+        if layout is FrameLayout.COMBINED:
             x = convolved_each(
                 frames, self.derived(layer, self._combining[layer].transformed), (rows, 1)
             )
-            return Activation(x, layer.bias, products=True)
-        if layout is Layout.ALONE:
+            return PendingSum(x, layer.bias, products=True)
+        if layout is FrameLayout.ALONE:
             last = layer.weight[:, :, -1].contiguous(memory_format=torch.channels_last)
-            return Activation(convolved(frames, last, (rows, 1)), layer.bias)
+            return PendingSum(convolved(frames, last, (rows, 1)), layer.bias)
         x_BCTHW = functional.conv3d(by_streams(frames, streams), layer.weight, padding=(0, rows, 1))
-        return Activation(rows_last(x_BCTHW), layer.bias)
+        return PendingSum(rows_last(x_BCTHW), layer.bias)
 
     def derived(
         self, layer: nn.Module, form: Callable[[torch.Tensor], torch.Tensor]
@@ -169,8 +172,8 @@ class FramesPass:
     def stacked(
         self,
         layer: WanCausalConv3d,
-        at: Activation,
-        layout: Layout,
+        at: PendingSum,
+        layout: FrameLayout,
         *,
         want_sum: bool = False,
         **more: Any,
@@ -200,14 +203,14 @@ class FramesPass:
         self.index += 1
 
     def convolve(
-        self, layer: WanCausalConv3d, at: Activation, *, want_sum: bool = False, **more: Any
-    ) -> tuple[Activation, torch.Tensor | None]:
+        self, layer: WanCausalConv3d, at: PendingSum, *, want_sum: bool = False, **more: Any
+    ) -> tuple[PendingSum, torch.Tensor | None]:
         """Apply `layer` after its pass; return the result and the sum."""
-        layout = Layout.ALONE if self.first else self.layers.layout(layer)
+        layout = FrameLayout.ALONE if self.first else self.layers.layout(layer)
         frames, total = self.stacked(layer, at, layout, want_sum=want_sum, **more)
         return self.layers.convolve(layer, frames, layout, self.streams), total
 
-    def residual(self, block: WanResidualBlock, at: Activation) -> Activation:
+    def residual(self, block: WanResidualBlock, at: PendingSum) -> PendingSum:
         at, total = self.convolve(block.conv1, at, gamma=block.norm1.gamma.flatten(), want_sum=True)
         assert total is not None
         at, _ = self.convolve(block.conv2, at, gamma=block.norm2.gamma.flatten())
@@ -216,16 +219,16 @@ class FramesPass:
             total = functional.linear(total, shortcut.weight.flatten(1), shortcut.bias)
         return replace(at, residual=total)
 
-    def middle(self, mid_block: Any, at: Activation) -> Activation:
+    def middle(self, mid_block: Any, at: PendingSum) -> PendingSum:
         """Run the middle block of diffusers' encoder or decoder."""
         at = self.residual(mid_block.resnets[0], at)
         for attention, block in zip(mid_block.attentions, mid_block.resnets[1:], strict=True):
             at = self.residual(block, self._attention(attention, at))
         return at
 
-    def _attention(self, layer: WanAttentionBlock, at: Activation) -> Activation:
+    def _attention(self, layer: WanAttentionBlock, at: PendingSum) -> PendingSum:
         x_BCTHW = by_streams(self.layers.passes.add_up(at), self.streams)
-        return Activation(rows_last(layer(x_BCTHW)))
+        return PendingSum(rows_last(layer(x_BCTHW)))
 
 
 def convolved(x_NRWC: torch.Tensor, weight: torch.Tensor, padding: tuple[int, int]) -> torch.Tensor:

@@ -11,7 +11,11 @@ are written at once.
 import torch
 
 from vllm_omni.model_executor.layers.triton_or_names import tl, triton
-from vllm_omni.model_executor.models.wan.vae.stacked_frames import Activation, Layout, Stacked
+from vllm_omni.model_executor.models.wan.vae.stacked_frames import (
+    FrameLayout,
+    PendingSum,
+    StackedFrames,
+)
 from vllm_omni.model_executor.models.wan.vae.winograd import OF_FRAMES, Matrix, product_dtype
 
 _BLOCK = 4096
@@ -60,9 +64,9 @@ def _stack_kernel(  # type: ignore[no-untyped-def]
 ):
     """Add up, normalise and lay out frames.
 
-    LAYOUT is the value of a `Layout`; None writes only the sum. `edge` is the number of pixels
+    LAYOUT is the value of a `FrameLayout`; None writes only the sum. `edge` is the number of pixels
     above a frame. RESULTS is the matrix from products to frames, if `x_ptr` holds products. INPUTS
-    is the matrix of `Layout.COMBINED`.
+    is the matrix of `FrameLayout.COMBINED`.
     """
     pixel = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     stream = tl.program_id(1).to(tl.int64)
@@ -152,26 +156,26 @@ def _stack_kernel(  # type: ignore[no-untyped-def]
 
 
 def stack_frames(
-    activation: Activation,
+    activation: PendingSum,
     past: torch.Tensor,
     *,
-    layout: Layout,
+    layout: FrameLayout,
     gamma: torch.Tensor | None = None,
     edge_rows: int = 0,
     want_sum: bool = False,
-) -> Stacked:
+) -> StackedFrames:
     """See `stacked_frames.stack_frames`."""
     streams, _, height, width, channels = past.shape
     frames = activation.frames // streams
     rows = height + 2 * edge_rows
-    if layout is Layout.COMBINED:
+    if layout is FrameLayout.COMBINED:
         out = past.new_empty(
             (frames + 2, streams, rows, width, channels), dtype=product_dtype(past.dtype)
         )
-    elif layout is Layout.ALONE:
+    elif layout is FrameLayout.ALONE:
         assert frames == 1, "a stream has one first frame"
         out = past.new_empty((streams, rows, width, channels))
-    elif layout is Layout.SIDE_BY_SIDE:
+    elif layout is FrameLayout.SIDE_BY_SIDE:
         out = past.new_empty((streams * frames, rows, width, 3 * channels))
     else:
         out = past.new_empty((streams * (frames + 2), rows, width, channels))
@@ -182,10 +186,10 @@ def stack_frames(
     # A sum that already exists is not written again.
     written = None if activation.is_sum else total
     _launch(activation, past, out, written, newest, gamma, edge_rows, layout)
-    return Stacked(out, newest, total)
+    return StackedFrames(out, newest, total)
 
 
-def add_up(activation: Activation) -> torch.Tensor:
+def add_up(activation: PendingSum) -> torch.Tensor:
     """See `stacked_frames.add_up`. The sum overwrites `activation.x` where that is allowed; `x`
     must not be shuffled."""
     assert not activation.shuffled
@@ -197,7 +201,7 @@ def add_up(activation: Activation) -> torch.Tensor:
     return total
 
 
-def _room_for_sum(activation: Activation, past: torch.Tensor) -> torch.Tensor:
+def _room_for_sum(activation: PendingSum, past: torch.Tensor) -> torch.Tensor:
     """Return memory for the sum, sized by the streams, rows, columns and channels of `past`."""
     if not (activation.shuffled or activation.products):
         return activation.x
@@ -205,21 +209,21 @@ def _room_for_sum(activation: Activation, past: torch.Tensor) -> torch.Tensor:
 
 
 def _launch(
-    activation: Activation,
+    activation: PendingSum,
     past: torch.Tensor,
     out: torch.Tensor | None,
     total: torch.Tensor | None,
     newest: torch.Tensor | None,
     gamma: torch.Tensor | None,
     edge_rows: int,
-    layout: Layout | None,
+    layout: FrameLayout | None,
 ) -> None:
     x, bias, residual = activation.x, activation.bias, activation.residual
     assert all(each is None or each.is_contiguous() for each in (x, bias, residual, past, gamma))
     streams, _, height, width, channels = past.shape
     frames, pixels = activation.frames // streams, height * width
     results: Matrix | None = OF_FRAMES[frames].results if activation.products else None
-    inputs: Matrix | None = OF_FRAMES[frames].inputs if layout is Layout.COMBINED else None
+    inputs: Matrix | None = OF_FRAMES[frames].inputs if layout is FrameLayout.COMBINED else None
     block_c = triton.next_power_of_2(channels)
     block = _BLOCK if results is None and inputs is None else _COMBINED_BLOCK
     block_p = max(1, min(block // block_c, triton.next_power_of_2(pixels)))

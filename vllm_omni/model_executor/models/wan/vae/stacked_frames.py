@@ -23,7 +23,7 @@ from torch.nn import functional
 from vllm_omni.model_executor.models.wan.vae.winograd import OF_FRAMES, product_dtype
 
 
-class Layout(Enum):
+class FrameLayout(Enum):
     """How the input of a convolution holds the two predecessors of a frame."""
 
     ALONE = "alone"
@@ -37,7 +37,7 @@ class Layout(Enum):
 
 
 @dataclass(frozen=True, eq=False)
-class Activation:
+class PendingSum:
     """A tensor [N, H, W, C] as a sum that the next pass computes: `x + bias + residual`.
 
     The pass may write the sum over an `x` that is neither shuffled nor products.
@@ -75,11 +75,11 @@ class Activation:
 
 
 @dataclass(frozen=True, eq=False)
-class Stacked:
+class StackedFrames:
     """A convolution's input, and the frames that its stream remembers."""
 
     frames: torch.Tensor
-    """See `Layout`; edge rows are uninitialised."""
+    """See `FrameLayout`; edge rows are uninitialised."""
     newest: torch.Tensor
     """The last two frames, [B, 2, H, W, C]."""
     total: torch.Tensor | None
@@ -92,7 +92,7 @@ class StackFrames(Protocol):
 
     Args:
         activation: The sum, of any float dtype. Computed in fp32 and rounded once.
-        past: The two previous frames, [B, 2, H, W, C]; not read for `Layout.ALONE`.
+        past: The two previous frames, [B, 2, H, W, C]; not read for `FrameLayout.ALONE`.
         layout: Layout of the result.
         gamma: Gain of the norm, [C].
         edge_rows: Rows to reserve above and below every frame.
@@ -101,22 +101,22 @@ class StackFrames(Protocol):
 
     def __call__(
         self,
-        activation: Activation,
+        activation: PendingSum,
         past: torch.Tensor,
         *,
-        layout: Layout,
+        layout: FrameLayout,
         gamma: torch.Tensor | None = None,
         edge_rows: int = 0,
         want_sum: bool = False,
-    ) -> Stacked: ...
+    ) -> StackedFrames: ...
 
 
-def add_up(activation: Activation) -> torch.Tensor:
+def add_up(activation: PendingSum) -> torch.Tensor:
     """Return the sum [N, H, W, C], added in fp32."""
     return _sum_fp32(activation).to(activation.dtype)
 
 
-def _sum_fp32(activation: Activation) -> torch.Tensor:
+def _sum_fp32(activation: PendingSum) -> torch.Tensor:
     total = activation.x.float()
     if activation.shuffled:
         total = _spread(total)
@@ -130,14 +130,14 @@ def _sum_fp32(activation: Activation) -> torch.Tensor:
 
 
 def stack_frames(
-    activation: Activation,
+    activation: PendingSum,
     past: torch.Tensor,
     *,
-    layout: Layout,
+    layout: FrameLayout,
     gamma: torch.Tensor | None = None,
     edge_rows: int = 0,
     want_sum: bool = False,
-) -> Stacked:
+) -> StackedFrames:
     """Implement `StackFrames` in plain torch."""
     total = y = _sum_fp32(activation)
     if gamma is not None:
@@ -145,20 +145,20 @@ def stack_frames(
             functional.normalize(total, dim=-1) * gamma.float() * total.shape[-1] ** 0.5
         )
     joined = torch.cat((past, y.to(past.dtype).unflatten(0, (len(past), -1))), dim=1)
-    if layout is Layout.COMBINED:
+    if layout is FrameLayout.COMBINED:
         exact = torch.cat((past.float(), y.unflatten(0, (len(past), -1))), dim=1)
         inputs = exact.new_tensor(OF_FRAMES[joined.shape[1] - 2].inputs)
         stacked = torch.einsum("jt,bt...->jb...", inputs, exact).to(product_dtype(past.dtype))
-    elif layout is Layout.ALONE:
+    elif layout is FrameLayout.ALONE:
         joined[:, :2] = 0
         stacked = joined[:, 2]
-    elif layout is Layout.SIDE_BY_SIDE:
+    elif layout is FrameLayout.SIDE_BY_SIDE:
         taps = [joined[:, tap : joined.shape[1] - 2 + tap] for tap in range(3)]
         stacked = torch.cat(taps, dim=-1).flatten(0, 1)
     else:
         stacked = joined.flatten(0, 1)
     stacked = functional.pad(stacked, (0, 0, 0, 0, edge_rows, edge_rows))
-    return Stacked(
+    return StackedFrames(
         stacked.contiguous(), joined[:, -2:].clone(), total.to(past.dtype) if want_sum else None
     )
 

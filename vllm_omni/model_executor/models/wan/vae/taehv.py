@@ -59,7 +59,7 @@ class MemoryBlock(nn.Module):
         return out_TCHW, x_TCHW[-1:].clone()
 
 
-class Grow(nn.Module):
+class TemporalUpsample(nn.Module):
     """Upsampling: one frame becomes `factor` frames of twice the size, from as many groups of
     channels.
 
@@ -127,7 +127,7 @@ def decoder(latent_channels: int, widths: Sequence[int], pixels: int) -> nn.Sequ
         here, below = widths[level], widths[level + 1]
         layers += [MemoryBlock(here) for _ in range(_MEMORIES)]
         # stands for TAEHV's upsampling, to keep the layer names
-        layers += [nn.Identity(), Grow(here, factor)]
+        layers += [nn.Identity(), TemporalUpsample(here, factor)]
         layers += [nn.Conv2d(here, below, 3, padding=1, bias=False)]
     return nn.Sequential(*layers, nn.ReLU(), nn.Conv2d(widths[-1], pixels, 3, padding=1))
 

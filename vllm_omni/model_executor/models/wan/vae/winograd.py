@@ -25,7 +25,7 @@ it."""
 
 
 @dataclass(frozen=True)
-class Winograd:
+class WinogradMatrices:
     """The matrices of F(m, 3)."""
 
     inputs: Matrix
@@ -48,15 +48,15 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float32 else torch.float16
 
 
-def _scaled(inputs: Matrix, weights: Matrix, results: Matrix) -> Winograd:
-    return Winograd(
+def _scaled(inputs: Matrix, weights: Matrix, results: Matrix) -> WinogradMatrices:
+    return WinogradMatrices(
         tuple(tuple(value / _RANGE for value in row) for row in inputs),
         weights,
         tuple(tuple(value * _RANGE for value in row) for row in results),
     )
 
 
-OF_FRAMES: Final[Mapping[int, Winograd]] = {
+OF_FRAMES: Final[Mapping[int, WinogradMatrices]] = {
     2: _scaled(
         ((1, 0, -1, 0), (0, 1, 1, 0), (0, -1, 1, 0), (0, -1, 0, 1)),
         ((1, 0, 0), (1 / 2, 1 / 2, 1 / 2), (1 / 2, -1 / 2, 1 / 2), (0, 0, 1)),
