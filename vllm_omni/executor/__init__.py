@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Executors for `--distributed-executor-backend`. Names resolve on first use."""
+"""The executor for pipelines of diffusers: one process without a worker.
+
+`--distributed-executor-backend vllm_omni.executor.DiffusersPipelineExecutor` selects it, so this
+import path is public. The name resolves on first use. It is the only executor of this package:
+the other models run on vLLM's own executors, with the workers of `vllm_omni/worker`.
+"""
 
 from typing import Any
 
