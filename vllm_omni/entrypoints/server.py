@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ENDPOINTS`: the table of all endpoints that this package adds to vLLM's API server.
 
-A new endpoint is one row of `ENDPOINTS`: a class with the methods of `server_context.Endpoint`. A
-WebSocket endpoint needs no such class, because `WebSocketEndpoint` takes its paths and its handler.
+A new endpoint is one row of `ENDPOINTS`: a class with the methods of
+`server_context.ServerEndpoint`. A WebSocket endpoint needs no such class, because
+`WebSocketEndpoint` takes its paths and its handler.
 """
 
 from collections.abc import Callable, Iterable, Sequence

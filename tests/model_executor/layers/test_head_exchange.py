@@ -33,7 +33,7 @@ from vllm_omni.model_executor.layers.collectives.head_exchange import (
 )
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.layers.collectives.peer_memory import PeerMemory
-from vllm_omni.model_executor.layers.kv_cache.format import FP8
+from vllm_omni.model_executor.layers.kv_cache.quantized_storage import FP8
 from vllm_omni.model_executor.layers.kv_cache.window import KVWindow
 from vllm_omni.model_executor.layers.quantization import fp8_kernels
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_omni.model_executor.layers.kv_cache.format import FP8
+from vllm_omni.model_executor.layers.kv_cache.quantized_storage import FP8
 from vllm_omni.model_executor.layers.kv_cache.sink_window import (
     SinkWindow,
     sink_window_extra_nbytes,

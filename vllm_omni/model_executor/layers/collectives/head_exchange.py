@@ -31,7 +31,7 @@ from vllm_omni.model_executor.layers.collectives.head_all_to_all import (
     tokens_to_heads,
 )
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
-from vllm_omni.model_executor.layers.kv_cache.format import KVSlot
+from vllm_omni.model_executor.layers.kv_cache.quantized_storage import KVSlot
 from vllm_omni.model_executor.layers.kv_cache.window import (
     KVWindow,
     WindowAttention,

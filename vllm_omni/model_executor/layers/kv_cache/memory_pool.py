@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import torch
 
 if TYPE_CHECKING:  # option checks run without vLLM, which the FP8 kernels import
-    from vllm_omni.model_executor.layers.kv_cache.format import KVFormat
+    from vllm_omni.model_executor.layers.kv_cache.quantized_storage import KVFormat
 
 
 class Reusable(Protocol):

@@ -19,8 +19,8 @@ number of committed frames:
 
 Each chunk sees exactly the keys that it sees in the original's buffer, which rolls to the left;
 `chronological` rebuilds that buffer for comparison. `sink_frames == window_frames` means global
-attention: nothing is evicted, and a session that outgrows its buffer is refused. `format.py`
-defines how the buffer stores keys and values.
+attention: nothing is evicted, and a session that outgrows its buffer is refused.
+`quantized_storage.py` defines how the buffer stores keys and values.
 """
 
 # T tokens of a chunk, S visible tokens, N heads, H head dim
@@ -32,8 +32,13 @@ import torch
 
 from vllm_omni.model_executor.device_async import to_device
 from vllm_omni.model_executor.layers.attention.attention import stack
-from vllm_omni.model_executor.layers.kv_cache.format import KVFormat, KVSlot, kv_format, kv_nbytes
 from vllm_omni.model_executor.layers.kv_cache.memory_pool import MemoryPool, Ring
+from vllm_omni.model_executor.layers.kv_cache.quantized_storage import (
+    KVFormat,
+    KVSlot,
+    kv_format,
+    kv_nbytes,
+)
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.tensors.saved import SavedTensors
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 
 from vllm_omni.actions import ActionFrames
-from vllm_omni.model_executor.layers.kv_cache.format import KVSlot
+from vllm_omni.model_executor.layers.kv_cache.quantized_storage import KVSlot
 from vllm_omni.model_executor.layers.kv_cache.window import KVWindow
 from vllm_omni.model_executor.layers.kv_cache.window_set import WindowSet
 from vllm_omni.model_executor.models.matrix_game.config import MatrixGameVariant

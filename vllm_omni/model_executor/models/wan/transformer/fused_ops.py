@@ -18,7 +18,7 @@ from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivati
 
 from vllm_omni.model_executor.layers import fused_ops
 from vllm_omni.model_executor.layers.attention.rope import apply_rope
-from vllm_omni.model_executor.layers.kv_cache.format import store
+from vllm_omni.model_executor.layers.kv_cache.quantized_storage import store
 from vllm_omni.model_executor.layers.linear.quantized_input import Input, quantize_tokens
 
 # quantized: quantize the result to FP8 for the linear layer that takes it

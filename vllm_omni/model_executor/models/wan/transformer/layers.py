@@ -25,7 +25,7 @@ from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivati
 
 from vllm_omni.model_executor.layers.attention.attention import cross_attention, stack
 from vllm_omni.model_executor.layers.collectives.parallel import ChannelWeight, ParallelContext
-from vllm_omni.model_executor.layers.kv_cache.format import KVSlot
+from vllm_omni.model_executor.layers.kv_cache.quantized_storage import KVSlot
 from vllm_omni.model_executor.layers.kv_cache.window import WindowAttention, WindowItem
 from vllm_omni.model_executor.layers.linear.linear import (
     ColumnLinear,
