@@ -137,7 +137,7 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return "; ".join([*parts, *(["scroll"] if self.scroll else [])]) or "no actions"
 
     def as_json(self) -> dict[str, Any]:
-        """Return all fields as JSON types, for clients; ranges and scales are floats."""
+        """Return all fields as JSON types, for clients. Ranges and scales are floats."""
         numbers = ("low", "high", "scale")
         reported = msgspec.to_builtins(self)
         axes = [
@@ -164,7 +164,7 @@ _HABITS: Final = ("Key", "Space", "Mouse", "Arrow", "Shift", "Control", "")
 
 
 def _habit(button: Button) -> int:
-    """Sort key of long button lists: the key on the web page; buttons without a key are last."""
+    """Sort key of long button lists: the key on the web page. Buttons without a key are last."""
     return next(
         (
             n

@@ -127,7 +127,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @property
     def partition(self) -> tuple[int, ...]:
-        """Layers of each stage as loaded; empty if layers are distributed as evenly as possible."""
+        """Layers of each stage as loaded. Empty if layers are distributed as evenly as
+        possible."""
         return self.pipeline_partition if isinstance(self.pipeline_partition, tuple) else ()
 
     @property
@@ -178,7 +179,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> "OmniConfig":
-        """Parse `additional_config["omni"]`; all options have their defaults if the key is missing.
+        """Parse `additional_config["omni"]`. All options have their defaults if the key is missing.
 
         Args:
             additional_config: vLLM's option of that name: a mapping or None. vLLM passes it to the

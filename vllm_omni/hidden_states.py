@@ -219,7 +219,7 @@ def error_text(failed: RequestFailed) -> str:
 
 
 def error_of(stop_reason: int | str | None) -> RequestFailed | None:
-    """Parse `error_text`; None for other stop reasons."""
+    """Parse `error_text`. Return None for other stop reasons."""
     if not isinstance(stop_reason, str) or not stop_reason.startswith(_ERROR_PREFIX):
         return None
     code, message = json.loads(stop_reason.removeprefix(_ERROR_PREFIX))

@@ -45,7 +45,7 @@ _ARRAY_DTYPES = {name: np.dtype(name) for name in _DTYPES if name != "bfloat16"}
 
 
 class RequestFailed(Exception):
-    """A request failed; its session and the engine continue.
+    """A request failed. Its session and the engine continue.
 
     Attributes:
         code: Short stable identifier for programs, for example `invalid_camera`, `capacity` or
@@ -231,7 +231,7 @@ def unpack(envelope: torch.Tensor) -> tuple[dict[str, Any], dict[str, torch.Tens
 
 
 def unpack_arrays(envelope: torch.Tensor) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Read an envelope into NumPy arrays; faster than `unpack`.
+    """Read an envelope into NumPy arrays. This is faster than `unpack`.
 
     Raises:
         RequestFailed: The envelope carries an error.

@@ -21,7 +21,7 @@ RequestedSeed = Annotated[int, msgspec.Meta(ge=RANDOM_SEED)]
 
 
 def check_seed(seed: int | None) -> None:
-    """Check the range of a seed; None is accepted.
+    """Check the range of a seed. None is accepted.
 
     Raises:
         ValueError: The seed is out of range.
@@ -36,7 +36,7 @@ def draw_seed() -> int:
 
 
 def chosen_seed(seed: int | None) -> int | None:
-    """Return the seed of a request. -1 draws one; None stays None, the model's default."""
+    """Return the seed of a request. -1 draws one. None stays None, the model's default."""
     return draw_seed() if seed == RANDOM_SEED else seed
 
 
@@ -46,5 +46,5 @@ def definite_seed(seed: int | None) -> int:
 
 
 def nth_seed(seed: int, number: int) -> int:
-    """Return the seed of result `number` of a request with several results; wraps around to 0."""
+    """Return the seed of result `number` of a request with several results. Wraps around to 0."""
     return (seed + number) % (MAX_SEED + 1)

@@ -76,7 +76,7 @@ class SpeechModel(Protocol):
         voice: str | None = None,
         seed: int | None = None,
     ) -> AsyncGenerator[TextDelta | AudioChunk, None]:
-        """Reply to a rendered prompt; text and sound are yielded as they are generated.
+        """Reply to a rendered prompt. Text and sound are yielded as they are generated.
 
         Args:
             engine_input: The prompt.

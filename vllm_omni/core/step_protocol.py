@@ -61,7 +61,7 @@ class ChunkOrder:
 
 
 def turn(chunk_index: int | None) -> float:
-    """Return the sort key of a session's requests; requests without an index come last."""
+    """Return the sort key of a session's requests. Requests without an index come last."""
     return math.inf if chunk_index is None else chunk_index
 
 

@@ -123,7 +123,7 @@ class PromptSchedule:
         self._coming, self._fps = tuple(prompts), fps
 
     def take_prompt(self, chunk_index: int, first_frame: int) -> str | None:
-        """Return the prompt that starts with a chunk; None if the current one stays.
+        """Return the prompt that starts with a chunk, or None if the current one stays.
 
         Each prompt is returned once. If several start with the chunk, the last one in the list is
         returned.

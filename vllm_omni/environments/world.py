@@ -268,7 +268,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
     # -- research ----------------------------------------------------------------------------------
 
     def fork(self, source: int, targets: Sequence[int]) -> None:
-        """Make environments exact copies of another one; afterwards they are independent.
+        """Make environments exact copies of another one. Afterwards they are independent.
 
         Args:
             source: Environment to copy.
@@ -400,7 +400,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
     def _encode(
         self, params: Sequence[DiffusionParams], tensors: dict[str, torch.Tensor] | None = None
     ) -> list[torch.Tensor]:
-        """Send all requests to the engine in one call; return their envelopes."""
+        """Send all requests to the engine in one call and return their envelopes."""
         if not params:
             return []
         pooling = [each.to_pooling_params(tensors) for each in params]

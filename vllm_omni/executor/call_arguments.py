@@ -77,7 +77,7 @@ _Change = Annotated[float, msgspec.Meta(gt=0, le=10)]
 
 @dataclass(frozen=True)
 class PipelineInfo:
-    """Properties of a loaded pipeline. They are read once; requests are validated against them."""
+    """Properties of a loaded pipeline. They are read once. Requests are validated against them."""
 
     class_name: str
     """Pipeline class."""

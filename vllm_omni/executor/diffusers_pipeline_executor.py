@@ -209,7 +209,8 @@ class PipelineWorker:
             torch.cuda.synchronize(self.device)
 
     def device_memory(self) -> dict[str, int]:
-        """Return the bytes in use on the device and torch's peak since start; empty on a CPU."""
+        """Return the bytes in use on the device and torch's peak since start, or an empty result on
+        a CPU."""
         if self.device.type != "cuda":
             return {}
         free, total = torch.cuda.mem_get_info(self.device)

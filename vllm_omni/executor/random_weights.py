@@ -104,5 +104,6 @@ def _stays_in_float32(model_class: Any, library: str, dtype: torch.dtype) -> set
 
 
 def _names(model_class: Any, name: str) -> set[str]:
-    """Return a class attribute that holds names; empty if the class does not have it."""
+    """Return a class attribute that holds names, or an empty result if the class does not have
+    it."""
     return set(getattr(model_class, name, None) or ())

@@ -93,7 +93,7 @@ class WorkerThread(Generic[T]):
             self._cancelling = False
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run a function on the idle or paused thread; raises the function's exception."""
+        """Run a function on the idle or paused thread. Raises the function's exception."""
         self._errand = function
         self._resume.release()
         self._stopped.acquire()
@@ -137,7 +137,7 @@ class WorkerThread(Generic[T]):
             raise WorkCancelled
 
     def _await_resume(self) -> None:
-        """Wait until the owner resumes the thread; run the functions of `call` meanwhile."""
+        """Wait until the owner resumes the thread. Run the functions of `call` meanwhile."""
         self._resume.acquire()
         while self._errand is not None:
             try:

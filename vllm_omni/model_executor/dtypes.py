@@ -15,7 +15,7 @@ KV_CACHE_DTYPES = tuple(_KV_CACHE_DTYPES)
 
 
 def kv_cache_dtype(name: str) -> torch.dtype | None:
-    """Return the dtype for `--kv-cache-dtype`; None is the model's.
+    """Return the dtype for `--kv-cache-dtype`. None means the model's dtype.
 
     Raises:
         ValueError: The value is not supported.

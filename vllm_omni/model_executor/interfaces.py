@@ -101,7 +101,7 @@ class SessionState(ABC):
         )
 
     def close(self) -> None:  # noqa: B027 - most sessions hold only tensors
-        """Free everything. Idempotent; the store does not use the session afterwards."""
+        """Free everything. Idempotent. The store does not use the session afterwards."""
 
 
 Session = TypeVar("Session", bound=SessionState)
@@ -218,7 +218,8 @@ class SupportsStepExecution(Protocol[Session, Work]):
         """
 
     def latents(self, request: DiffusionRequest[Session, Work]) -> torch.Tensor:
-        """Return the current latents; clean after the last step. The shape never changes."""
+        """Return the current latents, which are clean after the last step. The shape never
+        changes."""
 
     def set_latents(self, request: DiffusionRequest[Session, Work], latents: torch.Tensor) -> None:
         """Replace the latents on other stages by the last stage's, for the next step."""
@@ -267,7 +268,8 @@ class SupportsBatchedDecode(Protocol[Session, Work]):
     `omni.batch_invariant`."""
 
     def most_decoded_together(self, request: DiffusionRequest[Session, Work]) -> int:
-        """Return how many requests with its `batch_key` may share a decode with it; 1: none."""
+        """Return how many requests with its `batch_key` may share a decode with it. 1 means
+        none."""
 
     def post_decode_together(
         self, batch: Sequence[DiffusionRequest[Session, Work]]

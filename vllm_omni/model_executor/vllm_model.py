@@ -201,7 +201,7 @@ causal Wan 14B have 5120) take longer on a GPU than their launches take on the h
 def launches_graphs(
     requested: bool | None, eager: bool, offloads: bool = False, channels: int = 0
 ) -> bool:
-    """Resolve `omni.model.cuda_graphs`; always false without CUDA.
+    """Resolve `omni.model.cuda_graphs`. Always false without CUDA.
 
     Args:
         requested: The option. None: true unless one of the other arguments speaks against it.

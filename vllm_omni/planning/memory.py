@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of a streaming model per GPU, from its shapes. Pure functions; nothing is loaded.
+"""Bytes of a streaming model per GPU, from its shapes. Pure functions. Nothing is loaded.
 
 Weights, K/V windows and caches are exact. The transient memory of a decode is measured
 (`AutoencoderMemory.workspace`). Held by tests/planning/.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A streaming model and a split over GPUs as `plan` sees them; `memory.py` computes with them.
+"""A streaming model and a split over GPUs as `plan` sees them. `memory.py` computes with them.
 
 A family that can be planned describes its networks in `models/<name>/plan.py` (`FamilyPlan`).
 Held by tests/planning/.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's CPU platform with a Ray resource; see `vllm_omni.platforms`."""
+"""vLLM's CPU platform with a Ray resource. See `vllm_omni.platforms`."""
 
 from vllm.platforms.cpu import CpuPlatform
 

@@ -45,7 +45,7 @@ def collect_after_freeze(app: FastAPI) -> None:
 
 
 def _malloc_trim() -> Callable[[int], int] | None:
-    """Return glibc's function; None with other C libraries, which lack it or do not need it."""
+    """Return glibc's function, or None with other C libraries, which lack it or do not need it."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 

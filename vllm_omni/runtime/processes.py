@@ -50,7 +50,7 @@ def engine_processes() -> dict[str, Any]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped (SIGSTOP, Ctrl-Z); one held by a debugger does not count."""
+    """Whether a process is stopped (SIGSTOP, Ctrl-Z). One held by a debugger does not count."""
     return _stat_of(pid)[:1] == ["T"]
 
 
@@ -99,7 +99,8 @@ def _end(pid: int) -> None:
 
 
 def _stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on; empty if there is no such process."""
+    """Return the fields of /proc/PID/stat from the state on, or an empty result if there is no such
+    process."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()
     return []

@@ -29,7 +29,7 @@ _start_span: list[Callable[[str], Span]] = [lambda name: NO_SPAN]
 
 
 def set_parent(headers: Mapping[str, str] | None) -> contextvars.Token[Mapping[str, str] | None]:
-    """Set the trace headers of the current task; None means no trace."""
+    """Set the trace headers of the current task. None means no trace."""
     return _headers.set(headers)
 
 

@@ -158,7 +158,7 @@ def read_recording(path: Path) -> tuple[RecordingHeader, list[RecordedChunk], bo
 
 
 def _records(file: BinaryIO, path: Path) -> Iterator[tuple[Any, dict[str, np.ndarray]]]:
-    """Yield the metadata and arrays of each record; the metadata of a truncated one is None."""
+    """Yield the metadata and arrays of each record. The metadata of a truncated one is None."""
     left = path.stat().st_size - file.tell()
     while left:
         size = int.from_bytes(file.read(8), "little")

@@ -174,7 +174,7 @@ def write_bytes(
 
 @contextmanager
 def _planned_file(path: Path, starts: Sequence[int]) -> Iterator[int]:
-    """Open a file that the frontend has created, for writing; convert errors to `RequestFailed`."""
+    """Open a file that the frontend has created, for writing. Convert errors to `RequestFailed`."""
     try:
         file = path.open("r+b", buffering=0)
     except OSError:

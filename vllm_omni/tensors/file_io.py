@@ -57,7 +57,7 @@ def read_at(descriptor: int, positions: Iterable[TensorAt]) -> None:
 
 
 def _sorted_out(positions: Iterable[TensorAt]) -> tuple[list[TensorAt], list[TensorAt]]:
-    """Split into host tensors and tensors that need staging; empty tensors are dropped."""
+    """Split into host tensors and tensors that need staging. Empty tensors are dropped."""
     host: list[TensorAt] = []
     staged: list[TensorAt] = []
     for slot in positions:
@@ -105,7 +105,8 @@ def _runs(
 
 
 def _arrays(tensor: torch.Tensor) -> list[Array] | None:
-    """Return the memory of a host tensor in logical order; None if its rows are not contiguous."""
+    """Return the memory of a host tensor in logical order, or None if its rows are not
+    contiguous."""
     if tensor.is_contiguous():
         return [_numpy(tensor)]
     rows = _rows(tensor)
@@ -113,7 +114,8 @@ def _arrays(tensor: torch.Tensor) -> list[Array] | None:
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Merge the first two dimensions if all others are contiguous; None if that requires a copy."""
+    """Merge the first two dimensions if all others are contiguous. Return None if that requires a
+    copy."""
     if tensor.dim() <= 2 or not tensor[0, 0].is_contiguous():
         return None
     rows = tensor.flatten(0, 1)

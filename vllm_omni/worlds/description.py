@@ -141,7 +141,7 @@ class WorldDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         return next(prompt.text for prompt in self.prompts if prompt.name == name)
 
     def untrained_size(self, width: int, height: int) -> str | None:
-        """Return a warning for a size that the world was not trained at; None if it was."""
+        """Return a warning for a size that the world was not trained at, or None if it was."""
         if (width, height) in self.sizes:
             return None
         trained = " or ".join(f"{w}x{h}" for w, h in self.sizes)

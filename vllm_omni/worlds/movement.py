@@ -184,7 +184,7 @@ def _walk(position_N2: torch.Tensor, move_N2: torch.Tensor, grid: OccupancyGrid)
 
 
 def _slide(position_N2: torch.Tensor, part_N2: torch.Tensor, grid: OccupancyGrid) -> torch.Tensor:
-    """Move in parts, each in the free direction that is nearest to its own; without one, stay."""
+    """Move in parts, each in the free direction that is nearest to its own. Without one, stay."""
     slides = torch.deg2rad(torch.tensor(_SLIDES_DEGREES, dtype=torch.float64))
     cos_K, sin_K = slides.cos(), slides.sin()
     x, z = part_N2[:, :1], part_N2[:, 1:]

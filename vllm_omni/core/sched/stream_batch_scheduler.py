@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StreamBatchScheduler`: one denoise step per engine step; a batch has requests at any step.
+"""`StreamBatchScheduler`: one denoise step per engine step. A batch has requests at any step.
 
 In stock vLLM, the first output of a pooling request finishes it, and until then it has no further
 tokens to compute. This scheduler returns the one token of a request that has no output yet, so that

@@ -325,7 +325,7 @@ class DemoWalk:
         return [["w", *_TURNS[frame % len(_TURNS)]] for frame in latent_frames]
 
     def prompt(self, latent_frames: range) -> str | None:
-        """Return the prompt that starts in a range of latent frames; None for no change."""
+        """Return the prompt that starts in a range of latent frames, or None for no change."""
         return next((text for frame, text in self.prompts.items() if frame in latent_frames), None)
 
     def num_chunks(self, first: int, later: int) -> int:

@@ -26,7 +26,7 @@ def hint_at_exit() -> None:
 
 
 def missing_omni(argv: Sequence[str]) -> str | None:
-    """Return the hint for a command line; None if `--omni` is not missing."""
+    """Return the hint for a command line, or None if `--omni` is not missing."""
     if len(argv) < 3 or Path(argv[0]).name != "vllm" or argv[1] != "serve":
         return None
     if any(argument.startswith(_CHOSEN) for argument in argv) or argv[2].startswith("-"):

@@ -418,7 +418,7 @@ def _needs_one_api_server(flags: "ServeFlags") -> bool:
 
 
 def _page(flags: "ServeFlags") -> str | None:
-    """Return the web page's URL; None if the server has no port."""
+    """Return the web page's URL, or None if the server has no port."""
     if "uds" in flags.values or flags.is_on("headless"):
         return None
     scheme = "https" if "ssl-certfile" in flags.values else "http"
@@ -518,7 +518,7 @@ class ServeFlags:
 
 
 def _is_flag(argument: str) -> bool:
-    """Return whether an argument is a flag and not a value; -1 is a number."""
+    """Return whether an argument is a flag and not a value. For example, -1 is a number."""
     return argument.startswith("-") and not argument[1:].replace(".", "", 1).isdecimal()
 
 

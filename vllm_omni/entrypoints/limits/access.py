@@ -93,7 +93,7 @@ class BrowserAccess:
         return bool(self._keys)
 
     def key_index(self, headers: Headers) -> int | None:
-        """Return the index of the key in a request's header; None for an unknown key.
+        """Return the index of the key in a request's header, or None for an unknown key.
 
         The time does not depend on the key.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`QuotaGuard`: quotas of HTTP requests. Requests over a quota get 429; sent bytes are charged.
+"""`QuotaGuard`: quotas of HTTP requests. Requests over a quota get 429. Sent bytes are charged.
 
 Sessions on WebSockets are charged in `../realtime/sessions/session.py`. Open paths, tickets,
 `OPTIONS` and `DELETE` are free and never refused. Runs after the check of the API key.

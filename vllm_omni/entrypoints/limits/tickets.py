@@ -32,7 +32,7 @@ _MAC_BYTES: Final = 16
 
 
 class TicketError(Exception):
-    """A ticket was refused. The text is for the server's log; the client does not see it."""
+    """A ticket was refused. The text is for the server's log. The client does not see it."""
 
 
 def derive_secret(keys: Sequence[str], environ: Mapping[str, str]) -> bytes:

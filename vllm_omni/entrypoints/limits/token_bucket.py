@@ -41,7 +41,7 @@ class TokenBucket:
         return self._left >= 0
 
     def wait_s(self) -> float:
-        """Return the seconds until one token is available; 0 for now."""
+        """Return the seconds until one token is available, or 0 for now."""
         self.take_tokens(0)
         missing = 1.0 - self._left
         return missing / self._per_s if missing > _ROUNDING else 0.0

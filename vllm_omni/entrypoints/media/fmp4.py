@@ -75,7 +75,7 @@ class FragmentEncoder:
 
     @property
     def mime_type(self) -> str | None:
-        """MIME type for `MediaSource.addSourceBuffer`; None before the first fragment."""
+        """MIME type for `MediaSource.addSourceBuffer`, or None before the first fragment."""
         if self._init_segment is None:
             return None
         profile = self._init_segment.index(b"avcC") + 5

@@ -70,7 +70,7 @@ class ChunkSource(ABC):
     def plan(
         self, info: StreamInfo, limits: EndpointLimits, *, starts_session: bool
     ) -> tuple[int, ...]:
-        """Return the pixel frames of every chunk; () for a live request.
+        """Return the pixel frames of every chunk, or () for a live request.
 
         Raises:
             EndpointError: The request does not fit the model's chunks or exceeds a limit.

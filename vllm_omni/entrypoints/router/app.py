@@ -179,7 +179,7 @@ class Router:
     async def _http(
         self, request: web.Request, backend: Backend, *, pass_over_404: bool
     ) -> web.StreamResponse | None:
-        """Run one request; None if the server does not have the file and others may."""
+        """Run one request. Return None if the server does not have the file and others may."""
         body = request.content if request.body_exists else None
         with backend.in_use():
             async with self.client.request(
@@ -254,7 +254,7 @@ class Router:
         server: aiohttp.ClientWebSocketResponse,
         backend: Backend,
     ) -> web.WebSocketResponse:
-        """Forward messages in both directions until one side closes; forward its close code too."""
+        """Forward messages in both directions until one side closes. Forward its close code too."""
         client = web.WebSocketResponse(
             protocols=[server.protocol] if server.protocol else [],
             autoclose=False,

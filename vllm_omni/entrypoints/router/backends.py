@@ -82,7 +82,7 @@ class Backends:
     def choose(
         self, session: str | None = None, rank: str | None = None, but: Sequence[Backend] = ()
     ) -> Backend | None:
-        """Return the server for a request; None if there is none.
+        """Return the server for a request, or None if there is none.
 
         Args:
             session: Session name that the client uses.

@@ -84,7 +84,7 @@ class SpeechEndpoints:
         )
 
     async def _health(self, request: Request) -> Response:
-        """200 while every engine is alive; 503 names the first dead one."""
+        """Return 200 while every engine is alive, else 503 with the names of the dead ones."""
         assert self._model is not None, "vLLM initialises state before it serves"
         dead = [engine.name for engine in self._model.engines if engine.is_dead]
         if dead:

@@ -85,7 +85,7 @@ class Tracing:
         return NO_SESSION
 
     def engine_headers(self) -> Mapping[str, str] | None:
-        """Return trace headers for stock vLLM's span of an engine request; None for no span."""
+        """Return trace headers for stock vLLM's span of an engine request, or None for no span."""
         return None
 
 

@@ -132,7 +132,7 @@ def add_pages(
 
 
 def local_address(args: Namespace) -> str | None:
-    """Return the page's URL on this machine; None if the server listens on a Unix socket."""
+    """Return the page's URL on this machine, or None if the server listens on a Unix socket."""
     if args.uds:
         return None
     scheme = "https" if args.ssl_certfile else "http"

@@ -82,7 +82,7 @@ def persistent_copy(name: str, x: torch.Tensor) -> torch.Tensor:
 def persistent_buffer(
     name: str, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return an uninitialised contiguous tensor; during a capture, all calls with one name, shape
+    """Return an uninitialised contiguous tensor. During a capture, all calls with one name, shape
     and dtype share it.
 
     The caller must use its content before the next such call. A tensor per call would hold its
@@ -313,7 +313,7 @@ class ForwardGraphs:
         return len(self._graphs) < self._capacity
 
     def _copy(self, inputs: Mapping[str, torch.Tensor], steady: Collection[str]) -> Inputs:
-        """Copy `inputs` into the tensors that all graphs read; sharing them is safe because one
+        """Copy `inputs` into the tensors that all graphs read. Sharing them is safe because one
         graph runs at a time."""
         own: Inputs = {}
         for name, tensor in inputs.items():

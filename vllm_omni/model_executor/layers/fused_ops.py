@@ -40,7 +40,7 @@ class FusedOps:
 
     @staticmethod
     def kernels() -> Sequence[Callable[..., Any]]:
-        """Return the Triton kernels that replace functions of the same names; called only where
+        """Return the Triton kernels that replace functions of the same names. Called only where
         Triton is installed."""
         return ()
 

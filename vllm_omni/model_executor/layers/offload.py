@@ -215,7 +215,7 @@ class LayerOffloader(BaseOffloader):
     def wrap_modules(
         self, modules_generator: Generator[nn.Module, None, None], prefix: str = ""
     ) -> list[nn.Module]:
-        """Register the blocks of a network; each is moved to the host before the next one is
+        """Register the blocks of a network. Each is moved to the host before the next one is
         built.
         """
         modules = []
@@ -304,7 +304,7 @@ class LayerOffloader(BaseOffloader):
         layer.show(layer.room)
 
     def _slot_of(self, layer: _Layer) -> _Slot:
-        """Return the slot with the layer's weights, fetching them if necessary; it becomes the most
+        """Return the slot with the layer's weights, fetching them if necessary. It becomes the most
         recently used."""
         slot = next((slot for slot in self._slots if slot.layer is layer), self._slots[0])
         if slot.layer is not layer:

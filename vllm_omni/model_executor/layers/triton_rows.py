@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Shared parts of Triton kernels with one program per token; requires Triton."""
+"""Shared parts of Triton kernels with one program per token. Requires Triton."""
 
 from vllm_omni.model_executor.layers.linear.quantized_input import LEAST_SCALE
 from vllm_omni.model_executor.layers.quantization.fp8_kernels import LARGEST

@@ -99,7 +99,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return "text_to_video" in self.tasks or "image_to_video" in self.tasks
 
     def nearest_num_frames(self, num_frames: int) -> int:
-        """Return the allowed number of frames nearest to `num_frames`; the smaller of two."""
+        """Return the allowed number of frames nearest to `num_frames`, or the smaller of two
+        equally near ones."""
         if self.is_world:
             return min(max(1, num_frames), self.max_num_frames)
         most = (self.max_num_frames - 1) // self.frame_stride
@@ -124,7 +125,7 @@ SESSIONS_END_WITH_REQUEST = Refusal("it has no sessions that outlive a request")
 
 @dataclass(frozen=True, kw_only=True)
 class Refusals:
-    """Server options that a model does not support; None marks an option that it supports.
+    """Server options that a model does not support. None marks an option that it supports.
 
     The defaults are those of a model that implements only `SupportsStepExecution`.
     """

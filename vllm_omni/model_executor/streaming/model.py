@@ -44,7 +44,7 @@ class ChunkLatentsDecoder(Protocol):
         """Return the maximum bytes of the state of a stream of `height` x `width` pixels."""
 
     def state_layout(self, height: int, width: int) -> DecoderLayout | None:
-        """Return the layout of that state; None if the decoder has no state."""
+        """Return the layout of that state, or None if the decoder has no state."""
 
     def decode_frames(
         self, latents_CFhw: torch.Tensor, size: tuple[int, int], before: Any, *, tiny: bool = False
@@ -62,7 +62,7 @@ class ChunkLatentsDecoder(Protocol):
         """
 
     def most_streams(self, before: Any, latents_CFhw: torch.Tensor) -> int:
-        """Return the maximum number of chunks like this one in a shared decode; 1: none."""
+        """Return the maximum number of chunks like this one in a shared decode. 1 means none."""
 
     def decode_frames_together(
         self, latents_CFhw: Sequence[torch.Tensor], before: Sequence[Any]
@@ -165,7 +165,8 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         return False
 
     def value_layout(self, shape: SessionShape) -> Any:
-        """Return the layout of `StreamingSession.own` on this rank; None: no such state."""
+        """Return the layout of `StreamingSession.own` on this rank, or None without such a
+        state."""
         return None
 
     def own_bytes(self, shape: SessionShape) -> int:

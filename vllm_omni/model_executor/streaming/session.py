@@ -226,12 +226,12 @@ class StreamingChunk(Generic[Window, OwnValue]):
         return {"latents": self.latents} if shape.output == "both" else {}
 
     def denoise_index(self, step: int) -> int | None:
-        """Return the index of a denoise step; None for the clean-context pass."""
+        """Return the index of a denoise step, or None for the clean-context pass."""
         return step if step < self.schedule.num_steps else None
 
 
 class StreamingSession(SessionState, Generic[Window, OwnValue]):
-    """Session of a streaming model; see the module docstring.
+    """Session of a streaming model. See the module docstring.
 
     An optional attribute is None before the first chunk, or if this rank does not have it.
 

@@ -66,7 +66,7 @@ def verify(golden_dir: Path) -> ComparisonReport:
 
 
 def run_self_forcing(scenario: GoldenScenario) -> None:
-    """Repeat a rollout with the recorded noise and a strict cache; compare calls, caches, clip."""
+    """Repeat a rollout with the recorded noise and a strict cache. Compare calls, caches, clip."""
     case = _case(scenario, _SF_META)
     model, config = _model(scenario.directory)
     noise = scenario.get("noise")[0].transpose(0, 1)  # [C, F, h, w]
@@ -132,7 +132,7 @@ def _warped(case: Mapping[str, Any], recorded: list[float]) -> list[float]:
 
 
 def run_stream_batch(scenario: GoldenScenario) -> None:
-    """Run the stream batch tick by tick. Slot j has chunk c - j; each step has a K/V window."""
+    """Run the stream batch tick by tick. Slot j has chunk c - j. Each step has a K/V window."""
     case = _case(scenario, _SDV2_META)
     if case["mode"] != "stream" or float(case["adapt_thr"]) > 0:
         raise ValueError(

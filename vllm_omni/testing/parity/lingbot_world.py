@@ -96,7 +96,7 @@ def verify(golden_dir: Path) -> ComparisonReport:
 
 
 def run_rollout(scenario: GoldenScenario) -> None:
-    """Repeat a rollout over several chunks with the recorded noise; compare all recorded stages."""
+    """Repeat a rollout over several chunks with the recorded noise. Compare all recorded stages."""
     values = json.loads(scenario.meta("cfg"))
     config = LingBotWorldConfig.from_checkpoint(values)
     bf16 = any(name in scenario.meta("dtype") for name in ("bf16", "bfloat16"))

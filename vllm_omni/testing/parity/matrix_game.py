@@ -126,7 +126,7 @@ class _Rollout:
         self.calls = RecordedCalls(scenario, self.case["calls"], _FLOW)
 
     def run_scenario(self) -> None:
-        """Repeat the rollout with the recorded noise and actions; compare every pass, its stages
+        """Repeat the rollout with the recorded noise and actions. Compare every pass, its stages
         and caches, and the clip.
         """
         scenario, case = self.scenario, self.case

@@ -112,7 +112,8 @@ class WaypointRollout:
             rollout.frame(index, frame, prompt=int(2 * index >= len(frames)))
 
     def compare(self, stage: str, ours: torch.Tensor, name: str, tolerance: float = _FP32) -> None:
-        """Compare with a recorded tensor, if it exists; in bf16, by relative L2 distance."""
+        """Compare with a recorded tensor, if it exists. In bf16, compare by relative L2
+        distance."""
         if name not in self.scenario:
             return
         if self.bf16:

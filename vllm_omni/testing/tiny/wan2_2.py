@@ -20,7 +20,7 @@ _TI2V_CHANNELS = 48
 
 
 def make_tiny(out: Path, seed: int, layout: str) -> None:
-    """Write a checkpoint. The layout is `t2v`, `i2v` or `ti2v`; weights depend on the seed only."""
+    """Write a checkpoint. The layout is `t2v`, `i2v` or `ti2v`. Weights depend on the seed only."""
     from diffusers import UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipeline
     from diffusers.utils import logging
     from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel

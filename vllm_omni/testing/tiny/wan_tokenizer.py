@@ -17,7 +17,7 @@ _FILES = ("spiece.model", "tokenizer.json", "tokenizer_config.json", "special_to
 
 
 def write_tokenizer(folder: Path) -> int:
-    """Write `spiece.model`, `tokenizer.json` and their configs; return the number of tokens."""
+    """Write `spiece.model`, `tokenizer.json` and their configs, and return the number of tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in _FILES:
         shutil.copyfile(_VILLAGES / name, folder / name)

@@ -149,7 +149,8 @@ class HiddenStateCollector:
         return CopiedHiddenStates(len(step.req_ids), groups, errors)
 
     def _copy_stream(self, step: StepHiddenStates) -> torch.cuda.Stream | None:
-        """Return a separate stream for copies to the host, created on first use; None on a CPU."""
+        """Return a separate stream for copies to the host, created on first use, or None on a
+        CPU."""
         if self._stream is None and next(iter(step.sources.values())).is_cuda:
             self._stream = torch.cuda.Stream()
         return self._stream

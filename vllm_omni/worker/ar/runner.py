@@ -69,7 +69,7 @@ class _HiddenStatesMixin(_Runner):
         return taken.attach_to_output(output)
 
     def _copy_hidden_states(self) -> CopiedHiddenStates | None:
-        """Return the hidden states of the step that has run; None if this rank has none."""
+        """Return the hidden states of the step that has run, or None if this rank has none."""
         raise NotImplementedError
 
 

@@ -46,7 +46,8 @@ class RankAgreement:
         return [int(flag) for flag in received[_MASK].tolist()[: len(states)]]
 
     def indices(self, states: Sequence[RequestState], mask: Sequence[int] | None) -> dict[str, int]:
-        """Return the chunk indices of participating requests by id; empty on the first stage."""
+        """Return the chunk indices of participating requests by id, or an empty result on the first
+        stage."""
         if mask is None:
             return {}
         return {

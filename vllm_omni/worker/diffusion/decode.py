@@ -93,7 +93,7 @@ class ResultStream:
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Start copying a CUDA tensor to page-locked memory; return a host tensor unchanged."""
+    """Start copying a CUDA tensor to page-locked memory. Return a host tensor unchanged."""
     if not tensor.is_cuda:
         return tensor
     return empty_result(tensor.shape, tensor.dtype, pin_memory=True).copy_(

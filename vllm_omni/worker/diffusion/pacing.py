@@ -81,7 +81,8 @@ class StepPacer:
 
     @property
     def before_s(self) -> float | None:
-        """Device time in seconds of the step before the last one; None if unknown or unfinished."""
+        """Device time in seconds of the step before the last one, or None if unknown or
+        unfinished."""
         if len(self._spans) < 2 or not self._spans[0][1].query():
             return None
         start, end = self._spans[0]

@@ -169,7 +169,7 @@ class MediaStore:
                 _remove(path)
 
     def read_record(self, media_id: str, principal: str = ANONYMOUS) -> JobRecord | None:
-        """Return a record; None if this client has no such job or it is being deleted."""
+        """Return a record, or None if this client has no such job or it is being deleted."""
         record = self._load(media_id)
         is_hidden = (
             record is None
@@ -252,7 +252,7 @@ class MediaStore:
         return media_id
 
     def find_file(self, media_id: str, principal: str = ANONYMOUS) -> Path | None:
-        """Return a stored file; None if this client has no such file or it has expired."""
+        """Return a stored file, or None if this client has no such file or it has expired."""
         if not _ID.match(media_id) or not media_id.startswith("file_"):
             return None
         for suffix in ("png", "jpeg", "webp"):

@@ -46,7 +46,7 @@ _REASON_BYTES: Final = 123  # RFC 6455: a control frame has 125 bytes, of which 
 
 
 class Connection:
-    """An accepted WebSocket. One task receives; any task may send.
+    """An accepted WebSocket. One task receives. Any task may send.
 
     Args:
         websocket: The connection.

@@ -130,7 +130,7 @@ _SIGNATURES: Final = (
 
 
 def format_name(data: bytes) -> str | None:
-    """Return the name of an image format by the first bytes of a file; None if it is unknown."""
+    """Return the name of an image format by the first bytes of a file, or None if it is unknown."""
     return next(
         (name for at, magic, name in _SIGNATURES if data[at : at + len(magic)] == magic), None
     )

@@ -141,7 +141,7 @@ class InitMessage(msgspec.Struct, frozen=True, kw_only=True):
     def window(
         self, most_frames: int | None, most_sinks: int | None
     ) -> tuple[int | None, int | None]:
-        """Return the session's window and sink frames; None for the server's.
+        """Return the session's window and sink frames, or None for the server's.
 
         Larger values become the server's, because the original web page always sends 18 and 9.
 

@@ -135,7 +135,7 @@ class Session:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the last request; 0 while a request runs."""
+        """Seconds since the last request, or 0 while a request runs."""
         return 0.0 if self.is_busy else time.monotonic() - self.last_used_s
 
     def close(self, reason: str) -> None:

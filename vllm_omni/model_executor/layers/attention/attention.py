@@ -131,7 +131,7 @@ def _attention_to_first(
 
 
 def stack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Stack along a new first dimension; a view when there is one part."""
+    """Stack along a new first dimension. The result is a view if there is one part."""
     return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(list(parts))
 
 

@@ -60,7 +60,7 @@ def rope_tables(
 
 
 def apply_rope(x_LNH: torch.Tensor, cos_LC: torch.Tensor, sin_LC: torch.Tensor) -> torch.Tensor:
-    """Rotate each interleaved pair of `x_LNH` (any leading dimensions before L); computes in
+    """Rotate each interleaved pair of `x_LNH` (any leading dimensions before L). Computes in
     fp32, returns fp32.
     """
     even, odd = x_LNH.float().unflatten(-1, (-1, 2)).unbind(-1)

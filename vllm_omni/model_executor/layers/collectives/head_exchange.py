@@ -43,7 +43,8 @@ from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8, dequan
 def head_exchange(
     parallel: ParallelContext, items: Sequence[WindowItem], num_tokens: int
 ) -> "HeadExchange":
-    """Return the exchange for one forward pass; collective, with the same choice on all ranks.
+    """Return the exchange for one forward pass. This is a collective call with the same choice on
+    all ranks.
 
     Args:
         parallel: This rank.
@@ -105,7 +106,7 @@ class HeadExchange(WindowAttention):
 
 
 class QuantizedExchange(HeadExchange):
-    """Quantize keys and values before the all-to-all; send queries unquantized."""
+    """Quantize keys and values before the all-to-all. Send queries unquantized."""
 
     def __init__(
         self, parallel: ParallelContext, num_tokens: int, windows: Sequence[KVWindow]

@@ -156,7 +156,7 @@ class ParallelContext:
             )
 
     def layers(self, num_layers: int) -> range:
-        """Return the consecutive layers of this stage; empty on the VAE stage.
+        """Return the consecutive layers of this stage, or an empty result on the VAE stage.
 
         They follow `partition`, or are as even as possible with longer stages first.
 
@@ -186,7 +186,8 @@ class ParallelContext:
         return slice(start, start + lengths[self.rank])
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over tensor-parallel ranks in place; the identity without tensor parallelism.
+        """Sum over tensor-parallel ranks in place. Without tensor parallelism, this is the
+        identity.
 
         Use the result before the next all-reduce of the same shape, because both share memory in a
         CUDA graph.
@@ -203,7 +204,7 @@ class ParallelContext:
         return torch.cat(self._gather(x_TD), dim=-1)
 
     def _gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return `x` of every rank; all have one shape."""
+        """Return `x` of every rank. All have one shape."""
         own = persistent_copy("gathered", x)
         parts = [
             persistent_buffer(f"gathered from {rank}", own.shape, own) for rank in range(self.size)
@@ -244,7 +245,7 @@ class ParallelContext:
         )
 
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return `x` of every rank; all have one shape. Use them before the next call with that
+        """Return `x` of every rank. All have one shape. Use them before the next call with that
         shape."""
         return [x] if self.size == 1 else self._gather(x)
 
@@ -311,7 +312,7 @@ class ShardedModule(nn.Module):
     """A module with parameters that are parts of differently named or larger checkpoint tensors."""
 
     def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
-        """Yield (checkpoint name, slot); `prefix` is this module's own name in the model."""
+        """Yield (checkpoint name, slot). `prefix` is this module's own name in the model."""
         raise NotImplementedError
 
 
@@ -380,8 +381,8 @@ class StageNetwork(nn.Module):
 
     @property
     def rings(self) -> MemoryPool[Ring] | None:
-        """The pool of K/V memory; None without CUDA graphs, because only they benefit from reused
-        memory."""
+        """The pool of K/V memory, or None without CUDA graphs, because only they benefit from
+        reused memory."""
         return None if self.graphs is None else self.graphs.pool
 
     def clear_derived(self) -> None:

@@ -38,7 +38,7 @@ class RowwiseFP8Kernel(CutlassFP8ScaledMMLinearKernel):
         bias: torch.Tensor | None,
         output_shape: list[int],
     ) -> torch.Tensor:
-        """Multiply and rescale; see vLLM's `apply_scaled_mm`.
+        """Multiply and rescale. See vLLM's `apply_scaled_mm`.
 
         Args:
             A: Inputs, e4m3 [T, K].

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Int8WeightMethod`: int8 weights for layers that FP8 would degrade; saves memory at a small cost
+"""`Int8WeightMethod`: int8 weights for layers that FP8 would degrade. Saves memory at a small cost
 in time.
 
 vLLM quantizes the weights of experts to int8 while it loads a model
@@ -23,7 +23,7 @@ _DONE = "_already_called_process_weights_after_loading"
 
 
 class Int8WeightMethod(OnlineLinearBase):
-    """Quantize weights to int8 per output channel while the model loads; inputs are not quantized.
+    """Quantize weights to int8 per output channel while the model loads. Inputs are not quantized.
 
     Each matrix product first dequantizes the weight to the dtype of its input, so this suits layers
     that run once per chunk. For normally distributed weights the quantization error is a third of

@@ -206,8 +206,8 @@ class ColumnLinear(_QuantizedInput, ColumnParallelLinear, ShardedModule):
 
 
 class MergedLinear(_QuantizedInput, MergedColumnParallelLinear, ShardedModule):
-    """Linear layers with a common input, merged into one matrix product; this rank's output
-    channels.
+    """Linear layers with a common input, merged into one matrix product. This rank has
+    a part of the output channels.
 
     `names` are the checkpoint's names of the layers, as siblings of this module.
     """
@@ -285,7 +285,8 @@ class StackedLinear(MergedLinear):
 
 
 class QKVLinear(_QuantizedInput, QKVParallelLinear, ShardedModule):
-    """Query, key and value projections as one matrix product; this rank's heads, in this order.
+    """Query, key and value projections as one matrix product. This rank has the outputs of its
+    heads, in this order.
 
     With more ranks than K/V heads, a K/V head is replicated on all ranks whose query heads use it.
     """
@@ -378,7 +379,7 @@ class RowLinear(_QuantizedInput, RowParallelLinear, ShardedModule):
         _await_bias(self)
 
     def forward(self, input_: Input, alone: bool = False) -> torch.Tensor:
-        """Multiply, and all-reduce unless `alone` is set; see `own_part`."""
+        """Multiply, and all-reduce unless `alone` is set. See `own_part`."""
         part = super().forward(input_)
         assert isinstance(part, torch.Tensor)
         if alone or self.tp_size == 1:
@@ -472,7 +473,7 @@ def gelu_of(layer: ColumnLinear, x: Input) -> torch.Tensor:
 
 
 def quantized_layers(network: nn.Module) -> nn.ModuleList:
-    """Return the linear layers that a quantization method of vLLM manages; their tensors differ
+    """Return the linear layers that a quantization method of vLLM manages. Their tensors differ
     from the checkpoint's."""
     layers = (module for module in network.modules() if isinstance(module, LinearBase))
     return nn.ModuleList(

@@ -65,15 +65,15 @@ def quantized(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Qu
 
 
 def quantize_tokens(x: torch.Tensor, dtype: torch.dtype) -> QuantizedActivation:
-    """Quantize [..., D] as vLLM's layers do: a token's largest value maps to e4m3's largest;
-    `dtype` as in `quantized`."""
+    """Quantize [..., D] as vLLM's layers do: a token's largest value maps to e4m3's largest.
+    `dtype` is as in `quantized`."""
     x = x.float()
     scale = (x.abs().amax(-1, keepdim=True) / LARGEST).clamp_(min=LEAST_SCALE)
     return quantized((x / scale).clamp_(-LARGEST, LARGEST).to(FP8), scale, dtype)
 
 
 def split_tokens(x: Input, count: int) -> list[Input]:
-    """Split [T, D] into parts of `count` tokens; the last part may be shorter."""
+    """Split [T, D] into parts of `count` tokens. The last part may be shorter."""
     if isinstance(x, torch.Tensor):
         return list(x.split(count))
     parts = zip(x.data.split(count), x.scale.split(count), strict=True)

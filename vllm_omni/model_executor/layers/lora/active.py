@@ -30,7 +30,7 @@ _active: tuple[ActiveAdapter, ...] = ()
 
 
 def active_adapters() -> tuple[ActiveAdapter, ...]:
-    """Return the adapters of the current forward pass; () for the checkpoint's weights alone."""
+    """Return the adapters of the current forward pass, or () for the checkpoint's weights alone."""
     return _active
 
 

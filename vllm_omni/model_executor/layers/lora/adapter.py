@@ -298,7 +298,7 @@ def _check(
 def _take_misfits(
     contents: AdapterFileContents, shapes: Mapping[str, Shape], targets: Mapping[str, AdapterTarget]
 ) -> tuple[list[str], list[str]]:
-    """Remove everything with the shape of another model; return (a line for each, the stored
+    """Remove everything with the shape of another model and return (a line for each, the stored
     names)."""
     lines: list[str] = []
     names: list[str] = []
@@ -337,7 +337,7 @@ def _misfit(
 def _check_matrix(
     keys: MatrixKeys, shapes: Mapping[str, Shape], halves: list[str], misshapen: list[str]
 ) -> int:
-    """Append the inconsistencies of one module's delta to the lists; return its rank."""
+    """Append the inconsistencies of one module's delta to the lists and return its rank."""
     names, rank = keys.names, 0
     if "down" in names and "up" in names:
         up, rank = shapes[names["up"]], shapes[names["down"]][0]

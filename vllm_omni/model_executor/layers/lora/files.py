@@ -174,7 +174,7 @@ def _target_of(
     *,
     modulation: bool,
 ) -> bool:
-    """Record one name; return False if the network has no such module."""
+    """Record one name. Return False if the network has no such module."""
     stored, named, kind = key
     module = target.module_named(named)
     if modulation:
@@ -203,8 +203,8 @@ def _has_module(name: str, target: AdapterTarget, flat_names: Mapping[str, str])
 def _networks(
     stored: str, marked: str | None, targets: Mapping[str, AdapterTarget]
 ) -> tuple[str, list[str]]:
-    """Strip the prefixes of a name; return the rest and its networks (all networks if nothing names
-    one)."""
+    """Strip the prefixes of a name and return the rest and its networks (all networks if nothing
+    names one)."""
     name, networks = stored, list(targets) if marked is None else [marked]
     while prefix := next((prefix for prefix in _PREFIXES if name.startswith(prefix)), None):
         name = name.removeprefix(prefix)

@@ -132,8 +132,8 @@ class AdaptedLayer:
     def add_difference(
         self, x: torch.Tensor, y: torch.Tensor, adapters: Sequence[ActiveAdapter]
     ) -> torch.Tensor:
-        """Add the deltas for inputs `x` [..., I] to the results `y` [..., O] in place; return
-        `y`.
+        """Add the deltas for inputs `x` [..., I] to the results `y` [..., O] in place and
+        return `y`.
         """
         y_TO = y.reshape(-1, y.shape[-1])
         x_TI = x.reshape(-1, x.shape[-1]).to(y.dtype)
@@ -284,7 +284,7 @@ class AdaptedLayers:
 
 
 def _attach(layer: nn.Module, adapted_layer: AdaptedLayer) -> Callable[[], object]:
-    """Make `site` act on the results of a layer; return a handle that undoes it."""
+    """Make `site` act on the results of a layer and return a handle that undoes it."""
     if isinstance(layer, LinearBase):
         method = layer.quant_method
         layer.quant_method = AdaptedMethod(method, adapted_layer)

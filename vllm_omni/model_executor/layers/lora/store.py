@@ -80,7 +80,7 @@ def _described(saved: Sequence[UsedLora]) -> str:
 
 
 def _skipped_line(names: Sequence[str]) -> str:
-    """Return one line of skipped tensors; equal modules of several blocks are grouped."""
+    """Return one line of skipped tensors. Equal modules of several blocks are grouped."""
     kinds = Counter(re.sub(r"(?<=[._])\d+(?=[._])", "N", name) for name in names)
     listed = ", ".join(
         f"{ascii(kind)[1:-1]} ({count})" for kind, count in kinds.most_common(_LISTED_KINDS)
@@ -354,7 +354,7 @@ class AdapterStore(NoAdapters):
 
     @contextmanager
     def detached(self) -> Iterator[None]:
-        """Restore the original networks while their weights are reloaded; adapters are attached
+        """Restore the original networks while their weights are reloaded. Adapters are attached
         again at their next use."""
         for layers in self._layers.values():
             layers.detach()

@@ -54,7 +54,7 @@ def dequantize(
 def dequantize_into(
     stored_KSNH: torch.Tensor, scales_KN: torch.Tensor, out_KSNH: torch.Tensor
 ) -> None:
-    """Dequantize all tokens into `out`; the heads of its tokens must be contiguous, too."""
+    """Dequantize all tokens into `out`. The heads of its tokens must be contiguous, too."""
     if (kernels := _kernels(stored_KSNH.device)) is not None:
         kernels.dequantize_into(stored_KSNH, scales_KN, out_KSNH)
         return

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Triton kernels behind `fp8_kernels.py`. Call that module instead; this one requires Triton.
+"""Triton kernels behind `fp8_kernels.py`. Call that module instead. This one requires Triton.
 
 Kernel parameters carry only Triton's own annotations, because Triton reads annotations itself.
 """
@@ -54,7 +54,7 @@ def _dequantize_kernel(
 
 @triton.jit
 def narrowed(x, scale):
-    """Divide fp32 values by powers of two and clamp them to the range of e4m3; NaN stays NaN."""
+    """Divide fp32 values by powers of two and clamp them to the range of e4m3. NaN stays NaN."""
     return tl.clamp(
         x * tl.div_rn(1.0, scale), -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL
     )
@@ -108,7 +108,7 @@ def dequantize(
     tokens_S: torch.Tensor | None = None,
     rows: int = ROWS,
 ) -> torch.Tensor:
-    """See `fp8_kernels.dequantize`; `rows` is described at `ROWS`."""
+    """See `fp8_kernels.dequantize`. `rows` is described at `ROWS`."""
     kinds, count, heads, width = stored_KSNH.shape
     count = count if tokens_S is None else len(tokens_S)
     out = torch.empty(kinds, count, heads, width, dtype=dtype, device=stored_KSNH.device)

@@ -24,7 +24,7 @@ from vllm_omni.model_executor.layers.kv_cache.window_set import WindowSet
 
 
 class ChunkCache(WindowSet):
-    """The K/V windows of a stream; see the module docstring. Build with `strict` or
+    """The K/V windows of a stream. See the module docstring. Build with `strict` or
     `noise_matched`.
 
     `windows` has one entry for strict, and one per step for noise-matched (on a stage that owns one

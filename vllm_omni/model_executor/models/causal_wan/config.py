@@ -47,7 +47,7 @@ PromptSwitch = Literal["keep", "recompute"]
 
 @dataclass(frozen=True)
 class CausalWanConfig(ChunkTransformerConfig):
-    """The transformer's architecture; the defaults are the 1.3-billion-parameter model."""
+    """The transformer's architecture. The defaults are the 1.3-billion-parameter model."""
 
     dim: int = 1536
     """Width of the network."""
@@ -71,7 +71,7 @@ class CausalWanConfig(ChunkTransformerConfig):
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "CausalWanConfig":
-        """Read a transformer `config.json` in either key style; an empty map means 1.3B.
+        """Read a transformer `config.json` in either key style. An empty map means 1.3B.
 
         Raises ValueError naming unknown keys, and every value that this code does not implement.
         """

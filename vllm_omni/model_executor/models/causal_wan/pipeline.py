@@ -250,7 +250,7 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
 
     @torch.no_grad()
     def step_scheduler(self, batch: Sequence[Request], prediction: torch.Tensor) -> None:
-        """As of every streaming model; latent frames that were given stay as they are."""
+        """As of every streaming model. Latent frames that were given stay as they are."""
         for request, flow in zip(batch, prediction, strict=True):
             chunk = request.work
             retained = chunk.latents[:, : chunk.given]
@@ -331,8 +331,8 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
         )
 
     def _given(self, request: Request, inputs: ChunkInputs) -> torch.Tensor | None:
-        """The chunk's first latent frames [16, G, h, w] that the client gave, on the device;
-        None = it gave none.
+        """The chunk's first latent frames [16, G, h, w] that the client gave, on the device.
+        None: it gave none.
         """
         if inputs.latents is not None:
             return inputs.latents.to(self.transformer.device)

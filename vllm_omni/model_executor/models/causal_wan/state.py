@@ -68,7 +68,7 @@ class StreamScalars(SessionScalars, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class StreamSession(StreamingSession[ChunkCache, VideoInput]):
-    """A causal Wan stream; `layouts.own` is the layout of the encoder's cache."""
+    """A causal Wan stream. `layouts.own` is the layout of the encoder's cache."""
 
     scalars_type: ClassVar[type[StreamScalars]] = StreamScalars
     past: torch.Tensor | None = None

@@ -105,7 +105,7 @@ def check_components(path: Path, index: PipelineIndex, without: Collection[str] 
 
 
 def has_weights(class_name: str) -> bool:
-    """Return whether a component of this class is a model; tokenizers, schedulers and processors
+    """Return whether a component of this class is a model. Tokenizers, schedulers and processors
     are not."""
     return not class_name.endswith(_WEIGHTLESS)
 
@@ -136,7 +136,7 @@ def _check_weights(folder: Path, name: str) -> None:
 
 
 def stored_dtype(path: Path, index: PipelineIndex) -> str:
-    """Return the most common dtype in the denoiser's first file; float32 without a denoiser."""
+    """Return the most common dtype in the denoiser's first file, or float32 without a denoiser."""
     for name in _DENOISERS:
         if name in index.components:
             for file in sorted((path / name).glob("*.safetensors")):
@@ -164,7 +164,7 @@ def _header(file: Path) -> dict[str, Any]:
 
 
 def component_config(path: Path, name: str) -> dict[str, Any]:
-    """Return a component's `config.json`; {} if it has none."""
+    """Return a component's `config.json`, or {} if it has none."""
     try:
         config = json.loads((path / name / "config.json").read_text())
     except (OSError, ValueError):

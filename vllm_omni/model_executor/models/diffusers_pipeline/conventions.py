@@ -27,7 +27,7 @@ _BY_CLASS_PREFIX = {
 
 
 def conventions_of(pipeline_class: str) -> PipelineConventions:
-    """Return the recommendations for a pipeline class; empty if there are none."""
+    """Return the recommendations for a pipeline class, or an empty result if there are none."""
     for prefix, conventions in _BY_CLASS_PREFIX.items():
         if pipeline_class.startswith(prefix):
             return conventions

@@ -39,7 +39,7 @@ def call_parameters(pipeline_class: type) -> Parameters:
 
 
 def default_of(parameters: Parameters, name: str) -> Any:
-    """Return a parameter's default; None if it has none or does not exist."""
+    """Return a parameter's default, or None if it has none or does not exist."""
     parameter = parameters.get(name)
     return (
         None

@@ -92,8 +92,8 @@ class LanceLayout:
         return nested if isinstance(nested, dict) else {}
 
     def max_latent_frames(self) -> int:
-        """Return the number of latent frames in the stored position table; without weights, the
-        released number."""
+        """Return the number of latent frames in the stored position table, or the released
+        number without weights."""
         released = DEFAULTS.max_num_video_latent_frames if self.video else 1
         if self.weights is None:
             return released
@@ -181,7 +181,7 @@ def find_layout(path: Path) -> LanceLayout:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether `path` is a Lance checkpoint. Cheap; never raises."""
+    """Return whether `path` is a Lance checkpoint. Cheap. Never raises."""
     try:
         find_layout(path)
     except (ValueError, OSError):
@@ -191,7 +191,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return the fields of vLLM's config object for this checkpoint, JSON types only; needs no
+    """Return the fields of vLLM's config object for this checkpoint, JSON types only. Needs no
     weight files.
 
     In addition to the keys that vLLM reads, `lance` holds `llm` and `vision` (configs as stored),

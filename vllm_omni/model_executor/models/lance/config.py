@@ -85,7 +85,7 @@ DEFAULTS = LanceDefaults()
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """Architecture of the Qwen2.5-VL vision tower, with transformers' names; the defaults are those
+    """Architecture of the Qwen2.5-VL vision tower, with transformers' names. The defaults are those
     of the release."""
 
     depth: int = 32
@@ -146,7 +146,7 @@ class VisionConfig:
 
 @dataclass(frozen=True)
 class LanceConfig:
-    """Architecture of the decoder with its two experts and of the latent projections; the defaults
+    """Architecture of the decoder with its two experts and of the latent projections. The defaults
     are those of the released 3B model."""
 
     hidden_size: int = 2048
@@ -218,7 +218,7 @@ class LanceConfig:
     def from_checkpoint(
         cls, values: Mapping[str, Any], vision: Mapping[str, Any], **latent: Any
     ) -> "LanceConfig":
-        """Read `llm_config.json` (Qwen2.5-VL keys) and a vision config; an empty map means the
+        """Read `llm_config.json` (Qwen2.5-VL keys) and a vision config. An empty map means the
         released one.
 
         latent: `max_latent_size`, `max_latent_frames`. Raises ValueError naming every value this

@@ -113,7 +113,7 @@ def bundles_vision(source: TensorSource) -> bool:
 
 
 def load_network(network: LanceNetwork, source: TensorSource, config: LanceConfig) -> None:
-    """Load the decoder, or this rank's part of it; a vision tower in the same file is only
+    """Load the decoder, or this rank's part of it. A vision tower in the same file is only
     validated."""
     expected = network_shapes(config)
     if bundles_vision(source):

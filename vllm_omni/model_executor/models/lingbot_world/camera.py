@@ -129,7 +129,7 @@ class CameraTail:
 
     @classmethod
     def at(cls, pose_44: torch.Tensor, start: WorldStart | None = None) -> "CameraTail":
-        """Return the tail at an uploaded pose; its pitch is the angle above the horizon."""
+        """Return the tail at an uploaded pose. Its pitch is the angle above the horizon."""
         return cls(pose_44.clone(), pitch_of(pose_44), start=start)
 
 
@@ -200,7 +200,7 @@ def read_intrinsics(intrinsics: torch.Tensor, num_frames: int) -> torch.Tensor:
 
 
 def read_controls(actions: Sequence[ActionEntry], num_frames: int) -> ActionFrames:
-    """Check `actions`, one entry per latent frame; missing frames are idle.
+    """Check `actions`, one entry per latent frame. Missing frames are idle.
 
     Raises:
         RequestFailed: `invalid_action`.
@@ -216,7 +216,7 @@ def read_keys(actions: Sequence[ActionEntry], num_frames: int) -> list[str]:
 
 
 def motions_of(actions: ActionFrames) -> list[CameraMotion]:
-    """Return the motion of one camera in each latent frame; keys and axes add up."""
+    """Return the motion of one camera in each latent frame. Keys and axes add up."""
     motions = []
     for held, values in zip(
         actions.held(ACTION_SPACE), actions.axes_NA.double().unbind(0), strict=True
@@ -261,7 +261,7 @@ def read_flags(action: torch.Tensor, num_frames: int) -> torch.Tensor:
 
 
 def held_flags(actions: ActionFrames) -> torch.Tensor:
-    """Return the keys w a s d of each frame in the format of `read_flags`; an axis presses the key
+    """Return the keys w a s d of each frame in the format of `read_flags`. An axis presses the key
     of its direction."""
     axes = dict(zip(_AXIS_NAMES, actions.axes_NA.unbind(1), strict=True))
     pressed = {
@@ -320,7 +320,7 @@ def integrate_motions(
     move: float = MOVE_UNIT,
     grid: OccupancyGrid | None = None,
 ) -> tuple[torch.Tensor, CameraTail]:
-    """Move the camera from `tail` by one motion per frame; see `integrate_actions`. With `grid`,
+    """Move the camera from `tail` by one motion per frame. See `integrate_actions`. With `grid`,
     positions are in metres in the world's coordinates."""
     pose_144 = tail.pose_44[None]
     pitch_1 = torch.tensor([tail.pitch_degrees], dtype=torch.float64)

@@ -107,7 +107,7 @@ def find_layout(path: Path) -> CheckpointLayout:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether `path` is a LingBot World checkpoint in any layout. Cheap; never raises."""
+    """Return whether `path` is a LingBot World checkpoint in any layout. Cheap. Never raises."""
     try:
         find_layout(path)
     except (ValueError, OSError):
@@ -117,7 +117,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return `chunk_hf_config` of this checkpoint with `kind`, `version` and `mode`; needs no
+    """Return `chunk_hf_config` of this checkpoint with `kind`, `version` and `mode`. Needs no
     weight files.
 
     An empty `transformer` config means the released model. Raises ValueError.
@@ -164,7 +164,7 @@ def _weights(folder: Path, root: Path) -> Path:
 
 
 def _own_config(folder: Path) -> dict[str, Any]:
-    """Return the `config.json` of a transformer's folder; empty if there is none."""
+    """Return the `config.json` of a transformer's folder, or an empty result if there is none."""
     path = folder / "config.json"
     values = read_json(path) if path.exists() else {}
     return {} if is_root_config(values) else values

@@ -50,7 +50,7 @@ _WINDOW = 18
 
 @dataclass(frozen=True)
 class LingBotWorldConfig(ChunkTransformerConfig):
-    """Architecture of the causal transformer; the defaults are those of the released model with
+    """Architecture of the causal transformer. The defaults are those of the released model with
     18.5 billion parameters.
 
     The default of the original code, `local_attn_size = -1`, is not used, because the length of a
@@ -160,7 +160,7 @@ class LingBotChoices:
 
     @property
     def camera_torch_dtype(self) -> torch.dtype:
-        """Type in which poses are converted to rays; the result is always fp32."""
+        """Type in which poses are converted to rays. The result is always fp32."""
         return {"fp32": torch.float64, "bf16": torch.bfloat16}[self.camera_dtype]
 
 

@@ -59,7 +59,7 @@ def check_complete(path: Path) -> None:
 
 
 def complete(out: Path) -> list[str]:
-    """Write the transformer's `config.json` if its repository has none; return the files
+    """Write the transformer's `config.json` if its repository has none and return the files
     written.
     """
     path = out / _TRANSFORMER / "config.json"

@@ -61,7 +61,7 @@ def unipc(shift: float, device: torch.device | str = "cpu") -> Any:
 
 
 def solver_step(solver: Any, step: int, latents: torch.Tensor, flow: torch.Tensor) -> torch.Tensor:
-    """Return the latents after `step`, [16, F, h, w] fp32; the solver stores its state for the next
+    """Return the latents after `step`, [16, F, h, w] fp32. The solver stores its state for the next
     step."""
     moved: torch.Tensor = solver.step(
         flow[None], solver.timesteps[step], latents[None], return_dict=False

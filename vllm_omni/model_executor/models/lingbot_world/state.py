@@ -63,7 +63,7 @@ class RestState:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class WorldCoordinates(ImageStartedPipeline):
-    """State of a session's camera and conditioning. Immutable; the camera is on the host."""
+    """State of a session's camera and conditioning. Immutable. The camera is on the host."""
 
     tail: CameraTail
     """State of the camera after the last chunk."""
@@ -95,7 +95,7 @@ class LingBotScalars(ImageStartedScalars, frozen=True, forbid_unknown_fields=Tru
 
 
 class LingBotSession(ImageStartedSession[KVWindows, WorldCoordinates]):
-    """A LingBot World session; `layouts.own` is the layout of the conditioning."""
+    """A LingBot World session. `layouts.own` is the layout of the conditioning."""
 
     scalars_type: ClassVar[type[LingBotScalars]] = LingBotScalars
 

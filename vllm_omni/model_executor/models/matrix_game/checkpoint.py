@@ -135,7 +135,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return `chunk_hf_config` of this checkpoint, with `kind`; needs no weight files.
+    """Return `chunk_hf_config` of this checkpoint, with `kind`. Needs no weight files.
 
     Raises ValueError.
     """

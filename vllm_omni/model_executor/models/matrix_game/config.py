@@ -123,7 +123,7 @@ _BY_KEYS: Final = {len(variant.keyboard): variant for variant in VARIANTS}
 
 @dataclass(frozen=True)
 class MatrixGameConfig(ChunkTransformerConfig):
-    """Architecture of the transformer; the defaults are those of the released universal model."""
+    """Architecture of the transformer. The defaults are those of the released universal model."""
 
     native_size: ClassVar[tuple[int, int]] = (352, 640)
     """Height and width that the released models were trained on."""
@@ -205,7 +205,7 @@ class MatrixGameConfig(ChunkTransformerConfig):
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "MatrixGameConfig":
         """Read a transformer's `config.json` with the keys of either layout. An empty mapping means
-        the released universal model; a missing window is that of the variant.
+        the released universal model. A missing window is that of the variant.
 
         Raises:
             ValueError: A key is unknown, or a value is not implemented.
@@ -289,7 +289,7 @@ def _action_fields(values: Mapping[str, Any], dim: int) -> dict[str, Any]:
 
 
 def schedule_of(variant: MatrixGameVariant) -> FewStepSchedule:
-    """Return the schedule, computed in fp32 as in training; in fp64 timesteps would differ by
+    """Return the schedule, computed in fp32 as in training. In fp64 timesteps would differ by
     1e-4."""
     return few_step_schedule("exact", _SHIFT, [1000 - step for step in variant.steps], np.float32)
 

@@ -108,7 +108,7 @@ class MatrixGameConditioningLayout:
 
 
 class MatrixGameSession(ImageStartedSession[ActionWindows, MatrixGameConditioning]):
-    """A Matrix-Game session; `layouts.own` is always set."""
+    """A Matrix-Game session. `layouts.own` is always set."""
 
     def restore_values(
         self, retained: ImageStartedScalars, saved: SavedTensors, device: torch.device

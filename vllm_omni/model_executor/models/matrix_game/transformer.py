@@ -101,7 +101,7 @@ class ActionItem(ImageItem):
 
 
 class ActionModule(nn.Module):
-    """The mouse and keyboard branches. Parameters have the original's names; the weights of its
+    """The mouse and keyboard branches. Parameters have the original's names. The weights of its
     norms are not used."""
 
     def __init__(

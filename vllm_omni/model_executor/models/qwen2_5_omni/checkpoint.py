@@ -35,7 +35,7 @@ class SpeakerVoice:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a directory holds a Qwen2.5-Omni checkpoint. Cheap; never raises."""
+    """Return whether a directory holds a Qwen2.5-Omni checkpoint. Cheap. Never raises."""
     try:
         config = json.loads((path / "config.json").read_text())
     except (OSError, ValueError):

@@ -75,7 +75,7 @@ def _dtype(path: Path) -> str:
 
 
 class SpeechEngines:
-    """Owner of the engines; `composition` serves requests. Use as `async with await
+    """Owner of the engines. `composition` serves requests. Use as `async with await
     SpeechEngines.start_engines(path)`."""
 
     def __init__(self, composition: SpeechComposition) -> None:

@@ -93,7 +93,7 @@ class SpeechDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     @property
     def part_sizes(self) -> tuple[int, ...]:
-        """Return the codes of full chunks in order, including context; () for one clip."""
+        """Return the codes of full chunks in order, including context, or () for one clip."""
         if self.chunk_codes == 0:
             return ()
         sizes: list[int] = []

@@ -161,7 +161,7 @@ class TalkerPromptBuilder:
         return embeddings
 
     def _positions(self, text_ids: Sequence[int], grids: VisualGrids) -> torch.Tensor:
-        """Return rotary positions [3, L]; images and videos have 3-D positions (by transformers'
+        """Return rotary positions [3, L]. Images and videos have 3-D positions (by transformers'
         own function)."""
         if not grids.any:
             return torch.arange(len(text_ids)).expand(3, -1).contiguous()

@@ -144,7 +144,7 @@ class TalkerForConditionalGeneration(nn.Module, SupportsPP, SupportsMRoPE):
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: list[Any]
     ) -> tuple[torch.Tensor, int]:
-        """Copy a request's tensors into its slot; return its encoded positions and their offset.
+        """Copy a request's tensors into its slot and return its encoded positions and their offset.
         vLLM calls this per request.
 
         After preemption, `input_tokens` may include tokens that were already generated.

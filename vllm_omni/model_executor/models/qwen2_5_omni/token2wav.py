@@ -86,7 +86,7 @@ class Token2WavPipeline(StepPipeline):
         self.flow = FlowSolver.create(self.token2wav.code2wav_dit_model, graphs)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load token2wav's tensors from the files; `weights` (all tensors of the checkpoint) is
+        """Load token2wav's tensors from the files. `weights` (all tensors of the checkpoint) is
         not consumed."""
         state = dict(CheckpointTensors(self.path).below(_PREFIX))
         # Strict: missing, unexpected and misshapen keys all raise. The resampling filters are
@@ -205,7 +205,8 @@ class Token2WavPipeline(StepPipeline):
     def denoise_step(
         self, batch: Sequence[Request], hidden: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Run one interval of the solver for each request; return the change of mel, [B, T, M]."""
+        """Run one interval of the solver for each request and return the change of mel, [B, T,
+        M]."""
         clips: list[_Clip] = [request.work for request in batch]
         mel_BTM = torch.cat([clip.mel_1TM for clip in clips])
         # All conditional halves first, then all others: chunk number h of each request's conditions

@@ -140,7 +140,7 @@ class FoldedCausalConv3d(WanCausalConv3d):
 
 class CPURMSNorm(WanRMS_norm):
     """Normalisation over channels with few passes over memory, in fp32. It has the parameters of
-    `whole`; other dtypes use diffusers' computation."""
+    `whole`. Other dtypes use diffusers' computation."""
 
     def __init__(self, whole: WanRMS_norm) -> None:
         nn.Module.__init__(self)

@@ -124,7 +124,7 @@ def find_layout(path: Path) -> Wan22Layout:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether this family serves the directory `path`. Cheap; never raises."""
+    """Return whether this family serves the directory `path`. Cheap. Never raises."""
     try:
         Wan22Config.from_checkpoint(find_layout(path).transformer_config())
     except (ValueError, OSError):
@@ -133,7 +133,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return the fields of vLLM's config object for this checkpoint, JSON types only; needs no
+    """Return the fields of vLLM's config object for this checkpoint, JSON types only. Needs no
     weights.
 
     In addition to the keys that vLLM reads, `wan2_2` holds the configs of `transformer`, `vae`,

@@ -26,7 +26,7 @@ only, or the image's latents are the first latent frame, with tokens at timestep
 
 @dataclass(frozen=True)
 class Wan22Config(WanConfig):
-    """One transformer's architecture; the defaults are the experts of T2V A14B."""
+    """One transformer's architecture. The defaults are the experts of T2V A14B."""
 
     dim: int = 5120
     """Width of the network."""

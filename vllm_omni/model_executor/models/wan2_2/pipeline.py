@@ -450,7 +450,7 @@ class Wan22(nn.Module):
         )
 
     def _expert_at(self, video: VideoWork, step: int) -> str:
-        """Return the expert of a step; the second one runs strictly below the boundary."""
+        """Return the expert of a step. The second one runs strictly below the boundary."""
         ratio = self.checkpoint.boundary_ratio
         below = ratio is not None and video.timesteps[step] < ratio * NUM_TRAIN_TIMESTEPS
         return EXPERTS[below]

@@ -56,7 +56,7 @@ class OwnTokens:
 
 @dataclass(frozen=True)
 class VideoItem:
-    """One batch entry of a forward pass; tensors on the model's device."""
+    """One batch entry of a forward pass. All tensors are on the model's device."""
 
     inputs: torch.Tensor
     """[in_channels, F, h, w], any float dtype."""

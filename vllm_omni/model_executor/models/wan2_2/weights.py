@@ -80,7 +80,7 @@ _FILE_MARKS = {
 def adapter_targets(
     experts: Mapping[str, nn.Module], config: Wan22Config
 ) -> dict[str, AdapterTarget]:
-    """Return the experts as targets of LoRA adapters; with two, a file's name may identify its
+    """Return the experts as targets of LoRA adapters. With two, a file's name may identify its
     expert."""
     # not needed to describe a checkpoint
     from vllm_omni.model_executor.models.wan.transformer.layers import PatchEmbedding

@@ -58,7 +58,7 @@ class FrameCodec(nn.Module):
         *,
         tiny: bool = False,
     ) -> tuple[torch.Tensor, VAECache | None]:
-        """Return `decode_latent`; there is no tiny decoder."""
+        """Return `decode_latent`. There is no tiny decoder."""
         assert not tiny
         return self.decode_latent(latents_CFhw, size, before)
 
@@ -205,7 +205,7 @@ class ImageStages(nn.Module):
 
 
 class ImageEncoder(ImageStages):
-    """Encoder of images; returns the mean. Arguments are the keys of its released YAML file."""
+    """Encoder of images. Returns the mean. Arguments are the keys of its released YAML file."""
 
     def __init__(
         self,
@@ -328,7 +328,7 @@ class ImageCodec(FrameCodec):
 
 
 def make_codec(config: WaypointConfig, sizes: Mapping[str, Any], dtype: torch.dtype) -> FrameCodec:
-    """Build the autoencoder of a checkpoint; `sizes` are its arguments that differ from the
+    """Build the autoencoder of a checkpoint. `sizes` are its arguments that differ from the
     released ones."""
     if config.temporal_compression > 1:
         return StreamingTAEHV(config.channels, **sizes, size=config.codec_size, dtype=dtype)

@@ -275,7 +275,7 @@ def find_layout(path: Path) -> CheckpointLayout:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether `path` holds a Waypoint model's `config.yaml`. Cheap; never raises."""
+    """Return whether `path` holds a Waypoint model's `config.yaml`. Cheap. Never raises."""
     try:
         config = read_config(path) if (path / CONFIG_FILE).is_file() else {}
     except (ValueError, OSError):
@@ -287,7 +287,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return the fields of vLLM's config object, JSON types only; needs no weight files.
+    """Return the fields of vLLM's config object, JSON types only. Needs no weight files.
 
     Raises ValueError.
     """

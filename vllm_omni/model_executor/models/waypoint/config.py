@@ -39,7 +39,7 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Architecture, with the names of `config.yaml`; the defaults apply to keys that it omits."""
+    """Architecture, with the names of `config.yaml`. The defaults apply to keys that it omits."""
 
     d_model: Count
     """Width of the network."""
@@ -191,7 +191,7 @@ class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def plan(self) -> ChunkPlan:
-        """Chunks of one latent frame, including the first; the longer kind of ring buffer
+        """Chunks of one latent frame, including the first. The longer kind of ring buffer
         determines how far a frame sees."""
         stride = self.temporal_compression
         return ChunkPlan(1, 1, self.global_window, 0, FrameRate(first=stride, later=stride))
@@ -304,7 +304,7 @@ _KEYS: Final[Mapping[int, str]] = {
 
 
 def virtual_key(code: int) -> Button:
-    """Return the button of a virtual-key code; a code without a name gives, for example, vk_5b."""
+    """Return the button of a virtual-key code. A code without a name gives, for example, vk_5b."""
     name, *codes = _KEYS.get(code, f"vk_{code:02x}").split()
     return Button(name, name.replace("_", " ").capitalize(), tuple(codes))
 

@@ -14,7 +14,7 @@ _FILES = ("config.yaml", "model.safetensors")
 
 
 def _v1_5(name: str) -> tuple[HubComponent, ...]:
-    """Return the files of 1.5; TAEHV is in the transformer's repository."""
+    """Return the files of 1.5. TAEHV is in the transformer's repository."""
     return (HubComponent(f"{_OWNER}/{name}", (*_FILES, "vae/*"), "", 3.8),)
 
 

@@ -77,7 +77,7 @@ class FrameWindow(KVWindow):
         return [*retained, frame] if frame % self.dilation else retained
 
     def num_keys(self, frame: int) -> int:
-        """Return how many keys `frame` attends to; they are the first ones of the buffer."""
+        """Return how many keys `frame` attends to. They are the first ones of the buffer."""
         return (self._num_retained(frame) + (frame % self.dilation > 0)) * self.tokens_per_frame
 
     def _span(self, frames: range) -> slice | None:

@@ -131,7 +131,7 @@ class FusedOps(layers_fused_ops.FusedOps):
 
 @dataclass(frozen=True)
 class FrameItem:
-    """One batch entry of a forward pass; tensors on the model's device."""
+    """One batch entry of a forward pass. All tensors are on the model's device."""
 
     latents: torch.Tensor
     """fp32 [C, h, w]."""
@@ -289,7 +289,7 @@ class CrossAttention(nn.Module):
 
 
 class ControlFusion(nn.Module):
-    """fc2 silu(fc1_x rms(x) + fc1_c rms(u)); the second product does not depend on x (`term`)."""
+    """fc2 silu(fc1_x rms(x) + fc1_c rms(u)). The second product does not depend on x (`term`)."""
 
     def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
@@ -430,7 +430,7 @@ class WaypointTransformer(StageNetwork):
     # -- once a frame or less ----------------------------------------------------------------------
 
     def embed_noise(self, sigma: float) -> torch.Tensor:
-        """Return fp32 [D] of a noise level in [0, 1]; phases are fp32 products, as in training."""
+        """Return fp32 [D] of a noise level in [0, 1]. Phases are fp32 products, as in training."""
         phases = torch.tensor(1000.0 * sigma, dtype=torch.float32) * self.tables.noise
         waves = math.sqrt(2) * torch.cat((phases.sin(), phases.cos()))
         embedded: torch.Tensor = self.denoise_step_emb(waves.to(self.device))
@@ -468,7 +468,7 @@ class WaypointTransformer(StageNetwork):
         return torch.stack(terms) if terms else embedded.new_empty(0, embedded.shape[0])
 
     def cross_attention_kv(self, prompt_SE: torch.Tensor) -> torch.Tensor:
-        """Return [prompt blocks, 2, S, N, H] of text embeddings; their padding is zero and takes
+        """Return [prompt blocks, 2, S, N, H] of text embeddings. Their padding is zero and takes
         part in attention."""
         items = prompt_SE.to(self.device, self.dtype)
         retained = [
@@ -543,7 +543,7 @@ class WaypointTransformer(StageNetwork):
         )
 
     def _predict(self, items: Sequence[FrameItem], given: Inputs) -> torch.Tensor:
-        """Run `forward`. Of `items` it reads only values that a graph may keep; inputs are in
+        """Run `forward`. Of `items` it reads only values that a graph may keep. Inputs are in
         `given`."""
         placed = zip(items, given["tokens"], given["key_ranges"], strict=True)
         prompts = zip(

@@ -177,7 +177,7 @@ class NullImagePipeline(StepPipeline):
 
 
 def _look_at_inputs(tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-    """Mean colour of the input pictures, uint8 [3]; the level that tells their number and
+    """Mean colour of the input pictures, uint8 [3], and the level that tells their number and
     whether there is a mask.
     """
     images = [

@@ -183,7 +183,7 @@ def greedy(
     steps: int,
     end_token: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode greedily; return the tokens and the logits of each."""
+    """Decode greedily and return the tokens and the logits of each."""
     capacity = sum(placed.segment.length for placed in context) + steps
     reading = UnderstandingChunk(
         cache=model.network.language_model.new_cache(capacity),

@@ -170,7 +170,8 @@ class VAEStage(Role):
             self.in_flight.fail(state.chunk, because=_lost())
 
     def _loss(self, state: RequestState) -> RequestFailed | None:
-        """Return why the session of a new chunk cannot continue; None if it can or is not live."""
+        """Return why the session of a new chunk cannot continue, or None if it can or is not
+        live."""
         if state.chunk is not None or state.params is None or state.is_session_operation:
             return None
         session_id = state.params.session_id

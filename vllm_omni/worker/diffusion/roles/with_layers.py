@@ -148,7 +148,7 @@ class LayersRole(SingleRank):
 
     @abstractmethod
     def message(self, done: MicroStep, outputs: Envelopes) -> IntermediateTensors | None:
-        """Return the tensors for the next stage; None on the last one."""
+        """Return the tensors for the next stage, or None on the last one."""
 
 
 class LastStage(LayersRole):

@@ -101,7 +101,7 @@ class ChunksInFlight:
             self._chunks.setdefault(session_id, []).append(state)
 
     def end(self, request: DiffusionRequest) -> None:
-        """Remove a committed chunk; later chunks stay in flight. Idempotent."""
+        """Remove a committed chunk. Later chunks stay in flight. Idempotent."""
         self._cut(request, keep_followers=True)
 
     def fail(self, request: DiffusionRequest, because: RequestFailed | None = None) -> None:
@@ -128,7 +128,7 @@ class ChunksInFlight:
             self._failed[session_id] = left
 
     def _cut(self, request: DiffusionRequest, *, keep_followers: bool) -> list[RequestState]:
-        """Remove a chunk; return it and all later chunks."""
+        """Remove a chunk and return it and all later chunks."""
         session_id = request.session.session_id
         chunks = self._chunks.get(session_id, [])
         position = next(

@@ -147,7 +147,7 @@ def open_transformer(path: Path, state_keys: Sequence[str] = STATE_KEYS) -> Tens
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether `path` is a causal Wan checkpoint in any layout. Cheap; never raises."""
+    """Return whether `path` is a causal Wan checkpoint in any layout. Cheap. Never raises."""
     try:
         find_layout(path)
     except (ValueError, OSError):
@@ -170,8 +170,8 @@ def hf_config(path: Path) -> dict[str, Any]:
 
 
 def why_not(path: Path) -> str | None:
-    """Return why the only training checkpoint of a directory has no Wan network; None if it has one
-    or is missing.
+    """Return why the only training checkpoint of a directory has no Wan network, or None if it has
+    one or is missing.
 
     If there are no other components, only its tensors can show that.
     """

@@ -114,7 +114,7 @@ RELEASES = (
 
 
 def find_release(root: Path) -> tuple[PublishedNetwork, Path] | None:
-    """Return the release with its network in `root`, and that file; None if there is none."""
+    """Return the release with its network in `root`, and that file, or None if there is none."""
     for release in RELEASES:
         if (position := release.find(root)) is not None:
             return release, position

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strict loading of a causal Wan checkpoint; the tables of names are `transformer/weights.py`'s.
+"""Strict loading of a causal Wan checkpoint. The tables of names are `transformer/weights.py`'s.
 
 Names and shapes of the whole network are compared before any data is read
 (`model_executor/checkpoint/loading.py`).

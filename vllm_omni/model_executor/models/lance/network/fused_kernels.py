@@ -81,7 +81,7 @@ def _norm_rope_kernel(
     HEADS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Normalise and rotate the heads of a token; the two halves of a head rotate with each other.
+    """Normalise and rotate the heads of a token. The two halves of a head rotate with each other.
 
     `x` is [T, N * 2 C] with a token stride of `x_token`.
     """

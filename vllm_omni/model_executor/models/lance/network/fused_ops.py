@@ -107,7 +107,7 @@ class FusedOps(fused_ops.FusedOps):
 
     @staticmethod
     def fuse(function: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile for any number of tokens from the first call on; every other size is fixed in
+        """Compile for any number of tokens from the first call on. Every other size is fixed in
         the kernel.
         """
         fused = torch.compile(function)

@@ -176,7 +176,7 @@ class PackBuilder:
         cache: BranchCache,
         start: int,
     ) -> slice:
-        """Add tokens whose keys go to slots from `start`; returns where they lie among the
+        """Add tokens whose keys go to slots from `start`. Returns where they lie among the
         expert's tokens.
         """
         first = self.counts[expert]

@@ -176,7 +176,7 @@ class Qwen2MoTModel(nn.Module):
 
 
 class Qwen2MoTForCausalLM(nn.Module):
-    """The decoder. `forward` runs one `TokenPack`; text logits and embeddings are separate
+    """The decoder. `forward` runs one `TokenPack`. Text logits and embeddings are separate
     calls."""
 
     def __init__(
@@ -369,7 +369,7 @@ class TimeEmbedder(nn.Module):
 
 
 def timestep_features(timesteps_S: torch.Tensor) -> torch.Tensor:
-    """Return fp32 [S, 256]: [cos(t f) | sin(t f)], f = 10000^(-k/128); t is not scaled."""
+    """Return fp32 [S, 256]: [cos(t f) | sin(t f)], f = 10000^(-k/128). T is not scaled."""
     half = TIMESTEP_FREQUENCIES // 2
     lanes = torch.arange(half, dtype=torch.float32, device=timesteps_S.device)
     angles = timesteps_S.float()[:, None] * torch.exp(-math.log(10000.0) * lanes / half)
@@ -460,7 +460,7 @@ class LanceNetwork(nn.Module):
     def embed_latents(
         self, x_TC: torch.Tensor, time_TD: torch.Tensor, positions_TD: torch.Tensor
     ) -> torch.Tensor:
-        """Return latent tokens [T, D]; `time_TD` may be one row for all."""
+        """Return latent tokens [T, D]. `time_TD` may be one row for all."""
         return self.vae2llm(x_TC.to(self.vae2llm.weight.dtype)) + time_TD + positions_TD
 
     def velocity(self, hidden_TD: torch.Tensor) -> torch.Tensor:

@@ -144,7 +144,7 @@ VAE_RULES = (
 
 @dataclass(frozen=True)
 class LanceVAEConfig:
-    """Architecture of the autoencoder; the defaults are those of Wan 2.2."""
+    """Architecture of the autoencoder. The defaults are those of Wan 2.2."""
 
     base_dim: int = 160
     """First width of the encoder."""
@@ -193,7 +193,7 @@ class LanceVAEConfig:
 
 
 class LanceWanVAE(nn.Module):
-    """The Wan 2.2 autoencoder; see the module docstring. `dtype` is that of weights and
+    """The Wan 2.2 autoencoder. See the module docstring. `dtype` is that of weights and
     activations."""
 
     z_channels = LATENT_CHANNELS

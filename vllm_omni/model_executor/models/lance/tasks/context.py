@@ -85,7 +85,7 @@ class ContextWriter:
         context: Sequence[ContextSegment],
         visuals: VisualContents,
     ) -> slice | None:
-        """Append `context` to `cache`; return the range of the last text run among the `und`
+        """Append `context` to `cache` and return the range of the last text run among the `und`
         tokens."""
         last = None
         for placed in context:
@@ -133,7 +133,7 @@ class ContextWriter:
         rope: tuple[Rope, Rope],
         seen: torch.Tensor,
     ) -> slice:
-        """Add the generated block before the context; return its `gen` tokens. `seen` is
+        """Add the generated block before the context and return its `gen` tokens. `seen` is
         `self.seen(cache)`."""
         assert cache.block == 2 + latents_ND.shape[0]
         markers, cells = self._add_latents(builder, cache, latents_ND, rope, 0)
@@ -149,7 +149,7 @@ class ContextWriter:
         rope: tuple[Rope, Rope],
         start: int,
     ) -> tuple[slice, slice]:
-        """Add a latent block that stays in the cache from slot `start` on; return its `und` and
+        """Add a latent block that stays in the cache from slot `start` on and return its `und` and
         `gen` tokens."""
         markers = builder.add_tokens("und", self.markers(), rope[0], cache, start)
         return markers, builder.add_tokens("gen", latents_ND, rope[1], cache, start + 2)

@@ -188,7 +188,8 @@ class ImageGeneration:
     # -- the context -------------------------------------------------------------------------------
 
     def add_context(self, writer: ContextWriter, builder: PackBuilder) -> None:
-        """Add the conditional context to the first pass; written to the first image's cache."""
+        """Add the conditional context to the first pass. It is written to the first image's
+        cache."""
         self.cond[0].length = 0
         writer.append_segments(builder, self.cond[0], self.plan.cond, self.visuals)
 

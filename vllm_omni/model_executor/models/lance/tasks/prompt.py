@@ -176,7 +176,7 @@ def _conversation(
     vit: Grid | None,
     image_message: int,
 ) -> PromptSegments:
-    """Return the tokens of several messages, each in the template; the image precedes the text of
+    """Return the tokens of several messages, each in the template. The image precedes the text of
     its message."""
     segments, ids = [], list(first)
     for number, turn in enumerate(messages):

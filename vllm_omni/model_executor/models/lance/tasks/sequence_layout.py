@@ -124,7 +124,7 @@ def block_positions(start: int, grid: Grid) -> torch.Tensor:
 def rope_tables(
     positions_3T: torch.Tensor, head_dim: int, sections: tuple[int, int, int], theta: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (cos_TC, sin_TC), fp32 [T, head_dim / 2]; each frequency rotates by the axis that owns
+    """Return (cos_TC, sin_TC), fp32 [T, head_dim / 2]. Each frequency rotates by the axis that owns
     it.
 
     The first `sections[0]` frequencies belong to time, the next to height, the last to width. Equal

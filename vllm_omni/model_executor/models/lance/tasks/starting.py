@@ -182,7 +182,7 @@ class RequestStarter:
     def _see(
         self, source: torch.Tensor, preset: SizePreset | None, timer: StageTimer
     ) -> tuple[torch.Tensor, Grid]:
-        """Encode frames for the decoder; return (embeddings, grid)."""
+        """Encode frames for the decoder and return (embeddings, grid)."""
         with timer.stage("vision"):
             patches, grid = to_patches(for_vit(source, preset))
             return self.vision(patches, grid), decoder_grid(grid)

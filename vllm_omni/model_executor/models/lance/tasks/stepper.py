@@ -112,7 +112,7 @@ class BatchStepper:
             understanding.choose(row)
 
     def _denoise(self, pack: TokenPack) -> torch.Tensor:
-        """Run a pack of running drawings; returns the rows of their latents."""
+        """Run a pack of running drawings. Returns the rows of their latents."""
         if self.graphs is None:
             return self._latent_slices(pack)
         experts = list(pack.embeds)

@@ -87,7 +87,7 @@ class WanComponents:
 
     @classmethod
     def of_folder(cls, root: Path, transformer: Path, **own: Any) -> Self:
-        """Return the layout with the components in `root`; `own` holds the fields of the family."""
+        """Return the layout with the components in `root`. `own` holds the fields of the family."""
         return cls(
             root=root,
             transformer=transformer,
@@ -352,8 +352,8 @@ def find_transformer(
 
 
 def find_components(root: Path) -> dict[str, Path | None]:
-    """Return the paths of the components of `COMPONENT_PLACES` in `root` or its assets; None:
-    missing."""
+    """Return the paths of the components of `COMPONENT_PLACES` in `root` or its assets. None
+    means missing."""
     return {part: _own_or_shared(root, names) for part, names in COMPONENT_PLACES.items()}
 
 

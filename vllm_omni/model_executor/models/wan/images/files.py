@@ -46,7 +46,7 @@ def prepare_image(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 
 def cut_image(image_HWC: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Center-crop a uint8 image to the aspect ratio of `width` x `height` and resize it; the result
+    """Center-crop a uint8 image to the aspect ratio of `width` x `height` and resize it. The result
     is as in `prepare_image`.
 
     The resize is bilinear with antialiasing, by Pillow on the host, as in the original of

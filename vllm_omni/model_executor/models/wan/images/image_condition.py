@@ -89,7 +89,7 @@ class ConditionSettling:
 
 @dataclass(frozen=True, eq=False)
 class ConditionState:
-    """State of a session's conditioning. Immutable; forks share it.
+    """State of a session's conditioning. Immutable. Forks share it.
 
     Until it is `resolved`, it has the values of a state that has not settled.
     """
@@ -134,7 +134,7 @@ class ConditionState:
         return {"last": self.last_1CFhw, **cached}
 
     def to(self, device: torch.device | str) -> "ConditionState":
-        """Move a resolved state to `device`; tensors that are already there are shared."""
+        """Move a resolved state to `device`. Tensors that are already there are shared."""
         cache = self.cache.to(device) if self.cache is not None else None
         return replace(self, cache=cache, last_1CFhw=self.last_1CFhw.to(device))
 
@@ -251,7 +251,7 @@ class GreyCondition:
     def _repeat(
         self, state: ConditionState, num_latents: int
     ) -> tuple[list[torch.Tensor], ConditionState]:
-        """Return the conditioning that all later chunks have; encoded once."""
+        """Return the conditioning that all later chunks have. It is encoded once."""
         if not state.settled:
             afresh = self.later == "fresh_grey"
             retained, _ = self.vae.encode(
@@ -319,7 +319,7 @@ World = TypeVar("World", bound=ImageStartedPipeline)
 
 
 class ImageStartedSession(StreamingSession[Window, World], Generic[Window, World]):
-    """A session that starts with an image; its `own` is the family's `ImageStartedPipeline`."""
+    """A session that starts with an image. Its `own` is the family's `ImageStartedPipeline`."""
 
     scalars_type: ClassVar[type[ImageStartedScalars]] = ImageStartedScalars
 

@@ -286,7 +286,7 @@ def clean_prompt(prompt: str) -> str:
 
 
 def prompt_key(prompt: str) -> str:
-    """Return the sha256 of a cleaned prompt; equal keys have equal text embeddings."""
+    """Return the sha256 of a cleaned prompt. Equal keys have equal text embeddings."""
     return hashlib.sha256(clean_prompt(prompt).encode("utf-8", "replace")).hexdigest()
 
 
@@ -299,7 +299,7 @@ class Tokenizer(Protocol):
 
 
 class JsonTokenizer:
-    """A `tokenizer.json`; its template appends the end-of-sequence token."""
+    """A `tokenizer.json`. Its template appends the end-of-sequence token."""
 
     def __init__(self, path: Path, max_tokens: int) -> None:
         self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
@@ -312,7 +312,7 @@ class JsonTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A `spiece.model`; this class appends the end-of-sequence token."""
+    """A `spiece.model`. This class appends the end-of-sequence token."""
 
     def __init__(self, path: Path, max_tokens: int) -> None:
         self.processor = sentencepiece.SentencePieceProcessor(model_file=str(path))

@@ -59,8 +59,8 @@ class GraphView(KVView, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkItem:
-    """Inputs of one batch entry; tensors on the model's device, created once per chunk except
-    `latents`."""
+    """Inputs of one batch entry. All tensors are on the model's device, created once per chunk
+    except `latents`."""
 
     latents: torch.Tensor
     """fp32 [16, F, h, w]: noisy, or clean in the clean-context pass."""
@@ -85,7 +85,7 @@ class ImageItem(ChunkItem):
 
 
 class ChunkTransformer(WanTransformer[Config]):
-    """This rank's part of a causal network; its batch entries are `ChunkItem`s.
+    """This rank's part of a causal network. Its batch entries are `ChunkItem`s.
 
     Args:
         config: Sizes of the network.

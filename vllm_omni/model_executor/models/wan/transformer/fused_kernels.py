@@ -340,7 +340,7 @@ def _residual(
     quantized: bool,
     **others: Any,
 ) -> Input:
-    """Write the sum to `total`; return its norm in `dtype` or quantized."""
+    """Write the sum to `total` and return its norm in `dtype` or quantized."""
     normed = torch.empty_like(
         x, dtype=FP8 if quantized else dtype, memory_format=torch.contiguous_format
     )

@@ -49,7 +49,7 @@ def after_self_attention(
     moved: tuple[torch.Tensor, torch.Tensor] | None = None,
     quantized: bool = False,
 ) -> tuple[torch.Tensor, Input]:
-    """Add the gated attention; return (x, its affine LayerNorm in the dtype of `weight`).
+    """Add the gated attention and return (x, its affine LayerNorm in the dtype of `weight`).
 
     `moved` holds a factor and an offset of the sum, shaped like `x` (the camera of LingBot World).
     """
@@ -68,7 +68,7 @@ def after_cross_attention(
     eps: float,
     quantized: bool = False,
 ) -> tuple[torch.Tensor, Input]:
-    """Add the cross-attention; return (x, its modulated LayerNorm in the dtype of `update`)."""
+    """Add the cross-attention and return (x, its modulated LayerNorm in the dtype of `update`)."""
     x = (x + update).to(x.dtype)
     return x, modulated_norm(x, shift, scale, eps, update.dtype, quantized)
 

@@ -89,7 +89,7 @@ class SelfAttention(nn.Module):
         exchange: WindowAttention,
         write_only: bool,
     ) -> torch.Tensor | None:
-        """Write K/V of `layer` into the windows, then attend; return None after the write if
+        """Write K/V of `layer` into the windows, then attend. Return None after the write if
         `write_only`."""
         q, k, v = self.qkv(x_BTD).chunk(3, dim=-1)
         squares_q, squares_k = _squares_of_all_ranks(self.fused_ops, self.parallel, q, k)
@@ -232,7 +232,7 @@ def patchify(x: torch.Tensor) -> torch.Tensor:
 
 
 def unpatchify(tokens_BLP: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-    """[B, L, 4 * c] with values in (row, column, channel) order -> [B, c, F, h, w]; inverts the
+    """[B, L, 4 * c] with values in (row, column, channel) order -> [B, c, F, h, w]. Inverts the
     grid of `patchify`."""
     frames, height, width = size
     cells = tokens_BLP.view(-1, frames, height // 2, width // 2, 2, 2, tokens_BLP.shape[-1] // 4)
@@ -253,7 +253,7 @@ def linear_fp32(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def _squares_of_all_ranks(
     fused_ops: FusedOps, parallel: ParallelContext, *parts: torch.Tensor
 ) -> Sequence[torch.Tensor | None]:
-    """Sum squares over the channels of all ranks in one collective; None if a rank has all
+    """Sum squares over the channels of all ranks in one collective. Return None if a rank has all
     channels."""
     if parallel.tensor_size == 1:
         return [None] * len(parts)
@@ -263,7 +263,7 @@ def _squares_of_all_ranks(
 
 
 def stack_inputs(parts: Sequence[Input]) -> Input:
-    """`stack` inputs of linear layers; either all are quantized or none."""
+    """`stack` inputs of linear layers. Either all are quantized or none."""
     plain = [part for part in parts if isinstance(part, torch.Tensor)]
     if plain:
         return stack(plain)

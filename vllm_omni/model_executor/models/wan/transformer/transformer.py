@@ -89,7 +89,7 @@ class FeedForward(nn.Sequential):
 
 
 class WanBlock(nn.Module):
-    """One transformer block; `index` is its index among this stage's blocks."""
+    """One transformer block. `index` is its index among this stage's blocks."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class WanBlock(nn.Module):
         gate: torch.Tensor,
         items: Sequence[Any],
     ) -> tuple[torch.Tensor, Input]:
-        """Add the gated attention to the residual stream; return it and the input of
+        """Add the gated attention to the residual stream and return it and the input of
         cross-attention."""
         norm3, quantized = self.norm3, takes_quantized(self.cross_attn.q)
         return self.fused_ops.after_self_attention(
@@ -145,7 +145,7 @@ class WanBlock(nn.Module):
         scale: torch.Tensor,
         items: Sequence[Any],
     ) -> tuple[torch.Tensor, Input]:
-        """Add cross-attention to the residual stream; return it and the input of the FFN."""
+        """Add cross-attention to the residual stream and return it and the input of the FFN."""
         quantized = takes_quantized(self.ffn[0])
         return self.fused_ops.after_cross_attention(
             x_BTD, attended_BTD, shift, scale, self.eps, quantized

@@ -156,7 +156,7 @@ def stored_sizes(
 def network_shapes(
     config: WanConfig, outside: Mapping[str, Sizes], block: Mapping[str, Sizes], **more_sizes: int
 ) -> dict[str, Shape]:
-    """Return the shapes of a network of these tables; `more_sizes` defines additional letters."""
+    """Return the shapes of a network of these tables. `more_sizes` defines additional letters."""
     patch = config.patch_size[1] * config.patch_size[2]
     sizes: dict[str, int] = {
         "D": config.dim,

@@ -44,7 +44,7 @@ is compute-bound."""
 
 @dataclass(frozen=True, eq=False)
 class DecoderState:
-    """A stream's decoder state. Immutable; forks share it."""
+    """A stream's decoder state. Immutable. Forks share it."""
 
     cache: VAECache | None
     """Features of the decoder that made the last frames. None: the next decoder restarts."""
@@ -205,8 +205,8 @@ class ChunkDecoder:
         *,
         tiny: bool = False,
     ) -> tuple[torch.Tensor | None, DecoderState]:
-        """Return `decode` as uint8 frames [T, H, W, 3]; None on ranks other than the first if ranks
-        decode bands."""
+        """Return `decode` as uint8 frames [T, H, W, 3], or None on ranks other than the first if
+        ranks decode bands."""
         pixels, state = self.decode(latents_CFhw.unsqueeze(0), before, tiny=tiny)
         frames = to_uint8(pixels, self._rounding)
         if tiny or not isinstance(self.main, StreamingWanVAE) or self.main.bands is None:
@@ -221,8 +221,8 @@ class ChunkDecoder:
         return [(to_uint8(pixels, self._rounding), state) for pixels, state in decoded]
 
     def most_streams(self, before: DecoderState | None, latents_CFhw: torch.Tensor) -> int:
-        """Return how many chunks like this one can be decoded together (`decode_together`); 1:
-        separately."""
+        """Return how many chunks like this one can be decoded together (`decode_together`). 1
+        means separately."""
         if (
             before is None
             or before.cache is None

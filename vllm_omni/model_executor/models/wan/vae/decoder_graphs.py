@@ -36,7 +36,7 @@ class DecoderGraphs:
         unchanged."""
 
     def serve(self, features: Sequence[torch.Tensor], latent_height: int | None = None) -> bool:
-        """Return whether streams with such features use the graphs; the first call decides.
+        """Return whether streams with such features use the graphs. The first call decides.
 
         `latent_height` is that of the whole frame if the features are a band's.
         """

@@ -123,7 +123,7 @@ def _frames_of_levels(decoder: Any) -> Iterator[tuple[nn.Module, int]]:
 
 
 class _LatentPass(FramesPass):
-    """The decode of one latent frame; `first` if it is the first of its stream."""
+    """The decode of one latent frame. `first`: whether it is the first of its stream."""
 
     def __init__(
         self,

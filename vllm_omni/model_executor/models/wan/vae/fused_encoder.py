@@ -73,7 +73,7 @@ def _frames_of_blocks(encoder: Any) -> Iterator[tuple[nn.Module, int]]:
 
 
 class _LatentPass(FramesPass):
-    """The encode of the frames of one latent frame; `first` if they start their stream."""
+    """The encode of the frames of one latent frame. `first`: whether they start their stream."""
 
     def __init__(self, whole: FusedEncoder, features: list[Any], streams: int, first: bool) -> None:
         super().__init__(whole, features, streams, first=first)

@@ -46,7 +46,7 @@ class FusedPasses:
 
 
 def fastest_passes(weight: torch.Tensor) -> FusedPasses | None:
-    """Return the kernels for a network with such weights; None on CPUs, on old GPUs, in fp32 and
+    """Return the kernels for a network with such weights, or None on CPUs, on old GPUs, in fp32 and
     without Triton."""
     if not (HAS_TRITON and weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)):
         return None
@@ -178,7 +178,7 @@ class FramesPass:
         want_sum: bool = False,
         **more: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the input of `layer` and the sum; replaces the layer's feature."""
+        """Return the input of `layer` and the sum. Replaces the layer's feature."""
         bands = self.layers.bands if layer.kernel_size[1] > 1 else None
         past_BCTHW = self.features[self.index]
         stacked = self.layers.passes.stack_frames(
@@ -205,7 +205,7 @@ class FramesPass:
     def convolve(
         self, layer: WanCausalConv3d, at: PendingSum, *, want_sum: bool = False, **more: Any
     ) -> tuple[PendingSum, torch.Tensor | None]:
-        """Apply `layer` after its pass; return the result and the sum."""
+        """Apply `layer` after its pass and return the result and the sum."""
         layout = FrameLayout.ALONE if self.first else self.layers.layout(layer)
         frames, total = self.stacked(layer, at, layout, want_sum=want_sum, **more)
         return self.layers.convolve(layer, frames, layout, self.streams), total

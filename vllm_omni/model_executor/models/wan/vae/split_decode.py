@@ -42,8 +42,8 @@ supports both."""
 
 
 class RowBands:
-    """This rank's band, and the exchanges between bands. Bands differ by at most one latent row;
-    longer ones come first.
+    """This rank's band, and the exchanges between bands. Bands differ by at most one latent row.
+    Longer ones come first.
 
     Args:
         rank: This rank.
@@ -93,7 +93,7 @@ class RowBands:
         return latents_1CTHW[:, :, :, rows.start : rows.stop]
 
     def gathered(self, own: torch.Tensor) -> torch.Tensor:
-        """All-gather [n, ...] -> [n * size, ...] in the order of ranks; all ranks have one shape.
+        """All-gather [n, ...] -> [n * size, ...] in the order of ranks. All ranks have one shape.
 
         Use the result before the next call.
         """
@@ -114,13 +114,13 @@ class RowBands:
         )
 
     def fill_edges(self, x_NRWC: torch.Tensor) -> None:
-        """Halo exchange in place: fill the first and last row as `with_neighbours`; the band's rows
+        """Halo exchange in place: fill the first and last row as `with_neighbours`. The band's rows
         are between them."""
         x_NRWC[:, 0], x_NRWC[:, -1] = self._adjoining(torch.stack((x_NRWC[:, 1], x_NRWC[:, -2])))
 
     def _adjoining(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exchange this band's first and last row [2, ...] for the row above and the row below;
-        zeros outside the frame."""
+        """Exchange this band's first and last row [2, ...] for the row above and the row below,
+        which are zeros outside the frame."""
         rows = self.gathered(own)
         nothing = own.new_zeros(own.shape[1:])
         above = rows[2 * self.rank - 1] if self.rank > 0 else nothing
@@ -141,7 +141,7 @@ class RowBands:
         )
 
     def join_frames(self, frames_TRWC: torch.Tensor) -> torch.Tensor | None:
-        """Gather uint8 frames of all bands to [T, H, W, C] on the first rank; None on other
+        """Gather uint8 frames of all bands to [T, H, W, C] on the first rank. Return None on other
         ranks.
         """
         frames, rows, width, channels = frames_TRWC.shape

@@ -190,7 +190,7 @@ def stack_frames(
 
 
 def add_up(activation: PendingSum) -> torch.Tensor:
-    """See `stacked_frames.add_up`. The sum overwrites `activation.x` where that is allowed; `x`
+    """See `stacked_frames.add_up`. The sum overwrites `activation.x` where that is allowed. `x`
     must not be shuffled."""
     assert not activation.shuffled
     if activation.is_sum:

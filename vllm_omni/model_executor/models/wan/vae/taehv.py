@@ -135,7 +135,7 @@ def decoder(latent_channels: int, widths: Sequence[int], pixels: int) -> nn.Sequ
 def run_stream(
     layers: nn.Sequential, x_TCHW: torch.Tensor, cache: VAECache | None
 ) -> tuple[torch.Tensor, VAECache]:
-    """Run the next frames of a stream through `layers`; return the result and the next cache. A
+    """Run the next frames of a stream through `layers` and return the result and the next cache. A
     None `cache` starts a stream."""
     past = None if cache is None else iter(cache.features)
     retained, x = [], x_TCHW
@@ -151,7 +151,7 @@ def run_stream(
 def decoder_memory(
     widths: Sequence[int], height: int, width: int
 ) -> tuple[tuple[int, int, int, int], ...]:
-    """Return the shapes of a decoder's cache, one frame per memory block; `height` and `width` are
+    """Return the shapes of a decoder's cache, one frame per memory block. `height` and `width` are
     those of the latents."""
     levels = [level for level in range(len(_GROW)) for _ in range(_MEMORIES)]
     return tuple((1, widths[level], height * 2**level, width * 2**level) for level in levels)

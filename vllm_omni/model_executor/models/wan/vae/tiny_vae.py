@@ -26,7 +26,7 @@ _LATENT_CHANNELS = 16
 
 
 class TinyVAEDecoder(nn.Module):
-    """The decoder with an explicit cache; parameter names are TAEHV's. `dtype` is that of weights,
+    """The decoder with an explicit cache. Parameter names are TAEHV's. `dtype` is that of weights,
     activations and cache."""
 
     def __init__(

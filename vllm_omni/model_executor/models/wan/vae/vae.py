@@ -80,7 +80,7 @@ class CacheLayout:
     def restore(
         self, saved: SavedTensors, device: torch.device | str, num_latents: int = 0
     ) -> "VAECache":
-        """Restore a saved cache; its layout does not depend on the stream's length.
+        """Restore a saved cache. Its layout does not depend on the stream's length.
 
         Raises:
             RequestFailed: `invalid_snapshot` with the name of a tensor that is missing or differs
@@ -121,7 +121,7 @@ class VAECache:
         return VAECache(tuple(feature.clone() for feature in self.features))
 
     def to(self, device: torch.device | str) -> "VAECache":
-        """Move the cache to `device`; tensors that are already there are shared."""
+        """Move the cache to `device`. Tensors that are already there are shared."""
         return VAECache(tuple(feature.to(device) for feature in self.features))
 
     @classmethod
@@ -147,7 +147,7 @@ class VAECache:
 
 
 class StreamingWanVAE(nn.Module):
-    """Encoder and/or decoder of a Wan 2.1 VAE with an explicit cache; parameter names are
+    """Encoder and/or decoder of a Wan 2.1 VAE with an explicit cache. Parameter names are
     diffusers'.
 
     In half precision on CUDA with Triton, both are fused (`FusedEncoder`, `FusedDecoder`) with the
@@ -396,7 +396,7 @@ def to_uint8(pixels_1CTHW: torch.Tensor, rounding: Rounding = "round") -> torch.
 def _step(
     network: Network, x_1CTHW: torch.Tensor, features: list[Any] | None, shapes: tuple[Shape, ...]
 ) -> tuple[torch.Tensor, list[Any]]:
-    """Run one latent frame through `network`; return its output and the features, which are
+    """Run one latent frame through `network` and return its output and the features, which are
     replaced in place.
 
     The caller must be the only owner of `features`, so that replaced features are freed at once.
@@ -412,7 +412,7 @@ def _step(
 
 
 def _plain_decoder(decoder: Any, compiled: bool, frames_per_call: int | None) -> LatentNetwork:
-    """Return diffusers' layers; a stream's first latent has separate control flow."""
+    """Return diffusers' layers. A stream's first latent has separate control flow."""
     later = _later_latents(decoder, compiled, frames_per_call)
 
     def decode(
@@ -492,7 +492,7 @@ def _retains_frames(module: nn.Module) -> bool:
 
 
 def lay_channels_last(module: nn.Module) -> None:
-    """Store convolution weights channels-last; activations and caches follow the weights."""
+    """Store convolution weights channels-last. Activations and caches follow the weights."""
     for parameter in module.parameters():
         if parameter.dim() in CHANNELS_LAST:
             parameter.data = parameter.data.contiguous(memory_format=CHANNELS_LAST[parameter.dim()])
@@ -528,7 +528,7 @@ def _compiled(network: Network) -> Network:
 
 
 def _pad_first(feature: Any, shape: Shape, like: torch.Tensor) -> torch.Tensor:
-    """Pad a feature of the first latent to its final shape; zero frames in front equal the
+    """Pad a feature of the first latent to its final shape. Zero frames in front equal the
     convolution's padding.
 
     The first latent leaves one frame where later ones leave two. In the temporal upsamplers, which

@@ -36,8 +36,8 @@ class WinogradMatrices:
     """[m, m + 2], from products to results."""
 
     def transformed(self, weight_OCTHW: torch.Tensor) -> torch.Tensor:
-        """Transform [O, C, 3, H, W] to [m + 2, O, C, H, W] of `product_dtype`, each channels-last;
-        computed in fp32."""
+        """Transform [O, C, 3, H, W] to [m + 2, O, C, H, W] of `product_dtype`, each channels-last.
+        Computed in fp32."""
         matrix = weight_OCTHW.new_tensor(self.weights, dtype=torch.float32)
         of_products = torch.einsum("jt,octhw->johwc", matrix, weight_OCTHW.float())
         return of_products.to(product_dtype(weight_OCTHW.dtype)).permute(0, 1, 4, 2, 3)
