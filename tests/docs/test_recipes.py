@@ -2,10 +2,13 @@
 """The recipes of CONTRIBUTING.md list files that exist for the most recent change of each kind."""
 
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import snippets as docs
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.routing import WebSocketRoute
 
 from vllm_omni.entrypoints.server import ENDPOINTS, WebSocketEndpoint
@@ -15,6 +18,7 @@ CONTRIBUTING = docs.REPO / "CONTRIBUTING.md"
 LAST_ADDED = {
     "Add a model": "wan2_2",
     "Add an endpoint": "video",
+    "Add an HTTP endpoint": "session",
     "Add a role": "vae",
     "Support a version of vLLM": "0.33",
 }
@@ -97,3 +101,23 @@ def test_an_endpoint_is_in_the_pages_that_its_recipe_lists() -> None:
         for path in paths
         if f"`{path}`" not in readme or not any(path in page for page in pages.values())
     ] == []
+
+
+def test_an_http_endpoint_is_in_the_pages_and_tests_that_its_recipe_lists(tmp_path: Path) -> None:
+    """Every route with an OpenAPI description is in a page and in the test of methods."""
+    pages = "".join(path.read_text() for path in (docs.REPO / "docs").rglob("*.md"))
+    pages = re.sub(r"\{\w+\}", "{id}", pages)
+    app, classes = FastAPI(), set()
+    app.state.args = SimpleNamespace(model=str(tmp_path))
+    for endpoint in (create() for create in ENDPOINTS):
+        before = len(app.routes)
+        endpoint.add_routes(app)
+        added = [route for route in app.routes[before:] if isinstance(route, APIRoute)]
+        if any(route.include_in_schema for route in added):
+            classes.add(type(endpoint).__name__)
+    routes = [route for route in app.routes if isinstance(route, APIRoute)]
+    paths = {re.sub(r"\{\w+\}", "{id}", route.path) for route in routes if route.include_in_schema}
+    assert {"/v1/videos/{id}", "/v1/sessions/{id}/snapshot"} <= paths
+    assert [path for path in paths if path not in pages] == []
+    tested = (docs.REPO / "tests" / "entrypoints" / "test_methods.py").read_text()
+    assert [name for name in classes if f"    {name}().add_routes(" not in tested] == []
