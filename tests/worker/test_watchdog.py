@@ -17,7 +17,7 @@ RANKS, TIMEOUT_S = 3, 2.0
 _RANK = """
 import socket, sys, time
 from vllm_omni.runtime.processes import machine_id
-from vllm_omni.worker.diffusion.liveness import Peer, Watchdog
+from vllm_omni.worker.diffusion.liveness import PeerRank, Watchdog
 
 rank, timeout_s = int(sys.argv[1]), float(sys.argv[2])
 listen = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -25,7 +25,7 @@ listen.bind(("127.0.0.1", 0))
 import os
 print(os.getpid(), listen.getsockname()[1], flush=True)
 others = [line.split() for line in sys.stdin.readline().split(";")]
-peers = [Peer(int(r), int(pid), machine_id(), ("127.0.0.1", int(port))) for r, pid, port in others if int(r) != rank]
+peers = [PeerRank(int(r), int(pid), machine_id(), ("127.0.0.1", int(port))) for r, pid, port in others if int(r) != rank]
 dog = Watchdog(rank, listen, peers, machine_id(), b"token", timeout_s)
 dog.start_watching()
 print("watching", flush=True)
