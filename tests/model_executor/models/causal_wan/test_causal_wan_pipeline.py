@@ -61,7 +61,7 @@ def test_fused_ops_are_called_with_positional_arguments(causal_wan: Path) -> Non
     users = [module for module in model.transformer.modules() if hasattr(module, "fused_ops")]
     for module in users:
         module.fused_ops = chosen
-    assert {"SelfAttention", "CrossAttention", "FeedForward", "Head"} <= {
+    assert {"SelfAttention", "CrossAttention", "FeedForward", "OutputHead"} <= {
         type(module).__name__ for module in users
     }
     assert all(torch.equal(got, want) for got, want in zip(stream(model, 2), expected, strict=True))
