@@ -5,7 +5,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -15,6 +14,7 @@ from typing import Any
 
 import psutil
 from helpers.ports import port_for_a_server
+from helpers.quick_server import ServerProcess, start_server
 from helpers.waits import seconds, wait_until
 from openai import OpenAI
 
@@ -26,7 +26,7 @@ HEIGHT, WIDTH = 96, 160
 class Served:
     """A running server and the official client on it."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
+    def __init__(self, process: ServerProcess, port: int, log: Path) -> None:
         self.process, self.port, self.log = process, port, log
         self.url = f"http://127.0.0.1:{port}"
         self.client = self.connect()
@@ -72,35 +72,11 @@ def serve(
 ) -> Iterator[Served]:
     port = port_for_a_server()
     config = {"omni": {"height": HEIGHT, "width": WIDTH, "max_sessions": 3, **(omni or {})}}
-    command = [
-        sys.executable,
-        "-m",
-        "vllm_omni.entrypoints.cli.main",
-        "serve",
-        str(model),
-        "--omni",
-        "--enforce-eager",
-    ]
-    command += [
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--api-key",
-        KEY,
-        "--served-model-name",
-        "null",
-    ]
-    command += ["--additional-config", json.dumps(config), *flags]
+    arguments = ["serve", str(model), "--omni", "--enforce-eager", "--host", "127.0.0.1"]
+    arguments += ["--port", str(port), "--api-key", KEY, "--served-model-name", "null"]
+    arguments += ["--additional-config", json.dumps(config), *flags]
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO", **environ}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=environment,
-        )
+    process = start_server(arguments, log, environment)
     try:
         served = Served(process, port, log)
 

@@ -4,7 +4,6 @@
 import os
 import re
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -15,6 +14,7 @@ import msgspec
 import psutil
 from helpers.fake_engine import Client
 from helpers.ports import port_for_a_server
+from helpers.quick_server import start_server
 from helpers.waits import seconds, wait_until
 from websockets.sync.client import connect
 
@@ -34,46 +34,26 @@ class Served:
     Args:
         flags: Additional arguments of `vllm serve`.
         environ: Environment variables in addition to those of this process.
+        real: Start a new Python, for tests of the server's processes.
     """
 
     def __init__(
-        self, model: Path, folder: Path, *flags: str, environ: Mapping[str, str] | None = None
+        self,
+        model: Path,
+        folder: Path,
+        *flags: str,
+        environ: Mapping[str, str] | None = None,
+        real: bool = False,
     ) -> None:
         self.port = port_for_a_server()
         self._log = folder / f"server-{self.port}.log"
         omni = msgspec.json.encode({"omni": SIZES}).decode()
-        command = [
-            sys.executable,
-            "-m",
-            "vllm_omni.entrypoints.cli.main",
-            "serve",
-            str(model),
-            "--omni",
-        ]
-        command += [
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(self.port),
-            "--api-key",
-            KEY,
-            "--additional-config",
-            omni,
-        ]
-        command += flags
-        with self._log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={
-                    **os.environ,
-                    "VLLM_OMNI_MAX_FRAMES_PER_REQUEST": "105",
-                    "VLLM_OMNI_SLOT_WAIT_S": "1",
-                    **(environ or {}),
-                },
-            )
+        arguments = ["serve", str(model), "--omni", "--host", "127.0.0.1", "--port", str(self.port)]
+        arguments += ["--api-key", KEY, "--additional-config", omni, *flags]
+        limits = {"VLLM_OMNI_MAX_FRAMES_PER_REQUEST": "105", "VLLM_OMNI_SLOT_WAIT_S": "1"}
+        self.process = start_server(
+            arguments, self._log, {**os.environ, **limits, **(environ or {})}, real=real
+        )
 
     @property
     def log(self) -> str:
@@ -111,6 +91,12 @@ class Served:
             )
         assert found is not None
         return float(found[1])
+
+    def engine(self, name: str = "EngineCore") -> psutil.Process:
+        """Return the engine that its log calls so; it writes one at level INFO."""
+        found = re.search(rf"\({name} pid=(\d+)\)", self.log)
+        assert found is not None, self.log[-3000:]
+        return psutil.Process(int(found[1]))
 
     def stop(self) -> None:
         children = (
@@ -153,7 +139,7 @@ def mortal_servers(
 
         def start(*flags: str, **omni: Any) -> Served:
             config = msgspec.json.encode({"omni": {**SIZES, **defaults, **omni}}).decode()
-            server = Served(model, folder, "--additional-config", config, *flags)
+            server = Served(model, folder, "--additional-config", config, *flags, real=True)
             stack.callback(server.stop)
             server.wait_until_healthy()
             stack.callback(kill_all, family(server))

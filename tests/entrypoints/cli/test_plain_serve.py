@@ -20,7 +20,7 @@ from vllm_omni.entrypoints.cli import demo, serve
 @pytest.mark.engine
 def test_the_printed_command_serves(null_world: Path, tmp_path: Path) -> None:
     """Plain `vllm serve` with the printed flags and variable has the endpoint, with the hello
-    message of the model.
+    message of the model, and OMP_NUM_THREADS applies in its engine process.
     """
     port = port_for_a_server()
     planned = serve.plan(
@@ -34,7 +34,7 @@ def test_the_printed_command_serves(null_world: Path, tmp_path: Path) -> None:
         process = subprocess.Popen(
             f"exec env {planned.plain_command}",
             shell=True,
-            env={**os.environ, "PATH": path},
+            env={**os.environ, "PATH": path, "VLLM_LOGGING_LEVEL": "INFO"},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -49,6 +49,7 @@ def test_the_printed_command_serves(null_world: Path, tmp_path: Path) -> None:
         with connect(f"ws://127.0.0.1:{port}{demo.ENDPOINT}", compression=None) as endpoint:
             hello = msgspec.msgpack.decode(endpoint.recv(timeout=seconds(30)))
         assert (hello["first_chunk_frames"], hello["chunk_frames"]) == (9, 12)
+        assert f"this rank uses {os.environ['OMP_NUM_THREADS']} CPU threads" in log.read_text()
         process.terminate()
         assert process.wait(seconds(30)) == 0
     finally:

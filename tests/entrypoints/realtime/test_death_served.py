@@ -155,6 +155,7 @@ def small(
         config,
         *MP,
         environ=environ,
+        real=True,
     )
     try:
         server.wait_until_healthy()
