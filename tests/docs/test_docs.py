@@ -14,7 +14,7 @@ import pytest
 import snippets as docs
 from helpers.ports import port_for_a_server
 from helpers.programs import background_server
-from helpers.scripts import run_script
+from helpers.quick_programs import run_python
 from helpers.waits import seconds, wait_until
 
 from vllm_omni.testing.tiny.language_model import write_tiny_language_model
@@ -79,7 +79,7 @@ def test_a_complete_snippet_runs(
 ) -> None:
     """The snippet runs as a script in the reader's folder."""
     monkeypatch.chdir(tmp_path)
-    ended = run_script(docs.write_script(snippet, tmp_path))
+    ended = run_python(docs.write_script(snippet, tmp_path), limit_s=600)
     assert ended.returncode == 0, ended.stderr[-2000:]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 from helpers.ports import port_for_a_server
-from helpers.quick_server import ServerProcess, start_server
+from helpers.quick_programs import Program, start_server
 from helpers.waits import seconds, wait_until
 from openai import OpenAI
 
@@ -26,7 +26,7 @@ HEIGHT, WIDTH = 96, 160
 class Served:
     """A running server and the official client on it."""
 
-    def __init__(self, process: ServerProcess, port: int, log: Path) -> None:
+    def __init__(self, process: Program, port: int, log: Path) -> None:
         self.process, self.port, self.log = process, port, log
         self.url = f"http://127.0.0.1:{port}"
         self.client = self.connect()

@@ -25,7 +25,7 @@ import setproctitle
 from helpers.rank_processes import rank_context
 
 _server: Any = forkserver._forkserver  # type: ignore[attr-defined]
-_log: Path | None = None
+_outputs: tuple[Path, Path] | None = None
 
 
 def install() -> None:
@@ -37,13 +37,13 @@ def is_installed() -> bool:
     return SpawnProcess._Popen is _Popen  # type: ignore[comparison-overlap]
 
 
-def write_output_to(log: Path) -> None:
-    """Append the output of this process, and of those that it will start, to a file."""
-    global _log
-    _log = log
-    with log.open("ab") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
+def write_output_to(output: Path, errors: Path) -> None:
+    """Append stdout and stderr of this process, and of those that it will start, to files."""
+    global _outputs
+    _outputs = (output, errors)
+    for number, path in enumerate(_outputs, 1):
+        with path.open("ab") as file:
+            os.dup2(file.fileno(), number)
 
 
 class _Popen(popen_forkserver.Popen):
@@ -63,14 +63,17 @@ class _PickledProcess:
         self._process = process
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _receive, (dict(os.environ), _server._forkserver_address, _log, self._process)
+        return _receive, (dict(os.environ), _server._forkserver_address, _outputs, self._process)
 
 
 def _receive(
-    environment: dict[str, str], address: str, log: Path | None, process: BaseProcess
+    environment: dict[str, str],
+    address: str,
+    outputs: tuple[Path, Path] | None,
+    process: BaseProcess,
 ) -> BaseProcess:
-    if log is not None:
-        write_output_to(log)
+    if outputs is not None:
+        write_output_to(*outputs)
     # setproctitle locates the title by the original environment, which is replaced below.
     setproctitle.getproctitle()
     os.environ.clear()

@@ -14,7 +14,7 @@ import msgspec
 import psutil
 from helpers.fake_engine import Client
 from helpers.ports import port_for_a_server
-from helpers.quick_server import start_server
+from helpers.quick_programs import start_server
 from helpers.waits import seconds, wait_until
 from websockets.sync.client import connect
 
