@@ -72,7 +72,7 @@ def _mosaic(video: torch.Tensor) -> torch.Tensor:
 
 def _missed(world: object, renderer: Renderer) -> set[str]:
     """Measures whose target a world misses, by their first words."""
-    found = players.score_players(world, renderer, seed=SEED, names=TARGETS, walks=3, seconds=2)
+    found = players.score_players(world, renderer, seed=SEED, names=TARGETS, walks=1, seconds=2)
     return {row["measure"].rsplit(",", 1)[0] for row in found["table"] if not row["met"]}
 
 
