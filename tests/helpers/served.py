@@ -139,7 +139,7 @@ def mortal_servers(
 
         def start(*flags: str, **omni: Any) -> Served:
             config = msgspec.json.encode({"omni": {**SIZES, **defaults, **omni}}).decode()
-            server = Served(model, folder, "--additional-config", config, *flags, real=True)
+            server = Served(model, folder, "--additional-config", config, *flags)
             stack.callback(server.stop)
             server.wait_until_healthy()
             stack.callback(kill_all, family(server))
