@@ -5,11 +5,9 @@ scheduler and endpoint plugin.
 The one server exports spans to a collector in this process, and one key has a small quota.
 """
 
-import contextlib
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,9 +20,9 @@ import pytest
 import torch
 from helpers.otlp_collector import CALLER_SPAN, TRACE_ID, TRACEPARENT, Collector
 from helpers.ports import port_for_a_server
+from helpers.quick_programs import stop_server, wait_until_healthy
 from helpers.waits import seconds, wait_until
 
-from vllm_omni.entrypoints.cli import demo
 from vllm_omni.hidden_states import HiddenStates, HiddenStatesRequest, from_safetensors
 
 pytestmark = pytest.mark.engine
@@ -128,19 +126,12 @@ def server(
             start_new_session=True,
         )
     try:
-
-        def is_up() -> bool:
-            assert process.poll() is None, log.read_text()[-3000:]
-            return demo.is_healthy(f"http://127.0.0.1:{port}/health")
-
-        wait_until(is_up, 600, lambda: log.read_text()[-3000:], every_s=0.25)
+        wait_until_healthy(process, port, log)
         yield Server(f"http://127.0.0.1:{port}", tiny_language_model, log)
         process.terminate()
         assert process.wait(seconds(30)) == 0
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        stop_server(process)
 
 
 def reference(model: Path, token_ids: list[int]) -> tuple[torch.Tensor, ...]:

@@ -4,7 +4,6 @@
 import json
 import os
 import re
-import subprocess
 import time
 import urllib.error
 import urllib.request
@@ -12,14 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 from helpers.ports import port_for_a_server
-from helpers.quick_programs import Program, start_server
+from helpers.quick_programs import Program, start_server, stop_server, wait_until_healthy
 from helpers.waits import seconds, wait_until
 from openai import OpenAI
 
 KEY = "a-key-for-tests"
-START_TIMEOUT_S = 600.0
 HEIGHT, WIDTH = 96, 160
 
 
@@ -78,30 +75,7 @@ def serve(
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO", **environ}
     process = start_server(arguments, log, environment)
     try:
-        served = Served(process, port, log)
-
-        def is_up() -> bool:
-            assert process.poll() is None, log.read_text()[-3000:]
-            return _is_up(served)
-
-        wait_until(is_up, START_TIMEOUT_S, lambda: log.read_text()[-3000:], every_s=0.25)
-        yield served
+        wait_until_healthy(process, port, log)
+        yield Served(process, port, log)
     finally:
-        children = (
-            psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-        )
-        process.terminate()
-        try:
-            process.wait(seconds(20))
-        except subprocess.TimeoutExpired:
-            process.kill()
-        for child in children:
-            if child.is_running():
-                child.kill()
-
-
-def _is_up(served: Served) -> bool:
-    try:
-        return served.get("/health")[0] == 200
-    except OSError:
-        return False
+        stop_server(process)

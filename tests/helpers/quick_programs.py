@@ -13,14 +13,19 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Protocol
 from unittest import mock
 
+import psutil
 from helpers import quick_spawn
-from helpers.waits import seconds
+from helpers.waits import seconds, wait_until
+
+from vllm_omni.entrypoints.cli import demo
+
+START_TIMEOUT_S = 600.0
 
 
 class Program(Protocol):
@@ -76,6 +81,39 @@ def start_server(
     """Start `vllm-omni` with the arguments and both outputs in `log`."""
     command = ["-m", "vllm_omni.entrypoints.cli.main", *arguments]
     return start_python(command, log, log, environ, real=real)
+
+
+def is_healthy(port: int) -> bool:
+    return demo.is_healthy(f"http://127.0.0.1:{port}/health")
+
+
+def wait_until_healthy(process: Program, port: int, log: Path) -> None:
+    """Wait for a server's health probe; fail with the end of its log if the server ends."""
+
+    def is_up() -> bool:
+        assert process.poll() is None, log.read_text()[-3000:]
+        return is_healthy(port)
+
+    wait_until(is_up, START_TIMEOUT_S, lambda: log.read_text()[-3000:], every_s=0.25)
+
+
+def stop_server(process: Program) -> None:
+    """Terminate a server, and kill what is left of it and its children after 20 s."""
+    children: list[psutil.Process] = []
+    if process.poll() is None:
+        children = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()
+    try:
+        process.wait(seconds(20))
+    except subprocess.TimeoutExpired:
+        process.kill()
+    kill_all(children)
+
+
+def kill_all(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        if process.is_running():
+            process.kill()
 
 
 def run_python(

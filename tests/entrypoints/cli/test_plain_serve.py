@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plain command that `--omni` prints serves the same world."""
 
-import contextlib
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from helpers.ports import port_for_a_server
-from helpers.waits import seconds, wait_until
+from helpers.quick_programs import stop_server, wait_until_healthy
+from helpers.waits import seconds
 from websockets.sync.client import connect
 
 from vllm_omni.entrypoints.cli import demo, serve
@@ -40,12 +39,7 @@ def test_the_printed_command_serves(null_world: Path, tmp_path: Path) -> None:
             start_new_session=True,
         )
     try:
-
-        def is_up() -> bool:
-            assert process.poll() is None, log.read_text()[-3000:]
-            return demo.is_healthy(f"http://127.0.0.1:{port}/health")
-
-        wait_until(is_up, 600, lambda: log.read_text()[-3000:], every_s=0.25)
+        wait_until_healthy(process, port, log)
         with connect(f"ws://127.0.0.1:{port}{demo.ENDPOINT}", compression=None) as endpoint:
             hello = msgspec.msgpack.decode(endpoint.recv(timeout=seconds(30)))
         assert (hello["first_chunk_frames"], hello["chunk_frames"]) == (9, 12)
@@ -53,6 +47,4 @@ def test_the_printed_command_serves(null_world: Path, tmp_path: Path) -> None:
         process.terminate()
         assert process.wait(seconds(30)) == 0
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        stop_server(process)
