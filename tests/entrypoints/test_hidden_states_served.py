@@ -20,7 +20,7 @@ import pytest
 import torch
 from helpers.otlp_collector import CALLER_SPAN, TRACE_ID, TRACEPARENT, Collector
 from helpers.ports import port_for_a_server
-from helpers.quick_programs import stop_server, wait_until_healthy
+from helpers.quick_programs import run_python, stop_server, wait_until_healthy
 from helpers.waits import seconds, wait_until
 
 from vllm_omni.hidden_states import HiddenStates, HiddenStatesRequest, from_safetensors
@@ -335,7 +335,6 @@ def test_the_online_example_prints_text_and_shapes(server: Server, tmp_path: Pat
     script = Path(__file__).parents[2] / "examples" / "online_serving" / "hidden_states.py"
     out = tmp_path / "states.safetensors"
     command = [
-        sys.executable,
         str(script),
         PROMPT,
         "--url",
@@ -346,20 +345,9 @@ def test_the_online_example_prints_text_and_shapes(server: Server, tmp_path: Pat
         "--max-tokens",
         "5",
     ]
-    done = subprocess.run(
-        [*command, "--out", str(out)],
-        capture_output=True,
-        text=True,
-        timeout=seconds(600),
-        check=True,
-    )
+    done = run_python(*command, "--out", out, limit_s=600)
+    assert done.returncode == 0, done.stderr[-2000:]
     states = from_safetensors(out.read_bytes())
     assert f"layer -1: {tuple(states[-1].shape)}" in done.stdout and set(states) == {-1, 1}
-    wrong = subprocess.run(
-        [*command, "--layers", "3"],
-        capture_output=True,
-        text=True,
-        timeout=seconds(600),
-        check=False,
-    )
+    wrong = run_python(*command, "--layers", "3", limit_s=600)
     assert wrong.returncode == 1 and "hidden_state_layers" in wrong.stderr
