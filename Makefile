@@ -40,10 +40,10 @@ check: setup
 	@$(MAKE) --no-print-directory -j2 lint engineless
 
 engineless: setup
-	@$(VENV)/bin/python -m pytest -n 3 --dist loadgroup -m "not nightly and not engine and not browser" $(PYTEST_ARGS)
+	@$(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not nightly and not engine and not browser" $(PYTEST_ARGS)
 
 test: setup
-	@$(VENV)/bin/python -m pytest -n auto --dist loadgroup -m "not nightly" $(PYTEST_ARGS)
+	@$(VENV)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not nightly" $(PYTEST_ARGS)
 
 nightly: setup
 	@$(PYTHON) scripts/setup_env.py $(VENV) ray docs
@@ -51,7 +51,7 @@ nightly: setup
 
 test-cuda: setup
 	@one=0; several=0; \
-	$(VENV)/bin/python -m pytest -n auto --dist loadgroup -m "cuda and not several_gpus" $(PYTEST_ARGS) || one=$$?; \
+	$(VENV)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "cuda and not several_gpus" $(PYTEST_ARGS) || one=$$?; \
 	$(VENV)/bin/python -m pytest -m "cuda and several_gpus" $(PYTEST_ARGS) || several=$$?; \
 	exit $$((one ? one : several))
 

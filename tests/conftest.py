@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures that all tests share, and the markers and groups by which tests are selected.
+"""Fixtures that all tests share, and the markers by which tests are selected.
 
 The fixtures are tiny checkpoints and a model runner in this process, without an engine.
 """
@@ -30,9 +30,7 @@ settings.register_profile("suite", deadline=None)
 settings.load_profile("suite")
 
 _ENGINE_FOLDER = "tests/engine/"
-_SHARED_SERVERS = ("null_engine", "served")
-"""Fixtures that start one engine for the tests of several files."""
-_ENGINE_FIXTURES = frozenset({*_SHARED_SERVERS, "image_server", "world_server"})
+_ENGINE_FIXTURES = frozenset({"null_engine", "served", "image_server", "world_server"})
 _ENGINE_STARTERS = frozenset({"running_engine", "shared_engine", "AsyncLLM", "LLM", "Served"})
 """Names whose import marks every test of a file with `engine`."""
 _INIT_PORT_FILE = "dist-init"
@@ -73,13 +71,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if deselected and collection_path == config.rootpath / _ENGINE_FOLDER else None
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that start an engine or a browser, and group each file for `--dist loadgroup`.
+    """Mark tests that start an engine or a browser.
 
-    Files that share a server form one group, because a second process would start a second one.
+    A process of pytest-xdist runs files with engines first. They take longest, so that all
+    processes end at about the same time.
     """
-    server_of_file: dict[Path, str] = {}
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
         module = item.getparent(pytest.Module)
@@ -92,11 +89,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("engine")
         if "browser" in fixtures:
             item.add_marker("browser")
-        for server in _SHARED_SERVERS:
-            if server in fixtures:
-                server_of_file[item.path] = server
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(server_of_file.get(item.path, item.path.stem)))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        slow = {item.path for item in items if item.get_closest_marker("engine")}
+        items.sort(key=lambda item: item.path not in slow)
 
 
 def pytest_collection_finish() -> None:

@@ -87,3 +87,13 @@ def test_waits_are_in_one_unit() -> None:
         f"{path.relative_to(TESTS)}:{line}" for path in files for line in info(path).bare_sleeps
     ]
     assert found == []
+
+
+def test_parallel_runs_keep_files_whole() -> None:
+    """Without it each process starts the engines of every file: pytest-xdist splits files, and
+    with pytest 9.2 also its groups.
+    """
+    runs = [line for line in (TESTS.parent / "Makefile").read_text().splitlines() if " -n " in line]
+    parallel = [line for line in runs if "-m pytest" in line]
+    assert len(parallel) == 3
+    assert all("--dist loadfile --no-loadscope-reorder" in line for line in parallel)

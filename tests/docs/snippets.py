@@ -15,20 +15,17 @@ import contextlib
 import importlib
 import io
 import json
-import os
 import re
 import shlex
 import subprocess
-import tempfile
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from helpers.rank_processes import rank_context
+from helpers.quick_programs import run_python
 from helpers.scripts import load_script
-from helpers.waits import seconds
 
 REPO = Path(__file__).parents[2]
 
@@ -218,28 +215,13 @@ def _run_once(arguments: tuple[str, ...]) -> None:
 
 
 def _run(arguments: list[str], runs_in: Path) -> None:
-    with tempfile.NamedTemporaryFile("r") as log:
-        process = rank_context().Process(target=_vllm_omni, args=(arguments, runs_in, log.name))
-        process.start()
-        process.join(seconds(600))
-        if process.exitcode is None:
-            process.kill()
-        if process.exitcode != 0:
-            raise DocsError(
-                f"vllm-omni {shlex.join(arguments)} ended with {process.exitcode}: "
-                f"{log.read()[-500:]}"
-            )
-
-
-def _vllm_omni(arguments: list[str], runs_in: Path, log: str) -> None:
-    """Run the command in this process, in the folder `runs_in`, with its output in `log`."""
-    from vllm_omni.entrypoints.cli.main import main
-
-    os.chdir(runs_in)
-    output = os.open(log, os.O_WRONLY)
-    for descriptor in (1, 2):
-        os.dup2(output, descriptor)
-    main(arguments)  # exits with the command's status
+    command = ("-m", "vllm_omni.entrypoints.cli.main", *arguments)
+    ended = run_python(*command, limit_s=600, folder=runs_in)
+    if ended.returncode != 0:
+        raise DocsError(
+            f"vllm-omni {shlex.join(arguments)} ended with {ended.returncode}: "
+            f"{(ended.stdout + ended.stderr)[-500:]}"
+        )
 
 
 def _check_python(arguments: list[str]) -> None:

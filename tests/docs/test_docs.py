@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,8 +13,8 @@ import pytest
 import snippets as docs
 from helpers.ports import port_for_a_server
 from helpers.programs import background_server
-from helpers.scripts import run_script
-from helpers.waits import seconds, wait_until
+from helpers.quick_programs import run_python, wait_until_healthy
+from helpers.waits import seconds
 
 from vllm_omni.testing.tiny.language_model import write_tiny_language_model
 
@@ -79,7 +78,7 @@ def test_a_complete_snippet_runs(
 ) -> None:
     """The snippet runs as a script in the reader's folder."""
     monkeypatch.chdir(tmp_path)
-    ended = run_script(docs.write_script(snippet, tmp_path))
+    ended = run_python(docs.write_script(snippet, tmp_path), limit_s=600)
     assert ended.returncode == 0, ended.stderr[-2000:]
 
 
@@ -137,9 +136,7 @@ def test_a_snippet_of_a_client_runs(
     prepare(snippet.path, folder)
     arguments = docs.server_command(snippet.path, folder, port)
     with background_server(arguments, folder, printed_environment()) as (server, log):
-        wait_until(
-            lambda: is_healthy(server, port), 600, lambda: log.read_text()[-3000:], every_s=0.5
-        )
+        wait_until_healthy(server, port, log)
         script = docs.write_script(snippet, folder, port)
         ended = subprocess.run(
             [sys.executable, script],
@@ -152,17 +149,6 @@ def test_a_snippet_of_a_client_runs(
         assert ended.returncode == 0, (ended.stdout + ended.stderr)[-3000:] + log.read_text()[
             -2000:
         ]
-
-
-def is_healthy(server: "subprocess.Popen[bytes]", port: int) -> bool:
-    assert server.poll() is None, "the server has ended"
-    try:
-        with urllib.request.urlopen(
-            f"http://127.0.0.1:{port}/health", timeout=seconds(5)
-        ) as response:
-            return bool(response.status == 200)
-    except OSError:
-        return False
 
 
 @of("json")

@@ -2,7 +2,7 @@
 """On a CPU a single rank uses every core in the engine's process, unless the user sets threads.
 
 Without settings the engine's process is spawned as by vLLM, so that OpenMP's default applies; a
-forked one would inherit one thread. tests/entrypoints/realtime/test_live_served.py covers
+forked one would inherit one thread. tests/entrypoints/cli/test_plain_serve.py covers
 OMP_NUM_THREADS in a served engine.
 """
 

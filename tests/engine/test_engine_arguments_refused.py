@@ -3,13 +3,10 @@
 tests/test_engine_arguments.py has the complete list.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers.waits import seconds
+from helpers.quick_programs import run_python
 
 from vllm_omni.model_executor.models.registry import get_family
 
@@ -22,12 +19,10 @@ if __name__ == "__main__":
 DIFFUSION = "the diffusion worker does not support --quantization awq: use fp8"
 
 
-def start(*command: str, **variables: str) -> tuple[int, str]:
-    """Run a command that ends by itself; return its exit status and both outputs."""
-    environ = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_COLOR": "0", **variables}
-    ended = subprocess.run(
-        command, env=environ, capture_output=True, text=True, timeout=seconds(240), check=False
-    )
+def start(*arguments: object, **variables: str) -> tuple[int, str]:
+    """Run `python ARGUMENTS`, which ends by itself; return its exit status and both outputs."""
+    environ = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_COLOR": "0", **variables}
+    ended = run_python(*arguments, limit_s=240, environ=environ)
     return ended.returncode, ended.stdout + ended.stderr
 
 
@@ -35,11 +30,10 @@ def test_omni_ends_with_status_2_and_one_line(null_world: Path) -> None:
     """`--omni` prints no traceback. Options of another server's WebSocket library are accepted."""
     status, output = start(
         *(
-            sys.executable,
             "-m",
             "vllm_omni.entrypoints.cli.main",
             "serve",
-            str(null_world),
+            null_world,
             "--port",
             "0",
         ),
@@ -58,11 +52,10 @@ def test_plain_vllm_serve_is_refused_too(null_world: Path) -> None:
     """All options are passed explicitly, as `--omni` prints them."""
     status, output = start(
         *(
-            sys.executable,
             "-m",
             "vllm.entrypoints.cli.main",
             "serve",
-            str(null_world),
+            null_world,
             "--port",
             "0",
         ),
@@ -88,7 +81,7 @@ def test_an_offline_pipeline_is_refused(tmp_path: Path) -> None:
     arguments = (
         f'{{"model": "{tmp_path / "pipeline"}", "config_format": "omni", "enable_lora": true}}'
     )
-    status, output = start(sys.executable, "-c", LLM_START, arguments)
+    status, output = start("-c", LLM_START, arguments)
     assert status != 0
     assert (
         "the diffusers executor does not support --enable-lora: list adapters in omni.model.loras"
@@ -104,7 +97,7 @@ def test_the_ar_worker_refuses_pooling(tiny_language_model: Path) -> None:
         '"vllm_omni.worker.ARGPUWorker", '
         '"dtype": "float32", "max_model_len": 128, "enforce_eager": true}'
     )
-    status, output = start(sys.executable, "-c", LLM_START, arguments)
+    status, output = start("-c", LLM_START, arguments)
     assert status != 0
     assert (
         "the AR worker does not support --runner pooling: use vLLM's own worker for pooling"

@@ -5,11 +5,9 @@ scheduler and endpoint plugin.
 The one server exports spans to a collector in this process, and one key has a small quota.
 """
 
-import contextlib
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,9 +20,9 @@ import pytest
 import torch
 from helpers.otlp_collector import CALLER_SPAN, TRACE_ID, TRACEPARENT, Collector
 from helpers.ports import port_for_a_server
+from helpers.quick_programs import run_python, stop_server, wait_until_healthy
 from helpers.waits import seconds, wait_until
 
-from vllm_omni.entrypoints.cli import demo
 from vllm_omni.hidden_states import HiddenStates, HiddenStatesRequest, from_safetensors
 
 pytestmark = pytest.mark.engine
@@ -128,19 +126,12 @@ def server(
             start_new_session=True,
         )
     try:
-
-        def is_up() -> bool:
-            assert process.poll() is None, log.read_text()[-3000:]
-            return demo.is_healthy(f"http://127.0.0.1:{port}/health")
-
-        wait_until(is_up, 600, lambda: log.read_text()[-3000:], every_s=0.25)
+        wait_until_healthy(process, port, log)
         yield Server(f"http://127.0.0.1:{port}", tiny_language_model, log)
         process.terminate()
         assert process.wait(seconds(30)) == 0
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        stop_server(process)
 
 
 def reference(model: Path, token_ids: list[int]) -> tuple[torch.Tensor, ...]:
@@ -344,7 +335,6 @@ def test_the_online_example_prints_text_and_shapes(server: Server, tmp_path: Pat
     script = Path(__file__).parents[2] / "examples" / "online_serving" / "hidden_states.py"
     out = tmp_path / "states.safetensors"
     command = [
-        sys.executable,
         str(script),
         PROMPT,
         "--url",
@@ -355,20 +345,9 @@ def test_the_online_example_prints_text_and_shapes(server: Server, tmp_path: Pat
         "--max-tokens",
         "5",
     ]
-    done = subprocess.run(
-        [*command, "--out", str(out)],
-        capture_output=True,
-        text=True,
-        timeout=seconds(600),
-        check=True,
-    )
+    done = run_python(*command, "--out", out, limit_s=600)
+    assert done.returncode == 0, done.stderr[-2000:]
     states = from_safetensors(out.read_bytes())
     assert f"layer -1: {tuple(states[-1].shape)}" in done.stdout and set(states) == {-1, 1}
-    wrong = subprocess.run(
-        [*command, "--layers", "3"],
-        capture_output=True,
-        text=True,
-        timeout=seconds(600),
-        check=False,
-    )
+    wrong = run_python(*command, "--layers", "3", limit_s=600)
     assert wrong.returncode == 1 and "hidden_state_layers" in wrong.stderr

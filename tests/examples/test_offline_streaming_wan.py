@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.example_scripts import EXAMPLES, run_example
-from helpers.scripts import run_script
+from helpers.quick_programs import run_python
 
 from vllm_omni.entrypoints.media.mp4 import decode_mp4
 from vllm_omni.model_executor.models.registry import get_family
@@ -40,5 +40,5 @@ def test_a_prompt_becomes_a_video_and_a_video_is_repainted(tmp_path: Path) -> No
 def test_what_it_cannot_do_is_said_before_the_model_is_loaded(
     flag: str, value: str, tmp_path: Path
 ) -> None:
-    result = run_script(EXAMPLES / "streaming_wan.py", tmp_path, flag, value)
+    result = run_python(EXAMPLES / "streaming_wan.py", tmp_path, flag, value, limit_s=600)
     assert result.returncode != 0 and flag in result.stderr

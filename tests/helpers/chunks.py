@@ -63,39 +63,48 @@ def run_stages(stages: Sequence[Any], requests: Sequence[Any]) -> Result:
 
 
 def run_staggered(
-    names: Sequence[str],
-    start: Callable[[str], Any],
-    step: Callable[[list[Any]], None],
-    finish: Callable[[Any], Result],
+    model: Any,
+    open_session: Callable[[str], Any],
+    make_request: Callable[[Any, int], Any],
     chunks: int = 3,
-) -> tuple[dict[str, list[torch.Tensor]], int]:
-    """Run sessions in one batch, each started one step after the preceding one.
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
+    """Run three sessions alone, and in one batch, each started one step after the preceding one.
 
     Args:
-        names: Session ids.
-        start: Makes and prepares the next request of a session.
-        step: Runs one denoise step of a batch.
-        finish: Decodes and commits a request.
+        model: The model.
+        open_session: Opens the session of an id.
+        make_request: Makes the next request of a session for latents with a seed.
         chunks: Chunks of each session.
 
     Returns:
-        The latents of each session's chunks, and the number of batches with different steps.
+        The latents of each chunk in the batch and alone, and the number of batches with different
+        steps.
     """
-    done: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    alone: dict[str, list[torch.Tensor]] = {}
+    for seed, name in enumerate("abc"):
+        session = open_session(name)
+        alone[name] = [
+            run_request(model, make_request(session, seed))[1]["latents"].clone()
+            for _ in range(chunks)
+        ]
+    done: dict[str, list[torch.Tensor]] = {name: [] for name in alone}
+    sessions = {name: open_session(name) for name in alone}
     live: list[Any] = []
-    waiting, mixed = list(names), 0
+    waiting, mixed = list(alone), 0
     while any(len(latents) < chunks for latents in done.values()):
         if waiting:
-            live.append(start(waiting.pop(0)))
+            name = waiting.pop(0)
+            live.append(make_request(sessions[name], "abc".index(name)))
+            model.prepare_encode(live[-1])
         mixed += len({request.step for request in live}) > 1
-        step(live)
+        step(model, live)
         for request in [request for request in live if request.step == request.num_steps]:
             name = request.session.session_id
-            done[name].append(finish(request)[1]["latents"])
+            done[name].append(finish(model, request)[1]["latents"])
             live.remove(request)
             if len(done[name]) < chunks:
                 waiting.append(name)
-    return done, mixed
+    return [pair for name in alone for pair in zip(done[name], alone[name], strict=True)], mixed
 
 
 def session_bits(session: Any) -> Bits:

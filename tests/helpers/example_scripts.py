@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run scripts of `examples/offline_inference`, or import them."""
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
+from helpers.quick_programs import run_python
 from helpers.scripts import load_script
-from helpers.waits import seconds
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "offline_inference"
 
@@ -24,11 +22,8 @@ def run_example(
     Args:
         status: Expected exit status.
     """
-    command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
-    environ = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}  # the default that users have
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=seconds(400), check=False, env=environ
-    )
+    environ = {"VLLM_LOGGING_LEVEL": "INFO"}  # the default that users have
+    result = run_python(EXAMPLES / name, *arguments, limit_s=400, environ=environ)
     shown = result.stdout[-4000:] + result.stderr[-4000:]
     assert result.returncode == status, f"{name} ended with status {result.returncode}:\n{shown}"
     ending = [line for line in result.stdout.splitlines() if "[shutdown]" in line]

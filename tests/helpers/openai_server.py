@@ -4,8 +4,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -13,20 +11,19 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 from helpers.ports import port_for_a_server
+from helpers.quick_programs import Program, start_server, stop_server, wait_until_healthy
 from helpers.waits import seconds, wait_until
 from openai import OpenAI
 
 KEY = "a-key-for-tests"
-START_TIMEOUT_S = 600.0
 HEIGHT, WIDTH = 96, 160
 
 
 class Served:
     """A running server and the official client on it."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
+    def __init__(self, process: Program, port: int, log: Path) -> None:
         self.process, self.port, self.log = process, port, log
         self.url = f"http://127.0.0.1:{port}"
         self.client = self.connect()
@@ -72,60 +69,13 @@ def serve(
 ) -> Iterator[Served]:
     port = port_for_a_server()
     config = {"omni": {"height": HEIGHT, "width": WIDTH, "max_sessions": 3, **(omni or {})}}
-    command = [
-        sys.executable,
-        "-m",
-        "vllm_omni.entrypoints.cli.main",
-        "serve",
-        str(model),
-        "--omni",
-        "--enforce-eager",
-    ]
-    command += [
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--api-key",
-        KEY,
-        "--served-model-name",
-        "null",
-    ]
-    command += ["--additional-config", json.dumps(config), *flags]
+    arguments = ["serve", str(model), "--omni", "--enforce-eager", "--host", "127.0.0.1"]
+    arguments += ["--port", str(port), "--api-key", KEY, "--served-model-name", "null"]
+    arguments += ["--additional-config", json.dumps(config), *flags]
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO", **environ}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=environment,
-        )
+    process = start_server(arguments, log, environment)
     try:
-        served = Served(process, port, log)
-
-        def is_up() -> bool:
-            assert process.poll() is None, log.read_text()[-3000:]
-            return _is_up(served)
-
-        wait_until(is_up, START_TIMEOUT_S, lambda: log.read_text()[-3000:], every_s=0.25)
-        yield served
+        wait_until_healthy(process, port, log)
+        yield Served(process, port, log)
     finally:
-        children = (
-            psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-        )
-        process.terminate()
-        try:
-            process.wait(seconds(20))
-        except subprocess.TimeoutExpired:
-            process.kill()
-        for child in children:
-            if child.is_running():
-                child.kill()
-
-
-def _is_up(served: Served) -> bool:
-    try:
-        return served.get("/health")[0] == 200
-    except OSError:
-        return False
+        stop_server(process)

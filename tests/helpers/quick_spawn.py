@@ -9,8 +9,8 @@ makes `spawn` fork from the server, which has the libraries imported and one thr
 As with `spawn`, a process shares neither memory nor file descriptors with its parent, has the
 environment that the parent had when it started the process, and can start processes in the same
 way. Two things differ: the operating system's parent of every process is the server, and LD_PRELOAD
-has no effect. Servers started by a command line (`vllm serve`) and the engines of nightly tests
-use the real `spawn`.
+has no effect. The engines of nightly tests, and of servers that run in a new Python, use the real
+`spawn`.
 """
 
 import multiprocessing
@@ -18,17 +18,32 @@ import os
 from multiprocessing import forkserver, popen_forkserver
 from multiprocessing.context import SpawnProcess
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import setproctitle
 from helpers.rank_processes import rank_context
 
 _server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+_outputs: tuple[Path, Path] | None = None
 
 
 def install() -> None:
     """Make the start method `spawn` fork from the server, in this process and its children."""
     SpawnProcess._Popen = staticmethod(_Popen)  # type: ignore[method-assign, assignment]
+
+
+def is_installed() -> bool:
+    return SpawnProcess._Popen is _Popen  # type: ignore[comparison-overlap]
+
+
+def write_output_to(output: Path, errors: Path) -> None:
+    """Append stdout and stderr of this process, and of those that it will start, to files."""
+    global _outputs
+    _outputs = (output, errors)
+    for number, path in enumerate(_outputs, 1):
+        with path.open("ab") as file:
+            os.dup2(file.fileno(), number)
 
 
 class _Popen(popen_forkserver.Popen):
@@ -48,10 +63,17 @@ class _PickledProcess:
         self._process = process
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _receive, (dict(os.environ), _server._forkserver_address, self._process)
+        return _receive, (dict(os.environ), _server._forkserver_address, _outputs, self._process)
 
 
-def _receive(environment: dict[str, str], address: str, process: BaseProcess) -> BaseProcess:
+def _receive(
+    environment: dict[str, str],
+    address: str,
+    outputs: tuple[Path, Path] | None,
+    process: BaseProcess,
+) -> BaseProcess:
+    if outputs is not None:
+        write_output_to(*outputs)
     # setproctitle locates the title by the original environment, which is replaced below.
     setproctitle.getproctitle()
     os.environ.clear()

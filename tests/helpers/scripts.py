@@ -1,30 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a script in a new Python, or import it to test its functions."""
+"""Import scripts to test their functions."""
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
-
-from helpers.waits import seconds
-
-
-def run_script(
-    script: Path, *arguments: object, limit_s: float = 600
-) -> "subprocess.CompletedProcess[str]":
-    """Run a script and return its status and output.
-
-    Raises:
-        subprocess.TimeoutExpired: The script has not ended after `limit_s` seconds.
-    """
-    return subprocess.run(
-        [sys.executable, str(script), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=seconds(limit_s),
-        check=False,
-    )
 
 
 def load_script(path: Path) -> ModuleType:

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plain command that `--omni` prints serves the same world."""
 
-import contextlib
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from helpers.ports import port_for_a_server
-from helpers.waits import seconds, wait_until
+from helpers.quick_programs import stop_server, wait_until_healthy
+from helpers.waits import seconds
 from websockets.sync.client import connect
 
 from vllm_omni.entrypoints.cli import demo, serve
@@ -20,7 +19,7 @@ from vllm_omni.entrypoints.cli import demo, serve
 @pytest.mark.engine
 def test_the_printed_command_serves(null_world: Path, tmp_path: Path) -> None:
     """Plain `vllm serve` with the printed flags and variable has the endpoint, with the hello
-    message of the model.
+    message of the model, and OMP_NUM_THREADS applies in its engine process.
     """
     port = port_for_a_server()
     planned = serve.plan(
@@ -34,24 +33,18 @@ def test_the_printed_command_serves(null_world: Path, tmp_path: Path) -> None:
         process = subprocess.Popen(
             f"exec env {planned.plain_command}",
             shell=True,
-            env={**os.environ, "PATH": path},
+            env={**os.environ, "PATH": path, "VLLM_LOGGING_LEVEL": "INFO"},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
     try:
-
-        def is_up() -> bool:
-            assert process.poll() is None, log.read_text()[-3000:]
-            return demo.is_healthy(f"http://127.0.0.1:{port}/health")
-
-        wait_until(is_up, 600, lambda: log.read_text()[-3000:], every_s=0.25)
+        wait_until_healthy(process, port, log)
         with connect(f"ws://127.0.0.1:{port}{demo.ENDPOINT}", compression=None) as endpoint:
             hello = msgspec.msgpack.decode(endpoint.recv(timeout=seconds(30)))
         assert (hello["first_chunk_frames"], hello["chunk_frames"]) == (9, 12)
+        assert f"this rank uses {os.environ['OMP_NUM_THREADS']} CPU threads" in log.read_text()
         process.terminate()
         assert process.wait(seconds(30)) == 0
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        stop_server(process)

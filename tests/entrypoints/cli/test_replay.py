@@ -3,10 +3,8 @@
 chunk, and wrong input is one line.
 """
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,8 @@ import msgspec
 import pytest
 import torch
 from helpers import lora_files
+from helpers.quick_programs import run_python
 from helpers.scheduling import new_request, run_to_end
-from helpers.waits import seconds
 from vllm.lora.request import LoRARequest
 
 from vllm_omni.entrypoints.cli.main import main
@@ -76,17 +74,8 @@ def record(path: Path, runner: Any, family: str, model: Path) -> Path:
 
 
 def replay(*arguments: Any) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "vllm_omni.entrypoints.cli.main",
-        "replay",
-        *map(str, arguments),
-    ]
-    environ = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=seconds(300), check=False, env=environ
-    )
+    command = ("-m", "vllm_omni.entrypoints.cli.main", "replay", *arguments)
+    return run_python(*command, limit_s=300, environ={"VLLM_CPU_KVCACHE_SPACE": "1"})
 
 
 def lines(result: subprocess.CompletedProcess[str]) -> list[str]:

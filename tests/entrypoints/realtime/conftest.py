@@ -65,9 +65,8 @@ def served(
     another.
     """
     if not _served or not _served[-1].is_healthy():
-        server = Served(
-            null_world, tmp_path_factory.mktemp("served"), environ={"VLLM_LOGGING_LEVEL": "INFO"}
-        )
+        environ = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_OMNI_BODY_GRACE_S": "4"}
+        server = Served(null_world, tmp_path_factory.mktemp("served"), environ=environ)
         _served.append(server)
         server.wait_until_healthy()
     return _served[-1]

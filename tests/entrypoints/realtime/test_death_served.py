@@ -22,7 +22,8 @@ import psutil
 import pytest
 from helpers.fake_engine import FIRST, LATER
 from helpers.programs import has_ended
-from helpers.served import AUTHORIZED, SIZES, Served, family, kill_all, mortal_servers
+from helpers.quick_programs import kill_all
+from helpers.served import AUTHORIZED, SIZES, Served, family, mortal_servers
 from helpers.waits import seconds, wait_until
 from session_calls import call, code_of, request
 from websockets.exceptions import ConnectionClosed
@@ -155,6 +156,7 @@ def small(
         config,
         *MP,
         environ=environ,
+        real=True,
     )
     try:
         server.wait_until_healthy()

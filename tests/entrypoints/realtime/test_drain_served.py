@@ -4,7 +4,6 @@ restores them.
 """
 
 import json
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,7 +62,7 @@ def test_sigterm_finishes_the_chunk_saves_and_the_next_server_continues(
     idler.frames()
     walker.send(request(session_id="walk", cameras=path, options=slow))
     frames = [walker.receive()]
-    first.process.send_signal(signal.SIGTERM)
+    first.process.terminate()
     wait_until(lambda: call(first, "GET", "/omni/ready")[0] == 503)
     assert json.loads(call(first, "GET", "/omni/ready")[1])["status"] == "draining"
     assert call(first, "GET", "/health")[0] == 200
@@ -100,6 +99,6 @@ def test_sigterm_finishes_the_chunk_saves_and_the_next_server_continues(
             assert signatures(frames) + signatures(client.frames()) == whole
             client.send(request(LATER, session_id="idle", image=None))
             assert signatures(client.frames())[0][0] == FIRST
-            second.process.send_signal(signal.SIGTERM)
+            second.process.terminate()
     finally:
         second.stop()

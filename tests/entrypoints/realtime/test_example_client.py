@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.fake_engine import FIRST, LATER, EndpointServer, FakeEngine, camera
-from helpers.scripts import run_script
-from helpers.waits import seconds
+from helpers.quick_programs import run_python
 from PIL import Image
 
 from vllm_omni.actions import ActionFrame, ActionSpace, Axis, Button
@@ -38,22 +36,8 @@ Finished = subprocess.CompletedProcess[str]
 
 
 def run(endpoint: EndpointServer, *arguments: object, script: str = "world_camera.py") -> Finished:
-    return run_script(
-        SCRIPT.with_name(script), "--server", f"ws://127.0.0.1:{endpoint.port}", *arguments
-    )
-
-
-def run_in_a_new_python(
-    endpoint: EndpointServer, *arguments: object, script: str = "world_camera.py"
-) -> Finished:
-    path = SCRIPT.with_name(script)
-    command = [
-        sys.executable,
-        *map(str, (path, "--server", f"ws://127.0.0.1:{endpoint.port}", *arguments)),
-    ]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=seconds(600), check=False
-    )
+    address = f"ws://127.0.0.1:{endpoint.port}"
+    return run_python(SCRIPT.with_name(script), "--server", address, *arguments, limit_s=600)
 
 
 def test_a_camera_path_becomes_a_video(
@@ -78,7 +62,7 @@ def test_a_camera_path_becomes_a_video(
         "--output",
         output,
     )
-    finished = run_in_a_new_python(endpoint, "--image", image, *arguments)
+    finished = run(endpoint, "--image", image, *arguments)
     assert finished.returncode == 0, finished.stderr
     frames_THWC, fps = decode_mp4(output.read_bytes())
     assert (len(frames_THWC), fps) == (FIRST + LATER + 2 * LATER, 8.0)
@@ -357,7 +341,6 @@ def test_a_live_stream_becomes_a_video(
     engine.delay_s = 0.1
     output = tmp_path / "live.mp4"
     switch = ("--switch-prompt", 1, "rain")
-    start = run_in_a_new_python if "video" in how else run
     arguments = (
         "--image",
         image,
@@ -370,7 +353,7 @@ def test_a_live_stream_becomes_a_video(
         "--output",
         output,
     )
-    finished = start(endpoint, *arguments, script=LIVE)
+    finished = run(endpoint, *arguments, script=LIVE)
     assert finished.returncode == 0, finished.stderr
     frames_THWC, fps = decode_mp4(output.read_bytes())
     assert (frames_THWC.shape[1:], fps) == ((32, 48, 3), 16.0)

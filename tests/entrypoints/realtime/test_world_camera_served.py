@@ -9,7 +9,6 @@ import re
 import time
 from typing import Any
 
-import psutil
 import pytest
 from helpers.fake_engine import FIRST, LATER, camera, close_code, infer
 from helpers.served import KEY, Served
@@ -125,9 +124,7 @@ def test_every_client_learns_of_a_dead_engine(served: Served) -> None:
     with served.client() as client, served.client() as idle:
         client.send(request(options={"steps": 100, "step_ms": 100.0}))
         wait_until(lambda: served.running_requests() == 1)
-        family = psutil.Process(served.process.pid).children(recursive=True)
-        engine = next(child for child in family if "EngineCore" in " ".join(child.cmdline()))
-        engine.kill()
+        served.engine().kill()
         started_s = time.monotonic()
         error = client.receive()
         assert (error["type"], error["code"]) == ("error", "engine_error")

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from browser import Browser, Page
 from helpers.ports import port_for_a_server
+from helpers.quick_programs import start_server
 from helpers.waits import pause, seconds, wait_until
 from PIL import Image
 
@@ -33,17 +34,16 @@ PARTS = "import('/omni/js/main.js').then((m) => m.parts)"
 
 @pytest.fixture(scope="module")
 def served(village: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[demo.ServerProcess]:
-
-    folder = tmp_path_factory.mktemp("served")
-    patch = pytest.MonkeyPatch()
-    patch.setenv("VLLM_API_KEY", KEY)
-    patch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    port, log = port_for_a_server(), tmp_path_factory.mktemp("served") / "server.log"
+    arguments = demo.serve_command(village, port, 96, 160)[1:]
+    environ = {**os.environ, "VLLM_API_KEY": KEY, "VLLM_LOGGING_LEVEL": "INFO"}
+    process = demo.ServerProcess(start_server(arguments, log, environ), port, log)
     try:
-        with demo.server(village, port_for_a_server(), 96, 160, folder / "server.log") as process:
-            demo.wait_until_healthy(process, 300)
-            yield process
+        demo.wait_until_healthy(process, 300)
+        yield process
     finally:
-        patch.undo()
+        process.popen.terminate()
+        process.popen.wait()
 
 
 @pytest.fixture

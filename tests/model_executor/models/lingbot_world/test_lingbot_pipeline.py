@@ -8,7 +8,6 @@ import pytest
 import torch
 from helpers.chunks import (
     assert_same,
-    finish,
     run_request,
     run_stages,
     run_staggered,
@@ -181,30 +180,16 @@ def test_sessions_at_different_steps_and_chunks_in_one_batch_equal_solo_runs(
     """Three sessions start one after another, so every batch mixes steps. Latents are within 1e-4
     of solo runs.
     """
-    names = ("a", "b", "c")
-    solo: dict[str, list[torch.Tensor]] = {}
-    for seed, name in enumerate(names):
-        session = open_session(world, name, output="latents")
-        solo[name] = [
-            run_chunk(world, session, prompt="a beach", seed=seed, output="latents")[1]["latents"]
-            for _ in range(3)
-        ]
-    sessions = {name: open_session(world, name, output="latents") for name in names}
-
-    def start(name: str) -> DiffusionRequest:
-        request = make_request(
-            world, sessions[name], prompt="a beach", seed=names.index(name), output="latents"
-        )
-        world.prepare_encode(request)
-        return request
-
-    done, mixed = run_staggered(
-        names, start, lambda batch: step(world, batch), lambda request: finish(world, request)
+    pairs, mixed = run_staggered(
+        world,
+        lambda name: open_session(world, name, output="latents"),
+        lambda session, seed: make_request(
+            world, session, prompt="a beach", seed=seed, output="latents"
+        ),
     )
     assert mixed > 5
-    for name in names:
-        for ours, alone in zip(done[name], solo[name], strict=True):
-            torch.testing.assert_close(ours, alone, atol=1e-4, rtol=0)
+    for ours, alone in pairs:
+        torch.testing.assert_close(ours, alone, atol=1e-4, rtol=0)
 
 
 def test_an_aborted_chunk_leaves_the_session_byte_identical(any_world: LingBotWorld) -> None:

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.chunks import assert_same, finish, run_request, run_staggered, session_bits, step
+from helpers.chunks import assert_same, run_request, run_staggered, session_bits, step
 from helpers.unreachable_weights import offloaded_out_of_reach
 from helpers.unused_params import IMAGE_AND_VIDEO_PARAMS
 from matrix_game_driver import (
     HEIGHT,
     WIDTH,
-    Request,
     latents_of,
     load_game,
     make_request,
@@ -133,28 +132,14 @@ def test_sessions_at_different_steps_in_one_batch_equal_solo_runs(
     """Three sessions start one after another, so every batch mixes steps and chunks. Bit
     for bit.
     """
-    names = ("a", "b", "c")
-    common: dict[str, Any] = {"output": "latents", "actions": HELD[variant]}
-    solo = {}
-    for seed, name in enumerate(names):
-        session = open_session(game, name, output="latents")
-        solo[name] = [run_chunk(game, session, seed=seed, **common) for _ in range(3)]
-    sessions = {name: open_session(game, name, output="latents") for name in names}
-
-    def start(name: str) -> Request:
-        request = make_request(sessions[name], seed=names.index(name), **common)
-        game.prepare_encode(request)
-        return request
-
-    done, mixed = run_staggered(
-        names, start, lambda batch: step(game, batch), lambda request: finish(game, request)
+    held = HELD[variant]
+    pairs, mixed = run_staggered(
+        game,
+        lambda name: open_session(game, name, output="latents"),
+        lambda session, seed: make_request(session, seed=seed, actions=held, output="latents"),
     )
     assert mixed > 3
-    assert all(
-        torch.equal(ours, alone)
-        for name in names
-        for ours, alone in zip(done[name], solo[name], strict=True)
-    )
+    assert all(torch.equal(ours, alone) for ours, alone in pairs)
 
 
 @pytest.mark.parametrize("chunks", [1, 3])

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.chunks import assert_same, finish, run_request, run_staggered, session_bits, step
+from helpers.chunks import assert_same, run_request, run_staggered, session_bits, step
 from helpers.host_capture import hold
 from helpers.unused_params import IMAGE_AND_VIDEO_PARAMS
 from waypoint_driver import (
     HEIGHT,
     WIDTH,
-    Request,
     latents_of,
     load_world,
     make_request,
@@ -143,26 +142,14 @@ def test_after_the_warm_up_every_pass_uses_a_graph(
 
 
 def test_sessions_at_different_steps_in_one_batch_equal_solo_runs(either: Waypoint) -> None:
-    names, solo = ("a", "b", "c"), {}
-    for seed, name in enumerate(names):
-        session = open_session(either, name, output="latents")
-        solo[name] = [run_chunk(either, session, seed=seed, output="latents") for _ in range(4)]
-    sessions = {name: open_session(either, name, output="latents") for name in names}
-
-    def start(name: str) -> Request:
-        request = make_request(sessions[name], seed=names.index(name), output="latents")
-        either.prepare_encode(request)
-        return request
-
-    done, mixed = run_staggered(
-        names, start, lambda batch: step(either, batch), lambda request: finish(either, request), 4
+    pairs, mixed = run_staggered(
+        either,
+        lambda name: open_session(either, name, output="latents"),
+        lambda session, seed: make_request(session, seed=seed, output="latents"),
+        chunks=4,
     )
     assert mixed > 3
-    assert all(
-        torch.equal(ours, alone)
-        for name in names
-        for ours, alone in zip(done[name], solo[name], strict=True)
-    )
+    assert all(torch.equal(ours, alone) for ours, alone in pairs)
 
 
 @pytest.mark.parametrize("steps", [1, 3, 5])

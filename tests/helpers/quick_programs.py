@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run Python programs in new processes, from the fork server where `quick_spawn` is installed.
+
+The imports of a server and of its engine take 15 s of CPU time, which processes of the fork server
+do not need. A program has the command line, environment, working directory and output files that it
+would have in a new Python, is the leader of a session, and reacts to signals with the same exit
+status. Its engine is no child of it, so tests that need the tree of processes start a real one.
+"""
+
+import atexit
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Protocol
+from unittest import mock
+
+import psutil
+from helpers import quick_spawn
+from helpers.waits import seconds, wait_until
+
+from vllm_omni.entrypoints.cli import demo
+
+START_TIMEOUT_S = 600.0
+
+
+class Program(Protocol):
+    """What tests use of `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int | None: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+def start_python(
+    arguments: Sequence[str],
+    output: Path,
+    errors: Path,
+    environ: Mapping[str, str],
+    folder: Path | None = None,
+    *,
+    real: bool = False,
+) -> Program:
+    """Start `python ARGUMENTS`, where the arguments start with `-m` or a script.
+
+    Args:
+        output: File for stdout.
+        errors: File for stderr, which may be the same.
+        environ: The whole environment.
+        folder: Working directory.
+        real: Start a new Python in any case.
+    """
+    for file in (output, errors):
+        file.write_bytes(b"")
+    if quick_spawn.is_installed() and not real:
+        process = _QuickProgram(target=_run, args=(list(arguments), output, errors, folder))
+        with mock.patch.dict(os.environ, environ, clear=True):
+            process.start()
+        return process
+    with output.open("ab") as stdout, errors.open("ab") as stderr:
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=folder,
+            env=environ,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
+
+
+def start_server(
+    arguments: Sequence[str], log: Path, environ: Mapping[str, str], *, real: bool = False
+) -> Program:
+    """Start `vllm-omni` with the arguments and both outputs in `log`."""
+    command = ["-m", "vllm_omni.entrypoints.cli.main", *arguments]
+    return start_python(command, log, log, environ, real=real)
+
+
+def is_healthy(port: int) -> bool:
+    return demo.is_healthy(f"http://127.0.0.1:{port}/health")
+
+
+def wait_until_healthy(process: Program, port: int, log: Path) -> None:
+    """Wait for a server's health probe; fail with the end of its log if the server ends."""
+
+    def is_up() -> bool:
+        assert process.poll() is None, log.read_text()[-3000:]
+        return is_healthy(port)
+
+    wait_until(is_up, START_TIMEOUT_S, lambda: log.read_text()[-3000:], every_s=0.25)
+
+
+def stop_server(process: Program) -> None:
+    """Terminate a server, and kill what is left of it and its children after 20 s."""
+    children: list[psutil.Process] = []
+    if process.poll() is None:
+        children = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()
+    try:
+        process.wait(seconds(20))
+    except subprocess.TimeoutExpired:
+        process.kill()
+    kill_all(children)
+
+
+def kill_all(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        if process.is_running():
+            process.kill()
+
+
+def run_python(
+    *arguments: object,
+    limit_s: float,
+    environ: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+) -> "subprocess.CompletedProcess[str]":
+    """Run `python ARGUMENTS` to its end.
+
+    Args:
+        limit_s: Time limit in seconds.
+        environ: Variables in addition to those of this process.
+        folder: Working directory. None: that of this process.
+
+    Raises:
+        subprocess.TimeoutExpired: The program has not ended in time, and was killed.
+    """
+    command = list(map(str, arguments))
+    with tempfile.TemporaryDirectory() as scratch:
+        output, errors = Path(scratch, "output"), Path(scratch, "errors")
+        variables = {**os.environ, **(environ or {})}
+        process = start_python(command, output, errors, variables, folder or Path.cwd())
+        try:
+            status = process.wait(seconds(limit_s))
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(command, status, output.read_text(), errors.read_text())
+
+
+class _QuickProgram(SpawnProcess):
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.join(timeout)
+        if self.exitcode is None:
+            raise subprocess.TimeoutExpired(self.name, timeout or 0.0)
+        return self.exitcode
+
+
+def _run(arguments: list[str], output: Path, errors: Path, folder: Path | None) -> None:
+    # vLLM configures its logger when it is imported, which was in another environment.
+    from vllm.logger import _configure_vllm_root_logger
+
+    os.setsid()
+    quick_spawn.write_output_to(output, errors)
+    if folder is not None:
+        os.chdir(folder)
+    _configure_vllm_root_logger()
+    try:
+        if arguments[0] == "-m":
+            sys.argv = arguments[1:]
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = arguments
+            sys.path.insert(0, str(Path(arguments[0]).parent))
+            runpy.run_path(arguments[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing ends a process without them
