@@ -69,6 +69,18 @@ class ChunkPlan:
                 f"the first chunk of {first} latent frames does not fit a window of {window}"
             )
 
+    @property
+    def shortest_window(self) -> int:
+        """Length at which a window that grows with its session may stop (`omni.kv_growth`).
+
+        It holds the sink frames, a chunk and the chunk before it, without which motion would not
+        continue. A window that evicts nothing does not stop before its full length.
+        """
+        if self.sink_frames == self.window_frames:
+            return self.window_frames
+        shortest = max(self.first_chunk_frames, self.sink_frames + 2 * self.chunk_frames)
+        return min(self.window_frames, shortest)
+
     def frames(self, chunk_index: int) -> range:
         """Return the latent frames of a chunk, by absolute index."""
         if chunk_index == 0:
