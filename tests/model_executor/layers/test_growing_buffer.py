@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A buffer with a fixed address whose memory is allocated as it fills."""
 
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,7 +58,7 @@ def test_the_pages_of_each_rows_first_bytes(page: int) -> None:
         pages = [number for run in runs for number in run]
         needed = {(row * 100 + byte) // page for row in range(5) for byte in range(used)}
         assert pages == sorted(needed)
-        assert all(a.stop < b.start for a, b in zip(runs, runs[1:], strict=False))
+        assert all(a.stop < b.start for a, b in itertools.pairwise(runs))
 
 
 @pytest.mark.parametrize("page", [16, 64, 100])

@@ -123,11 +123,10 @@ class SessionStore:
             `SessionState.held_frames`.
         """
         session = self.get(session_id)  # its use now protects it from eviction
-        missing = session.missing_nbytes()
-        if missing:
-            with contextlib.suppress(RequestFailed, torch.OutOfMemoryError):
+        with contextlib.suppress(RequestFailed, torch.OutOfMemoryError):
+            if missing := session.missing_nbytes():
                 self._make_room(missing, sessions=0)
-                session.grow()
+            session.grow()
         return session.held_frames
 
     def add_session(self, session: SessionState) -> None:
