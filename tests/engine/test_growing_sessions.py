@@ -27,7 +27,7 @@ async def walk(
             session_id=name,
             chunk_index=index,
             actions=[["w"], ["w", "j"], ["i"]],
-            output="latents",
+            output="both",
             **first,
         )
         results.append((meta, tensors["latents"].clone()))
@@ -51,13 +51,13 @@ def equal(ours: list[tuple[dict[str, Any], torch.Tensor]], theirs: list[Any]) ->
     ],
 )
 def test_sessions_grow_and_none_fails(lingbot_world: Path, ranks: dict[str, Any]) -> None:
-    """Two sessions in one batch equal those of an engine with full windows. In memory for four full
-    windows, five sessions run to the end. Those that could not grow report it, and equal a session
+    """Two sessions in one batch equal those of an engine with full windows. In memory for two full
+    windows, three sessions run to the end. Those that could not grow report it, and equal a session
     that chose the window that they have reached. Memory is free after they were closed.
     """
     arguments = dict(ranks)
     model = {**WINDOW, "sequence_parallel": arguments.pop("sequence_parallel", False)}
-    names = ["a", "bb", "ccc", "dddd", "eeeee"]
+    names = ["a", "bb", "ccc"]
 
     async def most_bytes(client: EngineClient) -> int:
         return max(rank["bytes"] for rank in await client.engine.collective_rpc("session_stats"))
@@ -72,12 +72,12 @@ def test_sessions_grow_and_none_fails(lingbot_world: Path, ranks: dict[str, Any]
             lingbot_world, {"model": model}, dtype="float32", **arguments
         ) as client:
             full = await asyncio.gather(*(walk(client, name) for name in names[:2]))
-            budget = 2 * await most_bytes(client)
+            budget = int(1.4 * await most_bytes(client))  # two full windows, three short ones
         omni = {"model": model, "kv_growth": True, "max_session_bytes": budget}
         async with running_engine(lingbot_world, omni, dtype="float32", **arguments) as client:
             grown = await asyncio.gather(*(walk(client, name) for name in names[:2]))
-            assert all(equal(*pair) for pair in zip(grown, full, strict=True))
             assert not any("degradations" in meta for results in grown for meta, _ in results)
+            assert all(equal(*pair) for pair in zip(grown, full, strict=True))
             await close(client, names[:2])
             many = await asyncio.gather(*(walk(client, name) for name in names))
             assert await most_bytes(client) <= budget
