@@ -85,10 +85,10 @@ def test_sessions_grow_and_none_fails(lingbot_world: Path, ranks: dict[str, Any]
             short = [results for results in many if "degradations" in results[-1][0]]
             assert short and all(torch.isfinite(x).all() for results in many for _, x in results)
             assert all(results[-1][0]["degradations"] == ["short_window"] for results in short)
-            reached = short[0][-1][0]["window_frames"]
-            assert 9 <= reached < 36
+            reached = {key: short[0][-1][0][key] for key in ("window_frames", "sink_frames")}
+            assert 6 <= reached["window_frames"] < 36
             name = names[next(n for n, results in enumerate(many) if results is short[0])]
-            again = await walk(client, name, window_frames=reached, sink_frames=3)
+            again = await walk(client, name, **reached)
             assert equal(again, short[0])
 
     asyncio.run(scenario())

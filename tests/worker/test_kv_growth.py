@@ -20,8 +20,8 @@ from vllm_omni.outputs import RequestFailed
 
 WINDOW = {"window_frames": 36, "sink_frames": 3}
 """36 latent frames of 1.5 KiB per row, so that pages of 4 KiB matter little."""
-FIRST_FRAMES = 9
-"""The sink frames, a chunk and the chunk before it."""
+FIRST_FRAMES = 6
+"""A chunk and the chunk before it."""
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_a_session_counts_with_the_frames_that_it_has(
     run_to_end(growing.runner, new_request("c", session_id="a", op="close"))
     assert growing.runner.sessions.stats()["bytes"] == 0
     own = session_bytes(growing, window_frames=6, sink_frames=3)
-    assert own == session_bytes(full, window_frames=6, sink_frames=3) < first
+    assert own == session_bytes(full, window_frames=6, sink_frames=3)
 
 
 def test_more_short_sessions_fit(make_worker: Callable[..., Worker]) -> None:
@@ -216,25 +216,43 @@ def test_an_idle_session_is_closed_for_a_window_that_grows(
     sessions, now = worker.runner.sessions, [0.0]
     sessions._clock = lambda: now[0]
     latents(worker, "old", range(1))
-    latents(worker, "a", range(3))
+    latents(worker, "a", range(2))
     now[0] = 1000.0
-    latents(worker, "a", range(3, 6))
+    latents(worker, "a", range(2, 6))
     assert "old" not in sessions and sessions.get("a").degradations == ()
 
 
 def test_ranks_use_the_shortest_of_their_windows(
     make_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If another rank has memory for 12 frames only, at every chunk from then on."""
-    worker, roomy = make_worker(), make_worker(kv_growth=False)
+    """If another rank has memory for 12 frames only. This rank has already taken more."""
+    worker = make_worker()
     monkeypatch.setattr(
         worker.runner.agreement, "least", lambda values: [min(12, value) for value in values]
     )
-    own = {"window_frames": 12, "sink_frames": 3}
+    latents(worker, "a", range(7))
+    session = worker.runner.sessions.get("a")
+    assert (session.window.window_frames, session.window.held_frames) == (12, 15)
+
+
+@pytest.mark.parametrize(("frames", "sink_frames"), [(6, 0), (7, 1), (9, 3), (12, 3)])
+def test_sink_frames_stay_as_far_as_there_is_room(
+    frames: int,
+    sink_frames: int,
+    make_worker: Callable[..., Worker],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Next to a chunk and the one before it. The session equals one that chose these numbers."""
+    worker, roomy = make_worker(), make_worker(kv_growth=False)
+    monkeypatch.setattr(
+        worker.runner.agreement, "least", lambda values: [min(frames, value) for value in values]
+    )
+    own = {"window_frames": frames, "sink_frames": sink_frames}
     world_chunk(roomy, "a", 0, output="latents", **own)
     world_chunk(worker, "a", 0, output="latents")
-    assert equal(latents(worker, "a", range(1, 8)), latents(roomy, "a", range(1, 8)))
-    assert worker.runner.sessions.get("a").window.held_frames == 15
+    assert equal(latents(worker, "a", range(1, 7)), latents(roomy, "a", range(1, 7)))
+    plan = worker.runner.sessions.get("a").plan
+    assert (plan.window_frames, plan.sink_frames) == (frames, sink_frames)
 
 
 def test_a_failed_chunk_leaves_the_session_as_it_was(

@@ -158,7 +158,7 @@ def test_a_window_that_stops_growing_equals_a_short_window() -> None:
     for start in range(0, 14, 2):
         frames = range(start, start + 2)
         if start == 6:
-            long.stop_growing(6)
+            long.stop_growing(6, 1)
         for window in (long, short):
             window.check_frames(frames)
             write(window, frames)

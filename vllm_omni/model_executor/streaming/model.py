@@ -341,9 +341,12 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         """Return the metadata of a chunk's result."""
         session = request.session
         pixel_frames = self.plan.pixel_frames(session.chunk_index)
-        short = SHORT_WINDOW in session.degradations
+        window = {
+            "window_frames": session.plan.window_frames,
+            "sink_frames": session.plan.sink_frames,
+        }
         return {
-            **({"window_frames": session.plan.window_frames} if short else {}),
+            **(window if SHORT_WINDOW in session.degradations else {}),
             "first_frame": pixel_frames.start,
             "num_frames": len(pixel_frames),
             "height": session.shape.height,

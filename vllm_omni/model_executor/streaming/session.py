@@ -11,7 +11,7 @@ references, so an abandoned chunk has no effect. State of a single model is one 
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar
 
 import msgspec
@@ -79,7 +79,7 @@ class Windows(Protocol):
 
     def grow(self, end_frame: int) -> None: ...
 
-    def stop_growing(self, window_frames: int) -> None: ...
+    def stop_growing(self, window_frames: int, sink_frames: int) -> None: ...
 
     def check_frames(self, frames: range) -> None: ...
 
@@ -343,8 +343,8 @@ class StreamingSession(SessionState, Generic[Window, OwnValue]):
             frames,
             self.plan.window_frames,
         )
-        self.window.stop_growing(frames)
-        self.plan = replace(self.plan, window_frames=frames)
+        self.plan = self.plan.shortened(frames)
+        self.window.stop_growing(frames, self.plan.sink_frames)
         self.degradations = (SHORT_WINDOW,)
 
     def next_frames(self) -> range:

@@ -163,14 +163,15 @@ class KVWindow:
         """Return the frames that have memory."""
         return self._ring.num_tokens // self.tokens_per_frame
 
-    def stop_growing(self, window_frames: int) -> None:
-        """Shorten the window to `window_frames` frames, which have memory.
+    def stop_growing(self, window_frames: int, sink_frames: int) -> None:
+        """Shorten the window to `window_frames` frames, which have memory, `sink_frames` of them
+        sinks.
 
-        No frame is behind them yet, so each is in the slot that it has in a shorter window.
+        No frame is behind them yet, so frame f is in slot f, as in a window of these sizes.
         """
         assert self.committed_frames <= window_frames <= self.held_frames
-        self.window_frames = window_frames
-        self.ring_frames = window_frames - self.sink_frames
+        self.window_frames, self.sink_frames = window_frames, sink_frames
+        self.ring_frames = window_frames - sink_frames
         self._seen = None
 
     def slot(self, frame: int) -> int:

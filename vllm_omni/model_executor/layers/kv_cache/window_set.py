@@ -58,10 +58,10 @@ class WindowSet:
         for window in self.windows:
             window.grow(end_frame)
 
-    def stop_growing(self, window_frames: int) -> None:
-        """Shorten the windows to `window_frames` frames, which have memory."""
+    def stop_growing(self, window_frames: int, sink_frames: int) -> None:
+        """Shorten the windows; see `KVWindow.stop_growing`."""
         for window in self.windows:
-            window.stop_growing(window_frames)
+            window.stop_growing(window_frames, sink_frames)
 
     @property
     def device(self) -> torch.device:
