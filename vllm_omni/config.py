@@ -35,6 +35,13 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     max_session_bytes: Positive | None = None
     """Maximum memory of all sessions together, in bytes. Default: the memory of the device that is
     free after the model is loaded."""
+    kv_growth: bool = False
+    """Allocate the K/V window of a session as it fills, and count only this memory, so that many
+    short sessions fit where few full windows would. If the memory is used up when a window needs
+    more, the session continues with the window that it has, and its results name the degradation
+    `short_window` (docs/how_to/serving.md). If false, every session counts with its full window
+    from the start. Requires a single pipeline stage and a model whose sessions can choose their
+    window."""
     session_idle_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
     """Seconds without a request after which a session may be closed to make room for another."""
     max_requests_per_step: Positive = 4
@@ -155,6 +162,12 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise ValueError(
                 "omni.vae_stage reserves the last pipeline stage for the VAE: pass "
                 "--pipeline-parallel-size 2 or more"
+            )
+        if self.kv_growth and pipeline_parallel_size > 1:
+            raise ValueError(
+                "omni.kv_growth: the stages of a pipeline cannot agree on the length of a window: "
+                "remove the option, or use --tensor-parallel-size instead of "
+                f"--pipeline-parallel-size {pipeline_parallel_size}"
             )
         stages = pipeline_parallel_size - self.vae_stage
         if self.partition and len(self.partition) != stages:

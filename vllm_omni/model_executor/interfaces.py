@@ -34,6 +34,10 @@ from vllm_omni.tensors.saved import SavedTensors
 
 Inputs = tuple[DiffusionParams, dict[str, torch.Tensor]]
 
+SHORT_WINDOW = "short_window"
+"""Degradation of a session whose K/V window could not grow to its full length
+(`omni.kv_growth`)."""
+
 
 class SessionState(ABC):
     """State that one session keeps between chunks on one rank, owned by the runner's session
@@ -49,11 +53,38 @@ class SessionState(ABC):
         self.adapters: Selection = ()
         """LoRA adapters of the last committed chunk. The next one uses them too, unless its request
         names others."""
+        self.degradations: tuple[str, ...] = ()
+        """Degradations of all further chunks."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of device and host memory. Constant, because buffers are allocated at full size."""
+        """Bytes of device and host memory. Only `grow` changes it: other buffers are allocated at
+        full size."""
+
+    @property
+    def growing_nbytes(self) -> int:
+        """Bytes of `nbytes` that torch's allocator does not know, because `grow` allocates them."""
+        return 0
+
+    def missing_nbytes(self) -> int:
+        """Return the bytes that `grow` allocates."""
+        return 0
+
+    def grow(self) -> None:  # noqa: B027 - most sessions have a constant size
+        """Allocate the memory of the next chunk.
+
+        Raises:
+            torch.OutOfMemoryError: There is not enough memory.
+        """
+
+    @property
+    def held_frames(self) -> int:
+        """Frames of the K/V window that have memory. 0: not known, the size is constant."""
+        return 0
+
+    def limit_window(self, frames: int) -> None:  # noqa: B027
+        """Continue with a window of `frames` and set `degradations`, unless the next chunk fits."""
 
     @abstractmethod
     def tensors(self) -> dict[str, torch.Tensor]:

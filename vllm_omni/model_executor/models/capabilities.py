@@ -146,6 +146,8 @@ class Refusals:
     """`tiny_vae` in `omni.degradations`."""
     periodic_snapshots: Refusal | None = None
     """`omni.snapshot_period_s`."""
+    kv_growth: Refusal | None = Refusal("its sessions cannot have windows of different lengths")
+    """`omni.kv_growth`. Support requires `SupportsSessionWindows`."""
 
 
 def check_refusals(model: str, refusals: Refusals, omni: OmniConfig, stages: int) -> None:
@@ -177,6 +179,7 @@ def check_refusals(model: str, refusals: Refusals, omni: OmniConfig, stages: int
             f"omni.snapshot_period_s {omni.snapshot_period_s}",
             refusals.periodic_snapshots,
         ),
+        (omni.kv_growth, "omni.kv_growth true", refusals.kv_growth),
     ]
     for is_requested, option, refusal in requested:
         if is_requested and refusal is not None:

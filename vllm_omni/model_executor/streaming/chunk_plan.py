@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ChunkPlan`: latent frames, attention window and video frames of each chunk of a stream."""
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
 
 from vllm_omni.model_executor.streaming.options import StreamingOptions
 
@@ -68,6 +68,25 @@ class ChunkPlan:
             raise ValueError(
                 f"the first chunk of {first} latent frames does not fit a window of {window}"
             )
+
+    @property
+    def shortest_window(self) -> int:
+        """Length at which a window that grows with its session may stop (`omni.kv_growth`).
+
+        It holds a chunk and the chunk before it, without which motion would not continue. A window
+        that evicts nothing does not stop before its full length.
+        """
+        if self.sink_frames == self.window_frames:
+            return self.window_frames
+        return min(self.window_frames, max(self.first_chunk_frames, 2 * self.chunk_frames))
+
+    def shortened(self, window_frames: int) -> Self:
+        """Return the plan with a window of at least `shortest_window` and at most its own length.
+
+        It has as many of the sink frames as fit next to two chunks.
+        """
+        sink_frames = min(self.sink_frames, max(0, window_frames - 2 * self.chunk_frames))
+        return replace(self, window_frames=window_frames, sink_frames=sink_frames)
 
     def frames(self, chunk_index: int) -> range:
         """Return the latent frames of a chunk, by absolute index."""

@@ -20,7 +20,12 @@ from vllm_omni.actions import ActionSpace
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.dtypes import default_dtype
-from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
+from vllm_omni.model_executor.interfaces import (
+    SHORT_WINDOW,
+    DiffusionRequest,
+    Inputs,
+    SupportsStepExecution,
+)
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
@@ -201,6 +206,12 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         window_frames, sink_frames = shape.window
         return replace(self.plan, window_frames=window_frames, sink_frames=sink_frames)
 
+    def first_frames(self, shape: SessionShape) -> int | None:
+        """Return the frames of a session's K/V windows that have memory at first; None: all."""
+        plan = self.plan_of(shape)
+        grows = self.omni.kv_growth and plan.shortest_window < plan.window_frames
+        return plan.shortest_window if grows else None
+
     def _reserved_bytes(self, shape: SessionShape) -> int:
         """Return the maximum bytes of a session other than its K/V windows.
 
@@ -331,7 +342,12 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         """Return the metadata of a chunk's result."""
         session = request.session
         pixel_frames = self.plan.pixel_frames(session.chunk_index)
+        window = {
+            "window_frames": session.plan.window_frames,
+            "sink_frames": session.plan.sink_frames,
+        }
         return {
+            **(window if SHORT_WINDOW in session.degradations else {}),
             "first_frame": pixel_frames.start,
             "num_frames": len(pixel_frames),
             "height": session.shape.height,

@@ -2,12 +2,14 @@
 """`StreamingSession`: state of a streaming session on one rank. `StreamingChunk`: one chunk in
 flight.
 
-The K/V windows of a session are allocated at full size. All other state has a known maximum size,
-which `nbytes` includes from the start. State other than the windows consists of immutable values: a
-chunk creates new values and `commit` replaces the references, so an abandoned chunk has no effect.
-State of a single model is one more immutable value (`own`).
+The K/V windows of a session are allocated at full size, or as they fill (`omni.kv_growth`). All
+other state has a known maximum size, which `nbytes` includes from the start. State other than the
+windows consists of immutable values: a chunk creates new values and `commit` replaces the
+references, so an abandoned chunk has no effect. State of a single model is one more immutable value
+(`own`).
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar
@@ -16,12 +18,14 @@ import msgspec
 import torch
 
 from vllm_omni.inputs import DiffusionParams, Output, Text
-from vllm_omni.model_executor.interfaces import SessionState
+from vllm_omni.model_executor.interfaces import SHORT_WINDOW, SessionState
 from vllm_omni.model_executor.schedules import ChunkNoise
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.seeds import Seed, check_seed
 from vllm_omni.tensors.saved import ChunkIndex, SavedTensors, read_scalars
+
+logger = logging.getLogger("vllm." + __name__)
 
 
 class SessionValue(Protocol):
@@ -60,10 +64,22 @@ class KVWindows(Protocol):
     def nbytes(self) -> int: ...
 
     @property
+    def growing_nbytes(self) -> int: ...
+
+    @property
+    def held_frames(self) -> int: ...
+
+    @property
     def device(self) -> torch.device: ...
 
     @property
     def committed_frames(self) -> int: ...
+
+    def missing_nbytes(self, end_frame: int) -> int: ...
+
+    def grow(self, end_frame: int) -> None: ...
+
+    def stop_growing(self, window_frames: int, sink_frames: int) -> None: ...
 
     def check_frames(self, frames: range) -> None: ...
 
@@ -303,6 +319,34 @@ class StreamingSession(SessionState, Generic[Window, OwnValue]):
     def nbytes(self) -> int:
         return self.window.nbytes + self.reserved_bytes
 
+    @property
+    def growing_nbytes(self) -> int:
+        return self.window.growing_nbytes
+
+    def missing_nbytes(self) -> int:
+        return self.window.missing_nbytes(self.next_frames().stop)
+
+    def grow(self) -> None:
+        self.window.grow(self.next_frames().stop)
+
+    @property
+    def held_frames(self) -> int:
+        return self.window.held_frames
+
+    def limit_window(self, frames: int) -> None:
+        if frames >= min(self.next_frames().stop, self.plan.window_frames):
+            return
+        logger.warning(
+            "session %s keeps a K/V window of %d instead of %d latent frames, because sessions may "
+            "hold no more memory",
+            self.session_id,
+            frames,
+            self.plan.window_frames,
+        )
+        self.plan = self.plan.shortened(frames)
+        self.window.stop_growing(frames, self.plan.sink_frames)
+        self.degradations = (SHORT_WINDOW,)
+
     def next_frames(self) -> range:
         """Return the latent frames of the next chunk, as its window and its positions count them.
 
@@ -357,14 +401,15 @@ class StreamingSession(SessionState, Generic[Window, OwnValue]):
         }
 
     def start_params(self) -> DiffusionParams:
+        own_window = self.shape.window is not None or SHORT_WINDOW in self.degradations
         return DiffusionParams(
             session_id=self.session_id,
             prompt=self.prompt,
             height=self.shape.height,
             width=self.shape.width,
             output=self.shape.output,
-            window_frames=None if self.shape.window is None else self.shape.window[0],
-            sink_frames=None if self.shape.window is None else self.shape.window[1],
+            window_frames=self.plan.window_frames if own_window else None,
+            sink_frames=self.plan.sink_frames if own_window else None,
             options=self.start_options(),
         )
 
@@ -396,6 +441,7 @@ class StreamingSession(SessionState, Generic[Window, OwnValue]):
         )
         other.chunk_index, other.omitted_frames = self.chunk_index, self.omitted_frames
         other.prompt, other.seed = self.prompt, self.seed
+        other.degradations = self.degradations
         # Both sessions share these values, because they are immutable.
         other.cross_kv, other.own = self.cross_kv, self.own
         other.decoder_cache = self.decoder_cache

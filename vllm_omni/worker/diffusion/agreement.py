@@ -137,10 +137,16 @@ class RankAgreement:
         """Whether `fine` is true on every tensor-parallel rank."""
         return fine if self._tensor.world_size == 1 else self._everywhere([fine])[0]
 
+    def least(self, values: Sequence[int]) -> list[int]:
+        """Return the least of each of `values` over the tensor-parallel ranks (collective)."""
+        if self._tensor.world_size == 1 or not values:
+            return list(values)
+        least = torch.tensor(values, dtype=torch.int32)
+        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=self._tensor.cpu_group)
+        return [int(value) for value in least.tolist()]
+
     def _everywhere(self, fine: Sequence[bool]) -> list[bool]:
-        flags = torch.tensor(fine, dtype=torch.int32)
-        dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=self._tensor.cpu_group)
-        return [bool(flag) for flag in flags.tolist()]
+        return [bool(flag) for flag in self.least(fine)]
 
     # for adapters
 

@@ -52,17 +52,21 @@ class MemoryBudget:
         self._peak_bytes += torch.cuda.memory_reserved(self._device) - allocated
         _make_allocator_retain(torch_peak - allocated, self._device)
 
-    def session_bytes(self, warm_up_session_bytes: int, configured: int | None) -> int:
+    def session_bytes(
+        self, warm_up_session_bytes: int, configured: int | None, growing_bytes: int = 0
+    ) -> int:
         """Return the bytes that all sessions together may use.
 
         Args:
             warm_up_session_bytes: Size of a session of the largest shape.
             configured: `omni.max_session_bytes`.
+            growing_bytes: Part of that session that is not in the measured peak, because it is
+                allocated outside torch and was freed with the session.
 
         Raises:
             ValueError: Not even one session of the largest shape fits.
         """
-        available = self._available(warm_up_session_bytes)
+        available = self._available(warm_up_session_bytes - growing_bytes)
         budget = available if configured is None else min(configured, available)
         if budget < warm_up_session_bytes:
             raise ValueError(
@@ -73,14 +77,14 @@ class MemoryBudget:
             )
         return budget
 
-    def _available(self, warm_up_session_bytes: int) -> int:
+    def _available(self, bytes_in_peak: int) -> int:
         # the flag, or VLLM_CPU_KVCACHE_SPACE
         if self._cache_config.kv_cache_memory_bytes is not None:
             return int(self._cache_config.kv_cache_memory_bytes)
         if self._device.type == "cuda":
             total = torch.cuda.get_device_properties(self._device).total_memory
             allowed = int(total * self._cache_config.gpu_memory_utilization)
-            return allowed - (self._peak_bytes - warm_up_session_bytes)
+            return allowed - (self._peak_bytes - bytes_in_peak)
         return psutil.virtual_memory().available // 2
 
 

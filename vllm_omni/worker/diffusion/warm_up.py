@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,15 @@ StageTimes = Mapping[str, Sequence[float]]
 """`StageTimer.milliseconds` of one chunk."""
 
 
+class SessionBytes(NamedTuple):
+    """Size of a session on this rank."""
+
+    nbytes: int
+    """As `SessionState.nbytes`."""
+    growing_nbytes: int
+    """As `SessionState.growing_nbytes`."""
+
+
 def warm_up(runner: DiffusionGPUModelRunner, used_before: int = 0) -> float:
     """Connect the stages, run the warm-up chunks and set `runner.sessions.max_bytes` (collective).
 
@@ -57,16 +66,17 @@ def warm_up(runner: DiffusionGPUModelRunner, used_before: int = 0) -> float:
         rebalance(runner, times)
     budget = MemoryBudget(runner.vllm_config, runner.device, used_before)
     with budget.measure():
-        session_bytes, _ = _run_session(runner)
+        session, _ = _run_session(runner)
         if runner.omni.degradations:  # one chunk with all degradations, then one at full quality
             _run_session(runner, runner.omni.degradations)
     runner.sessions.max_bytes = runner.agreement.budget(
-        budget.session_bytes(session_bytes, runner.omni.max_session_bytes), session_bytes
+        budget.session_bytes(session.nbytes, runner.omni.max_session_bytes, session.growing_nbytes),
+        session.nbytes,
     )
     logger.info(
         "sessions may hold %.2f GiB (%.2f GiB for one of the largest shape, at most %d sessions)",
         runner.sessions.max_bytes / 2**30,
-        session_bytes / 2**30,
+        session.nbytes / 2**30,
         runner.omni.max_sessions,
     )
     return time.perf_counter() - start
@@ -74,7 +84,7 @@ def warm_up(runner: DiffusionGPUModelRunner, used_before: int = 0) -> float:
 
 def _run_session(
     runner: DiffusionGPUModelRunner, degradations: tuple[str, ...] = ()
-) -> tuple[int, StageTimes]:
+) -> tuple[SessionBytes, StageTimes]:
     """Run a session of the largest shape in a temporary session.
 
     Args:
@@ -82,17 +92,19 @@ def _run_session(
         degradations: Degradations of the first chunk.
 
     Returns:
-        Bytes of the session, and the stage times of its last chunk on this rank.
+        Size of the session, and the stage times of its last chunk on this rank.
     """
-    session_bytes, times = 0, {}
+    session_bytes, times = SessionBytes(0, 0), {}
     inputs = runner.model.warmup_inputs()
     for number, (params, tensors) in enumerate(inputs):
         without = degradations if number == 0 else ()
         state = RequestState(f"{_REQUEST_ID}-{number}", params, dict(tensors), degradations=without)
+        runner.admission.grow_sessions([state], runner.agreement)
         runner.admission.admit(state, {})
         if state.chunk is None:
             raise RuntimeError(f"warm-up failed: {state.failure}")
-        session_bytes = state.chunk.session.nbytes
+        session = state.chunk.session
+        session_bytes = SessionBytes(session.nbytes, session.growing_nbytes)
         while not state.done:
             _step(runner, state)
         runner.role.receive_results([state.request_id])

@@ -7,15 +7,19 @@ buffer, the graphs that were captured for it serve the session from its first pa
 cleared when it returns to the pool, because closing a session is less urgent than starting one.
 
 Pooled memory counts as free memory. The pool is emptied before memory of other sizes is allocated,
-and `trim` frees as much as live sessions need.
+and `trim` frees as much as live sessions need. A window that grows with its session
+(`omni.kv_growth`) leaves only its addresses in the pool, because each new session allocates as much
+as it needs.
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
 import torch
+
+from vllm_omni.model_executor.layers.kv_cache.growing_buffer import GrowingBuffer
 
 if TYPE_CHECKING:  # option checks run without vLLM, which the FP8 kernels import
     from vllm_omni.model_executor.layers.kv_cache.quantized_storage import KVFormat
@@ -46,14 +50,55 @@ class Ring:
     orders: dict[Hashable, torch.Tensor] = field(default_factory=dict)
     """Cached token positions in the buffer, by what determines them. They live as long as the
     buffer, so CUDA graphs may read them."""
+    memory: GrowingBuffer | None = None
+    """Memory of the buffer if it grows with its session. None: all of it is allocated."""
+
+    @classmethod
+    def growing(
+        cls,
+        shape: Sequence[int],
+        format: "KVFormat",
+        device: torch.device | str,
+        num_tokens: int,
+    ) -> Self:
+        """Create a ring buffer with memory for its first `num_tokens`."""
+        memory = GrowingBuffer(shape, format.storage, torch.device(device), num_tokens)
+        return cls(memory.tensor, format, memory=memory)
 
     @property
     def nbytes(self) -> int:
-        return self.buffer.nbytes + self.format.nbytes
+        held = self.buffer.nbytes if self.memory is None else self.memory.nbytes
+        return held + self.format.nbytes
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the token slots that have memory."""
+        return self.buffer.shape[2] if self.memory is None else self.memory.num_tokens
+
+    def missing_nbytes(self, num_tokens: int) -> int:
+        """Return the bytes that `grow(num_tokens)` allocates."""
+        if self.memory is None or num_tokens <= self.num_tokens:
+            return 0
+        return self.memory.nbytes_with(num_tokens) - self.memory.nbytes
+
+    def grow(self, num_tokens: int) -> None:
+        """Allocate memory for the first `num_tokens` slots. No effect if they have it.
+
+        Raises:
+            torch.OutOfMemoryError: There is not enough memory. The ring buffer is unchanged.
+        """
+        if self.memory is not None:
+            self.memory.grow(num_tokens)
 
     @property
     def sizes(self) -> Hashable:
-        return self.buffer.shape, self.buffer.dtype, self.buffer.device, self.format.dtype
+        return (
+            self.buffer.shape,
+            self.buffer.dtype,
+            self.buffer.device,
+            self.format.dtype,
+            self.memory is not None,
+        )
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
@@ -61,16 +106,36 @@ class Ring:
         return (self.buffer, *self.format.buffers)
 
     def clear(self) -> None:
-        self.buffer.zero_()
+        if self.memory is None:
+            self.buffer.zero_()
+        else:
+            self.memory.free()
         self.format.clear()
 
-    def another(self) -> "Ring":
+    def another(self) -> Self:
         """Allocate a ring buffer of the same sizes, uninitialised."""
-        return Ring(torch.empty_like(self.buffer), self.format.fork())
+        return self._on(self.buffer.device, self.format.fork())
 
-    def copy_from(self, other: "Ring") -> None:
-        self.buffer.copy_(other.buffer)
+    def to(self, device: torch.device | str) -> Self:
+        """Return a copy on `device`. The format moves along."""
+        self.format.to(device)
+        other = self._on(torch.device(device), self.format)
+        other._copy_tokens(self)
+        return other
+
+    def copy_from(self, other: Self) -> None:
+        self.grow(other.num_tokens)
+        self._copy_tokens(other)
         self.format.take_scales(other.format)
+
+    def _on(self, device: torch.device, format: "KVFormat") -> Self:
+        if self.memory is None:
+            return type(self)(torch.empty_like(self.buffer, device=device), format)
+        return self.growing(self.buffer.shape, format, device, self.num_tokens)
+
+    def _copy_tokens(self, other: Self) -> None:
+        held = slice(0, other.num_tokens)
+        self.buffer[:, :, held].copy_(other.buffer[:, :, held])
 
 
 Pooled = TypeVar("Pooled", bound=Reusable)
@@ -109,6 +174,6 @@ class MemoryPool(Generic[Pooled]):
         self._pooled.append(part)
 
     def trim(self, nbytes: int) -> None:
-        """Free the oldest pooled memory until at most `nbytes` remain."""
-        while self._pooled and self.nbytes > nbytes:
+        """Free the oldest pooled memory until at most `nbytes` remain; with 0, also addresses."""
+        while self._pooled and (nbytes == 0 or self.nbytes > nbytes):
             self._pooled.popleft()

@@ -32,6 +32,7 @@ import torch
 
 from vllm_omni.model_executor.device_async import to_device
 from vllm_omni.model_executor.layers.attention.attention import stack
+from vllm_omni.model_executor.layers.kv_cache.growing_buffer import grown_nbytes, page_bytes
 from vllm_omni.model_executor.layers.kv_cache.memory_pool import MemoryPool, Ring
 from vllm_omni.model_executor.layers.kv_cache.quantized_storage import (
     KVFormat,
@@ -64,6 +65,9 @@ class KVWindow:
             chunk.
         rings: Pool to take the memory from, and to return it to in `close`. Default: allocate and
             free.
+        first_frames: Frames that have memory at first. `grow` allocates more, and `stop_growing`
+            shortens the window to those that have memory. Requires a window that evicts frames,
+            without spare frames. Default: all frames.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class KVWindow:
         max_attention_tokens: int | None = None,
         spare_frames: int = 0,
         rings: MemoryPool[Ring] | None = None,
+        first_frames: int | None = None,
     ) -> None:
         if not 0 <= sink_frames <= window_frames or window_frames < 1:
             raise ValueError(
@@ -96,6 +101,8 @@ class KVWindow:
         self.spare_frames = spare_frames if sink_frames < window_frames else 0
         self.committed_frames = 0
         self.valid_from = 0
+        grows = first_frames is not None and num_layers > 0
+        assert not grows or (self.ring_frames and not self.spare_frames)
         shape = (
             num_layers,
             2,
@@ -108,11 +115,14 @@ class KVWindow:
             stored = kv_format(
                 dtype, storage, num_layers=num_layers, num_heads=num_heads, device=device
             )
+            if grows:
+                return Ring.growing(shape, stored, device, self._num_tokens(first_frames))
             return Ring(torch.zeros(shape, dtype=stored.storage, device=device), stored)
 
         self._rings = rings if num_layers else None
-        sizes = torch.Size(shape), storage or dtype, torch.device(device), dtype
+        sizes = torch.Size(shape), storage or dtype, torch.device(device), dtype, grows
         self._ring = new_ring() if self._rings is None else self._rings.take_memory(sizes, new_ring)
+        self._ring.grow(self._num_tokens(first_frames))
         self._seen: tuple[int, tuple[int, ...]] | None = None
 
     @property
@@ -125,11 +135,49 @@ class KVWindow:
 
     @property
     def nbytes(self) -> int:
-        return self.buffer.nbytes + self.format.nbytes
+        return self._ring.nbytes
+
+    @property
+    def growing_nbytes(self) -> int:
+        """Return the bytes of `nbytes` that were allocated while the window grew."""
+        return 0 if self._ring.memory is None else self._ring.memory.nbytes
 
     @property
     def device(self) -> torch.device:
         return self.buffer.device
+
+    def _num_tokens(self, num_frames: int | None) -> int:
+        """Return the token slots of the stream's first frames, as far as the window has them."""
+        slots = self.window_frames + self.spare_frames
+        return self.tokens_per_frame * (slots if num_frames is None else min(num_frames, slots))
+
+    def missing_nbytes(self, end_frame: int) -> int:
+        """Return the bytes that `grow(end_frame)` allocates."""
+        return self._ring.missing_nbytes(self._num_tokens(end_frame))
+
+    def grow(self, end_frame: int) -> None:
+        """Allocate the memory of all frames before `end_frame` that the window holds.
+
+        Raises:
+            torch.OutOfMemoryError: There is not enough memory. The window is unchanged.
+        """
+        self._ring.grow(self._num_tokens(end_frame))
+
+    @property
+    def held_frames(self) -> int:
+        """Return the frames that have memory."""
+        return self._ring.num_tokens // self.tokens_per_frame
+
+    def stop_growing(self, window_frames: int, sink_frames: int) -> None:
+        """Shorten the window to `window_frames` frames, which have memory, `sink_frames` of them
+        sinks.
+
+        No frame is behind them yet, so frame f is in slot f, as in a window of these sizes.
+        """
+        assert self.committed_frames <= window_frames <= self.held_frames
+        self.window_frames, self.sink_frames = window_frames, sink_frames
+        self.ring_frames = window_frames - sink_frames
+        self._seen = None
 
     def slot(self, frame: int) -> int:
         """Return the slot of `frame` while it is visible."""
@@ -323,6 +371,7 @@ class KVWindow:
             RequestFailed: The tensors do not fit.
         """
         self.committed_frames = committed_frames
+        self.grow(committed_frames)
         saved.fill(self.tensors(next_frames))
 
     def fork(self) -> Self:
@@ -337,8 +386,7 @@ class KVWindow:
         return other
 
     def to(self, device: torch.device | str) -> None:
-        self.format.to(device)
-        self._ring = Ring(self.buffer.to(device), self.format)
+        self._ring = self._ring.to(device)
         self._rings = None  # no CUDA graph was captured with the new memory
 
     def close(self) -> None:
@@ -410,12 +458,20 @@ def kv_window_nbytes(
     head_dim: int,
     dtype: torch.dtype,
     storage: torch.dtype | None = None,
+    first_frames: int | None = None,
+    device: torch.device | str = "cpu",
 ) -> int:
-    """Return the bytes of a `KVWindow` of these sizes.
+    """Return the bytes of a new `KVWindow` of these sizes.
 
-    `window_frames` includes its spare frames.
+    `window_frames` includes its spare frames. `device` determines the page size of a window that
+    grows.
     """
     numel = 2 * num_layers * window_frames * tokens_per_frame * num_heads * head_dim
+    if first_frames is not None:
+        shape = (num_layers, 2, window_frames * tokens_per_frame, num_heads, head_dim)
+        itemsize, num_tokens = (storage or dtype).itemsize, first_frames * tokens_per_frame
+        pages = grown_nbytes(shape, itemsize, num_tokens, page_bytes(torch.device(device)))
+        numel = pages // itemsize
     return kv_nbytes(dtype, storage, num_layers=num_layers, num_heads=num_heads, numel=numel)
 
 

@@ -36,6 +36,34 @@ class WindowSet:
         return sum(window.nbytes for window in self.windows)
 
     @property
+    def growing_nbytes(self) -> int:
+        """Return the bytes of `nbytes` that were allocated while the windows grew."""
+        return sum(window.growing_nbytes for window in self.windows)
+
+    @property
+    def held_frames(self) -> int:
+        """Return the frames that have memory in every window."""
+        return min(window.held_frames for window in self.windows)
+
+    def missing_nbytes(self, end_frame: int) -> int:
+        """Return the bytes that `grow(end_frame)` allocates."""
+        return sum(window.missing_nbytes(end_frame) for window in self.windows)
+
+    def grow(self, end_frame: int) -> None:
+        """Allocate the memory of all frames before `end_frame` that the windows hold.
+
+        Raises:
+            torch.OutOfMemoryError: There is not enough memory. Some windows may have grown.
+        """
+        for window in self.windows:
+            window.grow(end_frame)
+
+    def stop_growing(self, window_frames: int, sink_frames: int) -> None:
+        """Shorten the windows; see `KVWindow.stop_growing`."""
+        for window in self.windows:
+            window.stop_growing(window_frames, sink_frames)
+
+    @property
     def device(self) -> torch.device:
         return self.clean.device
 

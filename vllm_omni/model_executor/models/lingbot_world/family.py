@@ -37,7 +37,9 @@ FAMILY = streaming_family(
     layouts=LAYOUTS,
     read=read_stream,
     refusals=lambda stream, omni, stages: Refusals(
-        vae_stage=None, vae_parallel=parallel_decode_refusal(stream.options.decoder)
+        vae_stage=None,
+        vae_parallel=parallel_decode_refusal(stream.options.decoder),
+        kv_growth=None,
     ),
     check_parallel=_check_parallel,
     action_space=lambda stream: ACTION_SPACE,

@@ -139,13 +139,8 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
         return self.make_kv_window(shape)
 
     def make_kv_window(self, shape: SessionShape) -> KVWindow:
-        network = self.transformer
-        common = {
-            "sink_frames": self.plan_of(shape).sink_frames,
-            "device": network.device,
-            "rings": network.rings,
-        }
-        return KVWindow(**common, **self._window_sizes(shape))
+        sink_frames, rings = self.plan_of(shape).sink_frames, self.transformer.rings
+        return KVWindow(sink_frames=sink_frames, rings=rings, **self._window_sizes(shape))
 
     def _window_sizes(self, shape: SessionShape) -> dict[str, Any]:
         sizes = self.transformer.window_sizes(
@@ -154,7 +149,9 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
         return {
             **sizes,
             "window_frames": self.plan_of(shape).window_frames,
+            "first_frames": self.first_frames(shape),
             "storage": self.kv_dtype,
+            "device": self.transformer.device,
         }
 
     def value_layout(self, shape: SessionShape) -> ConditionLayout | None:
@@ -267,7 +264,7 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
         """Return whether the window leaves the chunk out, and the state after the chunk."""
         if self.config.control_type != "world":
             return False, session.rest
-        plan = self.plan_of(session.shape)
+        plan = session.plan
         first = session.chunk_index == 0
         changes = {
             "moved": inputs.moves,

@@ -130,11 +130,9 @@ class MatrixGame(StreamingModel[MatrixGameSession, MatrixGameChunk]):
         return sum(kv_window_nbytes(**sizes) for sizes in self._window_sizes(shape).values())
 
     def make_window(self, shape: SessionShape) -> ActionWindows:
-        network = self.transformer
         common = {
             "sink_frames": self.plan_of(shape).sink_frames,
-            "device": network.device,
-            "rings": network.rings,
+            "rings": self.transformer.rings,
         }
         sizes = self._window_sizes(shape)
         return ActionWindows(**{name: KVWindow(**common, **own) for name, own in sizes.items()})
@@ -147,7 +145,9 @@ class MatrixGame(StreamingModel[MatrixGameSession, MatrixGameChunk]):
         trunk = {
             **sizes,
             "window_frames": self.plan_of(shape).window_frames,
+            "first_frames": self.first_frames(shape),
             "storage": self.kv_dtype,
+            "device": self.transformer.device,
         }
         action = {**trunk, "num_layers": len(self.transformer.action_blocks())}
         mouse = {

@@ -58,6 +58,9 @@ class SingleRank(Role):
         # deliver a result that was held back.
         chunks = [state for state in states if not state.is_session_operation and not state.done]
         waiting = self.in_flight.waiting(chunks)
+        if self.parts.omni.kv_growth:
+            new = [state for state in chunks if state.chunk is None and state.failure is None]
+            self.admission.grow_sessions(new, self.agreement)
         for state in states:
             if state.failure is None and state.chunk is None and state not in waiting:
                 self.admission.admit(state, outputs)

@@ -7,6 +7,8 @@ exception becomes the `failure` of the request, and a session that the request c
 This module names no model.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from vllm_omni.inputs import DiffusionParams
@@ -19,8 +21,12 @@ from vllm_omni.model_executor.interfaces import (
 from vllm_omni.model_executor.layers.lora.store import NoAdapters, Selection, named
 from vllm_omni.model_executor.requests import RequestState, as_failure
 from vllm_omni.outputs import RequestFailed, pack
+from vllm_omni.worker.diffusion.agreement import RankAgreement
 from vllm_omni.worker.diffusion.sessions.in_flight import ChunksInFlight
 from vllm_omni.worker.diffusion.sessions.store import SessionStore
+
+_UNKNOWN = 2**31 - 1
+"""Frames of a session that does not exist yet, more than any window has."""
 
 
 class Admission:
@@ -55,6 +61,24 @@ class Admission:
                 "invalid_request",
                 "window_frames and sink_frames are fixed by this server: leave them out",
             )
+
+    def grow_sessions(self, states: Sequence[RequestState], agreement: RankAgreement) -> None:
+        """Grow the sessions of chunks that are about to be admitted, or limit their windows.
+
+        Ranks that share layers do the same (collective with `omni.kv_growth`).
+
+        Args:
+            states: Requests, equal on these ranks.
+            agreement: Agreement with these ranks.
+        """
+        names = [state.params.session_id for state in states if state.params is not None]
+        held = [
+            self._sessions.grow_session(name) if name in self._sessions else _UNKNOWN
+            for name in names
+        ]
+        for name, frames in zip(names, agreement.least(held), strict=True):
+            if name in self._sessions:
+                self._sessions.get(name).limit_window(frames)
 
     def admit(
         self, state: RequestState, outputs: dict[str, torch.Tensor], index: int | None = None
@@ -108,7 +132,7 @@ class Admission:
                 params,
                 state.tensors,
                 session,
-                degradations=state.degradations,
+                degradations=(*state.degradations, *session.degradations),
                 predecessor=predecessor,
                 adapters=adapters,
                 same_adapters=adapters == before,

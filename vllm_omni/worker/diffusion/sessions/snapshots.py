@@ -174,6 +174,7 @@ class SessionSnapshots:
                     raise RequestFailed(
                         "invalid_snapshot", "the snapshot's parts belong to different chunks"
                     )
+                sessions.make_room(session.nbytes)  # more than `nbytes` if its window has grown
             except BaseException:
                 session.close()
                 raise

@@ -2,11 +2,13 @@
 """`SessionStore`: creates, evicts and frees the sessions of one rank, and tracks their memory.
 
 The first chunk of a session creates it. It outlives requests and is freed in one place (`close`).
-Admission is by bytes: the size of a session is known before it is created and constant afterwards.
+Admission is by bytes: the size of a session is known before it is created, and constant afterwards
+unless its K/V window grows (`omni.kv_growth`).
 Memory of closed sessions that a model retains (`trim_pool`) counts as free and yields to live
 sessions. This module depends neither on the scheduler nor on model maths.
 """
 
+import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -89,13 +91,16 @@ class SessionStore:
                 "capacity",
                 f"a session needs {nbytes} bytes, all sessions may hold {self.max_bytes}",
             )
-        if self._fits(nbytes):
+        self._make_room(nbytes, sessions=1)
+
+    def _make_room(self, nbytes: int, *, sessions: int) -> None:
+        if self._fits(nbytes, sessions=sessions):
             return
         now = self._clock()
         for session_id in list(self._sessions):  # least recently used first
             if not self._pins.get(session_id) and now - self._last_used[session_id] >= self.idle_s:
                 self.close(session_id)
-                if self._fits(nbytes):
+                if self._fits(nbytes, sessions=sessions):
                     return
         raise RequestFailed(
             "capacity",
@@ -104,10 +109,25 @@ class SessionStore:
             f"{self.idle_s:g} s: close one or try again later",
         )
 
-    def _fits(self, nbytes: int) -> bool:
-        if len(self) >= self.max_sessions:
+    def _fits(self, nbytes: int, *, sessions: int = 1) -> bool:
+        if len(self) + sessions > self.max_sessions:
             return False
         return self.max_bytes is None or self.nbytes + nbytes <= self.max_bytes
+
+    def grow_session(self, session_id: str) -> int:
+        """Allocate the memory of a session's next chunk if possible.
+
+        Idle sessions are closed if needed.
+
+        Returns:
+            `SessionState.held_frames`.
+        """
+        session = self.get(session_id)  # its use now protects it from eviction
+        with contextlib.suppress(RequestFailed, torch.OutOfMemoryError):
+            if missing := session.missing_nbytes():
+                self._make_room(missing, sessions=0)
+            session.grow()
+        return session.held_frames
 
     def add_session(self, session: SessionState) -> None:
         """Take ownership of a new session, whose id must be unused."""

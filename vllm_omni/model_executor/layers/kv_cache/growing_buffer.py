@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`GrowingBuffer`: a tensor at a fixed address whose memory is allocated as it fills
+(`omni.kv_growth`).
+
+The buffer of a K/V window is `[layers, 2, tokens, heads, head_dim]`. A window fills its token slots
+in order, so it needs memory for the first tokens of each of the `layers * 2` rows. The address
+range of the whole buffer is reserved from the start, which takes no memory, and pages are added to
+it. Attention therefore reads the buffer in place at every length, and captured CUDA graphs stay
+valid. Slots without memory must not be accessed.
+
+On a CPU the operating system allocates a page at its first write (`HostPages`). On CUDA the driver
+maps memory into the range (`cuda_pages.py`).
+"""
+
+# L layers, T token slots, N heads, H head dim
+
+import mmap
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+
+
+class Pages(Protocol):
+    """A reserved address range whose pages get memory on demand."""
+
+    def tensor(self) -> torch.Tensor:
+        """Return the range as uint8. Its first page must have memory. The tensor owns the range."""
+
+    def allocate(self, runs: Sequence[range]) -> None:
+        """Allocate memory for runs of pages that have none.
+
+        Raises:
+            torch.OutOfMemoryError: There is not enough memory. Then nothing was allocated.
+        """
+
+    def free(self, runs: Sequence[range]) -> None:
+        """Free the memory of all pages, which are those of `runs`; the range stays reserved."""
+
+
+class HostPages:
+    """Memory of the operating system. New pages are zero.
+
+    `torch.empty` would also be allocated at the first write, but cannot be freed page by page.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def tensor(self) -> torch.Tensor:
+        return torch.frombuffer(self._memory, dtype=torch.uint8)
+
+    def allocate(self, runs: Sequence[range]) -> None:
+        """Do nothing: the first write to a page allocates it."""
+
+    def free(self, runs: Sequence[range]) -> None:
+        self._memory.madvise(mmap.MADV_DONTNEED)
+
+
+def page_bytes(device: torch.device) -> int:
+    """Return the size of a page of `device`."""
+    if device.type == "cuda":
+        from vllm_omni.model_executor.layers.kv_cache.cuda_pages import cuda_page_bytes
+
+        return cuda_page_bytes(device)
+    return mmap.PAGESIZE
+
+
+def reserve_pages(nbytes: int, device: torch.device) -> Pages:
+    """Reserve an address range of `nbytes`, a multiple of the page size."""
+    if device.type == "cuda":
+        from vllm_omni.model_executor.layers.kv_cache.cuda_pages import CudaPages
+
+        return CudaPages(nbytes, device)
+    return HostPages(nbytes)
+
+
+def needed_pages(rows: int, row_bytes: int, used_bytes: int, page: int) -> list[range]:
+    """Return the pages that hold the first `used_bytes` of each of `rows` consecutive rows.
+
+    Args:
+        rows: Number of rows.
+        row_bytes: Length of a row.
+        used_bytes: Length of the part of each row that needs memory.
+        page: Size of a page.
+
+    Returns:
+        Runs of pages in ascending order, with gaps between them.
+    """
+    runs: list[range] = []
+    for row in range(rows if used_bytes else 0):
+        start = row * row_bytes
+        pages = range(start // page, -(-(start + used_bytes) // page))
+        if runs and pages.start <= runs[-1].stop:
+            runs[-1] = range(runs[-1].start, pages.stop)
+        else:
+            runs.append(pages)
+    return runs
+
+
+def grown_nbytes(shape: Sequence[int], itemsize: int, num_tokens: int, page: int) -> int:
+    """Return the bytes of a `GrowingBuffer` with memory for `num_tokens`."""
+    layers, kv, tokens, heads, head_dim = shape
+    token_bytes = heads * head_dim * itemsize
+    runs = needed_pages(layers * kv, tokens * token_bytes, num_tokens * token_bytes, page)
+    return page * sum(len(run) for run in runs)
+
+
+class GrowingBuffer:
+    """A tensor `[L, 2, T, N, H]` with memory for its first token slots.
+
+    Args:
+        shape: Shape of the tensor.
+        dtype: Type of the tensor.
+        device: Device of the tensor.
+        num_tokens: Token slots that have memory at first; at least 1.
+        page: Size of a page.
+        reserve: Reserves addresses.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        num_tokens: int,
+        *,
+        page: int | None = None,
+        reserve: Callable[[int, torch.device], Pages] = reserve_pages,
+    ) -> None:
+        self._page = page_bytes(device) if page is None else page
+        self._shape, self._itemsize = tuple(shape), dtype.itemsize
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        self._pages = reserve(-(-nbytes // self._page) * self._page, device)
+        self.num_tokens = 0
+        """Token slots that have memory."""
+        self.grow(num_tokens)
+        self.tensor = self._pages.tensor()[:nbytes].view(dtype).view(*shape)
+        """The buffer."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the allocated pages."""
+        return self.nbytes_with(self.num_tokens)
+
+    def nbytes_with(self, num_tokens: int) -> int:
+        """Return the bytes of the pages that `num_tokens` need."""
+        return grown_nbytes(self._shape, self._itemsize, num_tokens, self._page)
+
+    def grow(self, num_tokens: int) -> None:
+        """Allocate memory for the first `num_tokens` slots. Memory that exists is unchanged.
+
+        Raises:
+            torch.OutOfMemoryError: There is not enough memory. The buffer is unchanged.
+        """
+        if num_tokens <= self.num_tokens:
+            return
+        held, new = self._runs(self.num_tokens), []
+        for run in self._runs(num_tokens):
+            # the gaps between the held parts of this run
+            inside = [part for part in held if run.start <= part.start < run.stop]
+            edges = [run.start, *(edge for part in inside for edge in (part.start, part.stop))]
+            pairs = list(pairwise([*edges, run.stop]))[::2]
+            new += [range(start, stop) for start, stop in pairs if start < stop]
+        self._pages.allocate(new)
+        self.num_tokens = num_tokens
+
+    def free(self) -> None:
+        """Free all memory; the address stays. `grow` before the next access."""
+        self._pages.free(self._runs(self.num_tokens))
+        self.num_tokens = 0
+
+    def _runs(self, num_tokens: int) -> list[range]:
+        layers, kv, tokens, heads, head_dim = self._shape
+        token_bytes = heads * head_dim * self._itemsize
+        return needed_pages(layers * kv, tokens * token_bytes, num_tokens * token_bytes, self._page)
