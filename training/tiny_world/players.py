@@ -14,11 +14,10 @@ Measured are latent frames, four a second, without the start image. Per second o
     psnr, start_psnr    against the truth, and against the start image (`still` and `home`)
     sharpness           mean horizontal difference of neighbouring pixels over the truth's
     contrast            standard deviation over the truth's
-    village
-        share of frames that `recognise.py` takes for a village in the prompt's style; None where
-        it
-                        does not take the truth for one. In the second after a prompt the style
-                        before it counts too
+    village             share of frames that `recognise.py` recognises as a village in the prompt's
+                        style. Frames are judged where the view is open, as in its calibration, and
+                        where it recognises the truth; None if there are none. In the second after
+                        a prompt, the previous style counts too
 
 `table` holds the measures that have a target, and whether it is met.
 Tested by tests/training/tiny_world/test_players.py.
@@ -37,7 +36,7 @@ import torch
 from training.tiny_world import measure
 from training.tiny_world.play import LATENTS_A_CHUNK, Played, World
 from training.tiny_world.prompts import PROMPTS
-from training.tiny_world.recognise import Recogniser, shipped
+from training.tiny_world.recognise import Recogniser, open_views, shipped
 from training.tiny_world.render import Renderer
 from training.tiny_world.truth import HELD_OUT, unit
 from training.tiny_world.village import PERIOD, STYLES
@@ -437,17 +436,19 @@ def truth_of(renderer: Renderer, player: Player) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Seconds:
-    """One walk's measures, a value for each second, and what the classifier says of each latent
-    frame, [L].
+    """One walk's measures, a value for each second.
+
+    village: whether each latent frame is recognised as a village, bool [L]. judged: whether it is
+    judged, bool [L].
     """
 
     values: dict[str, list[float | None]]
     village: torch.Tensor
-    village_of_truth: torch.Tensor
+    judged: torch.Tensor
 
     def share(self) -> float:
-        """Share of villages among the frames whose truth is taken for one."""
-        return float(self.village[self.village_of_truth].float().mean())
+        """Return the share of villages among the judged frames."""
+        return float(self.village[self.judged].float().mean())
 
 
 def measured(
@@ -458,8 +459,10 @@ def measured(
     accepted = recogniser.villages(made_LHW3, styles)
     late = before != styles
     accepted[late] |= recogniser.villages(made_LHW3[late], before[late])
-    of_truth = recogniser.villages(truth_LHW3, styles)
-    accepted, of_truth = accepted[1:], of_truth[1:]
+    path = player.walk.walk()
+    judged_L = recogniser.villages(truth_LHW3, styles)
+    judged_L &= open_views(path.positions[0], path.yaw[0], path.pitch[0])
+    accepted, judged_L = accepted[1:], judged_L[1:]
     values: dict[str, list[float | None]] = {
         name: [] for name in ("psnr", "start_psnr", "sharpness", "contrast", "village")
     }
@@ -471,19 +474,19 @@ def measured(
         values["start_psnr"].append(_rounded(measure.psnr(made, start.expand_as(made[0])[None])))
         values["sharpness"].append(_rounded(measure.sharpness(made, truth)))
         values["contrast"].append(_rounded(_deviation(made) / _deviation(truth).clamp(min=1e-6)))
-        judged = of_truth[part]
+        judged = judged_L[part]
         values["village"].append(
             _rounded(accepted[part][judged].float().mean()) if bool(judged.any()) else None
         )
-    return Seconds(values, accepted, of_truth)
+    return Seconds(values, accepted, judged_L)
 
 
 def again(seconds: Seconds, turned_at: int) -> float | None:
     """Seconds from the end of a turn until three of four frames are a village; None = never.
 
-    Frames whose truth is not taken for a village do not count.
+    Frames that are not judged do not count.
     """
-    judged = seconds.village[turned_at - 1 :][seconds.village_of_truth[turned_at - 1 :]].float()
+    judged = seconds.village[turned_at - 1 :][seconds.judged[turned_at - 1 :]].float()
     if len(judged) < LATENTS_A_SECOND:
         return None
     found = (judged.unfold(0, LATENTS_A_SECOND, 1).sum(dim=1) >= LATENTS_A_SECOND - 1).nonzero()
@@ -546,7 +549,7 @@ def _summary(name: str, drawn: Sequence[Player], found: Sequence[Seconds]) -> di
         "styles": [STYLES[player.walk.style] for player in drawn],
         "lowest_ten_seconds_psnr": min(min(tens(walk.values["psnr"])) for walk in found),
         "village_share": [round(walk.share(), 4) for walk in found],
-        "truth_recognised": [_rounded(walk.village_of_truth.float().mean()) for walk in found],
+        "judged": [_rounded(walk.judged.float().mean()) for walk in found],
     }
     turned = [(walk, player.turned_at) for walk, player in zip(found, drawn, strict=True)]
     if name in ("straight", "wall"):

@@ -55,7 +55,7 @@ seed.
 _VIEW_LATENT = 40
 """Renders show what a random walker sees after so many latent frames."""
 _LARGEST_PITCH = 0.6
-_HIDDEN = 128
+_HIDDEN = 192
 _JITTER = 0.2
 """Noise on the features in training, in their deviations."""
 _SEEDS = {"train": 880_001, "calibrate": 880_002, "check": 880_003}
@@ -206,7 +206,7 @@ def broken_frames() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def slightly_off(frames_N3HW: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Frames as a good world makes them: a little soft, noisy, and off in level and contrast."""
     number = len(frames_N3HW)
-    soft = _blurred(frames_N3HW, 0.6)
+    soft = _blurred(frames_N3HW, 0.9)
     out = torch.lerp(frames_N3HW, soft, _uniform(number, 0.0, 1.0, generator))
     middle = out.mean(dim=(1, 2, 3), keepdim=True)
     out = middle + (out - middle) * _uniform(number, 0.85, 1.12, generator)
@@ -475,7 +475,7 @@ def main() -> None:
         "--calibrate", action="store_true", help="set the threshold of the shipped one first"
     )
     parser.add_argument(
-        "--renders", type=int, default=6000, help="walkers whose views it is trained on"
+        "--renders", type=int, default=14_000, help="walkers whose views it is trained on"
     )
     parser.add_argument(
         "--calibration", type=int, default=5400, help="walkers whose views decide the threshold"
@@ -483,7 +483,7 @@ def main() -> None:
     parser.add_argument(
         "--check", type=int, default=1000, help="walkers whose views it is measured on"
     )
-    parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     size = 96, 160

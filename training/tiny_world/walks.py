@@ -33,8 +33,8 @@ STEP_M = 0.5
 """Metres per latent frame with a movement key held: 2 m/s at 16 frames per second."""
 _GRID_CELLS = 300
 """Cells per side of the occupancy grid; a cell is 10 cm."""
-_COMMON_PITCH, _RARE_PITCH = 33, 85
-"""Largest angle in degrees that most walkers, and one in five, look up or down."""
+_COMMON_PITCH, _RARE_PITCH = 48, 85
+"""Largest angle in degrees that most walkers, and one in four, look up or down."""
 KEYS = ACTION_SPACE.button_names
 _BIT = {key: 1 << index for index, key in enumerate(KEYS)}
 
@@ -53,10 +53,10 @@ _HABITS = (
     ("d", 0.03),
     ("wa", 0.015),
     ("wd", 0.015),
-    ("i", 0.02),
-    ("k", 0.02),
-    ("li", 0.01),
-    ("jk", 0.01),
+    ("i", 0.05),
+    ("k", 0.05),
+    ("li", 0.02),
+    ("jk", 0.02),
 )
 
 
@@ -184,7 +184,7 @@ class _Habits:
         "mash": (0.07, 2, 24),
         "stick": (0.08, 4, 40),
         "hold": (0.07, 16, 80),
-        "gaze": (0.05, 2, 16),
+        "gaze": (0.08, 2, 16),
     }
 
     def __init__(self, number: int, generator: torch.Generator) -> None:
@@ -201,7 +201,7 @@ class _Habits:
         self.keys_left = torch.zeros(number, dtype=torch.long)
         self.scale = torch.ones(number, dtype=torch.float64)
         self.evading = torch.zeros(number, dtype=torch.bool)
-        rare = self._uniform() < 1 / 5
+        rare = self._uniform() < 1 / 4
         self.largest_pitch = torch.where(rare, _RARE_PITCH, _COMMON_PITCH)
 
     def next(self, walker: "_Walker") -> tuple[torch.Tensor, torch.Tensor]:

@@ -127,7 +127,7 @@ def test_a_style_may_change_within_a_second_of_its_prompt(renderer: Renderer) ->
     truth = players.truth_of(renderer, player)
     assert torch.equal(truth[8], start[0]) and not torch.equal(truth[9], start[0])
     found = players.measured(start.expand_as(truth), truth, player, shipped())
-    assert bool(found.village_of_truth.all())
+    assert bool(found.judged.all())
     assert found.village.tolist() == [latent < 13 for latent in range(1, len(truth))]
 
 
