@@ -12,8 +12,9 @@ import av
 import numpy as np
 import pytest
 
+from vllm_omni.entrypoints.media import encode_mp4
 from vllm_omni.entrypoints.media.fmp4 import FragmentEncoder
-from vllm_omni.entrypoints.media.mp4 import Mp4Writer, contact_sheet, decode_mp4, encode_mp4
+from vllm_omni.entrypoints.media.mp4 import Mp4Writer, contact_sheet, decode_mp4
 
 
 def moving_square(num_frames: int, height: int = 48, width: int = 64) -> np.ndarray:

@@ -15,12 +15,12 @@ REPO = Path(__file__).parents[2]
 CURVES = Path(__file__).with_name("curves")
 PAGE = REPO / "docs" / "reference" / "quality.md"
 RESULTS = {
-    "scores": ("2026-11-28_score_6_walks_two.json",),
-    "players": ("2026-11-28_players_still_rest.json", "2026-11-28_players_bot_rest.json"),
+    "scores": ("2026-11-28_score_6_walks_three.json",),
+    "players": ("2026-11-28_players_still_three.json", "2026-11-28_players_bot_three.json"),
 }
 """Results of the shipped weights in `curves/`, by kind."""
-SHOWN = (1, 5, 20, 100)
-"""Chunks of a held-out walk in the table."""
+SHOWN = (1, 5, 10, 16, 100)
+"""Chunks of a held-out walk in the table, as far as the result has them."""
 
 _INTRODUCTION = """# Quality of the shipped world
 
@@ -84,6 +84,7 @@ def page_text() -> str:
             f"| {chunk} | {result['psnr'][chunk - 1]:.1f} dB | "
             f"{result['sharpness'][chunk - 1]:.2f} |\n"
             for chunk in SHOWN
+            if chunk <= result["chunks"]
         )
         out += (
             f"\nOf {result['walks']} walks of {result['chunks']} chunks, seed {result['seed']}. "
