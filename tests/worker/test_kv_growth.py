@@ -15,7 +15,6 @@ from helpers.snapshot_steps import Worker, game_chunk, world_chunk
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.models.capabilities import Refusals, check_refusals
-from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
 
 WINDOW = {"window_frames": 36, "sink_frames": 3}
@@ -32,20 +31,6 @@ def make_worker(make_runner: Any, request: pytest.FixtureRequest) -> Callable[..
         return Worker(make_runner(request.getfixturevalue(family), options, **engine))
 
     return make
-
-
-@pytest.fixture(scope="module")
-def lingbot_pretrain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("lingbot_pretrain")
-    get_family("lingbot_world").make_tiny(folder, 0, "v2_pretrain")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def matrix_game(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("matrix_game")
-    get_family("matrix_game").make_tiny(folder, 0, "original")
-    return folder
 
 
 def latents(worker: Worker, name: str, chunks: range) -> list[torch.Tensor]:

@@ -23,7 +23,6 @@ from helpers.snapshot_steps import (
     world_chunk,
 )
 
-from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.model_executor.one_shot import OneShotSession
 from vllm_omni.outputs import RequestFailed
 
@@ -34,34 +33,6 @@ def make_worker(make_runner: Any, request: pytest.FixtureRequest) -> Callable[..
         return Worker(make_runner(request.getfixturevalue(family), omni))
 
     return make
-
-
-@pytest.fixture(scope="module")
-def lingbot_pretrain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("lingbot_pretrain")
-    get_family("lingbot_world").make_tiny(folder, 0, "v2_pretrain")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def lingbot_poses(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("lingbot_poses")
-    get_family("lingbot_world").make_tiny(folder, 0, "world")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def matrix_game(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("matrix_game")
-    get_family("matrix_game").make_tiny(folder, 0, "original")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def waypoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("waypoint")
-    get_family("waypoint").make_tiny(folder, 0, "v1_5")
-    return folder
 
 
 Chunk = Callable[..., dict[str, torch.Tensor]]

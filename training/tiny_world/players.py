@@ -446,9 +446,10 @@ class Seconds:
     village: torch.Tensor
     judged: torch.Tensor
 
-    def share(self) -> float:
-        """Return the share of villages among the judged frames."""
-        return float(self.village[self.judged].float().mean())
+    def share(self) -> float | None:
+        """Return the share of villages among the judged frames, or None without such frames."""
+        judged = self.village[self.judged].float()
+        return _rounded(judged.mean()) if len(judged) else None
 
 
 def measured(
@@ -548,7 +549,7 @@ def _summary(name: str, drawn: Sequence[Player], found: Sequence[Seconds]) -> di
         "seconds": drawn[0].seconds,
         "styles": [STYLES[player.walk.style] for player in drawn],
         "lowest_ten_seconds_psnr": min(min(tens(walk.values["psnr"])) for walk in found),
-        "village_share": [round(walk.share(), 4) for walk in found],
+        "village_share": [walk.share() for walk in found],
         "judged": [_rounded(walk.judged.float().mean()) for walk in found],
     }
     turned = [(walk, player.turned_at) for walk, player in zip(found, drawn, strict=True)]
@@ -593,7 +594,8 @@ def table(scenarios: dict[str, Any]) -> list[dict[str, Any]]:
     if bot := scenarios.get("bot"):
         lowest = bot["lowest_ten_seconds_psnr"]
         add("bot: PSNR, lowest mean of ten seconds", lowest, ">= 18 dB", lowest >= 18, "22 dB")
-        share = min(bot["village_share"])
+        shares = [share for share in bot["village_share"] if share is not None]
+        share = min(shares, default=0.0)
         add(
             "bot: share of frames that are a village, lowest walk",
             share,

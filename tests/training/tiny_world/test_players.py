@@ -6,6 +6,7 @@ ones do not.
 import io
 import json
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from training.tiny_world import players, score
 from training.tiny_world.play import Played, Times
 from training.tiny_world.prompts import PROMPTS
-from training.tiny_world.recognise import shipped
+from training.tiny_world.recognise import open_views, shipped
 from training.tiny_world.render import Renderer
 from training.tiny_world.truth import RenderedWorld, unit
 from training.tiny_world.village import STYLES
@@ -129,6 +130,19 @@ def test_a_style_may_change_within_a_second_of_its_prompt(renderer: Renderer) ->
     found = players.measured(start.expand_as(truth), truth, player, shipped())
     assert bool(found.judged.all())
     assert found.village.tolist() == [latent < 13 for latent in range(1, len(truth))]
+
+
+def test_only_open_views_are_judged(renderer: Renderer) -> None:
+    """The classifier was calibrated on them: a wall at arm's length could be anything."""
+    [player] = players.players("wall", SEED, walks=1, seconds=2)
+    truth, path = players.truth_of(renderer, player), player.walk.walk()
+    everything = deepcopy(shipped())
+    everything.threshold.fill_(-torch.inf)
+    found = players.measured(truth, truth, player, everything)
+    is_open = open_views(path.positions[0], path.yaw[0], path.pitch[0])[1:]
+    assert torch.equal(found.judged, is_open)
+    assert 0 < int(is_open.sum()) < len(is_open) and found.share() == 1.0
+    assert players.Seconds({}, found.village, torch.zeros_like(is_open)).share() is None
 
 
 def test_home_ends_where_it_started() -> None:

@@ -79,3 +79,9 @@ def test_frames_lie_evenly_between_latent_frames(walks: Walks) -> None:
         assert float((yaw[:, quarter::4] - expected).abs().max()) < 1e-6
     between = (walks.positions[:, :-1] + walks.positions[:, 1:]) / 2
     assert float((positions[:, 2::4] - between).abs().max()) < 1e-5
+
+
+def test_walkers_look_up_and_down_as_often_as_players() -> None:
+    """Players look more than 20 degrees up or down for a third of their time."""
+    pitch = random_walks(300, 132, 7).pitch.abs().rad2deg()
+    assert 0.25 < float((pitch > 20).float().mean()) < 0.45

@@ -166,7 +166,7 @@ class MemoryPool(Generic[Pooled]):
         return part
 
     def return_memory(self, part: Pooled) -> None:
-        """Clear `piece` and return it to the pool. The caller must hold no other reference that is
+        """Clear `part` and return it to the pool. The caller must hold no other reference that is
         used."""
         # matches how its tensors were created; sessions close between forward passes
         with torch.inference_mode():

@@ -172,7 +172,7 @@ class KVWindow:
         """Shorten the window to `window_frames` frames, which have memory, `sink_frames` of them
         sinks.
 
-        No frame is behind them yet, so frame f is in slot f, as in a window of these sizes.
+        No frame has left the window yet, so frame f is in slot f, as in a window of these sizes.
         """
         assert self.committed_frames <= window_frames <= self.held_frames
         self.window_frames, self.sink_frames = window_frames, sink_frames
