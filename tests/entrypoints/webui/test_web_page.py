@@ -663,6 +663,24 @@ def test_a_broken_image_offers_to_go_back(village_page: Page, engine: FakeEngine
     page.key("keyUp", "w")
 
 
+def test_an_image_of_the_ground_is_not_taken_for_broken(
+    village_page: Page, engine: FakeEngine
+) -> None:
+    """Looking far down, the right picture may be flat, and the page does not judge it."""
+    page, engine.start_pose = village_page, StartPose(x_m=0, z_m=0, heading_degrees=0)
+    page.run(
+        f"{PARTS}.then(({{ app }}) => {{ window.judged = 0; app.watch.look = () => judged++; }})"
+    )
+    start_now(page)
+    page.key("keyDown", "k")
+    wait_until(lambda: moved(engine, "pitch") < -40)
+    later_chunks(engine, 4)
+    judged = page.run("judged")
+    later_chunks(engine, 4)
+    assert judged > 0 and page.run("judged") == judged
+    page.key("keyUp", "k")
+
+
 def test_a_connection_lost_before_the_first_image(
     page: Page, engine: FakeEngine, server: PageServer
 ) -> None:

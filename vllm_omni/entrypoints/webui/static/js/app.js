@@ -21,6 +21,7 @@ const AUTOMATIC_EVERY_MS = 10_000; // between marks that are set by themselves
 const AUTOMATIC_MARKS = 2;
 const LEAST_SESSIONS = 4; // of a server on which visitors may have such marks
 const BROKEN_TEXT = "The picture has lost its world.";
+const OPEN_VIEW_RADIANS = (30 * Math.PI) / 180; // above or below the horizon; the sky or the ground fills what is beyond
 const LARGEST_SAVED = 800; // pixels of a saved picture's width, unless the world itself is larger
 const SETTLE_S = 2; // of video after a start or a new prompt, which take some chunks to take effect
 const ENGINE_TEXT = "The engine has stopped. This world is lost unless the server kept a copy; trying to resume it …";
@@ -424,7 +425,8 @@ export class App {
   #shown({ tag, index }) {
     this.#shownPlace = tag.places[index] ?? null;
     if (this.#shownPlace) this.map.add(this.#shownPlace);
-    this.watch.look(this.elements.view);
+    if (this.#showsFlatness()) this.watch.forgive();
+    else this.watch.look(this.elements.view);
     if (index === 0 && tag.inputAt !== null && tag.inputAt >= this.#steadySince) {
       this.stats.photon(tag.inputAt, tag.sentAt, tag.cameAt, performance.now());
     }
@@ -434,6 +436,11 @@ export class App {
     this.notices.hide();
     if (this.#choice.notice) this.notices.show(this.#choice.notice);
     this.onstate();
+  }
+
+  /** Whether the camera looks so far up or down that a flat picture, of the sky or the ground, is right. */
+  #showsFlatness() {
+    return this.#shownPlace !== null && Math.abs(this.#shownPlace.pitch) > OPEN_VIEW_RADIANS;
   }
 
   #promptApplied({ prompt, frame }) {
