@@ -63,6 +63,18 @@ def test_looking_up_neither_slows_nor_lifts_a_walker() -> None:
     ) == pytest.approx(60)
 
 
+@pytest.mark.parametrize(("start", "end"), [(0, 40), (38, 38), (60, 60)])
+def test_a_world_limits_how_far_a_camera_looks_up(start: float, end: float) -> None:
+    """A look key has no effect beyond the limit, and leads back from a start beyond it."""
+    poses, pitch = world_pose(0, 0, 0, start)[None], torch.tensor([start], dtype=torch.float64)
+    for _ in range(20):
+        motion = CameraMotion.of_keys(["i"])
+        poses, pitch = move_cameras(poses, pitch, motion, STEP, pitch_limit_degrees=40)
+    assert pitch_of(poses[0]) == pytest.approx(end)
+    poses, _ = move_cameras(poses, pitch, CameraMotion.of_keys(["k"]), STEP, pitch_limit_degrees=40)
+    assert pitch_of(poses[0]) == pytest.approx(end - 4)
+
+
 def test_a_wall_ends_a_straight_walk() -> None:
     """The camera stays in the last free cell before the wall while it pushes."""
     pose = _walk(world_pose(0.03, 0, 0), "w", 40, _grid())

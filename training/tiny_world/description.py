@@ -63,6 +63,8 @@ ABOUT = (
     "turns into something like the village."
 )
 _MAP_PIXELS = 384
+PITCH_LIMIT_DEGREES = 40.0
+"""The clouds form rings around the zenith, and the ground at a camera's feet is one colour."""
 DENOISE_INDICES = (0,)
 """Denoise steps that the world is served with: with the pose known, more of them score no
 better.
@@ -100,6 +102,7 @@ def describe_world(*, decoder: str = "tiny", truth: bool = True) -> WorldDescrip
         focal=FOCAL,
         map=WorldMap(file=MAP, side_m=PERIOD),
         grid=WorldGrid(file=GRID, side_m=PERIOD),
+        pitch_limit_degrees=PITCH_LIMIT_DEGREES,
         tour=WorldTour(
             start=start, seed=7, keys=keys, prompts=_TOUR_PROMPTS, truth=TRUTH if truth else None
         ),

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from vllm_omni.model_executor.checkpoint.tensor_files import confined
+from vllm_omni.worlds.movement import PITCH_LIMIT_DEGREES
 
 CARD: Final = "world.json"
 CONFIG_KEY: Final = "omni_world"
@@ -108,6 +109,11 @@ class WorldDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Map of the world, if it has one."""
     grid: WorldGrid | None = None
     """Occupancy grid, which stops cameras. Default: none; cameras can go anywhere."""
+    pitch_limit_degrees: Annotated[float, msgspec.Meta(ge=0, le=PITCH_LIMIT_DEGREES)] = (
+        PITCH_LIMIT_DEGREES
+    )
+    """Largest angle of the view above or below the horizon that keys and axes reach, in a world
+    with an occupancy grid."""
     tour: WorldTour | None = None
     """Prepared walk, if there is one."""
     model: dict[str, Any] = msgspec.field(default_factory=dict)

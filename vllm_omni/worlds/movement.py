@@ -24,6 +24,7 @@ YAW_DEGREES: Final = 6.0
 PITCH_DEGREES: Final = 4.0
 """Rotation in one latent frame while a look key is held."""
 PITCH_LIMIT_DEGREES: Final = 85.0
+"""Largest angle of a view above or below the horizon, unless a world has a smaller one."""
 
 _SUBSTEPS: Final = 8
 """Number of parts of one latent frame's movement, each shorter than a cell, so that none is
@@ -84,11 +85,12 @@ def move_cameras(
     motion: CameraMotion,
     step: float,
     grid: OccupancyGrid | None = None,
+    pitch_limit_degrees: float = PITCH_LIMIT_DEGREES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Move cameras by one latent frame.
 
-    A rotation that would exceed the pitch limit is ignored completely. Diagonal movement is not
-    normalised.
+    A rotation that would exceed the pitch limit is ignored completely, unless it leads back from
+    beyond the limit. Diagonal movement is not normalised.
 
     Args:
         poses_N44: fp64. With a grid, positions are in metres in the world's coordinates.
@@ -96,12 +98,14 @@ def move_cameras(
         motion: Movement of the cameras.
         step: Length of one step in the unit of the positions.
         grid: Blocked cells; cameras then also keep their height. None: no cell is blocked.
+        pitch_limit_degrees: Largest angle of a view above or below the horizon.
 
     Returns:
         The new poses and pitches as new tensors.
     """
+    after_N = (pitch_N + motion.pitch_degrees).abs()
     look_N = torch.where(
-        (pitch_N + motion.pitch_degrees).abs() > PITCH_LIMIT_DEGREES, 0.0, motion.pitch_degrees
+        (after_N > pitch_limit_degrees) & (after_N >= pitch_N.abs()), 0.0, motion.pitch_degrees
     )
     poses = poses_N44.clone()
     poses[:, :3, :3] = rotation(1, motion.yaw_degrees) @ poses_N44[:, :3, :3] @ rotation(0, look_N)

@@ -22,6 +22,8 @@ class ServedWorld:
     """Focal length of the camera divided by the image width; None is the model's."""
     grid: OccupancyGrid | None
     """Blocked cells; None if nothing stops cameras."""
+    pitch_limit_degrees: float
+    """Largest angle of the view above or below the horizon."""
     starts: StartImages
     """Start images with known poses."""
 
@@ -44,6 +46,7 @@ class ServedWorld:
             description.metres_per_unit,
             description.focal,
             grid,
+            description.pitch_limit_degrees,
             StartImages.load(folder, description),
         )
 

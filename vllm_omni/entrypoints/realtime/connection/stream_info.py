@@ -17,6 +17,7 @@ from vllm_omni.entrypoints.engine.ranks import num_ranks
 from vllm_omni.entrypoints.errors import EndpointError
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.worlds.description import CONFIG_KEY, WorldDescription
+from vllm_omni.worlds.movement import PITCH_LIMIT_DEGREES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -176,6 +177,11 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Return the focal length that camera keys assume, in pixels of a video of `width`."""
         own = None if self.card is None else self.card.focal
         return self.key_focal if own is None else own * width
+
+    @property
+    def pitch_limit_degrees(self) -> float:
+        """Return the largest angle of the view above or below the horizon in the served world."""
+        return PITCH_LIMIT_DEGREES if self.card is None else self.card.pitch_limit_degrees
 
     def pixel_frames(self, latent_frames: int, starts_session: bool) -> int:
         """Return the pixel frames of a number of latent frames.

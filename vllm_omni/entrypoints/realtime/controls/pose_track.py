@@ -22,7 +22,12 @@ import numpy as np
 import torch
 
 from vllm_omni.actions import ActionSpace
-from vllm_omni.worlds.movement import CameraMotion, move_cameras, pitch_of
+from vllm_omni.worlds.movement import (
+    PITCH_LIMIT_DEGREES,
+    CameraMotion,
+    move_cameras,
+    pitch_of,
+)
 
 # N pixel frames
 
@@ -97,6 +102,8 @@ class PoseTrack:
 
     walks: bool = False
     """Whether velocities are converted to `WALK_AXES`. Default: False."""
+    pitch_limit_degrees: float = PITCH_LIMIT_DEGREES
+    """Largest angle of the view above or below the horizon that velocities reach."""
     _pending: deque[CameraCommand] = field(default_factory=lambda: deque(maxlen=MAX_PENDING))
     """Commands that start with the next chunk."""
     _active: CameraCommand | None = None
@@ -163,7 +170,7 @@ class PoseTrack:
         if command is None:
             return
         if command.mode == "velocity" and self.walks:
-            self._pose = _walked(self._pose, command)
+            self._pose = _walked(self._pose, command, self.pitch_limit_degrees)
             return
         if command.mode == "velocity":
             translation_3, rotation_4 = self._pose
@@ -193,7 +200,7 @@ def unit_quaternion(values: Sequence[float]) -> np.ndarray:
     return rotation_4 / length
 
 
-def _walked(pose: _Pose, velocity: CameraCommand) -> _Pose:
+def _walked(pose: _Pose, velocity: CameraCommand, pitch_limit_degrees: float) -> _Pose:
     """Return the pose after one latent frame of a velocity, without obstacles."""
     right, up, forward, yaw, pitch = (
         torch.tensor([value], dtype=torch.float64)
@@ -206,7 +213,11 @@ def _walked(pose: _Pose, velocity: CameraCommand) -> _Pose:
     pose_144 = torch.from_numpy(_matrix(pose))[None]
     pitch_1 = torch.tensor([pitch_of(pose_144[0])], dtype=torch.float64)
     moved_144, _ = move_cameras(
-        pose_144, pitch_1, CameraMotion(forward, right, up, yaw, pitch), step=1.0
+        pose_144,
+        pitch_1,
+        CameraMotion(forward, right, up, yaw, pitch),
+        step=1.0,
+        pitch_limit_degrees=pitch_limit_degrees,
     )
     matrix_44 = _UP_TO_DOWN_44 @ moved_144[0].numpy() @ _UP_TO_DOWN_44
     return matrix_44[:3, 3], _quaternion(matrix_44[:3, :3])

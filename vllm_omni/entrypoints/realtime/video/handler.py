@@ -133,7 +133,7 @@ class _CommandedSource(LiveChunks):
             self._track.apply([script])
         self._acting: dict[str, None] = {}
         self._replaced: list[str] = []
-        self._poses = PoseTrack(walks=walks(info.actions))
+        self._poses = PoseTrack(walks(info.actions), info.pitch_limit_degrees)
         self._frame = _SessionFrame(info)
         self._expected: deque[np.ndarray | None] = deque()
         self.uses_poses = False

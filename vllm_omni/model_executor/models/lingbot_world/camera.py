@@ -37,7 +37,13 @@ from vllm_omni.model_executor.models.wan.vae.latents import VAE_SPATIAL, VAE_TEM
 from vllm_omni.model_executor.streaming.chunk_plan import first_pixel_frame
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.worlds.grid import OccupancyGrid
-from vllm_omni.worlds.movement import CameraMotion, inverse_poses, move_cameras, pitch_of
+from vllm_omni.worlds.movement import (
+    PITCH_LIMIT_DEGREES,
+    CameraMotion,
+    inverse_poses,
+    move_cameras,
+    pitch_of,
+)
 
 MOVE_UNIT = 0.05
 """Translation per latent frame while a movement key is held."""
@@ -319,6 +325,7 @@ def integrate_motions(
     *,
     move: float = MOVE_UNIT,
     grid: OccupancyGrid | None = None,
+    pitch_limit_degrees: float = PITCH_LIMIT_DEGREES,
 ) -> tuple[torch.Tensor, CameraTail]:
     """Move the camera from `tail` by one motion per frame. See `integrate_actions`. With `grid`,
     positions are in metres in the world's coordinates."""
@@ -326,7 +333,7 @@ def integrate_motions(
     pitch_1 = torch.tensor([tail.pitch_degrees], dtype=torch.float64)
     poses = []
     for motion in motions:
-        pose_144, pitch_1 = move_cameras(pose_144, pitch_1, motion, move, grid)
+        pose_144, pitch_1 = move_cameras(pose_144, pitch_1, motion, move, grid, pitch_limit_degrees)
         poses.append(pose_144)
     return torch.cat(poses), replace(tail, pose_44=pose_144[0], pitch_degrees=float(pitch_1))
 

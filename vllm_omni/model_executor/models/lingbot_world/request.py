@@ -231,7 +231,13 @@ def _walk(
         return cam.integrate_motions(motions, origin)
     unit = world.metres_per_unit
     there = replace(origin, pose_44=origin.start.world_poses(origin.pose_44[None], unit)[0])
-    walked, tail = cam.integrate_motions(motions, there, move=cam.MOVE_UNIT * unit, grid=world.grid)
+    walked, tail = cam.integrate_motions(
+        motions,
+        there,
+        move=cam.MOVE_UNIT * unit,
+        grid=world.grid,
+        pitch_limit_degrees=world.pitch_limit_degrees,
+    )
     path = origin.start.session_poses(walked, unit)
     return path, replace(tail, pose_44=path[-1])
 
