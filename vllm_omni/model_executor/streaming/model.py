@@ -212,6 +212,20 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         grows = self.omni.kv_growth and plan.shortest_window < plan.window_frames
         return plan.shortest_window if grows else None
 
+    def clean_passes(self, chunk: StreamingChunk[Any, Any], plan: ChunkPlan) -> int:
+        """Return the clean-context passes of a chunk.
+
+        None is needed if later chunks attend to the keys and values of the last denoise step. A
+        session's first chunk and its sink frames always have a clean pass, because the former may
+        contain a given image and every later chunk attends to the latter.
+        """
+        shares_last_step = (
+            self.options.context_kv == "last_step"
+            and chunk.schedule.num_steps > 1
+            and chunk.frames.start >= max(1, plan.sink_frames)
+        )
+        return 0 if shares_last_step else 1
+
     def _reserved_bytes(self, shape: SessionShape) -> int:
         """Return the maximum bytes of a session other than its K/V windows.
 

@@ -12,6 +12,8 @@ import msgspec
 from vllm_omni.config import parse_options
 from vllm_omni.model_executor.model_options import ModelOptions
 
+ContextKV = Literal["clean_pass", "last_step"]
+
 
 class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Serving options of every streaming model."""
@@ -27,6 +29,11 @@ class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw
     sink_frames: Annotated[int, msgspec.Meta(ge=0, le=4096)] | None = None
     """First latent frames of a session that always stay in the window. Default: the checkpoint's,
     else the model's."""
+    context_kv: ContextKV = "clean_pass"
+    """Keys and values that later chunks attend to: those of a `clean_pass` over the final latents,
+    as in training, or those of the `last_step` of denoising, whose latents still have noise, which
+    saves the pass. The first chunk, chunks with sink frames and chunks of one step always have
+    the clean pass."""
     text_encoder_device: Literal["cpu"] | None = None
     """Device of the text encoder. `cpu` saves device memory (10.6 GiB for umt5-xxl). Default: the
     device of the transformer."""
@@ -68,3 +75,18 @@ class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw
                 f"{', '.join(fixed)}"
             )
         return cls.read_options(options)
+
+    def check_context(self, num_steps: int) -> None:
+        """Check that the last denoise step sees more than noise, if later chunks attend to it.
+
+        Args:
+            num_steps: Denoise steps of a chunk.
+
+        Raises:
+            ValueError: It is the only step.
+        """
+        if self.context_kv == "last_step" and num_steps < 2:
+            raise ValueError(
+                "omni.model: context_kv 'last_step' requires 2 or more denoise steps, because the "
+                f"first one sees only noise; got {num_steps}: set 'clean_pass'"
+            )

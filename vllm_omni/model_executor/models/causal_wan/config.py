@@ -165,6 +165,7 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
             text, video = parsed.text_schedule(), parsed.video_schedule()
         except ValueError as error:
             raise ValueError(f"omni.model: {error}") from error
+        parsed.check_context(min(text.num_steps, video.num_steps))
         lowest = lowest_first_timestep(VIDEO_NOISE_SCALE)
         if len(video.timesteps) > 1 and lowest <= video.timesteps[1]:
             raise ValueError(
@@ -175,6 +176,11 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
         if parsed.cache != "strict" and parsed.prompt_switch == "recompute":
             raise ValueError(
                 f"omni.model: prompt_switch 'recompute' needs cache 'strict', got {parsed.cache!r}"
+            )
+        if parsed.cache != "strict" and parsed.context_kv != "clean_pass":
+            raise ValueError(
+                f"omni.model: context_kv {parsed.context_kv!r} needs cache 'strict', "
+                f"got {parsed.cache!r}"
             )
         if parsed.cache != "strict" and text.num_steps != video.num_steps:
             raise ValueError(

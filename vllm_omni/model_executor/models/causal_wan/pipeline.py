@@ -241,8 +241,10 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
             index=position.chunk_index,
             past=past,
         )
-        makes_frames = num_given < len(frames)
-        request.clean_passes = int(self.options.cache != "noise_matched" and makes_frames)
+        has_clean_pass = self.options.cache != "noise_matched" and num_given < len(frames)
+        request.clean_passes = (
+            self.clean_passes(request.work, session.plan) if has_clean_pass else 0
+        )
         request.num_steps = request.state.num_steps + request.clean_passes
 
     def batch_key(self, request: Request) -> Hashable:

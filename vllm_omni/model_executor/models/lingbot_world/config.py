@@ -210,9 +210,10 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
         """Parse the options. Raises ValueError with the value and the allowed ones."""
         parsed = cls.read_options({"version": checkpoint_version, **options})
         try:
-            parsed.denoise_schedule()
+            schedule = parsed.denoise_schedule()
         except ValueError as error:
             raise ValueError(f"omni.model: {error}") from error
+        parsed.check_context(schedule.num_steps)
         choices = parsed.choices
         if parsed.decoder == "tiny" and choices.vae_continuation == "restart":
             raise ValueError(

@@ -227,7 +227,7 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
             own=WorldCoordinates(condition=condition, tail=inputs.tail, rest=rest),
             omitted=omitted,
         )
-        request.clean_passes = 0 if omitted else 1
+        request.clean_passes = 0 if omitted else self.clean_passes(request.work, session.plan)
         request.num_steps = self.schedule.num_steps + request.clean_passes
 
     @torch.no_grad()

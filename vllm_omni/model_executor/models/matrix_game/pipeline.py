@@ -236,8 +236,8 @@ class MatrixGame(StreamingModel[MatrixGameSession, MatrixGameChunk]):
             cross_kv=cross_kv,
             **given,
         )
-        request.num_steps = self.schedule.num_steps + 1
-        request.clean_passes = 1
+        request.clean_passes = self.clean_passes(request.work, session.plan)
+        request.num_steps = self.schedule.num_steps + request.clean_passes
 
     # -- parts of the above ------------------------------------------------------------------------
 

@@ -264,6 +264,7 @@ _FIXED: Final = (
     "first_chunk_latent_frames",
     "window_frames",
     "sink_frames",
+    "context_kv",
     "decoder",
     "sequence_parallel",
 )
