@@ -39,6 +39,18 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-save", action="store_true", help="print only")
 
 
+def write_tiny_decoder(root: Path) -> None:
+    """Write a tiny decoder with random weights into a checkpoint directory."""
+    import torch
+
+    from vllm_omni.model_executor.models.wan.checkpoint.layout import TINY_VAE_FILE
+    from vllm_omni.model_executor.models.wan.vae.tiny_vae import TinyVAEDecoder
+
+    torch.manual_seed(0)
+    tensors = TinyVAEDecoder().state_dict()
+    torch.save({name: value.contiguous() for name, value in tensors.items()}, root / TINY_VAE_FILE)
+
+
 def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the engine that is measured."""
     parser.add_argument("--eager", action="store_true", help="no torch.compile")

@@ -51,6 +51,7 @@ from common import (
     save,
     trace_folder,
     tracing,
+    write_tiny_decoder,
 )
 
 RELEASES: dict[str, dict[str, Any]] = {
@@ -86,6 +87,7 @@ def write_checkpoint(root: Path, release: str, layers: int | None = None) -> Non
         config["num_layers"] = layers
     (transformer / "config.json").write_text(json.dumps(config))
     write_tokenizer(root / "google" / "umt5-xxl")
+    write_tiny_decoder(root)
 
 
 def session_chunk(

@@ -54,6 +54,7 @@ from common import (
     save,
     trace_folder,
     tracing,
+    write_tiny_decoder,
 )
 
 SIZES: dict[str, dict[str, int]] = {
@@ -94,6 +95,7 @@ def write_checkpoint(root: Path, size: str) -> None:
     (root / "transformer").mkdir(parents=True)
     (root / "transformer" / "config.json").write_text(json.dumps(config))
     write_tokenizer(root / "tokenizer")
+    write_tiny_decoder(root)
 
 
 def ideal_ms(size: str, args: argparse.Namespace, plan: Any, passes: int) -> float:
