@@ -6,6 +6,7 @@ brightness or contrast. Frames are [N, H, W, 3], uint8 or float. Tested by
 tests/training/tiny_world/test_score_controls.py.
 """
 
+import itertools
 import math
 
 import torch
@@ -34,6 +35,28 @@ def turns(frames_NHW3: torch.Tensor) -> torch.Tensor:
         coarse = grid[_turned_correlation(half[index], half[index + 1], grid).argmax()]
         near = coarse + fine
         found.append(_peak(near, _turned_correlation(images[index], images[index + 1], near)))
+    return torch.tensor(found)
+
+
+def growths(frames_NHW3: torch.Tensor) -> torch.Tensor:
+    """Return how much larger each frame shows the centre of the one before it, [N - 1].
+
+    It is the factor for which the enlarged frame correlates best with the next one.
+    """
+    images = _channels_first(frames_NHW3)
+    factors = torch.arange(0.9, 1.3 + 0.005, 0.01)
+    height, width = images.shape[2:]
+    y = (torch.arange(height) + 0.5) * 2 / height - 1
+    x = (torch.arange(width) + 0.5) * 2 / width - 1
+    plane = torch.stack(torch.meshgrid(y, x, indexing="ij")[::-1], dim=-1)
+    grid = plane / factors[:, None, None, None]
+    seen = (plane.abs() <= 0.9).all(dim=-1).float()  # inside at every factor
+    found = []
+    for before, after in itertools.pairwise(images):
+        grown = functional.grid_sample(
+            before.expand(len(factors), *before.shape), grid, mode="bilinear", align_corners=False
+        )
+        found.append(_peak(factors, _correlation(grown, after.expand_as(grown), seen)))
     return torch.tensor(found)
 
 
@@ -84,13 +107,20 @@ def _turned_correlation(
     )
     edge = torch.tensor([1 - 1 / width, 1 - 1 / height])
     seen = ((grid.abs() <= edge).all(dim=-1) & (ahead > 0)[:, None, :]).unsqueeze(1).float()
-    count = seen.sum(dim=(2, 3), keepdim=True).clamp(min=1)
+    return _correlation(turned, after_3HW.expand_as(turned), seen)
+
+
+def _correlation(
+    images_K3HW: torch.Tensor, others_K3HW: torch.Tensor, seen: torch.Tensor
+) -> torch.Tensor:
+    """Return the correlation of images over the pixels that are `seen`, [K]."""
+    count = seen.sum(dim=(-2, -1), keepdim=True).clamp(min=1)
 
     def centred(images: torch.Tensor) -> torch.Tensor:
         retained = images * seen
         return (retained - retained.sum(dim=(2, 3), keepdim=True) / count) * seen
 
-    a, b = centred(turned), centred(after_3HW.expand_as(turned))
+    a, b = centred(images_K3HW), centred(others_K3HW)
     power = (a.square().sum(dim=(1, 2, 3)) * b.square().sum(dim=(1, 2, 3))).sqrt()
     return (a * b).sum(dim=(1, 2, 3)) / power.clamp(min=1e-6)
 

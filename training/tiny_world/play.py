@@ -34,26 +34,30 @@ class Played:
     """A walk. The start image is the first latent frame, which no key moves.
 
     Args:
-        start: x, z in metres.
+        start: x, z in metres. None: the start image's pose is unknown.
         yaw: Radians.
         keys: Keys held at each latent frame.
         prompts: Latent frame -> prompt from there on; one at 0.
     """
 
-    start: tuple[float, float]
+    start: tuple[float, float] | None
     yaw: float
     keys: tuple[str, ...]
     style: int
     prompts: Mapping[int, str]
     seed: int
 
-    def start_pose(self) -> dict[str, float]:
-        """Return the start as `options.start_pose`."""
+    def options(self) -> dict[str, Any]:
+        """Return the options of the first chunk."""
+        if self.start is None:
+            return {}
         x_m, z_m = self.start
-        return {"x_m": x_m, "z_m": z_m, "heading_degrees": math.degrees(self.yaw) % 360.0}
+        heading = math.degrees(self.yaw) % 360.0
+        return {"start_pose": {"x_m": x_m, "z_m": z_m, "heading_degrees": heading}}
 
     def walk(self) -> Walks:
         """Return the positions and angles that the keys lead to."""
+        assert self.start is not None
         bits = torch.tensor([[key_bits(keys) for keys in self.keys]], dtype=torch.uint8)
         return scripted_walks(torch.tensor([self.start]), torch.tensor([self.yaw]), bits)
 
@@ -175,9 +179,7 @@ class EngineWorld:
                 if number == 0:
                     height, width = image.shape[:2]
                     fields |= {"seed": walk.seed, "height": height, "width": width}
-                    fields |= (
-                        {"options": {"start_pose": walk.start_pose()}} if self.has_poses else {}
-                    )
+                    fields |= {"options": walk.options()} if self.has_poses else {}
                 data = {"image": Image.fromarray(image.cpu().numpy())} if number == 0 else {}
                 requests.append(
                     (fields | {"actions": [list(keys) for keys in walk.keys[begin_at:end]]}, data)

@@ -29,7 +29,8 @@ whatever the model's own chunks are. Lists hold a value a chunk, the mean over w
                         first chunk's last frame
     seconds_per_chunk   wall time of the engine (of all engines together), and each stage's
 
-With --players it plays the scenarios of `players.py` instead: walks as people play them.
+With --players it plays the scenarios of `players.py` instead: walks as people play them. With
+--uploads it continues images from elsewhere (`uploads.py`).
 
 Prompts, keys, starts and the noise of a walk come from the seed alone.
 """
@@ -53,6 +54,7 @@ from training.tiny_world.players import SCENARIOS, score_players
 from training.tiny_world.prompts import PROMPTS
 from training.tiny_world.render import Renderer
 from training.tiny_world.truth import HELD_OUT, Truth, unit
+from training.tiny_world.uploads import score_uploads
 from training.tiny_world.village import STYLES
 from training.tiny_world.walks import STEP_M, free_places, key_bits, random_walks, scripted_walks
 from vllm_omni.worlds.movement import YAW_DEGREES
@@ -428,6 +430,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--player-seconds", type=int, help="of play, at most; default: each scenario's own length"
     )
+    parser.add_argument("--uploads", action="store_true", help="only images from elsewhere")
     parser.add_argument("--batch", type=int, default=8, help="sessions at once, of each engine")
     parser.add_argument(
         "--engines", type=int, default=1, help="walks are shared out to so many engines"
@@ -531,6 +534,16 @@ def make_world(
     return EngineWorld(args.model, tuple(args.size), **engine), shape
 
 
+def run_uploads(args: argparse.Namespace, truth: Truth) -> dict[str, Any]:
+    """Continue the uploaded images."""
+    world, shape = make_world(args, truth.renderer.device.type)
+    try:
+        result = score_uploads(world, tuple(args.size), truth.style_means(), seed=args.seed)
+    finally:
+        world.close()
+    return {"model": args.model.name, **shape, **result}
+
+
 def table(result: dict[str, Any]) -> str:
     """The result for people."""
     lines = [f"{'chunk':>6} {'psnr':>7} {'ssim':>6} {'sharp':>6} {'style':>6}"]
@@ -559,6 +572,9 @@ def main() -> None:
     out = own_stdout()
     if args.players is not None:
         print(json.dumps(run_players(args, make_truth(args))), file=out, flush=True)
+        return
+    if args.uploads:
+        print(json.dumps(run_uploads(args, make_truth(args))), file=out, flush=True)
         return
     result = run(args, make_truth(args))
     print(json.dumps(result) if args.json else table(result), file=out, flush=True)
