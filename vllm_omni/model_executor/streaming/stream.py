@@ -48,3 +48,5 @@ class StreamModelSetup(Generic[Config, Options]):
     """Options of the server."""
     plan: ChunkPlan
     """Chunks of its streams."""
+    few_steps: int | None = None
+    """Denoise steps of a chunk without degradations. None: the model always needs all its steps."""
