@@ -102,7 +102,11 @@ def configure(model: Path, omni: dict[str, Any], sizes: dict[str, Any]) -> VllmC
         ("matrix_game", {"chunks_in_flight": 2}, {}, NEEDS),
         (
             "matrix_game",
-            {"degradations": ["tiny_vae"], "scheduling": "deadline"},
+            {
+                "degradations": ["tiny_vae"],
+                "scheduling": "deadline",
+                "model": {"decoder": "tiny"},
+            },
             {},
             "Matrix-Game",
         ),

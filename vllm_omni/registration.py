@@ -7,6 +7,7 @@ tests/test_import_purity.py asserts the exact list of registries that it touches
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ from vllm_omni.engine_arguments.refusals import (
     check_diffusion_worker,
     check_kv_cache_dtype,
     check_offload,
+    check_preset_precision,
     check_quantization,
     check_stages_scheduler,
     is_ar_worker,
@@ -46,10 +48,12 @@ from vllm_omni.model_executor.models.registry import (
     AR_ARCHITECTURES,
     ARCHITECTURES,
     MODEL_TYPES,
+    ModelFamily,
     detect_family,
     family_names,
     get_family,
 )
+from vllm_omni.planning.preset_records import preset_line
 from vllm_omni.worlds.description import (
     CONFIG_KEY,
     WorldDescription,
@@ -155,7 +159,6 @@ class OmniModelConfig(VerifyAndUpdateConfig):
             WorkerKind.DIFFUSION if family.executor_cls is None else WorkerKind.DIFFUSERS,
             vllm_config,
         )
-        check_kv_cache_dtype(vllm_config.cache_config.cache_dtype, family.kv_cache_dtypes)
         hf_config = vllm_config.model_config.hf_config
         description, size = world_description(hf_config), family.size_of(hf_config.to_dict())
         vllm_config.additional_config = with_defaults(
@@ -167,6 +170,11 @@ class OmniModelConfig(VerifyAndUpdateConfig):
             and (warning := description.untrained_size(omni.width, omni.height)) is not None
         ):
             logger.warning("omni.width, omni.height: %s", warning)
+        if vllm_config.load_config.load_format != "dummy" and family.check_files is not None:
+            family.check_files(Path(vllm_config.model_config.model), hf_config.to_dict(), omni)
+        if family.served_preset is not None:
+            apply_preset(vllm_config, family, omni)
+        check_kv_cache_dtype(vllm_config.cache_config.cache_dtype, family.kv_cache_dtypes)
         resolve_quantization(vllm_config.model_config, omni, cpu=current_platform.is_cpu())
         if current_platform.is_cuda():
             use_quantization_kernel(vllm_config.compilation_config.custom_ops)
@@ -247,6 +255,42 @@ def choose_executor(parallel: "ParallelConfig", executor_cls: str) -> None:
     check_backend(backend, executor_cls)
     if backend in (None, "uni", "mp"):  # vLLM's defaults for one process
         parallel.distributed_executor_backend = executor_cls
+
+
+def apply_preset(vllm_config: "VllmConfig", family: ModelFamily, omni: OmniConfig) -> None:
+    """Set the precision of the preset, unless the user has set it, and log the preset in one line.
+
+    Args:
+        vllm_config: Updated in place.
+        family: Family of the model, which has presets.
+        omni: Options of this package.
+
+    Raises:
+        ValueError: The device does not support the precision.
+    """
+    from vllm.platforms import current_platform  # the import probes for devices
+
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    config = model.hf_config.to_dict()
+    is_stored = config.get("quantization_config") is not None
+    assert family.served_preset is not None
+    preset = family.served_preset(config, omni)
+    preset = replace(
+        preset,
+        quantization=None if is_stored or model.quantization else preset.quantization,
+        kv_cache_dtype=preset.kv_cache_dtype if cache.cache_dtype == "auto" else None,
+    )
+    check_preset_precision(
+        preset,
+        str(model.dtype).removeprefix("torch."),
+        has_fp8=current_platform.supports_fp8(),
+        device=current_platform.get_device_name(),
+    )
+    if preset.quantization is not None:
+        model.quantization = preset.quantization
+    if preset.kv_cache_dtype is not None:
+        cache.cache_dtype = preset.kv_cache_dtype
+    logger.info("%s", preset_line(preset, family, model.model, config, omni))
 
 
 def resolve_quantization(model_config: "ModelConfig", omni: OmniConfig, *, cpu: bool) -> None:

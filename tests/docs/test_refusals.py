@@ -57,7 +57,9 @@ def ladder(*rungs: str) -> dict[str, Any]:
     return {"scheduling": "deadline", "degradations": list(rungs)}
 
 
-NO_LADDER = ("lingbot_world", "lance", "wan2_2", "diffusers_pipeline")
+NO_LADDER = ("waypoint", "lance", "wan2_2", "diffusers_pipeline")
+LADDER = ("lingbot_world", "matrix_game", "causal_wan")
+TINY = {"model": {"decoder": "tiny"}}
 NO_CHUNKS_AHEAD = ("lingbot_world", "wan2_2", "lance", "diffusers_pipeline")
 
 AT_START: dict[str, list[Case]] = {
@@ -144,12 +146,14 @@ AT_START: dict[str, list[Case]] = {
         ("lingbot_world", {"model": {"sequence_parallel": True}}, TP3),
     ],
     # scheduling.md
-    "| `fewer_steps`: every second denoise step |": [
+    "| `fewer_steps`: the denoise steps of `realtime` (two) |": [
+        ("lingbot_world", ladder("fewer_steps") | {"model": {"max_steps": 2}}, {}),
+        ("matrix_game", ladder("fewer_steps") | {"model": {"max_steps": 2}}, {}),
         ("causal_wan", ladder("fewer_steps") | {"model": MATCHED}, {}),
         *((model, ladder("fewer_steps"), {}) for model in NO_LADDER),
     ],
     "| `tiny_vae`: frames by the tiny decoder": [
-        ("causal_wan", ladder("tiny_vae") | {"model": {"decoder": "tiny"}}, {}),
+        *((model, ladder("tiny_vae") | TINY, {}) for model in LADDER),
         *((model, ladder("tiny_vae"), {}) for model in NO_LADDER),
     ],
     # models' notes
@@ -159,9 +163,13 @@ AT_START: dict[str, list[Case]] = {
     "An unknown value is refused before anything is loaded": [
         ("lingbot_world", {"model": {"convention": "no_such_value"}}, {})
     ],
-    "degradations (`omni.degradations`) are refused": [
-        ("lingbot_world", ladder(rung), {})
-        for rung in ("fewer_steps", "smaller_window", "tiny_vae")
+    # presets.md
+    "and a device without FP8 units is refused": [
+        ("lingbot_world", {"model": {"preset": "balanced"}}, {})
+    ],
+    "A start is refused with one line if something is missing": [
+        ("lingbot_world", {"model": {"preset": "realtime"}}, {}),
+        ("matrix_game", {"model": {"preset": "small", "fp8": True}}, {"dtype": "float32"}),
     ],
     "**Async scheduling is refused.**": [("null_world", {}, {"async_scheduling": True})],
 }
@@ -519,7 +527,7 @@ def test_what_a_page_calls_refused_is_refused(part: str, folder: Path) -> None:
     "case",
     [
         ("causal_wan", TEMPORAL | {"model": MATCHED}, PP2),
-        ("causal_wan", ladder("tiny_vae", "fewer_steps"), {}),
+        *((model, ladder("tiny_vae", "fewer_steps"), {}) for model in LADDER),
         ("causal_wan", {"vae_stage": True, "chunks_in_flight": 2, "model": MATCHED}, PP2),
         ("causal_wan", {"model": {"cuda_graphs": True}}, PP2),
         ("causal_wan", BANDS, TP2),

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.engine_arguments.table import STORED_METHODS
+from vllm_omni.model_executor.presets import ServedPreset
 
 CONFIG_FORMAT: Final = "omni"
 WORKER_CLS: Final = "vllm_omni.worker.DiffusionGPUWorker"
@@ -210,6 +211,33 @@ def _not_on_cpu(stored: Mapping[str, Any]) -> str | None:
         if (weights.get("type"), weights.get("strategy")) == ("float", "tensor")
         else None
     )
+
+
+def check_preset_precision(preset: ServedPreset, dtype: str, *, has_fp8: bool, device: str) -> None:
+    """Check that the device supports the FP8 of a preset.
+
+    Args:
+        preset: The preset.
+        dtype: Dtype of the model, without "torch.".
+        has_fp8: Whether the device has FP8 units.
+        device: Name of the device, for the error.
+
+    Raises:
+        ValueError: It does not.
+    """
+    uses = [preset.quantization and "weights", preset.kv_cache_dtype and "keys and values"]
+    parts = " and ".join(part for part in uses if part)
+    remedy = "set omni.model.fp8 to false, which leaves the rest of the preset as it is"
+    if parts and preset.needs_fp8_device and not has_fp8:
+        raise ValueError(
+            f"omni.model.preset {preset.name!r} has {parts} in FP8, for which this device "
+            f"({device}) has no FP8 units: {remedy}, or to true to use FP8 anyway"
+        )
+    if preset.quantization is not None and dtype not in ("bfloat16", "float16"):
+        raise ValueError(
+            f"omni.model.preset {preset.name!r} has weights in FP8, which vLLM does not combine "
+            f"with {dtype}: pass --dtype bfloat16, or {remedy}"
+        )
 
 
 def check_adapters(enabled: bool, omni: OmniConfig, *, taken: bool) -> None:

@@ -124,11 +124,17 @@ class EulerSchedule:
         return (latents + change).to(self.dtype).float()
 
 
-def every_second_step(schedule: FewStepSchedule) -> FewStepSchedule:
-    """Return entries 0, 2, 4, ... of a schedule: half as many forward passes, with less detail."""
-    return FewStepSchedule(
-        schedule.timesteps[::2], schedule.sigmas_x0[::2], schedule.sigmas_noise[::2]
-    )
+def with_most_steps(schedule: FewStepSchedule, max_steps: int | None) -> FewStepSchedule:
+    """Return at most `max_steps` entries of a schedule, at even distances, the first included.
+
+    For example, two of four entries are 0 and 2. None: all entries.
+    """
+    length = schedule.num_steps
+    if max_steps is None or max_steps >= length:
+        return schedule
+    kept = [-(-step * length // max_steps) for step in range(max_steps)]
+    parts = (schedule.timesteps, schedule.sigmas_x0, schedule.sigmas_noise)
+    return FewStepSchedule(*(tuple(part[index] for index in kept) for part in parts))
 
 
 def warp(sigmas: np.ndarray, shift: float | np.floating) -> np.ndarray:

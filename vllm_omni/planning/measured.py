@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+from vllm_omni.model_executor.presets import PresetName
 from vllm_omni.planning.models import model_of
 from vllm_omni.planning.stream_model import StreamModel
 
@@ -44,6 +45,8 @@ class MeasuredRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Denoise steps of a noise-matched stream. Default: 0, the strict cache."""
     sessions: int = 1
     """Live sessions."""
+    preset: PresetName | None = None
+    """Preset with exactly these settings. Default: none."""
 
 
 @cache

@@ -117,7 +117,7 @@ class WorldDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     tour: WorldTour | None = None
     """Prepared walk, if there is one."""
     model: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Defaults of `omni.model`."""
+    """Defaults of `omni.model`. They override those of a preset (`model_executor/presets.py`)."""
 
     def __post_init__(self) -> None:
         names = [prompt.name for prompt in self.prompts]

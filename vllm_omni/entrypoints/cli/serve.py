@@ -18,7 +18,7 @@ import secrets
 import shlex
 import socket
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,6 +35,7 @@ from vllm_omni.engine_arguments.refusals import (
     check_heads,
     check_kv_cache_dtype,
     check_one_device,
+    check_preset_precision,
     check_runner,
     check_stages_scheduler,
 )
@@ -47,6 +48,7 @@ from vllm_omni.platforms import is_cpu_build
 
 if TYPE_CHECKING:
     from vllm_omni.model_executor.models.registry import ModelFamily
+    from vllm_omni.model_executor.presets import ServedPreset
 
 PLUGIN = "vllm_omni"
 
@@ -323,6 +325,10 @@ def check(flags: "ServeFlags") -> "ModelFamily":
         )
         if family.check_options is not None:
             family.check_options(hf_config, omni)
+        if family.check_files is not None and flags.values.get("load-format") != "dummy":
+            family.check_files(path, hf_config, omni)
+        if family.served_preset is not None:
+            _check_preset(flags, family.served_preset(hf_config, omni), hf_config)
         omni.check_stages(flags.count("pipeline-parallel-size", "pp"))
         omni.check_ranks(flags.count("tensor-parallel-size", "tp"))
         family.check_refusals(hf_config, omni, flags.count("pipeline-parallel-size", "pp"))
@@ -340,6 +346,32 @@ def check(flags: "ServeFlags") -> "ModelFamily":
     check_tracing(flags)
     _check_port(flags)
     return family
+
+
+def _check_preset(
+    flags: "ServeFlags", preset: "ServedPreset", hf_config: Mapping[str, Any]
+) -> None:
+    """Check that the device supports the precision that a preset sets."""
+    own_weights = "quantization" in flags.values or "quantization_config" in hf_config
+    own_kv = flags.values.get("kv-cache-dtype", "auto") != "auto"
+    preset = replace(
+        preset,
+        quantization=None if own_weights else preset.quantization,
+        kv_cache_dtype=None if own_kv else preset.kv_cache_dtype,
+    )
+    if preset.quantization is None and preset.kv_cache_dtype is None:
+        return
+    from vllm.platforms import current_platform  # slow, and needed for FP8 only
+
+    if current_platform.is_unspecified():
+        return  # `launch` refuses to start
+    dtype = flags.values.get("dtype", "auto")
+    check_preset_precision(
+        preset,
+        {"auto": str(hf_config["dtype"]), "half": "float16", "float": "float32"}.get(dtype, dtype),
+        has_fp8=current_platform.supports_fp8(),
+        device=current_platform.get_device_name(),
+    )
 
 
 def check_tracing(flags: "ServeFlags") -> None:

@@ -6,14 +6,15 @@ checkpoints. Modules are imported on first use, so that listing the families is 
 """
 
 import importlib
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.checkpoint.root_config import ROOT_MODEL_TYPE
 from vllm_omni.model_executor.models.capabilities import Capabilities, Refusals, check_refusals
+from vllm_omni.model_executor.presets import Preset, PresetName, ServedPreset
 from vllm_omni.planning.stream_model import FamilyPlan
 
 if TYPE_CHECKING:
@@ -140,6 +141,14 @@ class ModelFamily:
     capabilities: Callable[[dict[str, Any], OmniConfig], Capabilities] | None = None
     """(`hf_config`, `omni`) -> requests of the OpenAI endpoints that the model accepts. Default:
     those of a world model that starts from an image."""
+    presets: Mapping[PresetName, Preset] = field(default_factory=dict)
+    """Values of `omni.model.preset`. Default: the family has none."""
+    served_preset: Callable[[dict[str, Any], OmniConfig], ServedPreset] | None = None
+    """(`hf_config`, `omni`) -> the preset as it applies to the checkpoint. Default: the family has
+    no presets."""
+    check_files: Callable[[Path, dict[str, Any], OmniConfig], None] | None = None
+    """(directory, `hf_config`, `omni`) -> None. Checks that the directory has the files that only
+    some options need. Cheap; raises ValueError with one line."""
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
     """Supported values of `--kv-cache-dtype`."""
     takes_adapters: bool = False

@@ -14,6 +14,8 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.dtypes import KV_CACHE_DTYPES
 from vllm_omni.model_executor.models.capabilities import Capabilities, Refusals
 from vllm_omni.model_executor.models.registry import ModelFamily
+from vllm_omni.model_executor.presets import Preset, PresetName, ServedPreset, served_preset
+from vllm_omni.model_executor.streaming.degradations import needs_tiny_decoder
 from vllm_omni.model_executor.streaming.stream import Config, Options, StreamModelSetup
 from vllm_omni.planning.stream_model import FamilyPlan
 
@@ -30,6 +32,8 @@ def streaming_family(
     refusals: Callable[[StreamModelSetup[Config, Options], OmniConfig, int], Refusals],
     check_parallel: Callable[[StreamModelSetup[Config, Options], OmniConfig, int, int], None],
     info: Callable[[StreamModelSetup[Config, Options]], Mapping[str, Any]],
+    presets: Mapping[PresetName, Preset],
+    check_tiny_decoder: Callable[[Path, str], None] | None = None,
     action_space: Callable[[StreamModelSetup[Config, Options]], ActionSpace] | None = None,
     capabilities: Callable[[dict[str, Any], OmniConfig], Capabilities] | None = None,
     why_not: Callable[[Path], str | None] | None = None,
@@ -47,6 +51,8 @@ def streaming_family(
         refusals: (stream, options, stages) -> server options that the model does not support.
         check_parallel: (stream, options, ranks that share layers, stages) -> None, or ValueError.
         info: Stream -> fields of `StreamInfo` in addition to the lengths of chunks.
+        check_tiny_decoder: (directory, option that needs the tiny decoder) -> None, or ValueError
+            if the directory lacks it. Default: the model has no tiny decoder.
         action_space: Stream -> controls of the model.
         session_windows: Whether a session may choose its own window (`SupportsSessionWindows`).
     """
@@ -56,6 +62,18 @@ def streaming_family(
 
     def check_served(config: dict[str, Any], omni: OmniConfig) -> None:
         read(config[name], omni).config.latent_size(omni.height, omni.width)
+
+    def preset_of(config: dict[str, Any], omni: OmniConfig) -> ServedPreset:
+        stream = read(config[name], omni)
+        options, channels = stream.options, stream.config.hidden_size
+        return served_preset(
+            presets, options.preset, omni.model, channels=channels, fp8=options.fp8
+        )
+
+    def check_files(path: Path, config: dict[str, Any], omni: OmniConfig) -> None:
+        option = needs_tiny_decoder(read(config[name], omni).options, omni)
+        if option is not None and check_tiny_decoder is not None:
+            check_tiny_decoder(path, option)
 
     def declared_refusals(config: dict[str, Any], omni: OmniConfig, stages: int) -> Refusals:
         return refusals(read(config[name], omni), omni, stages)
@@ -94,6 +112,9 @@ def streaming_family(
         stream_info=stream_info,
         action_space=None if action_space is None else space,
         capabilities=capabilities,
+        presets=presets,
+        served_preset=preset_of,
+        check_files=check_files,
         kv_cache_dtypes=KV_CACHE_DTYPES,
         takes_adapters=takes_adapters,
         plan=plan,

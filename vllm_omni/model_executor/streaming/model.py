@@ -28,7 +28,13 @@ from vllm_omni.model_executor.interfaces import (
 )
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
+from vllm_omni.model_executor.schedules import FewStepSchedule, with_most_steps
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
+from vllm_omni.model_executor.streaming.degradations import (
+    FEWER_STEPS,
+    TINY_VAE,
+    degraded_steps,
+)
 from vllm_omni.model_executor.streaming.options import StreamingOptions
 from vllm_omni.model_executor.streaming.request import check_prompt, read_size, read_window
 from vllm_omni.model_executor.streaming.session import (
@@ -65,6 +71,9 @@ class ChunkLatentsDecoder(Protocol):
         Returns:
             The frames, uint8 [T, H, W, 3], or None if another rank has them, and the new state.
         """
+
+    def can_be_tiny(self, before: Any) -> bool:
+        """Whether the second, tiny decoder can decode the chunk after the state `before`."""
 
     def most_streams(self, before: Any, latents_CFhw: torch.Tensor) -> int:
         """Return the maximum number of chunks like this one in a shared decode. 1 means none."""
@@ -165,9 +174,17 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
             *read_size(params, self.config, self.omni), params.output, window=window
         )
 
+    def chunk_schedule(
+        self, request: DiffusionRequest[Session, Chunk], schedule: FewStepSchedule
+    ) -> FewStepSchedule:
+        """Return the denoise steps of a chunk: `schedule`, or fewer if the chunk would be late."""
+        if FEWER_STEPS not in request.degradations:
+            return schedule
+        return with_most_steps(schedule, degraded_steps(self.options))
+
     def decodes_tiny(self, request: DiffusionRequest[Session, Chunk]) -> bool:
-        """Whether the second, tiny decoder decodes a chunk."""
-        return False
+        """Whether the second, tiny decoder decodes a chunk, because it would be late."""
+        return TINY_VAE in request.degradations
 
     def value_layout(self, shape: SessionShape) -> Any:
         """Return the layout of `StreamingSession.own` on this rank, or None without such a
@@ -295,6 +312,10 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         self, request: DiffusionRequest[Session, Chunk]
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         session, chunk, meta = request.session, request.work, self.result_meta(request)
+        decoder = None if session.shape.output == "latents" else self.decoder
+        if decoder is None or not decoder.can_be_tiny(session.decoder_cache):
+            # the result names only the degradations that took place
+            request.degradations = tuple(name for name in request.degradations if name != TINY_VAE)
         if session.shape.output == "latents":
             return meta, {"latents": chunk.latents}
         assert self.decoder is not None, (

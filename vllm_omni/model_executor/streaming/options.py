@@ -5,12 +5,13 @@ Each model adds its own options in a subclass, in its `config.py`.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 
 from vllm_omni.config import parse_options
 from vllm_omni.model_executor.model_options import ModelOptions
+from vllm_omni.model_executor.presets import DEFAULT_PRESET, Preset, PresetName
 
 ContextKV = Literal["clean_pass", "last_step"]
 
@@ -18,6 +19,21 @@ ContextKV = Literal["clean_pass", "last_step"]
 class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Serving options of every streaming model."""
 
+    presets: ClassVar[Mapping[PresetName, Preset]] = {DEFAULT_PRESET: Preset()}
+    """Presets of the family."""
+
+    preset: PresetName = DEFAULT_PRESET
+    """Named defaults of other options and of the precision. `reference`: the release's own
+    settings. `balanced`: the same steps and window in FP8. `realtime`: fewer steps, a shorter
+    window and the tiny decoder. `small`: for GPUs with 12 to 24 GB. A family may offer fewer. Any
+    option that is set overrides the preset (docs/how_to/presets.md)."""
+    fp8: bool | None = None
+    """Whether the FP8 weights, keys and values of the preset are used. False: they stay in
+    `--dtype`. True: also on a device that has no FP8 units, such as a CPU, where FP8 saves memory
+    but no time. Default: they are used, and a device without FP8 units is refused."""
+    max_steps: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
+    """Maximum number of denoise steps of a chunk. Of a longer schedule, steps at even distances
+    remain, and always the noisiest one. Default: all steps."""
     latent_frames_per_chunk: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None
     """Latent frames of each chunk. Default: the checkpoint's, else the model's."""
     first_chunk_latent_frames: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None
@@ -47,13 +63,27 @@ class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw
     --cpu-offload-gb."""
 
     @classmethod
-    def read_options(cls, options: Mapping[str, Any]) -> Self:
-        """Parse `omni.model` and check the shared options.
+    def read_options(
+        cls, options: Mapping[str, Any], release: Mapping[str, Any] | None = None
+    ) -> Self:
+        """Parse `omni.model` with its preset, and check the shared options.
+
+        Args:
+            options: `omni.model` of the user and of the world description.
+            release: Options of the release, which a preset overrides.
 
         Raises:
             ValueError: An option is unknown or has an unsupported value, which the message names.
         """
-        parsed = parse_options(cls, options, "omni.model")
+        chosen = options.get("preset", DEFAULT_PRESET)
+        found = (preset for name, preset in cls.presets.items() if name == chosen)
+        values = {**(release or {}), **next(found, Preset()).defaults(options), **options}
+        parsed = parse_options(cls, values, "omni.model")
+        if parsed.preset not in cls.presets:
+            raise ValueError(
+                f"omni.model: this model has no preset {parsed.preset!r}; allowed: "
+                f"{', '.join(cls.presets)}"
+            )
         if parsed.window_frames == 0:
             raise ValueError("omni.model: window_frames must be -1 (global) or >= 1, got 0")
         return parsed

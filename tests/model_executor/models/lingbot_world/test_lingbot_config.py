@@ -150,7 +150,6 @@ def test_options_precede_the_checkpoint_which_precedes_defaults(
         ({"shift": 0}, "shift"),
         ({"denoise_indices": [3, 1]}, "strictly increasing"),
         ({"window_frames": 0}, "window_frames must be -1"),
-        ({"denoise_indices": [0], "context_kv": "last_step"}, "requires 2 or more denoise steps"),
         ({"residual_dtype": "model"}, "unknown field `residual_dtype`"),
         ({"later_condition": "second_chunk"}, "unknown field `later_condition`"),
         ({"convention": "fastvideo"}, "allowed values: 'original', 'pr3701', 'realtime', 'sglang'"),

@@ -8,7 +8,7 @@ The architecture comes from the checkpoint and is validated key by key. The opti
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 
@@ -27,7 +27,13 @@ from vllm_omni.model_executor.models.wan.architecture import (
     read_architecture,
 )
 from vllm_omni.model_executor.models.wan.vae.latents import LATENT_CHANNELS
-from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule, nearest_schedule
+from vllm_omni.model_executor.presets import FP8_CHANNELS, Preset, PresetName
+from vllm_omni.model_executor.schedules import (
+    FewStepSchedule,
+    few_step_schedule,
+    nearest_schedule,
+    with_most_steps,
+)
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan, resolve_chunks
 from vllm_omni.model_executor.streaming.options import StreamingOptions
 from vllm_omni.model_executor.streaming.stream import StreamModelSetup
@@ -109,8 +115,28 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
 _IGNORED = (*IGNORED, "latent_hw", "rope_cache_policy")
 
 
+PRESETS: Final[Mapping[PresetName, Preset]] = {
+    "reference": Preset(),
+    "balanced": Preset(quantization="fp8", quantized_channels=FP8_CHANNELS, kv_cache_dtype="fp8"),
+    "realtime": Preset(
+        model={"max_steps": 2, "decoder": "tiny"},
+        quantization="fp8",
+        quantized_channels=FP8_CHANNELS,
+        kv_cache_dtype="fp8",
+    ),
+    "small": Preset(
+        model={"decoder": "tiny", "text_encoder_device": "cpu"},
+        quantization="fp8",
+        kv_cache_dtype="fp8",
+    ),
+}
+"""The window is the release's in every preset, because releases have windows of 6 to 21 frames."""
+
+
 class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`StreamingOptions`, and the choices on which the public implementations differ."""
+
+    presets: ClassVar[Mapping[PresetName, Preset]] = PRESETS
 
     cache: CacheKind = "strict"
     """K/V of earlier chunks that a chunk attends to. `strict`: clean chunks, written by a
@@ -155,17 +181,19 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
 
         Raises ValueError as `parse`.
         """
-        return cls.parse({**release_named(checkpoint["release"]).options, **options})
+        return cls.parse(options, release_named(checkpoint["release"]).options)
 
     @classmethod
-    def parse(cls, options: Mapping[str, Any]) -> "CausalWanOptions":
-        """Parse the options. Raises ValueError with the value and the allowed ones."""
-        parsed = cls.read_options(options)
+    def parse(
+        cls, options: Mapping[str, Any], release: Mapping[str, Any] | None = None
+    ) -> "CausalWanOptions":
+        """Parse the options, those of the release the defaults. Raises ValueError with the value
+        and the allowed ones."""
+        parsed = cls.read_options(options, release)
         try:
             text, video = parsed.text_schedule(), parsed.video_schedule()
         except ValueError as error:
             raise ValueError(f"omni.model: {error}") from error
-        parsed.check_context(min(text.num_steps, video.num_steps))
         lowest = lowest_first_timestep(VIDEO_NOISE_SCALE)
         if len(video.timesteps) > 1 and lowest <= video.timesteps[1]:
             raise ValueError(
@@ -198,19 +226,22 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
         Raises ValueError.
         """
         if not release.warps_steps:
-            return nearest_schedule(release.shift, self.denoising_steps)
+            schedule = nearest_schedule(release.shift, self.denoising_steps)
+            return with_most_steps(schedule, self.max_steps)
         indices = [1000 - step for step in self.denoising_steps]
         if any(index != int(index) for index in indices):
             raise ValueError(f"denoising_steps must be whole numbers, got {self.denoising_steps}")
-        return few_step_schedule("exact", release.shift, [int(index) for index in indices])
+        schedule = few_step_schedule("exact", release.shift, [int(index) for index in indices])
+        return with_most_steps(schedule, self.max_steps)
 
     def video_schedule(self, first_timestep: float | None = None) -> FewStepSchedule:
         """Return the video-to-video schedule, starting at `first_timestep` (default: its own).
         Raises ValueError."""
         steps = self.video_denoising_steps
-        return nearest_schedule(
+        schedule = nearest_schedule(
             _VIDEO_SHIFT, steps if first_timestep is None else [first_timestep, *steps[1:]]
         )
+        return with_most_steps(schedule, self.max_steps)
 
 
 def resolve_plan(config: CausalWanConfig, options: CausalWanOptions) -> ChunkPlan:
@@ -235,4 +266,5 @@ def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> CausalWanStr
     """Return the family's part of `hf_config` with the serving options. Raises ValueError."""
     options = CausalWanOptions.of_checkpoint(checkpoint, omni.model)
     config = CausalWanConfig.from_checkpoint(checkpoint["transformer"])
-    return StreamModelSetup(config, options, resolve_plan(config, options))
+    few_steps = options.text_schedule().num_steps
+    return StreamModelSetup(config, options, resolve_plan(config, options), few_steps)

@@ -8,24 +8,28 @@ from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.capabilities import Capabilities, Refusal, Refusals
 from vllm_omni.model_executor.models.causal_wan.checkpoint.layout import (
     LAYOUTS,
+    find_layout,
     hf_config,
     is_checkpoint,
     why_not,
 )
 from vllm_omni.model_executor.models.causal_wan.config import (
+    PRESETS,
     CausalWanOptions,
     CausalWanStream,
     read_stream,
 )
 from vllm_omni.model_executor.models.causal_wan.plan import PLAN
+from vllm_omni.model_executor.models.wan.checkpoint.layout import check_tiny_vae
 from vllm_omni.model_executor.models.wan.splits import check_split, parallel_decode_refusal
 from vllm_omni.model_executor.models.wan.vae.latents import VAE_SPATIAL, VAE_TEMPORAL
+from vllm_omni.model_executor.streaming.degradations import FEWER_STEPS, ladder_refusals
 from vllm_omni.model_executor.streaming.family import streaming_family
 
 
 def _refusals(stream: CausalWanStream, omni: OmniConfig, stages: int) -> Refusals:
     options = stream.options
-    in_flight = temporal = fewer_steps = tiny_vae = None
+    in_flight = temporal = None
     num_steps, num_stages = options.text_schedule().num_steps, stages - omni.vae_stage
     if options.cache == "strict":
         in_flight = temporal = Refusal(
@@ -34,25 +38,21 @@ def _refusals(stream: CausalWanStream, omni: OmniConfig, stages: int) -> Refusal
         )
     elif num_steps != num_stages:
         temporal = Refusal(
-            f"denoising_steps has {num_steps} entries and every stage with layers runs one, got "
+            f"a chunk has {num_steps} denoise steps and every stage with layers runs one, got "
             f"{num_stages}",
             f"pass --pipeline-parallel-size {num_steps}, or one more with omni.vae_stage",
         )
+    ladder = ladder_refusals(stream)
     if options.cache != "strict":
-        fewer_steps = Refusal(
+        ladder[FEWER_STEPS] = Refusal(
             f"cache {options.cache!r} has a window for every step, so each chunk needs all steps"
         )
-    elif num_steps == 1:
-        fewer_steps = Refusal("denoising_steps has one entry")
-    if options.decoder == "tiny":
-        tiny_vae = Refusal("omni.model.decoder 'tiny' decodes all chunks with it")
     return Refusals(
         vae_stage=None,
         vae_parallel=parallel_decode_refusal(options.decoder),
         chunks_in_flight=in_flight,
         temporal_pipeline=temporal,
-        fewer_steps=fewer_steps,
-        tiny_vae=tiny_vae,
+        **ladder,
     )
 
 
@@ -78,6 +78,8 @@ FAMILY = streaming_family(
     hf_config=hf_config,
     layouts=LAYOUTS,
     read=read_stream,
+    presets=PRESETS,
+    check_tiny_decoder=lambda path, option: check_tiny_vae(find_layout(path), option),
     refusals=_refusals,
     check_parallel=_check_parallel,
     action_space=lambda stream: ActionSpace(image="none"),

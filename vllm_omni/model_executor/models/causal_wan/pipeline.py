@@ -27,7 +27,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from vllm_omni.config import Degradation
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
 from vllm_omni.model_executor.layers.lora.target import AdapterTarget
@@ -67,16 +66,13 @@ from vllm_omni.model_executor.models.wan.text_encoder.prompts import SharedPromp
 from vllm_omni.model_executor.models.wan.transformer.chunk_transformer import ChunkItem
 from vllm_omni.model_executor.models.wan.vae.chunk_decoder import ChunkDecoder
 from vllm_omni.model_executor.models.wan.vae.vae import CacheLayout
-from vllm_omni.model_executor.schedules import ChunkNoise, every_second_step
+from vllm_omni.model_executor.schedules import ChunkNoise
 from vllm_omni.model_executor.streaming.model import StreamingModel, build_transformer
 from vllm_omni.model_executor.streaming.session import SessionShape
 from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint
 from vllm_omni.outputs import RequestFailed
 
 logger = logging.getLogger("vllm." + __name__)
-
-FEWER_STEPS: Degradation = "fewer_steps"
-TINY_VAE: Degradation = "tiny_vae"
 
 Request = DiffusionRequest[StreamSession, CausalWanChunk]
 
@@ -87,12 +83,6 @@ class StreamSetup(WanChunkSetup[CausalWanConfig, CausalWanOptions]):
     read_stream = staticmethod(read_stream)
 
     layout: CheckpointLayout
-
-    @property
-    def wants_tiny_vae(self) -> str | None:
-        in_ladder = TINY_VAE in self.omni.degradations
-        ladder = f"omni.degradations {TINY_VAE!r}" if in_ladder else None
-        return super().wants_tiny_vae or ladder
 
 
 class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
@@ -223,9 +213,7 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
         past = self._past_chunks(session, inputs.prompt)
         request.state = CausalWanChunk(
             frames=frames,
-            schedule=every_second_step(schedule)
-            if FEWER_STEPS in request.degradations
-            else schedule,
+            schedule=self.chunk_schedule(request, schedule),
             latents=latents,
             noise=noise,
             rope=self._rope(after, session.shape),
@@ -278,16 +266,6 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
     def result_meta(self, request: Request) -> dict[str, Any]:
         scale = request.work.noise_scale
         return super().result_meta(request) | ({} if scale is None else {"noise_scale": scale})
-
-    def post_decode(self, request: Request) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        session = request.session
-        decoder = None if session.shape.output == "latents" else self.decoder
-        if decoder is None or not decoder.can_be_tiny(session.decoder_cache):
-            _keep_feature(request, TINY_VAE)
-        return super().post_decode(request)
-
-    def decodes_tiny(self, request: Request) -> bool:
-        return TINY_VAE in request.degradations
 
     def pack_decode_state(self, request: Request) -> dict[str, Any]:
         return {"noise_scale": request.work.noise_scale}
@@ -409,13 +387,6 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
             cross_kv=chunk.cross_kv,
             window=chunk.window.at(clean if step is None else step),
         )
-
-
-def _keep_feature(request: Request, name: str) -> None:
-    """Take `name` out of the chunk's degradations: the chunk did not go without it, and its
-    result says so.
-    """
-    request.degradations = tuple(other for other in request.degradations if other != name)
 
 
 class CausalWanPipeline(CheckpointPipeline[CheckpointLayout]):

@@ -8,7 +8,7 @@ options come from `additional_config["omni"]["model"]`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 import torch
@@ -23,7 +23,12 @@ from vllm_omni.model_executor.models.wan.architecture import (
     read_architecture,
 )
 from vllm_omni.model_executor.models.wan.vae.latents import LATENT_CHANNELS, VAE_SPATIAL
-from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule
+from vllm_omni.model_executor.presets import FP8_CHANNELS, Preset, PresetName
+from vllm_omni.model_executor.schedules import (
+    FewStepSchedule,
+    few_step_schedule,
+    with_most_steps,
+)
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan, resolve_chunks
 from vllm_omni.model_executor.streaming.options import StreamingOptions
 from vllm_omni.model_executor.streaming.stream import StreamModelSetup
@@ -187,8 +192,27 @@ CONVENTIONS: Final[dict[Convention, LingBotChoices]] = {
 }
 
 
+PRESETS: Final[Mapping[PresetName, Preset]] = {
+    "reference": Preset(),
+    "balanced": Preset(quantization="fp8", quantized_channels=FP8_CHANNELS, kv_cache_dtype="fp8"),
+    "realtime": Preset(
+        model={"max_steps": 2, "window_frames": 15, "sink_frames": 3, "decoder": "tiny"},
+        quantization="fp8",
+        quantized_channels=FP8_CHANNELS,
+        kv_cache_dtype="fp8",
+    ),
+    "small": Preset(
+        model={"decoder": "tiny", "text_encoder_device": "cpu"},
+        quantization="fp8",
+        kv_cache_dtype="fp8",
+    ),
+}
+
+
 class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`StreamingOptions`, and LingBot World's own."""
+
+    presets: ClassVar[Mapping[PresetName, Preset]] = PRESETS
 
     version: Version | None = None
     """Generation of the network: `v1` (LingBot-World-Fast) or `v2` (LingBot-World 2.0 causal fast).
@@ -210,10 +234,9 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
         """Parse the options. Raises ValueError with the value and the allowed ones."""
         parsed = cls.read_options({"version": checkpoint_version, **options})
         try:
-            schedule = parsed.denoise_schedule()
+            parsed.denoise_schedule()
         except ValueError as error:
             raise ValueError(f"omni.model: {error}") from error
-        parsed.check_context(schedule.num_steps)
         choices = parsed.choices
         if parsed.decoder == "tiny" and choices.vae_continuation == "restart":
             raise ValueError(
@@ -236,11 +259,12 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
         parsed = cls.parse(options, checkpoint["version"])
         if checkpoint["mode"] == "fast":
             return parsed
-        if parsed.denoise_indices is not None:
-            raise ValueError(
-                "omni.model: denoise_indices applies to distilled models; this one has 40 UniPC "
-                "steps"
-            )
+        for name in ("denoise_indices", "max_steps"):
+            if getattr(parsed, name) is not None:
+                given = name if name in options else f"{name} of preset {parsed.preset!r}"
+                raise ValueError(
+                    f"omni.model: {given} applies to distilled models; this one has 40 UniPC steps"
+                )
         return (
             parsed
             if parsed.window_frames is not None
@@ -258,7 +282,8 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
             if self.denoise_indices is None
             else self.denoise_indices
         )
-        return few_step_schedule(self.choices.schedule, shift, indices)
+        schedule = few_step_schedule(self.choices.schedule, shift, indices)
+        return with_most_steps(schedule, self.max_steps)
 
     @property
     def choices(self) -> LingBotChoices:
@@ -283,4 +308,5 @@ def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> LingBotStrea
     """Return the family's part of `hf_config` with the serving options. Raises ValueError."""
     options = LingBotOptions.of_checkpoint(checkpoint, omni.model)
     config = LingBotWorldConfig.from_checkpoint(checkpoint["transformer"])
-    return StreamModelSetup(config, options, resolve_plan(config, options))
+    few_steps = options.denoise_schedule().num_steps if checkpoint["mode"] == "fast" else None
+    return StreamModelSetup(config, options, resolve_plan(config, options), few_steps)

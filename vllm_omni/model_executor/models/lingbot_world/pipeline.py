@@ -212,7 +212,7 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
             features = self._world_features(inputs, shape)
         request.state = LingBotChunk(
             frames=frames,
-            schedule=self.schedule,
+            schedule=self.chunk_schedule(request, self.schedule),
             latents=noise.draw(0),
             noise=noise,
             y=y,
@@ -228,7 +228,7 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
             omitted=omitted,
         )
         request.clean_passes = 0 if omitted else self.clean_passes(request.work, session.plan)
-        request.num_steps = self.schedule.num_steps + request.clean_passes
+        request.num_steps = request.work.schedule.num_steps + request.clean_passes
 
     @torch.no_grad()
     def denoise_step(
@@ -327,7 +327,7 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
         return CameraItem(
             latents=chunk.latents,
             condition=chunk.y,
-            timestep=0.0 if step is None else self.schedule.timesteps[step],
+            timestep=0.0 if step is None else chunk.schedule.timesteps[step],
             frames=chunk.frames,
             rope=chunk.rope,
             camera=chunk.camera,

@@ -17,6 +17,7 @@ from vllm_omni.model_executor.models.wan.images.image_condition import (
     ImageStartedScalars,
     ImageStartedSession,
 )
+from vllm_omni.model_executor.schedules import FewStepSchedule
 from vllm_omni.model_executor.streaming.session import KVWindows, StreamingChunk
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.tensors.saved import SavedTensors
@@ -180,6 +181,8 @@ class ChunkInputs:
 class LingBotChunk(StreamingChunk[KVWindows, WorldCoordinates]):
     """One chunk in flight. `own` is the state of camera and conditioning after it."""
 
+    schedule: FewStepSchedule
+    """Denoise steps of the chunk."""
     y: torch.Tensor | None
     """Conditioning [20, F, h, w]. None on stages that embed no patches."""
     camera_map: torch.Tensor | None

@@ -23,7 +23,12 @@ from vllm_omni.model_executor.models.wan.architecture import (
     read_architecture,
 )
 from vllm_omni.model_executor.models.wan.vae.latents import LATENT_CHANNELS, VAE_TEMPORAL
-from vllm_omni.model_executor.schedules import FewStepSchedule, few_step_schedule
+from vllm_omni.model_executor.presets import Preset, PresetName
+from vllm_omni.model_executor.schedules import (
+    FewStepSchedule,
+    few_step_schedule,
+    with_most_steps,
+)
 from vllm_omni.model_executor.streaming.chunk_plan import resolve_chunks
 from vllm_omni.model_executor.streaming.options import StreamingOptions
 from vllm_omni.model_executor.streaming.stream import StreamModelSetup
@@ -288,21 +293,42 @@ def _action_fields(values: Mapping[str, Any], dim: int) -> dict[str, Any]:
     return fields
 
 
-def schedule_of(variant: MatrixGameVariant) -> FewStepSchedule:
+PRESETS: Final[Mapping[PresetName, Preset]] = {
+    "reference": Preset(),
+    "realtime": Preset(model={"max_steps": 2, "decoder": "tiny"}),
+    "small": Preset(
+        model={"decoder": "tiny", "text_encoder_device": "cpu"},
+        quantization="fp8",
+        kv_cache_dtype="fp8",
+    ),
+}
+"""Only `small` has FP8, because the network is narrow and its window short, so that FP8 saves
+memory but hardly time. `balanced` would therefore equal `reference`."""
+
+
+class MatrixGameOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`StreamingOptions` with this family's presets."""
+
+    presets: ClassVar[Mapping[PresetName, Preset]] = PRESETS
+
+
+def schedule_of(variant: MatrixGameVariant, max_steps: int | None = None) -> FewStepSchedule:
     """Return the schedule, computed in fp32 as in training. In fp64 timesteps would differ by
     1e-4."""
-    return few_step_schedule("exact", _SHIFT, [1000 - step for step in variant.steps], np.float32)
+    indices = [1000 - step for step in variant.steps]
+    return with_most_steps(few_step_schedule("exact", _SHIFT, indices, np.float32), max_steps)
 
 
-MatrixGameStream = StreamModelSetup[MatrixGameConfig, StreamingOptions]
+MatrixGameStream = StreamModelSetup[MatrixGameConfig, MatrixGameOptions]
 
 
 def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> MatrixGameStream:
     """Return the family's part of `hf_config` with the serving options. Raises ValueError."""
     config, options = (
         MatrixGameConfig.from_checkpoint(checkpoint["transformer"]),
-        StreamingOptions.read_options(omni.model),
+        MatrixGameOptions.read_options(omni.model),
     )
     window = config.variant.window_frames
     plan = resolve_chunks(options, config, chunk_frames=3, window_frames=window, sink_frames=0)
-    return StreamModelSetup(config, options, plan)
+    schedule = schedule_of(config.variant, options.max_steps)
+    return StreamModelSetup(config, options, plan, schedule.num_steps)

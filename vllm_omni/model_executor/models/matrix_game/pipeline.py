@@ -32,6 +32,7 @@ from vllm_omni.model_executor.models.matrix_game.checkpoint import (
 )
 from vllm_omni.model_executor.models.matrix_game.config import (
     MatrixGameConfig,
+    MatrixGameOptions,
     read_stream,
     schedule_of,
 )
@@ -66,7 +67,6 @@ from vllm_omni.model_executor.models.wan.vae.latents import VAE_TEMPORAL
 from vllm_omni.model_executor.models.wan.vae.vae import Rounding
 from vllm_omni.model_executor.schedules import ChunkNoise
 from vllm_omni.model_executor.streaming.model import StreamingModel, build_transformer
-from vllm_omni.model_executor.streaming.options import StreamingOptions
 from vllm_omni.model_executor.streaming.request import read_action_frames, read_played
 from vllm_omni.model_executor.streaming.session import SessionShape
 from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint
@@ -74,7 +74,7 @@ from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckp
 Request = DiffusionRequest[MatrixGameSession, MatrixGameChunk]
 
 
-class MatrixGameSetup(WanChunkSetup[MatrixGameConfig, StreamingOptions]):
+class MatrixGameSetup(WanChunkSetup[MatrixGameConfig, MatrixGameOptions]):
     """Arguments of `MatrixGame`, from `hf_config(...)["matrix_game"]`."""
 
     read_stream = staticmethod(read_stream)
@@ -96,7 +96,7 @@ class MatrixGame(StreamingModel[MatrixGameSession, MatrixGameChunk]):
         super().__init__(setup)
         first_stage = setup.parallel.first_stage
         self.action_space = setup.config.variant.space
-        self.schedule = schedule_of(setup.config.variant)
+        self.schedule = schedule_of(setup.config.variant, setup.options.max_steps)
         self.text_encoder = build_text_encoder(setup)
         self.image_encoder = build_image_encoder(setup)
         self.transformer = build_transformer(setup, MatrixGameTransformer)
@@ -225,7 +225,7 @@ class MatrixGame(StreamingModel[MatrixGameSession, MatrixGameChunk]):
         cross_kv = session.cross_kv if request.same_adapters else None
         request.state = MatrixGameChunk(
             frames=frames,
-            schedule=self.schedule,
+            schedule=self.chunk_schedule(request, self.schedule),
             latents=noise.draw(0),
             noise=noise,
             y=y,
@@ -237,7 +237,7 @@ class MatrixGame(StreamingModel[MatrixGameSession, MatrixGameChunk]):
             **given,
         )
         request.clean_passes = self.clean_passes(request.work, session.plan)
-        request.num_steps = self.schedule.num_steps + request.clean_passes
+        request.num_steps = request.work.schedule.num_steps + request.clean_passes
 
     # -- parts of the above ------------------------------------------------------------------------
 
@@ -281,7 +281,7 @@ class MatrixGame(StreamingModel[MatrixGameSession, MatrixGameChunk]):
         row = ActionItem(
             latents=chunk.latents,
             condition=chunk.y,
-            timestep=0.0 if step is None else self.schedule.timesteps[step],
+            timestep=0.0 if step is None else chunk.schedule.timesteps[step],
             frames=chunk.frames,
             rope=chunk.rope,
             cross_kv=chunk.cross_kv,

@@ -27,6 +27,7 @@ from vllm_omni.model_executor.models.wan.images.image_condition import (
     ImageStartedSession,
 )
 from vllm_omni.model_executor.models.wan.vae.latents import VAE_TEMPORAL
+from vllm_omni.model_executor.schedules import FewStepSchedule
 from vllm_omni.model_executor.streaming.session import StreamingChunk
 from vllm_omni.tensors.saved import SavedTensors
 
@@ -131,6 +132,8 @@ class MatrixGameChunk(StreamingChunk[ActionWindows, MatrixGameConditioning]):
     not cached.
     """
 
+    schedule: FewStepSchedule
+    """Denoise steps of the chunk."""
     y: torch.Tensor | None
     """Conditioning [20, F, h, w]. None on stages that embed no patches."""
     windows: torch.Tensor

@@ -30,6 +30,7 @@ from vllm_omni.model_executor.models.wan.vae.tiny_vae import (
     tiny_vae_channels,
 )
 from vllm_omni.model_executor.models.wan.vae.vae import Rounding, StreamingWanVAE
+from vllm_omni.model_executor.streaming.degradations import needs_tiny_decoder
 from vllm_omni.model_executor.streaming.options import StreamingOptions
 from vllm_omni.model_executor.streaming.setup import StreamingSetup
 from vllm_omni.model_executor.streaming.stream import StreamModelSetup
@@ -65,7 +66,7 @@ class WanChunkSetup(StreamingSetup[Config, Options], Generic[Config, Options]):
     @property
     def wants_tiny_vae(self) -> str | None:
         """Return the option that needs the tiny decoder, in the user's spelling, or None."""
-        return "omni.model.decoder 'tiny'" if self.options.decoder == "tiny" else None
+        return needs_tiny_decoder(self.options, self.omni)
 
     @property
     def tiny_vae_channels(self) -> tuple[int, ...] | None:

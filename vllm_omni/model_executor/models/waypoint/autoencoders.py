@@ -62,6 +62,9 @@ class FrameCodec(nn.Module):
         assert not tiny
         return self.decode_latent(latents_CFhw, size, before)
 
+    def can_be_tiny(self, before: VAECache | None) -> bool:
+        return False
+
     def most_streams(self, before: VAECache | None, latents_CFhw: torch.Tensor) -> int:
         """Return 1, because each chunk is decoded separately."""
         return 1

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from functools import cache
 from string import ascii_uppercase
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
 import torch
@@ -19,6 +19,7 @@ import torch
 from vllm_omni.actions import ActionFrames, ActionSpace, Axis, Button
 from vllm_omni.config import OmniConfig, parse_options
 from vllm_omni.model_executor.models.wan.architecture import check_implemented
+from vllm_omni.model_executor.presets import Preset, PresetName
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan, FrameRate
 from vllm_omni.model_executor.streaming.options import StreamingOptions
 from vllm_omni.model_executor.streaming.stream import StreamModelSetup
@@ -266,17 +267,31 @@ _FIXED: Final = (
     "sink_frames",
     "context_kv",
     "decoder",
+    "max_steps",
     "sequence_parallel",
 )
 """Options that the checkpoint determines."""
 
-WaypointStream = StreamModelSetup[WaypointConfig, StreamingOptions]
+PRESETS: Final[Mapping[PresetName, Preset]] = {
+    "reference": Preset(),
+    "small": Preset(model={"text_encoder_device": "cpu"}, quantization="fp8", kv_cache_dtype="fp8"),
+}
+"""The checkpoint determines steps, windows and decoder, so no preset can be faster."""
+
+
+class WaypointOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`StreamingOptions` with this family's presets."""
+
+    presets: ClassVar[Mapping[PresetName, Preset]] = PRESETS
+
+
+WaypointStream = StreamModelSetup[WaypointConfig, WaypointOptions]
 
 
 def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> WaypointStream:
     """Return the family's part of `hf_config` with the serving options. Raises ValueError."""
     config = WaypointConfig.from_checkpoint(checkpoint["transformer"])
-    return StreamModelSetup(config, StreamingOptions.read_unless(_FIXED, omni.model), config.plan)
+    return StreamModelSetup(config, WaypointOptions.read_unless(_FIXED, omni.model), config.plan)
 
 
 # -- controls --------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from vllm_omni.model_executor.models.capabilities import Capabilities, Refusals
 from vllm_omni.model_executor.models.wan.splits import check_parts
 from vllm_omni.model_executor.models.waypoint.checkpoint import LAYOUTS, hf_config, is_checkpoint
 from vllm_omni.model_executor.models.waypoint.config import (
+    PRESETS,
     SIZE_MULTIPLE,
     WaypointStream,
     action_space,
@@ -45,6 +46,7 @@ FAMILY = streaming_family(
     hf_config=hf_config,
     layouts=LAYOUTS,
     read=read_stream,
+    presets=PRESETS,
     refusals=lambda stream, omni, stages: Refusals(vae_stage=None),
     check_parallel=_check_parallel,
     action_space=lambda stream: action_space(stream.config),

@@ -39,6 +39,7 @@ from vllm_omni.model_executor.models.waypoint.config import (
     DEFAULT_PROMPT,
     PROMPT_ROWS,
     WaypointConfig,
+    WaypointOptions,
     WaypointStream,
     action_space,
     control_vectors,
@@ -52,7 +53,6 @@ from vllm_omni.model_executor.models.waypoint.state import (
 from vllm_omni.model_executor.models.waypoint.transformer import FrameItem, WaypointTransformer
 from vllm_omni.model_executor.schedules import ChunkNoise, EulerSchedule
 from vllm_omni.model_executor.streaming.model import StreamingModel, build_transformer
-from vllm_omni.model_executor.streaming.options import StreamingOptions
 from vllm_omni.model_executor.streaming.request import read_latent_actions, read_played
 from vllm_omni.model_executor.streaming.session import SessionShape
 from vllm_omni.model_executor.streaming.setup import StreamingSetup
@@ -62,7 +62,7 @@ Request = DiffusionRequest[WaypointSession, WaypointChunk]
 
 
 @dataclass(frozen=True, kw_only=True)
-class WaypointSetup(StreamingSetup[WaypointConfig, StreamingOptions]):
+class WaypointSetup(StreamingSetup[WaypointConfig, WaypointOptions]):
     """Arguments of `Waypoint`, resolved and checked."""
 
     read_stream = staticmethod(read_stream)

@@ -361,6 +361,18 @@ def find_tiny_vae(root: Path) -> Path | None:
     return _own_or_shared(root, _TINY_VAE_PLACES)
 
 
+def check_tiny_vae(layout: WanComponents, wanted_by: str) -> None:
+    """Check that a checkpoint has the tiny decoder, which the option `wanted_by` needs.
+
+    Raises:
+        ValueError: It lacks the file.
+    """
+    if layout.tiny_vae is None:
+        raise ValueError(
+            f"{layout.root} lacks {TINY_VAE_FILE}, which {wanted_by} needs (madebyollin/taehv)"
+        )
+
+
 def has_components(root: Path) -> bool:
     """Whether `root` holds at least one component."""
     return any(position is not None for position in find_components(root).values())

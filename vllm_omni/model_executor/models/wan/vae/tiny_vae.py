@@ -16,7 +16,7 @@ from torch import nn
 
 from vllm_omni.model_executor.checkpoint.loading import load_strict, shapes_of
 from vllm_omni.model_executor.checkpoint.tensor_files import open_tensors
-from vllm_omni.model_executor.models.wan.checkpoint.layout import TINY_VAE_FILE, WanComponents
+from vllm_omni.model_executor.models.wan.checkpoint.layout import WanComponents, check_tiny_vae
 from vllm_omni.model_executor.models.wan.vae import taehv
 from vllm_omni.model_executor.models.wan.vae.vae import CacheLayout, VAECache, lay_channels_last
 
@@ -96,9 +96,7 @@ def load_wanted(
     Raises:
         ValueError: The file is missing or does not fit.
     """
-    if wanted_by is not None and layout.tiny_vae is None:
-        raise ValueError(
-            f"{layout.root} lacks {TINY_VAE_FILE}, which {wanted_by} needs (madebyollin/taehv)"
-        )
+    if wanted_by is not None:
+        check_tiny_vae(layout, wanted_by)
     if decoder is not None and layout.tiny_vae is not None:
         load_tiny_vae(decoder, layout.tiny_vae)

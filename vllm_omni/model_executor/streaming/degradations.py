@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Degradations of a chunk that would be late (`omni.degradations`), for all streaming models.
+
+A degraded chunk has the values of the family's preset `realtime`: `fewer_steps` takes its number of
+denoise steps, `tiny_vae` its decoder. `StreamingModel` applies them. A family declares with
+`ladder_refusals` which of them its options rule out.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from vllm_omni.config import Degradation, OmniConfig
+from vllm_omni.model_executor.models.capabilities import Refusal
+from vllm_omni.model_executor.presets import DEGRADED_PRESET
+from vllm_omni.model_executor.streaming.options import StreamingOptions
+from vllm_omni.model_executor.streaming.stream import StreamModelSetup
+
+FEWER_STEPS: Final[Degradation] = "fewer_steps"
+TINY_VAE: Final[Degradation] = "tiny_vae"
+
+
+def degraded_options(options: StreamingOptions) -> Mapping[str, Any]:
+    """Return the options of `DEGRADED_PRESET`. Empty for a family without this preset."""
+    preset = options.presets.get(DEGRADED_PRESET)
+    return {} if preset is None else preset.model
+
+
+def degraded_steps(options: StreamingOptions) -> int | None:
+    """Return the maximum number of denoise steps of a chunk with `fewer_steps`."""
+    steps: int | None = degraded_options(options).get("max_steps")
+    return steps
+
+
+def ladder_refusals(stream: StreamModelSetup[Any, Any]) -> dict[str, Refusal | None]:
+    """Return the fields of `Refusals` for the degradations."""
+    options, present = stream.options, stream.few_steps
+    steps, fewer_steps, tiny_vae = degraded_steps(options), None, None
+    if present is None or steps is None:
+        fewer_steps = Refusal("it always needs all its denoise steps")
+    elif present <= steps:
+        fewer_steps = Refusal(f"its chunks have {present} of at most {steps} denoise steps already")
+    if options.decoder == degraded_options(options).get("decoder"):
+        tiny_vae = Refusal(f"omni.model.decoder {options.decoder!r} decodes all chunks with it")
+    return {FEWER_STEPS: fewer_steps, TINY_VAE: tiny_vae}
+
+
+def needs_tiny_decoder(options: StreamingOptions, omni: OmniConfig) -> str | None:
+    """Return the option that needs the tiny decoder, in the user's spelling, or None."""
+    if options.decoder == "tiny":
+        preset = options.presets[options.preset].model.get("decoder") == "tiny"
+        source = f" (preset {options.preset!r})" if preset and "decoder" not in omni.model else ""
+        return f"omni.model.decoder 'tiny'{source}"
+    return f"omni.degradations {TINY_VAE!r}" if TINY_VAE in omni.degradations else None
