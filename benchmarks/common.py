@@ -111,6 +111,17 @@ def restart_with(environment: dict[str, str]) -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**environment, **os.environ})
 
 
+_paths_of_engines: list[list[Any]] = []
+"""Fast paths of each engine, for `fast_paths`."""
+
+
+async def record_fast_paths(engine: Any) -> None:
+    """Include the fast paths of an engine in the results of this process."""
+    from vllm_omni.entrypoints.engine.client import OmniEngine
+
+    _paths_of_engines.append(await OmniEngine(engine).fast_paths())
+
+
 @contextlib.asynccontextmanager
 async def running_engine(
     model: Path, omni: dict[str, Any], **engine_args: Any
@@ -129,6 +140,7 @@ async def running_engine(
         )
     )
     try:
+        await record_fast_paths(engine)
         yield engine
     finally:
         engine.shutdown()
@@ -375,6 +387,16 @@ def versions() -> dict[str, str]:
     return found
 
 
+def fast_paths() -> list[dict[str, Any]]:
+    """Return the recorded fast paths; a path that is off in one engine is off. Without an engine:
+    those of this machine.
+    """
+    from vllm_omni.model_executor.fast_paths import machine_paths
+    from vllm_omni.model_executor.layers.fast_path import joined
+
+    return [path.as_json() for path in joined(_paths_of_engines or [machine_paths()])]
+
+
 def command_line() -> str:
     """Return the command as a reader would type it, without the folder of the result."""
     words = iter(sys.argv[1:])
@@ -383,7 +405,7 @@ def command_line() -> str:
 
 
 def save(name: str, result: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Add date, command, hardware and versions, print the JSON, and write
+    """Add date, command, hardware, versions and fast paths, print the JSON, and write
     `<out>/<date>_<name>.json`.
     """
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
@@ -392,6 +414,7 @@ def save(name: str, result: dict[str, Any], args: argparse.Namespace) -> dict[st
         "command": command_line(),
         "hardware": hardware(),
         "versions": versions(),
+        "fast_paths": fast_paths(),
         **result,
     }
     text = json.dumps(document, indent=2)

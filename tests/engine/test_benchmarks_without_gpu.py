@@ -3,6 +3,7 @@
 results are consistent.
 """
 
+import argparse
 import ast
 import asyncio
 import json
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 from helpers.engine_client import SharedEngine
 
+from benchmarks import common
 from benchmarks.common import close_session
 from vllm_omni.model_executor.models.wan2_2.checkpoint import hf_config
 
@@ -84,6 +86,25 @@ def test_a_session_is_closed_once_it_is_idle(null_engine: SharedEngine) -> None:
         assert chunk.done() and (await client.stats())["sessions"] == 0
 
     null_engine.run(scenario())
+
+
+def test_every_result_has_the_fast_paths_of_its_engines(
+    null_engine: SharedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A benchmark without an engine records those of the machine, which has no options."""
+    monkeypatch.setattr(common, "_paths_of_engines", [])
+    args = argparse.Namespace(no_save=False, out=tmp_path)
+
+    def recorded(name: str) -> dict[str, str]:
+        common.save(name, {"result": {}}, args)
+        (path,) = tmp_path.glob(f"*_{name}.json")
+        found = json.loads(path.read_text())["fast_paths"]
+        assert all(one["on"] == (not one["reason"]) for one in found)
+        return {one["name"]: one["reason"] for one in found}
+
+    assert "GPU" in recorded("machine")["cudnn_fp8_attention"]
+    null_engine.run(common.record_fast_paths(null_engine.client.engine))
+    assert "--kv-cache-dtype" in recorded("engine")["cudnn_fp8_attention"]
 
 
 @pytest.mark.nightly

@@ -10,6 +10,7 @@ from helpers.waits import until
 
 from vllm_omni.entrypoints.engine.client import OmniEngine
 from vllm_omni.entrypoints.engine.readiness import Readiness
+from vllm_omni.model_executor.layers.fast_path import FastPath
 from vllm_omni.outputs import RequestFailed
 
 STATS = {"sessions": 0, "max_sessions": 2, "bytes": 0, "max_bytes": 100}
@@ -32,6 +33,9 @@ class StatsEngine(OmniEngine):
         if self.is_dead:
             raise RequestFailed("engine_dead", "the engine has stopped")
         return [dict(self.stats), *self.other_ranks]
+
+    async def fast_paths(self) -> list[FastPath]:
+        return [FastPath("fp8_attention", "bf16", "cudnn is not installed", "install it")]
 
 
 def send(
@@ -70,12 +74,19 @@ def test_ready_means_room_for_a_session(
     assert reply["max_sessions"] == 2
 
 
+def test_ready_lists_the_fast_paths_of_the_engine() -> None:
+    """Each has its reason if it is off."""
+    assert send(StatsEngine())[1]["fast_paths"] == [
+        {"name": "fp8_attention", "on": False, "reason": "cudnn is not installed"}
+    ]
+
+
 def test_a_dead_engine_is_not_ready() -> None:
     engine = StatsEngine()
     engine.is_dead = True  # type: ignore[misc]
     assert send(engine) == (
         503,
-        {"status": "engine_dead", **dict.fromkeys([*STATS, "age_s", "ranks"])},
+        {"status": "engine_dead", **dict.fromkeys([*STATS, "age_s", "ranks", "fast_paths"])},
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from vllm_omni.model_executor.layers.attention import fp8_attention
+from vllm_omni.model_executor.layers.fast_path import FastPath
 from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8
 
 
@@ -45,6 +46,6 @@ def as_on_hopper() -> Iterator[None]:
         return checked
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fp8_attention, "_has_cudnn", lambda device: True)
+        patch.setattr(fp8_attention, "cudnn_fp8_attention", lambda device: FastPath("", ""))
         patch.setattr(fp8_attention, "_product", product)
         yield

@@ -27,8 +27,8 @@ def test_cuda_graphs_are_the_default_where_possible(
     launches: bool,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert launches_graphs(requested, eager, offloads) == launches
-    assert launches_graphs(requested, eager, offloads, 1536) == launches
-    assert launches_graphs(requested, eager, offloads, 5120) == bool(requested)
+    assert launches_graphs(requested, eager, offloads).is_on == launches
+    assert launches_graphs(requested, eager, offloads, 1536).is_on == launches
+    assert launches_graphs(requested, eager, offloads, 5120).is_on == bool(requested)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert not launches_graphs(requested, eager, offloads)
+    assert not launches_graphs(requested, eager, offloads).is_on

@@ -159,6 +159,10 @@ class PipelineWorker:
         """Return statistics like a worker's (`SessionStore.stats`). A pipeline has no sessions."""
         return {"sessions": 0, "max_sessions": 0, "bytes": 0, "max_bytes": None, "chunks": {}}
 
+    def fast_paths(self) -> list[dict[str, Any]]:
+        """Return no fast paths: diffusers chooses its own implementations."""
+        return []
+
     def engine_processes(self) -> dict[str, Any]:
         return engine_processes()
 

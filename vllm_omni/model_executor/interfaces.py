@@ -27,6 +27,7 @@ import torch
 
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.device_async import StageTimer
+from vllm_omni.model_executor.layers.fast_path import FastPath
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
 from vllm_omni.model_executor.layers.lora.store import Selection
 from vllm_omni.outputs import RequestFailed
@@ -275,6 +276,14 @@ class SupportsStepExecution(Protocol[Session, Work]):
     def warmup_inputs(self) -> list[Inputs]:
         """Return requests of the largest shape, in order. The runner runs them once in a temporary
         session."""
+
+
+@runtime_checkable
+class HasFastPaths(Protocol):
+    """A part of a model that chooses between implementations when it is built."""
+
+    fast_paths: Sequence[FastPath]
+    """Its choices on this rank."""
 
 
 @runtime_checkable

@@ -28,6 +28,7 @@ from vllm.sequence import IntermediateTensors
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.checkpoint.quantization import LAYERS_KEY
 from vllm_omni.model_executor.dtypes import kv_cache_dtype
+from vllm_omni.model_executor.layers.fast_path import FastPath, Lack, lacks_gpu, this_device
 from vllm_omni.model_executor.layers.linear.stored_quantization import StoredQuantization
 from vllm_omni.multimodal import NamedTensorsInfo, NamedTensorsProcessor, NoDummyInputs
 
@@ -188,9 +189,13 @@ def _quantization(
     return StoredQuantization(quantization, stored[LAYERS_KEY])
 
 
-def compiles(requested: bool | None, eager: bool) -> bool:
+def compiles(requested: bool | None, eager: bool) -> FastPath:
     """Resolve `omni.model.compile`. Default: true on CUDA, unless the engine is eager."""
-    return (torch.cuda.is_available() and not eager) if requested is None else requested
+    if requested is not None:
+        lack = Lack("" if requested else "omni.model.compile is false")
+    else:
+        lack = lacks_gpu(this_device()) or Lack("--enforce-eager is set" if eager else "")
+    return lack.of("compile", "eager operations where there are no kernels")
 
 
 _MOST_CHANNELS = 2560
@@ -199,15 +204,35 @@ causal Wan 14B have 5120) take longer on a GPU than their launches take on the h
 
 
 def launches_graphs(
-    requested: bool | None, eager: bool, offloads: bool = False, channels: int = 0
-) -> bool:
-    """Resolve `omni.model.cuda_graphs`. Always false without CUDA.
+    requested: bool | None,
+    eager: bool,
+    offloads: bool = False,
+    channels: int = 0,
+    *,
+    name: str = "cuda_graphs",
+) -> FastPath:
+    """Resolve `omni.model.cuda_graphs`. Always off without CUDA.
 
     Args:
-        requested: The option. None: true unless one of the other arguments speaks against it.
+        requested: The option. None: on unless one of the other arguments speaks against it.
         eager: Whether the engine is eager.
         offloads: Whether some weights are on the host.
         channels: Channels of a token per rank.
+        name: Name in reports.
     """
-    pays = not (eager or offloads) and channels <= _MOST_CHANNELS
-    return torch.cuda.is_available() and (pays if requested is None else requested)
+    lack = lacks_gpu(this_device())
+    if not lack and requested is False:
+        lack = Lack("omni.model.cuda_graphs is false")
+    elif not lack and requested is None:
+        lack = _graphs_do_not_pay(eager, offloads, channels)
+    return lack.of(name, "kernels are launched one by one")
+
+
+def _graphs_do_not_pay(eager: bool, offloads: bool, channels: int) -> Lack:
+    if eager:
+        return Lack("--enforce-eager is set")
+    if offloads:
+        return Lack("weights are offloaded (--cpu-offload-gb)")
+    if channels > _MOST_CHANNELS:
+        return Lack(f"with {channels} channels per rank, launches take less time than kernels")
+    return Lack()

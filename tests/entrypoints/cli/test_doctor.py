@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers.fake_hopper import fake_hopper
 
 from vllm_omni.entrypoints.cli import doctor
 
@@ -165,6 +166,28 @@ def test_plugins_disabled_by_the_environment_are_a_warning(
     """`VLLM_PLUGINS` without this package's name disables its routes."""
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     assert doctor.check_entry_points().status == "warn"
+
+
+def test_fast_paths_are_listed_and_a_missing_package_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a Hopper GPU without cuDNN's Python package, the report names the package."""
+    monkeypatch.setattr(doctor, "run_checks", doctor.check_fast_paths)
+    with fake_hopper(without=["cudnn"]):
+        assert doctor.run(argparse.Namespace(fix=False)) == 0
+    assert (
+        "warn  fast path     cudnn_fp8_attention: off, because the package nvidia-cudnn-frontend "
+        "is not installed; FP8 keys and values are dequantized before attention instead\n"
+        f"{'':20}-> pip install nvidia-cudnn-frontend\n"
+    ) in capsys.readouterr().out
+
+
+def test_fast_paths_are_not_checked_next_to_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They import vLLM, which a fault may break, also for the checks after its fix."""
+    fault = doctor.DoctorFinding("vllm", "fail", "no metadata", "write it")
+    monkeypatch.setattr(doctor, "check_vllm", lambda: fault)
+    assert fault in doctor.run_checks()
+    assert "fast path" not in [finding.name for finding in doctor.run_checks()]
 
 
 @pytest.mark.parametrize("faulty", [True, False])

@@ -151,6 +151,17 @@ def test_every_line_of_a_session_names_it_and_the_request(served: Served) -> Non
     assert handshake.endswith(" request_id=logged-request")
 
 
+def test_the_fast_paths_are_logged_once_and_listed_when_ready(operated: Served) -> None:
+    """Both have every path of the engine, with its reason if it is off."""
+    wait_until(lambda: json.loads(call(operated, "GET", "/omni/ready")[1])["fast_paths"])
+    found = json.loads(call(operated, "GET", "/omni/ready")[1])["fast_paths"]
+    assert {"name": "flash_attention_3", "on": False, "reason": "there is no CUDA GPU"} in found
+    assert operated.log.count("fast paths: none") == 1
+    for path in found:
+        line = f"fast path {path['name']}: off, because {path['reason']}; "
+        assert operated.log.count(line) == 1, path
+
+
 def test_json_lines_have_the_ids_as_fields(operated: Served) -> None:
     before = len(operated.log)
     walk(operated, "json-session", {**AUTHORIZED, "X-Request-Id": "json-request"})

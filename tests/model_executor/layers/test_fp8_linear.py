@@ -20,6 +20,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kFp8StaticTensorSym,
 )
 
+from vllm_omni.model_executor.layers.fast_path import Lack
 from vllm_omni.model_executor.layers.linear import fp8_linear
 from vllm_omni.model_executor.layers.linear.fp8_linear import RowwiseFP8Kernel, choose_kernel
 from vllm_omni.model_executor.layers.linear.quantized_input import quantize_tokens
@@ -38,7 +39,8 @@ def chosen(
     row-wise FP8 in cuBLAS.
     """
     monkeypatch.setattr(cutlass, "cutlass_fp8_supported", lambda: True)
-    monkeypatch.setattr(fp8_linear, "has_rowwise_cublas", lambda: cublas)
+    lack = Lack("" if cublas else "this GPU has none")
+    monkeypatch.setattr(fp8_linear, "_lacks_rowwise_cublas", lambda device: lack)
     config = FP8ScaledMMLinearLayerConfig(
         weights, kFp8DynamicTokenSym, shape, torch.bfloat16, torch.bfloat16
     )

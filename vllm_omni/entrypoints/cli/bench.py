@@ -28,7 +28,7 @@ from vllm_omni.entrypoints.cli.parsers import add_command
 _CHECKOUT = Path(__file__).resolve().parents[3]
 _LOWER_IS_BETTER = ("_ms", "_s", "overhead", "_bytes", "bytes")
 _HIGHER_IS_BETTER = ("fps", "_per_s", "per_second", "sessions")
-_ABOUT = ("date", "command", "hardware", "versions")
+_ABOUT = ("date", "command", "hardware", "versions", "fast_paths")
 """Keys of a result that describe its origin. They are compared separately from the numbers."""
 
 

@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_checks() -> list[DoctorFinding]:
-    return [
+    findings = [
         check_name(sys.path),
         check_vllm(),
         check_torch(),
@@ -89,6 +89,10 @@ def run_checks() -> list[DoctorFinding]:
         check_entry_points(),
         check_shm(),
     ]
+    # Imports vLLM. A failed import would leave half-imported modules to the checks after a fix.
+    if all(finding.status != "fail" for finding in findings):
+        findings += check_fast_paths()
+    return findings
 
 
 def check_name(paths: Sequence[str]) -> DoctorFinding:
@@ -266,6 +270,22 @@ def check_shm(path: str = "/dev/shm") -> DoctorFinding:
     advice = "free some, or start the container with --shm-size=2g (or --ipc=host)"
     detail = f"{free / _GIB:.2f} GiB free in {path}"
     return DoctorFinding("shm", status, detail, "" if status == "ok" else advice)
+
+
+def check_fast_paths() -> list[DoctorFinding]:
+    """Check which fast paths a model in bfloat16 can use on this machine."""
+    try:
+        from vllm_omni.model_executor.fast_paths import machine_paths
+
+        paths = machine_paths()
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        detail = f"vLLM cannot be imported: {reason}"
+        return [DoctorFinding("fast path", "fail", detail, "reinstall vLLM")]
+    return [
+        DoctorFinding("fast path", "warn" if path.remedy else "ok", str(path), path.remedy)
+        for path in paths
+    ]
 
 
 def installed_version(name: str) -> str | None:

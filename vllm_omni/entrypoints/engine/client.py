@@ -41,6 +41,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm_omni.entrypoints.engine.ranks import SessionRanks
 from vllm_omni.entrypoints.telemetry.tracing import tracing
 from vllm_omni.inputs import DiffusionParams, engine_prompt
+from vllm_omni.model_executor.layers.fast_path import FastPath, joined
 from vllm_omni.outputs import RequestFailed, unpack_arrays
 from vllm_omni.runtime import log_context
 from vllm_omni.runtime.processes import machine_id
@@ -258,6 +259,15 @@ class OmniEngine:
             RequestFailed: The engine did not respond.
         """
         return await self._rpc("session_stats")
+
+    async def fast_paths(self) -> list[FastPath]:
+        """Return the fast paths of the engine, `joined` over its data-parallel ranks.
+
+        Raises:
+            RequestFailed: The engine did not respond.
+        """
+        ranks = await self._call_all_ranks("fast_paths")
+        return joined([FastPath(**fields) for fields in responses[0]] for responses in ranks)
 
     async def process_ids(self) -> list[int]:
         """Return the ids of the engine's processes on this machine: workers and engine cores.

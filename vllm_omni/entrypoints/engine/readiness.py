@@ -35,6 +35,17 @@ _COUNTED: Final = ("sessions", "max_sessions", "bytes", "max_bytes")
 _PATIENCE_S: Final = 0.5  # Kubernetes gives a probe one second by default
 
 
+class FastPathReply(BaseModel):
+    """A fast path, as in `ReadyReply.fast_paths`."""
+
+    name: str
+    """Name of the fast path."""
+    on: bool
+    """Whether the engine uses it."""
+    reason: str
+    """Why it is off. Empty: it is on."""
+
+
 class ReadyReply(BaseModel):
     """Reply of `/omni/ready`.
 
@@ -56,6 +67,8 @@ class ReadyReply(BaseModel):
     """
     ranks: list[dict[str, int | None]] | None = None
     """Numbers of each rank, if there are several."""
+    fast_paths: list[FastPathReply] | None = None
+    """Fast paths of the engine. None: not known yet."""
 
 
 class Readiness:
@@ -85,6 +98,7 @@ class Readiness:
         self._media_bytes, self._reply_bytes = media_bytes, reply_bytes
         self._stats: list[dict[str, Any]] = []  # of each data-parallel rank
         self._responded_s: float | None = None
+        self._fast_paths: list[FastPathReply] | None = None  # they do not change
         self._stats_request: asyncio.Task[RequestFailed | None] | None = None
         self._sampler = asyncio.create_task(self._sample())
 
@@ -108,6 +122,7 @@ class Readiness:
             ranks=[{name: rank[name] for name in _COUNTED} for rank in self._stats]
             if len(self._stats) > 1
             else None,
+            fast_paths=self._fast_paths,
         )
         headers = {} if has_room else {"Retry-After": "2"}
         return JSONResponse(reply.model_dump(), 200 if has_room else 503, headers)
@@ -131,6 +146,9 @@ class Readiness:
     async def _refresh(self) -> RequestFailed | None:
         try:
             self._stats = await self._engine.session_stats()
+            if self._fast_paths is None:
+                paths = await self._engine.fast_paths()
+                self._fast_paths = [FastPathReply(**path.as_json()) for path in paths]
         except RequestFailed as failure:
             return failure
         self._responded_s = time.monotonic()

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from vllm.triton_utils import HAS_TRITON
+
+from vllm_omni.model_executor.layers.fast_path import (
+    FastPath,
+    lacks_gpu,
+    lacks_triton,
+    this_device,
+)
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ class FusedOps:
         functions: dict[str, Any] = dict(vars(cls()))
         if compiled:
             functions = {name: cls.fuse(function) for name, function in functions.items()}
-        if HAS_TRITON and torch.cuda.is_available():
+        if pointwise_kernels(this_device()).is_on:
             functions |= {
                 kernel.__name__: on_cuda(kernel, functions[kernel.__name__])
                 for kernel in cls.kernels()
@@ -48,6 +54,12 @@ class FusedOps:
     def fuse(function: Callable[..., Any]) -> Callable[..., Any]:
         """Compile `function` for the static shapes that it is called with."""
         return torch.compile(function, dynamic=False)
+
+
+def pointwise_kernels(device: torch.device) -> FastPath:
+    """Return whether fused pointwise ops of tensors on this device have kernels."""
+    lack = lacks_gpu(device) or lacks_triton()
+    return lack.of("pointwise_kernels", "torch.compile, or single operations of torch")
 
 
 def on_cuda(kernel: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:

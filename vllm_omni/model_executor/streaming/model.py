@@ -129,6 +129,7 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         self.config, self.options = setup.config, setup.options
         self.omni, self.parallel, self.plan = setup.omni, setup.parallel, setup.plan
         self.kv_dtype = setup.kv_dtype
+        self.fast_paths = setup.fast_paths
 
     # -- of each model -----------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
+from vllm_omni.model_executor.layers.fast_path import FastPath
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 from vllm_omni.model_executor.streaming.stream import Config, Options, StreamModelSetup
 from vllm_omni.model_executor.vllm_model import ServedCheckpoint, compiles, launches_graphs
@@ -47,6 +48,8 @@ class StreamingSetup(Generic[Config, Options]):
     """vLLM's config for the transformer's weights. None: not quantized."""
     kv_dtype: torch.dtype | None = None
     """Dtype of stored keys and values. Default: `dtype`."""
+    fast_paths: tuple[FastPath, ...] = ()
+    """Choices that the fields above contain."""
 
     @classmethod
     def of_checkpoint(
@@ -83,6 +86,11 @@ class StreamingSetup(Generic[Config, Options]):
             options.sequence_parallel, omni.vae_stage, omni.partition, omni.vae_parallel
         )
         channels = stream.config.hidden_size // parallel.size
+        compiled = compiles(options.compile, eager)
+        graphs = launches_graphs(options.cuda_graphs, eager, offloads, channels)
+        text_graphs = launches_graphs(
+            options.cuda_graphs, eager, offloads, name="cuda_graphs_of_text_encoder"
+        )
         return cls(
             config=stream.config,
             layout=layout,
@@ -91,9 +99,10 @@ class StreamingSetup(Generic[Config, Options]):
             omni=omni,
             parallel=parallel,
             dtype=dtype,
-            compiled=compiles(options.compile, eager),
-            cuda_graphs=launches_graphs(options.cuda_graphs, eager, offloads, channels),
-            text_graphs=launches_graphs(options.cuda_graphs, eager, offloads),
+            compiled=compiled.is_on,
+            cuda_graphs=graphs.is_on,
+            text_graphs=text_graphs.is_on,
+            fast_paths=(compiled, graphs, text_graphs, parallel.peer_path),
             quantization=quantization,
             kv_dtype=kv_dtype,
             **cls.own_fields(checkpoint, stream, omni),

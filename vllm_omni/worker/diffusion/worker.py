@@ -6,10 +6,12 @@ receives between pipeline stages, and handles RPCs. This package adds the runner
 of sessions and the handling of a failed rank.
 """
 
+from dataclasses import asdict
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from vllm.distributed.parallel_state import get_world_group
 from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -17,6 +19,8 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_omni.engine_arguments.refusals import WORKER_CLS, check_ar_worker
+from vllm_omni.model_executor.fast_paths import engine_paths
+from vllm_omni.model_executor.layers.fast_path import FastPath, joined, log_paths
 from vllm_omni.model_executor.models.registry import ARCHITECTURES
 from vllm_omni.runtime.processes import end_with_parent, engine_processes
 from vllm_omni.worker.diffusion.liveness import (
@@ -49,6 +53,7 @@ class DiffusionWorkerMixin(_Worker):
         # pooling).
         self.use_v2_model_runner = False
         self._watchdog: Watchdog | None = None
+        self._fast_paths: list[FastPath] = []
 
     def _make_model_runner(self) -> DiffusionGPUModelRunner:  # type: ignore[override]
         # vLLM's config hook took precedence
@@ -62,12 +67,25 @@ class DiffusionWorkerMixin(_Worker):
         # vLLM reads replies in order of rank
         with failing_together(heard=get_world_group().rank == 0):
             seconds = warm_up(self.model_runner, self._used_before())
+            self._fast_paths = self._paths_of_all_ranks()
         timeout_s = self.model_runner.omni.rank_timeout_s
         if timeout_s is not None and get_world_group().world_size > 1:
             self._watchdog = watch_other_ranks(timeout_s)
         # as vLLM's workers do: full collections then visit only objects of requests
         freeze_gc_heap()
         return CompilationTimes(language_model=seconds, encoder=0.0)
+
+    def _paths_of_all_ranks(self) -> list[FastPath]:
+        """Return the fast paths of the engine, and log them on its first rank (collective)."""
+        world = get_world_group()
+        own = engine_paths(self.model_runner.network, self.vllm_config, self.device)
+        of_ranks = [own] * world.world_size
+        if world.world_size > 1:
+            dist.all_gather_object(of_ranks, own, group=world.cpu_group)
+        paths = joined(of_ranks)
+        if world.rank == 0:
+            log_paths(paths)
+        return paths
 
     def _used_before(self) -> int:
         """Return the bytes in use on the device before this rank loaded anything."""
@@ -91,6 +109,10 @@ class DiffusionWorkerMixin(_Worker):
     def session_stats(self) -> dict[str, Any]:
         """Return the sessions and bytes of this rank as JSON types. For `collective_rpc`."""
         return self.model_runner.sessions.stats()
+
+    def fast_paths(self) -> list[dict[str, Any]]:
+        """Return the fields of the engine's `FastPath`s, JSON types. For `collective_rpc`."""
+        return [asdict(path) for path in self._fast_paths]
 
     def engine_processes(self) -> dict[str, Any]:
         """Return the pids of this rank and its engine core as JSON types. For `collective_rpc`."""

@@ -16,20 +16,45 @@ import torch
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
+from vllm_omni.model_executor.layers.fast_path import FastPath, Lack, lacks_gpu, lacks_half
+
 
 @cache
 def _flash_attention(*versions: int) -> Callable[..., torch.Tensor] | None:
     """Return the first `flash_attn_varlen_func` of vLLM, by version, that the CUDA device supports,
     or None."""
-    try:
-        from vllm.vllm_flash_attn.flash_attn_interface import (
-            flash_attn_varlen_func,
-            is_fa_version_supported,
-        )
-    except ImportError:
+    found = [version for version in versions if not _lacks_flash_attention(version)]
+    if not found:
         return None
-    found = [version for version in versions if is_fa_version_supported(version)]
-    return partial(flash_attn_varlen_func, fa_version=found[0]) if found else None
+    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
+
+    return partial(flash_attn_varlen_func, fa_version=found[0])
+
+
+def _lacks_flash_attention(version: int) -> Lack:
+    """Return whether vLLM lacks a version of FlashAttention for the current CUDA device."""
+    try:
+        from vllm.vllm_flash_attn.flash_attn_interface import fa_version_unsupported_reason
+    except ImportError as error:
+        return Lack(" ".join(str(error).split()), "install a CUDA build of vLLM")
+    return Lack(fa_version_unsupported_reason(version) or "")
+
+
+@cache
+def flash_attention_3(device: torch.device, dtype: torch.dtype) -> FastPath:
+    """Return whether `attention` uses FlashAttention 3 for tensors of this device and dtype."""
+    lack = lacks_gpu(device) or lacks_half(dtype, "--dtype") or _lacks_flash_attention(3)
+    return lack.of("flash_attention_3", "torch's scaled_dot_product_attention")
+
+
+@cache
+def cudnn_cross_attention(device: torch.device, dtype: torch.dtype) -> FastPath:
+    """Return whether `cross_attention` uses cuDNN for tensors of this device and dtype."""
+    attention_path = flash_attention_3(device, dtype)
+    lack = Lack(attention_path.reason, attention_path.remedy) or Lack(
+        "" if torch.backends.cudnn.is_available() else "torch is built without cuDNN"
+    )
+    return lack.of("cudnn_cross_attention", "the attention of other layers")
 
 
 @cache  # unbounded, because captured CUDA graphs read these tensors for as long as they exist
@@ -59,7 +84,7 @@ def attention(
     if key_range is not None:
         return _attention_to_first(q_TNH, k_SNH, v_SNH, key_range)
     causal = causal and q_TNH.shape[0] > 1
-    if _is_half(q_TNH) and (flash := _flash_attention(3)):
+    if flash_attention_3(q_TNH.device, q_TNH.dtype).is_on and (flash := _flash_attention(3)):
         queries, keys = q_TNH.shape[0], k_SNH.shape[0]
         return flash(
             q_TNH,
@@ -85,7 +110,7 @@ def cross_attention(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tenso
     builds a plan for each new size, which pays off because prompts have few sizes. vLLM disables
     cuDNN in torch's automatic choice of kernels, so this function calls it explicitly.
     """
-    if _is_half(q_TNH) and _flash_attention(3) and torch.backends.cudnn.is_available():
+    if cudnn_cross_attention(q_TNH.device, q_TNH.dtype).is_on:
         q, k, v = _batch_of_one(q_TNH, k_SNH, v_SNH)
         out: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, False

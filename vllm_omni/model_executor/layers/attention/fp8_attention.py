@@ -13,15 +13,18 @@ reproducible for calls of the same sizes. `benchmarks/attention_kernels.py` meas
 
 # T query tokens, S stored tokens, N heads, H head dim
 
+import logging
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from vllm_omni.model_executor.layers.attention.attention import in_words
+from vllm_omni.model_executor.layers.fast_path import FastPath, lacks_hopper, lacks_package
 from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8, dequantize, quantize
+
+logger = logging.getLogger("vllm." + __name__)
 
 _QUERY_SCALE = 8.0
 """Factor of the queries. Queries times the scales of their keys are around 1/4; after this factor,
@@ -71,7 +74,7 @@ def fp8_product(
     """Return the FP8 product that `fp8_attention` uses for this number of queries, or None."""
     _, keys, *head = stored_2SNH.shape
     keys = keys if tokens_S is None else len(tokens_S)
-    if keys < _FEWEST_KEYS * num_queries or not _has_cudnn(stored_2SNH.device):
+    if keys < _FEWEST_KEYS * num_queries or not cudnn_fp8_attention(stored_2SNH.device).is_on:
         return None
     heads, width = head
     stride = (
@@ -129,10 +132,10 @@ def _chosen(stored_2SNH: torch.Tensor, tokens_S: torch.Tensor | None) -> torch.T
 
 
 @cache
-def _has_cudnn(device: torch.device) -> bool:
+def cudnn_fp8_attention(device: torch.device) -> FastPath:
     """Return whether this is a Hopper GPU with cuDNN's Python package installed."""
-    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-    return is_hopper and find_spec("cudnn") is not None
+    lack = lacks_hopper(device) or lacks_package("cudnn", "nvidia-cudnn-frontend")
+    return lack.of("cudnn_fp8_attention", "FP8 keys and values are dequantized before attention")
 
 
 @cache  # unbounded, because captured CUDA graphs use these tensors
@@ -188,7 +191,14 @@ def _product(
         graph.create_execution_plans([cudnn.heur_mode.A])
         graph.check_support()
         graph.build_plans()
-    except cudnn.cudnnGraphNotSupportedError:
+    except cudnn.cudnnGraphNotSupportedError as error:
+        logger.warning(
+            "cuDNN has no FP8 attention for queries %s and keys %s (%s); FP8 keys and values are "
+            "dequantized before attention instead",
+            q_shape,
+            stored_shape[1:],
+            " ".join(str(error).split())[:200],
+        )
         return None
     workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=device)
     retained = {

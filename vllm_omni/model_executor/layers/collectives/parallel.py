@@ -29,13 +29,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from vllm_omni.model_executor.layers.collectives.peer_memory import PeerMemory
+from vllm_omni.model_executor.layers.collectives.peer_memory import NOT_SHARDED, PeerMemory
 from vllm_omni.model_executor.layers.cuda_graphs import (
     ForwardGraphs,
     between_graphs,
     persistent_buffer,
     persistent_copy,
 )
+from vllm_omni.model_executor.layers.fast_path import FastPath
 from vllm_omni.model_executor.layers.kv_cache.memory_pool import MemoryPool, Ring
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
 
@@ -73,6 +74,8 @@ class ParallelContext:
     peers: PeerMemory | None = None
     """Symmetric memory of sequence-parallel ranks, which write into each other's buffers. None:
     use collectives."""
+    peer_path: FastPath = NOT_SHARDED
+    """Whether `peers` exists, and why not."""
 
     @classmethod
     def from_vllm(
@@ -99,6 +102,7 @@ class ParallelContext:
         if vae_parallel and tensor.world_size > 1:
             decode_group = _another_group(tensor.ranks, tensor.device_group)
         transfers = sequence_parallel and tensor.world_size > 1
+        peers, peer_path = PeerMemory.of_group(tensor) if transfers else (None, NOT_SHARDED)
         return cls(
             rank=tensor.rank_in_group,
             size=tensor.world_size,
@@ -110,7 +114,8 @@ class ParallelContext:
             partition=tuple(partition),
             decode_group=decode_group,
             encodes=tensor.is_first_rank and pipeline.is_first_rank,
-            peers=PeerMemory.of_group(tensor) if transfers else None,
+            peers=peers,
+            peer_path=peer_path,
         )
 
     @property

@@ -10,13 +10,23 @@ The protocol is: write, `meet`, read. All ranks must have read before a rank wri
 which a second `meet` ensures.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
 
+from vllm_omni.model_executor.layers.fast_path import FastPath, Lack
+
 if TYPE_CHECKING:
     from vllm.distributed.parallel_state import GroupCoordinator
+
+
+def _path(lack: Lack) -> FastPath:
+    return lack.of("peer_memory", "collectives")
+
+
+NOT_SHARDED: Final = _path(Lack("no ranks shard tokens (omni.model.sequence_parallel)"))
+"""`peer_memory` of ranks without sequence parallelism."""
 
 
 class PeerMemory:
@@ -29,9 +39,9 @@ class PeerMemory:
         self._replaced: list[Any] = []
 
     @classmethod
-    def of_group(cls, group: "GroupCoordinator") -> "PeerMemory | None":
-        """Return the memory of one of vLLM's groups, or None if its ranks cannot write into each
-        other's memory."""
+    def of_group(cls, group: "GroupCoordinator") -> "tuple[PeerMemory | None, FastPath]":
+        """Return the memory of one of vLLM's groups, or None with the reason if its ranks cannot
+        write into each other's memory."""
         from vllm.distributed.parallel_state import in_the_same_node_as
 
         here = (
@@ -49,9 +59,17 @@ class PeerMemory:
         reaches = named_apart and all(
             torch.cuda.can_device_access_peer(here, device) for device in others
         )
-        responses = [False] * group.world_size
-        dist.all_gather_object(responses, bool(same_machine and reaches), group=group.cpu_group)
-        return cls(group.device_group) if all(responses) else None
+        lack = Lack()
+        if not same_machine:
+            lack = Lack("the ranks are on several machines")
+        elif not named_apart:
+            lack = Lack("the ranks have no CUDA device each, or each rank sees only its own")
+        elif not reaches:
+            lack = Lack(f"GPU {here} has no peer access to another rank's GPU")
+        lacks = [lack] * group.world_size
+        dist.all_gather_object(lacks, lack, group=group.cpu_group)
+        lack = next(filter(None, lacks), lack)
+        return None if lack else cls(group.device_group), _path(lack)
 
     def buffers(self, name: str, nbytes: int) -> list[torch.Tensor]:
         """Return each rank's buffer of this name, uint8 [nbytes]. It is reused from the last call

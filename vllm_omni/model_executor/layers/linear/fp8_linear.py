@@ -7,7 +7,6 @@ on) is faster for the wide layers of large video models, with the same errors; s
 docs/architecture/speed_log.md.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +17,8 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kFp8DynamicTokenSym,
     kFp8StaticChannelSym,
 )
+
+from vllm_omni.model_executor.layers.fast_path import FastPath, Lack, lacks_hopper, this_device
 
 _LEAST_WIDTH = 4096
 """Minimum number of input and output channels. cuBLAS was not faster with 1536 channels, nor with
@@ -63,27 +64,57 @@ class RowwiseFP8Kernel(CutlassFP8ScaledMMLinearKernel):
 def choose_kernel(layer: nn.Module) -> None:
     """Make `layer` use `RowwiseFP8Kernel` if that is faster. Call it after weights are created,
     before they are loaded."""
-    method: Any = getattr(layer, "quant_method", None)
-    kernel = getattr(method, "fp8_linear", None)
-    if type(kernel) is not CutlassFP8ScaledMMLinearKernel or envs.VLLM_BATCH_INVARIANT:
-        return
-    keys = kernel.config.activation_quant_key, kernel.config.weight_quant_key
-    if keys != (kFp8DynamicTokenSym, kFp8StaticChannelSym):
-        return
-    weight: Any = layer.weight
-    if min(weight.shape) >= _LEAST_WIDTH and has_rowwise_cublas():
+    kernel = fp8_kernel(layer)
+    if kernel is not None and not _lacks_cublas(layer):
+        method: Any = layer.quant_method
         method.fp8_linear = RowwiseFP8Kernel(kernel.config, kernel.layer_param_names)
 
 
-@cache
-def has_rowwise_cublas() -> bool:
-    """Return whether torch multiplies with cuBLAS on this device when both operands have a scale
-    per row."""
+def fp8_kernel(layer: nn.Module) -> Any:
+    """Return the kernel of a layer with FP8 weights, or None."""
+    return getattr(getattr(layer, "quant_method", None), "fp8_linear", None)
+
+
+def cublas_fp8(device: torch.device) -> FastPath:
+    """Return whether layers with FP8 weights can use cuBLAS on this device."""
+    return _of_cublas(_lacks_rowwise_cublas(device))
+
+
+def cublas_fp8_layers(network: nn.Module) -> FastPath:
+    """Return whether layers of a network use cuBLAS."""
+    layers = [layer for layer in network.modules() if fp8_kernel(layer) is not None]
+    if not layers:
+        return _of_cublas(Lack("no layer has FP8 weights (--quantization)"))
+    if any(isinstance(fp8_kernel(layer), RowwiseFP8Kernel) for layer in layers):
+        return _of_cublas(Lack())
+    # of the layers that could use cuBLAS, if something is missing
+    return _of_cublas(max(map(_lacks_cublas, layers), key=lambda lack: bool(lack.remedy)))
+
+
+def _of_cublas(lack: Lack) -> FastPath:
+    return lack.of("cublas_fp8", "vLLM's kernel for FP8 products")
+
+
+def _lacks_cublas(layer: nn.Module) -> Lack:
+    """Return why a layer with FP8 weights keeps the kernel that vLLM has chosen."""
+    kernel = fp8_kernel(layer)
+    if type(kernel) is not CutlassFP8ScaledMMLinearKernel:
+        return Lack(f"vLLM has chosen {type(kernel).__name__}")
+    if envs.VLLM_BATCH_INVARIANT:
+        return Lack("VLLM_BATCH_INVARIANT is set")
+    keys = kernel.config.activation_quant_key, kernel.config.weight_quant_key
+    if keys != (kFp8DynamicTokenSym, kFp8StaticChannelSym):
+        return Lack("the weights have other scales than one per output channel")
+    weight: Any = layer.weight
+    if min(weight.shape) < _LEAST_WIDTH:
+        return Lack(f"CUTLASS is as fast for layers with fewer than {_LEAST_WIDTH} channels")
+    return _lacks_rowwise_cublas(this_device())
+
+
+def _lacks_rowwise_cublas(device: torch.device) -> Lack:
+    """Return whether torch lacks cuBLAS for operands with a scale per row on this device."""
     version = torch.version.cuda
-    if (
-        version is None
-        or not torch.cuda.is_available()
-        or torch.cuda.get_device_capability() != (9, 0)
-    ):
-        return False
-    return tuple(int(part) for part in version.split(".")[:2]) >= (12, 9)
+    lack = lacks_hopper(device) or Lack("" if version else "torch is not built for CUDA")
+    if lack or tuple(int(part) for part in str(version).split(".")[:2]) >= (12, 9):
+        return lack
+    return Lack(f"torch is built for CUDA {version}", "install a build of torch for CUDA 12.9")

@@ -18,6 +18,8 @@ from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFP8Scale
 from vllm.model_executor.layers.fusion.quant_activation import QuantizedActivation
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym
 
+from vllm_omni.model_executor.layers.fast_path import FastPath, Lack
+from vllm_omni.model_executor.layers.linear.fp8_linear import fp8_kernel
 from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8, LARGEST
 
 LEAST_SCALE = 1 / (LARGEST * 512)
@@ -31,17 +33,37 @@ def takes_quantized(layer: nn.Module) -> bool:
 
     A layer with a LoRA adapter does not, because the adapter needs the unquantized input.
     """
-    kernel = _kernel(layer)
-    if not isinstance(kernel, CutlassFP8ScaledMMLinearKernel) or envs.VLLM_BATCH_INVARIANT:
-        return False
-    return bool(kernel.config.activation_quant_key == kFp8DynamicTokenSym)
+    return fp8_kernel(layer) is not None and not _refuses_quantized(layer)
+
+
+def quantized_input_layers(network: nn.Module) -> FastPath:
+    """Return whether layers of a network accept quantized inputs."""
+    layers = [layer for layer in network.modules() if fp8_kernel(layer) is not None]
+    lacks = [_refuses_quantized(layer) for layer in layers]
+    lack = next(filter(None, lacks), Lack())
+    if not layers:
+        lack = Lack("no layer has FP8 weights (--quantization)")
+    elif not all(lacks):
+        lack = Lack()
+    return lack.of("quantized_inputs", "a separate pass quantizes the input of each layer")
+
+
+def _refuses_quantized(layer: nn.Module) -> Lack:
+    """Return why a layer with FP8 weights requires an unquantized input."""
+    kernel = fp8_kernel(layer)
+    if not isinstance(kernel, CutlassFP8ScaledMMLinearKernel):
+        return Lack(f"vLLM has chosen {type(kernel).__name__}")
+    if envs.VLLM_BATCH_INVARIANT:
+        return Lack("VLLM_BATCH_INVARIANT is set")
+    is_dynamic = kernel.config.activation_quant_key == kFp8DynamicTokenSym
+    return Lack("" if is_dynamic else "the inputs have a static scale")
 
 
 def product(layer: Any, x: QuantizedActivation, bias: torch.Tensor | None) -> torch.Tensor:
     """Return the matrix product of a layer that `takes_quantized`, in the dtype that `x` was
     quantized from."""
     rows_TD, width = x.data.view(-1, x.data.shape[-1]), layer.weight.shape[1]
-    result: torch.Tensor = _kernel(layer).apply_scaled_mm(
+    result: torch.Tensor = fp8_kernel(layer).apply_scaled_mm(
         A=rows_TD,
         B=layer.weight,
         out_dtype=x.orig_dtype,
@@ -78,7 +100,3 @@ def split_tokens(x: Input, count: int) -> list[Input]:
         return list(x.split(count))
     parts = zip(x.data.split(count), x.scale.split(count), strict=True)
     return [quantized(data, scale, x.orig_dtype) for data, scale in parts]
-
-
-def _kernel(layer: nn.Module) -> Any:
-    return getattr(getattr(layer, "quant_method", None), "fp8_linear", None)

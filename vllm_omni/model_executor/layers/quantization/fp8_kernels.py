@@ -15,16 +15,24 @@ from functools import cache
 from types import ModuleType
 
 import torch
-from vllm.triton_utils import HAS_TRITON
+
+from vllm_omni.model_executor.layers.fast_path import FastPath, lacks_capability, lacks_triton
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
 
 
 @cache
+def quantization_kernels(device: torch.device) -> FastPath:
+    """Return whether Triton converts e4m3 on this device."""
+    lack = lacks_capability(device, (8, 9)) or lacks_triton()
+    return lack.of("quantization_kernels", "several passes of plain torch")
+
+
+@cache
 def _kernels(device: torch.device) -> ModuleType | None:
-    """Return the module of Triton kernels if Triton converts e4m3 on this device, else None."""
-    if device.type != "cuda" or not HAS_TRITON or torch.cuda.get_device_capability(device) < (8, 9):
+    """Return the module of Triton kernels if this device has `quantization_kernels`, else None."""
+    if not quantization_kernels(device).is_on:
         return None
     from vllm_omni.model_executor.layers.quantization import fp8_triton
 

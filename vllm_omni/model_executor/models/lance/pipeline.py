@@ -27,6 +27,7 @@ from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs
+from vllm_omni.model_executor.layers.fast_path import FastPath
 from vllm_omni.model_executor.layers.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.lance.checkpoint import (
     LanceLayout,
@@ -112,6 +113,8 @@ class LanceSetup:
     """Whether denoise steps are replayed as CUDA graphs."""
     quantization: QuantizationConfig | None = None
     """Quantization of the decoder's weights."""
+    fast_paths: tuple[FastPath, ...] = ()
+    """Choices that the fields above contain."""
 
     @classmethod
     def of_checkpoint(
@@ -149,6 +152,9 @@ class LanceSetup:
                 f"{layout.root}`"
             )
         base, decoder_base = checkpoint["vae_dims"]
+        compiled, graphs = compiles(options.compile, eager), launches_graphs(None, eager, offloads)
+        if parallel.size > 1:  # ranks run collectives within a layer, which a graph cannot contain
+            graphs = graphs.disabled("several ranks share the layers")
         return cls(
             config=lance_config(checkpoint),
             vae_config=LanceVAEConfig(base_dim=base, decoder_base_dim=decoder_base),
@@ -156,9 +162,9 @@ class LanceSetup:
             options=options,
             parallel=parallel,
             dtype=dtype,
-            compiled=compiles(options.compile, eager),
-            # several ranks run collectives within a layer, which a graph must not capture
-            cuda_graphs=parallel.size == 1 and launches_graphs(None, eager, offloads),
+            compiled=compiled.is_on,
+            cuda_graphs=graphs.is_on,
+            fast_paths=(compiled, graphs, parallel.peer_path),
             quantization=quantization,
         )
 
@@ -188,6 +194,7 @@ class Lance(nn.Module):
     def __init__(self, setup: LanceSetup) -> None:
         super().__init__()
         self.config, self.options, self.parallel = setup.config, setup.options, setup.parallel
+        self.fast_paths = setup.fast_paths
         self.tokenizer = LanceTokenizer(
             setup.tokenizer, setup.config.special, setup.config.vocab_size
         )

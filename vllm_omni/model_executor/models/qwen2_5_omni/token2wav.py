@@ -34,7 +34,7 @@ from vllm_omni.model_executor.models.qwen2_5_omni.options import (
 )
 from vllm_omni.model_executor.one_shot import OneShotSession
 from vllm_omni.model_executor.schedules import standard_normal
-from vllm_omni.model_executor.vllm_model import StepPipeline
+from vllm_omni.model_executor.vllm_model import StepPipeline, launches_graphs
 from vllm_omni.outputs import RequestFailed
 
 _PREFIX = "token2wav."
@@ -82,8 +82,9 @@ class Token2WavPipeline(StepPipeline):
         self.samples_per_code = self.dit_config.repeats * math.prod(bigvgan.upsample_rates)
         self.token2wav = Qwen2_5OmniToken2WavModel(config).float().eval()
         self.voices = load_voices(self.path)
-        graphs = model_options.cuda_graphs and torch.cuda.is_available()
-        self.flow = FlowSolver.create(self.token2wav.code2wav_dit_model, graphs)
+        graphs = launches_graphs(model_options.cuda_graphs, eager=False)
+        self.fast_paths = (graphs,)
+        self.flow = FlowSolver.create(self.token2wav.code2wav_dit_model, graphs.is_on)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load token2wav's tensors from the files. `weights` (all tensors of the checkpoint) is

@@ -35,6 +35,7 @@ from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs, SupportsStepExecution
 from vllm_omni.model_executor.layers.attention.rope import rope_tables
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
+from vllm_omni.model_executor.layers.fast_path import FastPath
 from vllm_omni.model_executor.layers.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.wan.text_encoder.encoder import prompt_key, text_encoder_of
 from vllm_omni.model_executor.models.wan.text_encoder.prompts import SharedPrompts
@@ -101,6 +102,8 @@ class Wan22Setup:
     """This rank's branch of guidance. None: the rank runs both."""
     quantization: QuantizationConfig | None = None
     """Quantization of the transformers' weights."""
+    fast_paths: tuple[FastPath, ...] = ()
+    """Choices that the fields above contain."""
 
     @classmethod
     def of_checkpoint(
@@ -133,6 +136,7 @@ class Wan22Setup:
                 GuidanceRanks.of_parallel(parallel),
                 replace(parallel, rank=0, size=1, group=None),
             )
+        compiled = compiles(options.compile, eager)
         return cls(
             config=Wan22Config.from_checkpoint(values["transformer"]),
             checkpoint=Wan22Checkpoint(**values["facts"]),
@@ -144,7 +148,8 @@ class Wan22Setup:
             omni=omni,
             parallel=parallel,
             dtype=dtype,
-            compiled=compiles(options.compile, eager),
+            compiled=compiled.is_on,
+            fast_paths=(compiled, parallel.peer_path),
             quantization=quantization,
             guidance=guidance,
         )
@@ -199,6 +204,7 @@ class Wan22(nn.Module):
         super().__init__()
         self.config, self.checkpoint = setup.config, setup.checkpoint
         self.options, self.omni = setup.options, setup.omni
+        self.fast_paths = setup.fast_paths
         self.scheduler_values = setup.scheduler
         self.parallel = parallel = setup.parallel
         self.text_encoder = text_encoder_of(

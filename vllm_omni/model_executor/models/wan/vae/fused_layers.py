@@ -22,8 +22,15 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import (
 )
 from torch import nn
 from torch.nn import functional
-from vllm.triton_utils import HAS_TRITON
 
+from vllm_omni.model_executor.layers.fast_path import (
+    FastPath,
+    Lack,
+    lacks_capability,
+    lacks_gpu,
+    lacks_half,
+    lacks_triton,
+)
 from vllm_omni.model_executor.models.wan.vae.split_decode import RowBands
 from vllm_omni.model_executor.models.wan.vae.stacked_frames import (
     FrameLayout,
@@ -45,12 +52,18 @@ class FusedPasses:
     """Returns the sum of an `PendingSum`."""
 
 
-def fastest_passes(weight: torch.Tensor) -> FusedPasses | None:
-    """Return the kernels for a network with such weights, or None on CPUs, on old GPUs, in fp32 and
+def fused_vae(device: torch.device, dtype: torch.dtype) -> FastPath:
+    """Return whether networks with such weights are fused: not on CPUs, on old GPUs, in fp32 and
     without Triton."""
-    if not (HAS_TRITON and weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)):
-        return None
-    if torch.version.cuda is not None and torch.cuda.get_device_capability(weight.device) < (8, 0):
+    lack = lacks_gpu(device) or lacks_half(dtype, "omni.model.vae_dtype") or lacks_triton()
+    is_nvidia = torch.version.cuda is not None
+    lack = lack or (lacks_capability(device, (8, 0)) if is_nvidia else Lack())
+    return lack.of("fused_vae", "diffusers' Wan autoencoder")
+
+
+def fastest_passes(weight: torch.Tensor) -> FusedPasses | None:
+    """Return the kernels for a network with such weights, or None without `fused_vae`."""
+    if not fused_vae(weight.device, weight.dtype).is_on:
         return None
     from vllm_omni.model_executor.models.wan.vae import stack_kernels
 

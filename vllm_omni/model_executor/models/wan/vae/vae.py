@@ -37,6 +37,7 @@ from torch._dynamo.exc import TorchDynamoException
 from vllm_omni.model_executor.models.wan.architecture import VAEConfig
 from vllm_omni.model_executor.models.wan.vae.fused_decoder import FusedDecoder, fused_decoder
 from vllm_omni.model_executor.models.wan.vae.fused_encoder import FusedEncoder, fused_encoder
+from vllm_omni.model_executor.models.wan.vae.fused_layers import fused_vae
 from vllm_omni.model_executor.models.wan.vae.split_decode import RowBands, split_decoder
 from vllm_omni.model_executor.models.wan.vae_layers import (
     cached_convolution,
@@ -236,6 +237,8 @@ class StreamingWanVAE(nn.Module):
         self._decode_latent: LatentNetwork | None = self._fused
         if decoder and self._fused is None:
             self._decode_latent = _plain_decoder(self.decoder, compiled, frames_per_call)
+        weight = next(self.parameters(), None)
+        self.fast_paths = () if weight is None else (fused_vae(weight.device, weight.dtype),)
         self.register_load_state_dict_post_hook(lambda vae, _: vae.clear_derived())
 
     @property

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`FastPath`: a faster implementation, and the reason why it is not used.
+
+The module that chooses between two implementations returns its choice as a `FastPath` and branches
+on `is_on`. The log, `vllm-omni doctor`, `/omni/ready` and results of benchmarks show the same
+object (`model_executor/fast_paths.py` lists them), so a report cannot differ from the choice.
+"""
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+logger = logging.getLogger("vllm." + __name__)
+
+
+@dataclass(frozen=True)
+class FastPath:
+    """A choice between a fast implementation and a slower one."""
+
+    name: str
+    """Name in reports."""
+    instead: str
+    """The implementation that is used if this one is off."""
+    reason: str = ""
+    """Why it is off. Empty: it is on."""
+    remedy: str = ""
+    """How to turn it on, if the machine could use it. Empty: nothing is missing, because the
+    hardware does not support it or an option disables it."""
+
+    @property
+    def is_on(self) -> bool:
+        return not self.reason
+
+    def disabled(self, reason: str) -> "FastPath":
+        """Return this path turned off for a reason that is no fault of the machine."""
+        return FastPath(self.name, self.instead, reason)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the part that results and `/omni/ready` show."""
+        return {"name": self.name, "on": self.is_on, "reason": self.reason}
+
+    def __str__(self) -> str:
+        return f"{self.name}: " + (
+            "on" if self.is_on else f"off, because {self.reason}; {self.instead} instead"
+        )
+
+
+@dataclass(frozen=True)
+class Lack:
+    """What a machine lacks for a fast path. False if nothing is missing."""
+
+    reason: str = ""
+    """See `FastPath.reason`."""
+    remedy: str = ""
+    """See `FastPath.remedy`."""
+
+    def __bool__(self) -> bool:
+        return bool(self.reason)
+
+    def of(self, name: str, instead: str) -> FastPath:
+        """Return the fast path that this decides."""
+        return FastPath(name, instead, self.reason, self.remedy)
+
+
+def this_device() -> torch.device:
+    """Return the device of a model in this process: CUDA if there is a GPU, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def lacks_gpu(device: torch.device) -> Lack:
+    return Lack("" if device.type == "cuda" else "there is no CUDA GPU")
+
+
+def lacks_hopper(device: torch.device) -> Lack:
+    if device.type != "cuda":
+        return lacks_gpu(device)
+    capability = torch.cuda.get_device_capability(device)
+    return Lack("" if capability == (9, 0) else f"this GPU is sm_{_digits(capability)}, not sm_90")
+
+
+def lacks_capability(device: torch.device, least: tuple[int, int]) -> Lack:
+    """Return whether a device has a lower CUDA compute capability than `least`."""
+    if device.type != "cuda":
+        return lacks_gpu(device)
+    capability = torch.cuda.get_device_capability(device)
+    return Lack(
+        ""
+        if capability >= least
+        else f"this GPU is sm_{_digits(capability)}, older than sm_{_digits(least)}"
+    )
+
+
+def _digits(capability: tuple[int, int]) -> str:
+    return "".join(map(str, capability))
+
+
+def lacks_half(dtype: torch.dtype, option: str) -> Lack:
+    """Return whether `dtype`, which `option` sets, is not a half-precision type."""
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    return Lack("" if is_half else f"the dtype is {str(dtype).removeprefix('torch.')} ({option})")
+
+
+def lacks_package(module: str, package: str) -> Lack:
+    """Return whether a module cannot be imported; `package` is its name for pip."""
+    if find_spec(module) is not None:
+        return Lack()
+    return Lack(f"the package {package} is not installed", f"pip install {package}")
+
+
+def lacks_triton() -> Lack:
+    """Return whether Triton cannot run kernels on a GPU here."""
+    from vllm.triton_utils import HAS_TRITON
+
+    missing = lacks_package("triton", "triton")
+    if missing or HAS_TRITON:
+        return missing
+    return Lack("Triton finds no driver of this GPU", "install a CUDA build of torch")
+
+
+def joined(parts: Iterable[Iterable[FastPath]]) -> list[FastPath]:
+    """Return one list for all parts. A path is on if it is on in every part that has it."""
+    found: dict[str, FastPath] = {}
+    for path in (path for part in parts for path in part):
+        if found.setdefault(path.name, path).is_on:
+            found[path.name] = path
+    return list(found.values())
+
+
+def log_paths(paths: Sequence[FastPath]) -> None:
+    """Log one line for all paths that are on, and one for each other path."""
+    logger.info("fast paths: %s", ", ".join(path.name for path in paths if path.is_on) or "none")
+    for path in paths:
+        if path.remedy:
+            logger.warning("fast path %s (%s)", path, path.remedy)
+        elif not path.is_on:
+            logger.info("fast path %s", path)
