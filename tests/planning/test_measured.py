@@ -10,7 +10,8 @@ import pytest
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.planning.measured import MeasuredRun, all_runs, find_runs
 from vllm_omni.planning.memory import GPU_BYTES, plan_memory, splits
-from vllm_omni.planning.models import model_of, size_names
+from vllm_omni.planning.models import family_plans, model_of, size_names
+from vllm_omni.planning.preset_records import all_qualities
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 FP8 = {"weight_itemsize": 1.0, "kv_itemsize": 1}
@@ -62,6 +63,26 @@ def test_the_computed_memory_is_within_6_percent_of_the_measured_one(run: Measur
     split = next(each for each in splits(model, run.gpus) if str(each) == name)
     computed = plan_memory(model, GPU_BYTES[run.gpu], split, run.sessions // engines).memory_bytes
     assert computed / 1e9 == pytest.approx(run.memory_gb, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    "run", [run for run in all_runs() if run.preset], ids=lambda run: run.source
+)
+def test_a_run_of_a_preset_has_its_settings(run: MeasuredRun) -> None:
+    """On one GPU, with one session."""
+    family = next(name for name, plan in family_plans().items() if run.model in plan.sizes)
+    assert run.preset is not None and (run.gpus, run.sessions) == (1, 1)
+    preset = get_family(family).presets[run.preset]
+    options = source(run).get("model_options") or {}
+    assert options.get("preset") == run.preset or preset.model.items() <= options.items()
+    assert (run.precision == "bf16") == (preset.kv_cache_dtype is None)
+
+
+def test_the_qualities_of_record_agree_with_their_files() -> None:
+    for row in all_qualities():
+        result = json.loads((RESULTS / row.source).read_text())
+        values = [value["starts"] for value in result["record"]["values"]]
+        assert [row.psnr_db] in values and [row.sharpness] in values
 
 
 def test_runs_are_found_by_network_size_and_gpus(tmp_path: Path) -> None:

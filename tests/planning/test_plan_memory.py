@@ -144,6 +144,21 @@ def test_the_command_prints_splits_with_their_options_and_measured_runs(
     )
 
 
+def test_a_preset_is_planned_with_its_options_and_its_speed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Flags override the preset. A narrow network has FP8 weights only in `small`."""
+    text = plan(capsys, "lingbot_world", "--preset", "realtime")
+    assert "window 15" in text and "preset realtime, FP8 keys and values, FP8 weights" in text
+    assert "--additional-config.omni.model.preset realtime" in text
+    assert "balanced: 9.2 FPS on one H200, 8.7 FPS on one H100; realtime: not measured" in text
+    assert "window 12" in plan(capsys, "lingbot_world", "--preset", "realtime", "--window", "12")
+    narrow = model_of("lingbot_world_v2_1_3b", "realtime")
+    assert (narrow.weight_itemsize, narrow.kv_itemsize, narrow.denoise) == (2, 1, 2)
+    small = model_of("lingbot_world_v2_1_3b", "small")
+    assert (small.weight_itemsize, small.text_on_cpu, small.denoise) == (1, True, 4)
+
+
 def test_splits_can_be_served() -> None:
     """Ranks divide the heads, splits fit the GPUs, and none is listed twice."""
     model = model_of("causal_wan_1_3b")
@@ -216,6 +231,8 @@ def test_an_unplannable_model_is_refused_with_the_known_ones(tmp_path: Path) -> 
         (["lingbot_world", "--gpu", "A100"], "must be one of H200, H100"),
         (["lingbot_world", "--n", "0"], "from 1 to 64"),
         (["lingbot_world", "--height", "100"], "multiples of 16"),
+        (["waypoint", "--preset", "realtime"], "no preset 'realtime'; allowed: reference, small"),
+        (["all", "--preset", "small"], "name one model with --preset"),
         (["no_such_model"], "neither a checkpoint directory nor one of"),
         (["lingbot_world", "--sessions", "60"], "fit no split"),
         (["lingbot_world", "--matched-steps", "4"], "no noise-matched cache"),

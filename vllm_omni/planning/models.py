@@ -6,11 +6,13 @@ Reads configs, no weights; names no model. Held by tests/planning/.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 from vllm_omni.model_executor.models.registry import detect_family, family_names, get_family
+from vllm_omni.model_executor.presets import DEFAULT_PRESET, PresetName
 from vllm_omni.planning.stream_model import FamilyPlan, StreamModel
 from vllm_omni.worlds.description import read_description
 
@@ -38,7 +40,7 @@ def known_names() -> list[str]:
     return [*size_names(), *(name for plan in family_plans().values() for name in plan.releases)]
 
 
-def model_of(name: str, **changes: Any) -> StreamModel:
+def model_of(name: str, preset: PresetName = DEFAULT_PRESET, **changes: Any) -> StreamModel:
     """A model by name (`known_names`) or checkpoint directory. changes: fields of `StreamModel`.
 
     Raises ValueError.
@@ -46,9 +48,9 @@ def model_of(name: str, **changes: Any) -> StreamModel:
     A directory of a release's name comes before the release, the names of sizes before both.
     """
     path = Path(name)
-    for plan in family_plans().values():
+    for family_name, plan in family_plans().items():
         if name in plan.sizes or (name in plan.releases and not path.is_dir()):
-            return plan.named(name, changes)
+            return _with_preset(plan.named(name, changes), family_name, preset, changes)
     if not path.is_dir():
         raise ValueError(
             f"{name} is neither a checkpoint directory nor one of {', '.join(known_names())}"
@@ -57,9 +59,28 @@ def model_of(name: str, **changes: Any) -> StreamModel:
     if family.plan is None:
         *others, last = family_plans()
         raise ValueError(f"{name} is a {family.name}; `plan` knows {', '.join(others)} and {last}")
-    return family.plan.of_checkpoint(
-        str(path), family.hf_config(path)[family.name], {**_described(path, changes), **changes}
-    )
+    changes = {**_described(path, changes), **changes}
+    model = family.plan.of_checkpoint(str(path), family.hf_config(path)[family.name], changes)
+    return _with_preset(model, family.name, preset, changes)
+
+
+def _with_preset(
+    model: StreamModel, family_name: str, preset: PresetName, changes: Mapping[str, Any]
+) -> StreamModel:
+    """Return `model` with the values of a preset for fields that are not in `changes`."""
+    presets = get_family(family_name).presets
+    if preset not in presets:
+        raise ValueError(f"{family_name} has no preset {preset!r}; allowed: {', '.join(presets)}")
+    values, chosen = presets[preset].model, presets[preset]
+    fields = {field: values[option] for option, field in _OPTIONS.items() if option in values}
+    fields["denoise"] = min(model.denoise, values.get("max_steps", model.denoise))
+    fields["text_on_cpu"] = values.get("text_encoder_device") == "cpu"
+    if chosen.quantization and model.dim >= chosen.quantized_channels:
+        fields["weight_itemsize"] = 1.0
+    if chosen.kv_cache_dtype:
+        fields["kv_itemsize"] = 1
+    own = {field: value for field, value in fields.items() if field not in changes}
+    return replace(model, preset=preset, presets=tuple(presets), **own)
 
 
 def _described(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from vllm_omni.model_executor.presets import DEFAULT_PRESET
 from vllm_omni.planning.measured import find_runs
 from vllm_omni.planning.memory import GPU_BYTES, MemoryPlan, plan_memory, splits
+from vllm_omni.planning.preset_records import speed_of_record
 from vllm_omni.planning.stream_model import ParallelSplit, StreamModel
 
 _GPU_SIZES_GB: Final = (16, 24, 32, 48, 80, 96, 141)
@@ -45,7 +47,8 @@ def plan_text(model: StreamModel, gpu: str, gpus: int, sessions: int) -> str:
             f"{plan.max_sessions:4d} sessions  {' '.join(_options(model, plan.split))}"
         )
         lines.append(row.rstrip())
-    return "\n".join([*lines, room_text(model), *_measured_lines(model, gpu, gpus)])
+    lines += [room_text(model), _presets_line(model), *_measured_lines(model, gpu, gpus)]
+    return "\n".join(lines)
 
 
 def room_text(model: StreamModel) -> str:
@@ -79,6 +82,11 @@ def fits_text(models: Sequence[StreamModel]) -> str:
     return "\n".join(lines)
 
 
+def _presets_line(model: StreamModel) -> str:
+    speeds = (f"{name}: {speed_of_record(model, name)}" for name in model.presets)
+    return f"presets: {'; '.join(speeds)}"
+
+
 def _measured_lines(model: StreamModel, gpu: str, gpus: int) -> list[str]:
     runs = find_runs(model, gpu, gpus)
     if not runs:
@@ -87,7 +95,7 @@ def _measured_lines(model: StreamModel, gpu: str, gpus: int) -> list[str]:
         f"{'measured':24s} {'GPUs':>4s} {'FPS in all':>10s} {'first frame':>12s} {'memory':>9s}"
     ]
     for run in runs:
-        details = [run.precision]
+        details = [run.precision] + ([f"preset {run.preset}"] if run.preset else [])
         details += [f"window {run.window}"] if run.window else []
         details += [f"noise-matched, {run.matched_steps} steps"] if run.matched_steps else []
         details += [f"{run.sessions} sessions"] if run.sessions > 1 else []
@@ -100,7 +108,8 @@ def _measured_lines(model: StreamModel, gpu: str, gpus: int) -> list[str]:
 
 def _settings(model: StreamModel) -> str:
     """Return the settings of the model that differ from the defaults."""
-    parts = [f"noise-matched, {model.denoise} steps"] if model.noise_matched else []
+    parts = [] if model.preset == DEFAULT_PRESET else [f"preset {model.preset}"]
+    parts += [f"noise-matched, {model.denoise} steps"] if model.noise_matched else []
     parts += [f"{model.in_flight} chunks in flight"] if model.in_flight > 1 else []
     parts += ["video to video"] if model.video_input else []
     parts += ["FP8 keys and values"] if model.kv_itemsize == 1 else []
@@ -130,6 +139,8 @@ def _options(model: StreamModel, split: ParallelSplit) -> list[str]:
         options["vae_parallel"] = "true"
     if split.temporal:
         options["pipeline"] = "temporal"
+    if model.preset != DEFAULT_PRESET:
+        options["model.preset"] = model.preset
     if model.in_flight > 1:
         options["chunks_in_flight"] = str(model.in_flight)
     if model.noise_matched:

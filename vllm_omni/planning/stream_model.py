@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_omni.model_executor.presets import DEFAULT_PRESET, PresetName
+
 BF16 = 2
 """Bytes of one bf16 value."""
 _LATENT_CELL = 8
@@ -120,6 +122,10 @@ class StreamModel:
     """Memory of the autoencoder."""
     sequence_parallel: bool = True
     """Whether ranks can share the tokens of a chunk (Ulysses) and a decode."""
+    preset: PresetName = DEFAULT_PRESET
+    """Preset that the options above are of."""
+    presets: tuple[PresetName, ...] = ()
+    """Presets of the model's family."""
 
     @property
     def tokens_per_frame(self) -> int:

@@ -31,6 +31,7 @@ from vllm_omni.entrypoints.realtime.sessions.run import (
     SessionRun,
 )
 from vllm_omni.entrypoints.realtime.video import protocol
+from vllm_omni.entrypoints.realtime.world_camera.protocol import hello
 from vllm_omni.model_executor.models.registry import get_family
 
 LIMITS = EndpointLimits(max_image_bytes=1 << 20, max_image_pixels=1 << 20)
@@ -81,6 +82,10 @@ def test_a_family_overrides_only_the_values_that_differ(lingbot_world: Path) -> 
     chunks = {"latent_frames_per_chunk": 2, "first_chunk_latent_frames": 4}
     info = StreamInfo.from_vllm_config(config("lingbot_world", chunks, **checkpoint), "m")
     assert (info.first_chunk_frames, info.chunk_frames, info.size_multiple) == (13, 8, (16, 16))
+    assert info.preset == "reference"
+    realtime = config("lingbot_world", {"preset": "realtime"}, **checkpoint)
+    served = StreamInfo.from_vllm_config(realtime, "m")
+    assert hello(served, EndpointLimits(), "a", 1)["preset"] == "realtime"
     info = StreamInfo(first_chunk_latent_frames=1)
     assert (info.first_chunk_frames, info.latent_frames(1), info.latent_frames(12)) == (1, 1, 3)
 

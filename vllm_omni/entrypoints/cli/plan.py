@@ -2,10 +2,11 @@
 """`vllm-omni plan MODEL --gpu H200 --n 4`: sessions that fit on GPUs, and measured speeds."""
 
 import argparse
-from typing import Any
+from typing import Any, get_args
 
 from vllm_omni.entrypoints.cli.errors import CommandError
 from vllm_omni.entrypoints.cli.parsers import add_command
+from vllm_omni.model_executor.presets import DEFAULT_PRESET, PresetName
 
 
 def add_parser(subparsers: Any) -> None:
@@ -20,6 +21,7 @@ def add_parser(subparsers: Any) -> None:
         [
             "vllm-omni plan lingbot_world --gpu H200 --n 4",
             "vllm-omni plan my_world --sessions 4",
+            "vllm-omni plan lingbot_world_v2_1_3b --preset small",
             "vllm-omni plan all",
         ],
     )
@@ -33,6 +35,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--gpu", default="H200", help="kind of GPU, H200 or H100 (default: H200)")
     parser.add_argument("--n", type=int, default=1, help="largest number of GPUs (default: 1)")
     parser.add_argument("--sessions", type=int, default=1, help="live sessions (default: 1)")
+    parser.add_argument(
+        "--preset",
+        choices=get_args(PresetName),
+        default=DEFAULT_PRESET,
+        help=f"`omni.model.preset`, which other flags override (default: {DEFAULT_PRESET})",
+    )
     parser.add_argument("--height", type=int, help="pixels (default: the model's)")
     parser.add_argument("--width", type=int, help="pixels (default: the model's)")
     parser.add_argument(
@@ -116,10 +124,13 @@ def run(args: argparse.Namespace) -> int:
         changes |= {"adapters": args.max_loras, "adapter_rank": args.max_lora_rank}
     changes |= _cache(args)
     if args.model == "all":
+        if args.preset != DEFAULT_PRESET:
+            raise CommandError("`plan all` lists every precision: name one model with --preset")
         print(fits_text([model_of(name, **sized(changes)) for name in size_names()]))
         return 0
     try:
-        print(plan_text(model_of(args.model, **changes), args.gpu, args.n, args.sessions))
+        model = model_of(args.model, args.preset, **changes)
+        print(plan_text(model, args.gpu, args.n, args.sessions))
     except ValueError as error:
         raise CommandError(str(error)) from error
     return 0

@@ -69,6 +69,8 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Frame rate of streams without a rate of their client. None: the model's rate."""
     model: str = ""
     """Name of the model, as clients know it."""
+    preset: str | None = None
+    """Preset of the server (`omni.model.preset`). None: the model has no presets."""
     card: WorldDescription | None = None
     """World description of the checkpoint, if it has one."""
 
@@ -96,6 +98,9 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             "chunks_in_flight": omni.chunks_in_flight,
             "target_fps": omni.target_fps,
             "model": model,
+            "preset": None
+            if family.served_preset is None
+            else family.served_preset(hf_config, omni).name,
             "card": hf_config.get(CONFIG_KEY),
         }
         return parse_options(cls, info, f"stream metadata of {family.name}")

@@ -390,6 +390,7 @@ def hello(
         "protocol": PROTOCOL,
         "protocol_version": PROTOCOL_VERSION,
         "model": info.model,
+        "preset": info.preset,
         "session_id": session_id,
         "fps": info.fps,
         "default_size": [info.width, info.height],

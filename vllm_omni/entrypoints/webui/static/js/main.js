@@ -44,7 +44,7 @@ let status = ["connecting", "Connecting …"];
 
 link.addEventListener("up", ({ detail: { hello } }) => {
   status = ["up", "Connected"];
-  by("model").textContent = hello.model;
+  by("model").textContent = hello.preset ? `${hello.model} · preset ${hello.preset}` : hello.model;
   configure(hello.actions);
   controls.rises = !hello.world?.has_walls; // who is stopped by walls stays on the ground
   document.body.dataset.ground = controls.rises ? "open" : "walls";
