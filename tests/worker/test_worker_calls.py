@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.logged import logged
 from helpers.scheduling import execute, new_request, step
 from helpers.snapshot_steps import Worker, text_chunk
 
+from vllm_omni.model_executor.layers import fast_path
+from vllm_omni.model_executor.layers.fast_path import FastPath
 from vllm_omni.worker.diffusion import worker as diffusion_worker
 from vllm_omni.worker.diffusion.worker import DiffusionWorkerMixin
 
@@ -138,12 +141,34 @@ def test_ranks_watch_each_other_from_the_warm_up_to_the_shutdown(
         diffusion_worker, "warm_up", lambda runner, before: used.append(before) or 1.5
     )
     monkeypatch.setattr(diffusion_worker, "freeze_gc_heap", lambda: None)
+    worker._paths_of_all_ranks = list
     worker.model_runner = SimpleNamespace(omni=SimpleNamespace(rank_timeout_s=timeout_s))
     assert worker.compile_or_warm_up_model().language_model == 1.5
     assert used == [0]
     worker.shutdown()
     assert seen == watched
     assert worker.calls[1:] == ["shutdown"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_has_the_paths_of_all_and_the_first_logs_them(
+    worker: Any, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """A path that the other rank lacks is off on both."""
+    on, off = FastPath("a", "slow"), FastPath("a", "slow", "it is missing")
+    world = SimpleNamespace(rank=rank, world_size=2, cpu_group="gloo")
+    worker.vllm_config, worker.model_runner = None, SimpleNamespace(network=None)
+
+    def gather(found: list[Any], own: Any, group: str) -> None:
+        assert own == [on]
+        found[:] = [own, [off]]
+
+    monkeypatch.setattr(diffusion_worker, "get_world_group", lambda: world)
+    monkeypatch.setattr(diffusion_worker, "engine_paths", lambda *args: [on])
+    monkeypatch.setattr(diffusion_worker.dist, "all_gather_object", gather)
+    with logged(fast_path.logger) as lines:
+        assert worker._paths_of_all_ranks() == [off]
+    assert lines == (["fast paths: none", f"fast path {off}"] if rank == 0 else [])
 
 
 def test_device_memory_is_reported_on_a_gpu(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
