@@ -44,10 +44,9 @@ INTRODUCTION = f"""{Start}
 Generated from [benchmarks/results](../../benchmarks/results) by `make results`. A cell shows the
 median over the starts of the command and, where there were several starts, their range. Weights
 are random unless a row says otherwise, because speed does not depend on them. The commit is the
-one that recorded the result. GPUs of one model differ by up to six percent. No original
-implementation was measured here, so compare only rows of this page with each other, or run the
-command on your own GPU. [Lessons from optimization](../architecture/speed_log.md) says what made
-the difference.
+one that recorded the result. GPUs of one model differ by up to six percent, so compare rows of one
+GPU, or run the command on your own. [Lessons from optimization](../architecture/speed_log.md) says
+what made the difference.
 """
 
 TABLES = {
@@ -75,6 +74,14 @@ TABLES = {
         "it plays at 98 % of its rate.",
     ),
     "images": ("Images and video clips", "One request at a time, whole engine."),
+    "peers": (
+        "Other engines on the same GPU",
+        "480x832, four denoise steps and the clean-context pass per chunk of 12 frames, VAE decode "
+        "and uint8 frames on the host. The other engines run in one process without a server. "
+        "[benchmarks/peers](../../benchmarks/peers/README.md) says how to run it, what is replaced "
+        "in each engine and how fair the comparison is. These rows were recorded by earlier "
+        "drivers. Compare only rows of one GPU.",
+    ),
     "quality": (
         "Quality of the demo world",
         "PSNR of generated frames against the renderer's frames of the same walk, mean "

@@ -227,6 +227,8 @@ def _run(arguments: list[str], runs_in: Path) -> None:
 def _check_python(arguments: list[str]) -> None:
     if arguments[:2] in (["-m", "pytest"], ["-m", "venv"]) or arguments[:1] == ["-c"]:
         return
+    if arguments[:1] == ["-m"]:  # a package of this repository, by the parser of its __main__.py
+        arguments = [f"{arguments[1].replace('.', '/')}/__main__.py", *arguments[2:]]
     path = REPO / (arguments[0] if arguments else "")
     if not path.is_file():
         raise DocsError(f"there is no script {arguments[:1]}")
