@@ -8,6 +8,7 @@ Held by tests/docs/test_results_page.py.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ CURVES = Path(__file__).with_name("curves")
 PAGE = REPO / "docs" / "reference" / "quality.md"
 RESULTS = {
     "scores": ("2026-11-28_score_6_walks_three.json",),
+    "uploads": ("2026-11-29_uploads_three.json", "2026-11-29_uploads_before_poses.json"),
     "players": ("2026-11-28_players_still_three.json", "2026-11-28_players_bot_three.json"),
 }
-"""Results of the shipped weights in `curves/`, by kind."""
+"""Results of the shipped weights in `curves/`, by kind. The second result of `uploads` is that of
+the world that was shipped before the network received poses."""
 SHOWN = (1, 5, 20, 100)
 """Chunks of a held-out walk in the table."""
 
@@ -57,6 +60,29 @@ has hardly any edges, and the ratio says nothing.
 |---|---|---|
 """
 
+_UPLOADS = """
+## Images from elsewhere
+
+Photographs start sessions, whose pose in the world is then unknown: {images}. There is no truth, so
+the shipped world is compared with the one before it, whose network received no poses.
+
+| measure | shipped | without poses |
+|---|---|---|
+"""
+_OF_UPLOADS: tuple[tuple[str, Callable[[dict[str, Any]], Any]], ...] = (
+    ("turn by a held look key over the commanded one", lambda found: found["turn"]["ratio"]),
+    (
+        "latent frames that turn the wrong way",
+        lambda found: f"{found['turn']['wrong_sign']} of {found['turn']['latents']}",
+    ),
+    ("growth of the picture per step ahead; 1 is none", lambda found: found["step"]["growth"]),
+    ("share of walks that end in the prompt's style", lambda found: found["style"]),
+    (
+        "largest difference of the level at the end from the style's, of 2",
+        lambda found: found["level"]["largest"],
+    ),
+)
+
 
 def page_text() -> str:
     """Return the page for `RESULTS`."""
@@ -93,6 +119,12 @@ def page_text() -> str:
             f"prompt, {result['switch']['share'][0]:.0%} of the walks show the new style in the "
             f"next chunk. After turning away and back, the PSNR against the first view is "
             f"{result['loop']['psnr']:.1f} dB.\n"
+        )
+    if results["uploads"]:
+        out += _UPLOADS.format(images=", ".join(results["uploads"][0]["images"]))
+        out += "".join(
+            f"| {text} | " + " | ".join(str(get(found)) for found in results["uploads"]) + " |\n"
+            for text, get in _OF_UPLOADS
         )
     files = [name for names in RESULTS.values() for name in names]
     links = ", ".join(f"[{name}](../../training/tiny_world/curves/{name})" for name in files)
