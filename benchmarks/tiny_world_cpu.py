@@ -33,7 +33,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is the JSON object alone
 
 sys.path.insert(0, str(Path(__file__).parent))
-from common import run_request, running_engine
+from common import fast_paths, run_request, running_engine
 
 SIZES: dict[str, Any] = {
     "dim": 256,
@@ -249,6 +249,7 @@ def main() -> None:
                 "size": args.size,
                 "threads": torch.get_num_threads(),
                 "machine": machine,
+                "fast_paths": fast_paths(),
                 "runs": runs,
             },
             indent=1,

@@ -109,6 +109,7 @@ def test_a_worker_passes_the_initial_memory_use_to_the_warm_up(
     requested: list[int] = []
     omni = SimpleNamespace(rank_timeout_s=None)
     worker.model_runner = SimpleNamespace(omni=omni)
+    worker._paths_of_all_ranks = list
     monkeypatch.setattr(
         diffusion_worker, "warm_up", lambda runner, used: requested.append(used) or 0.0
     )
