@@ -603,16 +603,13 @@ def table(scenarios: dict[str, Any]) -> list[dict[str, Any]]:
             share >= 0.98,
             "1",
         )
-    turned = [
-        value
-        for name in ("straight", "wall")
-        for value in scenarios.get(name, {}).get("again_s", ())
-    ]
+    walls = [name for name in ("straight", "wall") if name in scenarios]
+    turned = [value for name in walls for value in scenarios[name].get("again_s", ())]
     if turned:
         soon = sum(value is not None and value <= AGAIN_S for value in turned)
         target = f"{len(turned)} of {len(turned)} within {AGAIN_S:g} s"
         add(
-            "straight and wall: a village again after turning away",
+            f"{' and '.join(walls)}: a village again after turning away",
             soon,
             target,
             soon == len(turned),

@@ -18,7 +18,11 @@ PAGE = REPO / "docs" / "reference" / "quality.md"
 RESULTS = {
     "scores": ("2026-11-28_score_6_walks_three.json",),
     "uploads": ("2026-11-29_uploads_three.json", "2026-11-29_uploads_before_poses.json"),
-    "players": ("2026-11-28_players_still_three.json", "2026-11-28_players_bot_three.json"),
+    "players": (
+        "2026-11-29_players_rest_three.json",
+        "2026-11-29_players_wall_three.json",
+        "2026-11-28_players_bot_three.json",
+    ),
 }
 """Results of the shipped weights in `curves/`, by kind. The second result of `uploads` is that of
 the world that was shipped before the network received poses."""
