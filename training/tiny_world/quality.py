@@ -105,11 +105,8 @@ def page_text() -> str:
         out += "\n| scenario | walks | seconds | seed | judged frames |\n|---|---|---|---|---|\n"
         for result in results["players"]:
             for name, found in result["scenarios"].items():
-                judged = f"{min(found['judged']):.2f}"
-                out += (
-                    f"| `{name}` | {found['walks']} | {found['seconds']} | {result['seed']} | "
-                    f"{judged} |\n"
-                )
+                cells = name.replace("_", " "), found["walks"], found["seconds"], result["seed"]
+                out += f"| {' | '.join(map(str, cells))} | {min(found['judged']):.2f} |\n"
     for result in results["scores"]:
         out += _SCORES + "".join(
             f"| {chunk} | {result['psnr'][chunk - 1]:.1f} dB | "
