@@ -13,7 +13,6 @@ from ar_eagle import BLOCKS, DRAFTER_LAYERS, write_eagle3_drafter
 from ar_engine import PROMPTS, Reference, assert_hidden_states, params, running_llm, states_of
 from ar_torchrun import run_two_ranks
 from helpers.ar_compatibility import feature
-from helpers.engine_client import STOCK_SCHEDULER
 from helpers.programs import run_program
 from vllm.lora.request import LoRARequest
 
@@ -237,13 +236,13 @@ def test_torchrun_pipeline_parallel(tiny_language_model: Path, tmp_path: Path) -
 
 
 @feature("worker without the scheduler")
-def test_without_the_scheduler_requests_get_their_text(tiny_language_model: Path) -> None:
-    """With vLLM's scheduler, hidden states are None and the text equals stock vLLM's."""
-    with running_llm(tiny_language_model, scheduler_cls=STOCK_SCHEDULER) as llm:
+def test_the_worker_brings_its_scheduler(tiny_language_model: Path) -> None:
+    """Without a scheduler's name, hidden states arrive, and the text is that of other requests."""
+    with running_llm(tiny_language_model, scheduler_cls=None) as llm:
         outputs = llm.generate([PROMPTS[0]] * 2, [params("all"), params(None)], use_tqdm=False)
         assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
-        assert hidden_states_of(outputs[0]) is None
-        assert llm.collective_rpc("hidden_states_stats")[0]["delivers"] is False
+        assert hidden_states_of(outputs[0]) is not None and hidden_states_of(outputs[1]) is None
+        assert llm.collective_rpc("hidden_states_stats")[0]["delivers"] is True
 
 
 @feature("scheduler without the worker")

@@ -15,8 +15,6 @@ from vllm.sampling_params import RequestOutputKind
 
 from vllm_omni.hidden_states import hidden_states_of
 
-ASYNC_SCHEDULER = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
-"""vLLM's default on CUDA. Without a name, our worker brings its own scheduler."""
 TORCHRUN_LIMIT_S = 120
 LIMIT_S = 180
 """Timeout of a test with an engine that compiles."""
@@ -79,15 +77,15 @@ def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @feature("worker without the scheduler", "V2")
-def test_without_the_scheduler_requests_get_their_text(model: Path) -> None:
-    """With vLLM's scheduler, hidden states are None."""
-    with Engine(model, "V2", scheduler_cls=ASYNC_SCHEDULER, enforce_eager=True) as running:
+def test_the_worker_brings_its_scheduler(model: Path) -> None:
+    """Without a scheduler's name, hidden states arrive."""
+    with Engine(model, "V2", scheduler_cls=None, enforce_eager=True) as running:
         requested, plain = running.run(
             *((PROMPTS[0], params(mode, output_kind=FINAL)) for mode in ("all", None))
         )
         assert len(requested[0].outputs[0].token_ids) == len(plain[0].outputs[0].token_ids) == 8
-        assert hidden_states_of(requested[0]) is None
-        assert running.stats()["delivers"] is False
+        assert hidden_states_of(requested[0]) is not None and hidden_states_of(plain[0]) is None
+        assert running.stats()["delivers"] is True
 
 
 @feature("scheduler without the worker", "V2")
