@@ -7,7 +7,6 @@ tests/test_import_purity.py asserts the exact list of registries that it touches
 
 import logging
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -272,13 +271,10 @@ def apply_preset(vllm_config: "VllmConfig", family: ModelFamily, omni: OmniConfi
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
     config = model.hf_config.to_dict()
-    is_stored = config.get("quantization_config") is not None
     assert family.served_preset is not None
-    preset = family.served_preset(config, omni)
-    preset = replace(
-        preset,
-        quantization=None if is_stored or model.quantization else preset.quantization,
-        kv_cache_dtype=preset.kv_cache_dtype if cache.cache_dtype == "auto" else None,
+    preset = family.served_preset(config, omni).next_to(
+        weights=bool(model.quantization or config.get("quantization_config") is not None),
+        keys_and_values=cache.cache_dtype != "auto",
     )
     check_preset_precision(
         preset,

@@ -12,7 +12,7 @@ precision, because vLLM's arguments are known only there. An option has the firs
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 PresetName = Literal["reference", "balanced", "realtime", "small"]
@@ -75,6 +75,19 @@ class ServedPreset:
         flags = {"quantization": self.quantization, "kv-cache-dtype": self.kv_cache_dtype}
         parts += [f"--{flag} {value}" for flag, value in flags.items() if value is not None]
         return ", ".join(parts) or "the release's own settings"
+
+    def next_to(self, *, weights: bool, keys_and_values: bool) -> "ServedPreset":
+        """Return the preset without the precision that the user or the checkpoint sets.
+
+        Args:
+            weights: Whether the precision of the weights is set.
+            keys_and_values: Whether that of keys and values is set.
+        """
+        return replace(
+            self,
+            quantization=None if weights else self.quantization,
+            kv_cache_dtype=None if keys_and_values else self.kv_cache_dtype,
+        )
 
 
 def served_preset(

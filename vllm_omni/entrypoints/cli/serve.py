@@ -18,7 +18,7 @@ import secrets
 import shlex
 import socket
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -352,12 +352,9 @@ def _check_preset(
     flags: "ServeFlags", preset: "ServedPreset", hf_config: Mapping[str, Any]
 ) -> None:
     """Check that the device supports the precision that a preset sets."""
-    own_weights = "quantization" in flags.values or "quantization_config" in hf_config
-    own_kv = flags.values.get("kv-cache-dtype", "auto") != "auto"
-    preset = replace(
-        preset,
-        quantization=None if own_weights else preset.quantization,
-        kv_cache_dtype=None if own_kv else preset.kv_cache_dtype,
+    preset = preset.next_to(
+        weights="quantization" in flags.values or "quantization_config" in hf_config,
+        keys_and_values=flags.values.get("kv-cache-dtype", "auto") != "auto",
     )
     if preset.quantization is None and preset.kv_cache_dtype is None:
         return
