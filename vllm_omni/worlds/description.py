@@ -112,8 +112,8 @@ class WorldDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     pitch_limit_degrees: Annotated[float, msgspec.Meta(ge=0, le=PITCH_LIMIT_DEGREES)] = (
         PITCH_LIMIT_DEGREES
     )
-    """Largest angle of the view above or below the horizon that keys and axes reach, in a world
-    with an occupancy grid."""
+    """Largest angle of the view above or below the horizon that keys and axes reach, if the model
+    receives the pose in the world."""
     tour: WorldTour | None = None
     """Prepared walk, if there is one."""
     model: dict[str, Any] = msgspec.field(default_factory=dict)

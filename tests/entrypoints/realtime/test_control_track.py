@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,6 +32,7 @@ from vllm_omni.entrypoints.realtime.controls.pose_track import (
     unit_quaternion,
 )
 from vllm_omni.inputs import Lora
+from vllm_omni.worlds.movement import pitch_of
 
 W, A, D, NONE = ("w",), ("a",), ("d",), ()
 
@@ -375,6 +377,17 @@ def test_a_target_is_reached_evenly() -> None:
     np.testing.assert_allclose(poses_N44[-1, :3, 3], [0, -1.2, 2.4], atol=1e-6)
     np.testing.assert_allclose(np.diff(poses_N44[:, 2, 3]), 0.2, atol=1e-6)
     assert (progress.started, progress.active, progress.completed) == (("t",), (), ("t",))
+
+
+@pytest.mark.parametrize(("limit", "reached"), [({}, 84.0), ({"pitch_limit_degrees": 40.0}, 36.0)])
+def test_a_velocity_looks_up_to_the_limit_of_the_world(
+    limit: dict[str, float], reached: float
+) -> None:
+    """Steps of 12 degrees, as many as fit. The model has the same limit."""
+    track, half = PoseTrack(walks=True, **limit), math.radians(12) / 2
+    track.push(command("v", "velocity", turn=(-math.sin(half), 0, 0, math.cos(half))))
+    poses_N44, _ = track.sample(48, 12)
+    assert pitch_of(torch.from_numpy(poses_N44[-1])) == pytest.approx(reached, abs=1e-3)
 
 
 def test_a_target_may_take_several_chunks() -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worlds with poses: the start pose, motion by controls, and the network's input."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,19 @@ def test_walls_stop_held_keys(world: LingBotWorld) -> None:
     for _ in range(4):
         rows = chunk_poses(world, session, actions=[["w"]] * 3)
     assert 2.8 < rows[-1][1] < 3.0 and rows[-1][1] == pytest.approx(rows[-2][1], abs=1e-6)
+
+
+@pytest.mark.parametrize("start", [{}, {"start_pose": {**ELSEWHERE, "pitch_degrees": 0.0}}])
+def test_a_world_limits_how_far_keys_look_down(world: LingBotWorld, start: dict[str, Any]) -> None:
+    """With a known pose and without one, as the endpoints assume for commands of cameras."""
+    assert world.world is not None
+    limited = replace(world.world, pitch_limit_degrees=12.0)
+    session = open_session(world)
+    run_chunk(world, session, prompt="a day", actions=[[], ["k"], ["k"]], options=start)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world, "world", limited)
+        run_chunk(world, session, actions=[["k"]] * 3)
+    assert session.tail.pitch_degrees == pytest.approx(-12.0)
 
 
 def test_analog_axes_add_to_keys(world: LingBotWorld) -> None:

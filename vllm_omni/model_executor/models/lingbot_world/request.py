@@ -227,8 +227,11 @@ def _walk(
     world's coordinates and does not pass through walls."""
     if not motions:
         return origin.pose_44.new_empty(0, 4, 4), origin
-    if world is None or origin.start is None or world.grid is None:
+    if world is None:
         return cam.integrate_motions(motions, origin)
+    limit = world.pitch_limit_degrees
+    if origin.start is None or world.grid is None:
+        return cam.integrate_motions(motions, origin, pitch_limit_degrees=limit)
     unit = world.metres_per_unit
     there = replace(origin, pose_44=origin.start.world_poses(origin.pose_44[None], unit)[0])
     walked, tail = cam.integrate_motions(
@@ -236,7 +239,7 @@ def _walk(
         there,
         move=cam.MOVE_UNIT * unit,
         grid=world.grid,
-        pitch_limit_degrees=world.pitch_limit_degrees,
+        pitch_limit_degrees=limit,
     )
     path = origin.start.session_poses(walked, unit)
     return path, replace(tail, pose_44=path[-1])
