@@ -31,6 +31,7 @@ from training.tiny_world.village import (
     HOUSES,
     PERIOD,
     PINES,
+    PITCH_LIMIT_DEGREES,
     ROOFS,
     STYLES,
     TOWER,
@@ -63,8 +64,6 @@ ABOUT = (
     "turns into something like the village."
 )
 _MAP_PIXELS = 384
-PITCH_LIMIT_DEGREES = 40.0
-"""The clouds form rings around the zenith, and the ground at a camera's feet is one colour."""
 DENOISE_INDICES = (0,)
 """Denoise steps that the world is served with: with the pose known, more of them score no
 better.

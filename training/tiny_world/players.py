@@ -356,8 +356,8 @@ def _other_keys(last: str, generator: torch.Generator) -> str:
 def _free_keys(
     starts: torch.Tensor, yaw: torch.Tensor, latents: int, generator: torch.Generator
 ) -> list[list[str]]:
-    """A bot's keys for each start, but a player who would touch a wall turns instead, and so can
-    be undone.
+    """A bot's keys for each start that can be undone: a player who would touch a wall turns
+    instead, and one who would look further up or down than `LARGEST_PITCH` does not.
     """
     number = len(starts)
     wished = [_bot_keys(latents, generator) for _ in range(number)]
@@ -373,6 +373,11 @@ def _free_keys(
     for latent in range(latents):
         held = [
             sides[index] if evading[index] else wished[index][latent] for index in range(number)
+        ]
+        _, looked = move_cameras(poses, pitch, CameraMotion.of_keys(held), STEP_M)
+        held = [
+            _only(keys, "wsadjl") if beyond else keys
+            for keys, beyond in zip(held, (looked.abs() > LARGEST_PITCH).tolist(), strict=True)
         ]
         free, _ = move_cameras(poses, pitch, CameraMotion.of_keys(held), STEP_M)
         after, _ = move_cameras(poses, pitch, CameraMotion.of_keys(held), STEP_M, village_grid())

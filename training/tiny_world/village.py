@@ -19,6 +19,12 @@ import torch
 PERIOD = 30.0
 """Metres after which the village repeats."""
 EYE_HEIGHT = 1.6
+PITCH_LIMIT_DEGREES = 40.0
+"""Largest angle of a view above or below the horizon that the served world allows.
+
+The clouds form rings around the zenith, and the ground at a camera's feet is one colour. Random
+walks of the training look further, so that the edge of the range is not the edge of the data.
+"""
 STYLES = ("day", "dusk", "snow")
 
 PLAIN, WALL, ROOF, STRIPES = range(4)

@@ -17,8 +17,9 @@ from typing import ClassVar
 
 import torch
 
-from training.tiny_world.village import PERIOD, Village, wrap
+from training.tiny_world.village import PERIOD, PITCH_LIMIT_DEGREES, Village, wrap
 from vllm_omni.model_executor.models.lingbot_world.camera import ACTION_SPACE
+from vllm_omni.worlds import movement
 from vllm_omni.worlds.grid import OccupancyGrid
 from vllm_omni.worlds.movement import (
     PITCH_DEGREES,
@@ -148,10 +149,10 @@ def scripted_walks(
     keys_NL: torch.Tensor,
     pitch_N: torch.Tensor | None = None,
 ) -> Walks:
-    """Move cameras from given positions by given keys (bits as in `Walks.keys`). pitch_N:
-    radians.
+    """Move cameras from given positions by given keys (bits as in `Walks.keys`), as the served
+    world moves them. pitch_N: radians.
     """
-    walker = _Walker(start_N2, yaw_N, pitch_N)
+    walker = _Walker(start_N2, yaw_N, pitch_N, PITCH_LIMIT_DEGREES)
     for latent in range(keys_NL.shape[1]):
         walker.step(keys_NL[:, latent])
     return walker.walks()
@@ -278,8 +279,13 @@ class _Walker:
     """Many walkers at once; remembers every latent frame."""
 
     def __init__(
-        self, start_N2: torch.Tensor, yaw_N: torch.Tensor, pitch_N: torch.Tensor | None = None
+        self,
+        start_N2: torch.Tensor,
+        yaw_N: torch.Tensor,
+        pitch_N: torch.Tensor | None = None,
+        pitch_limit_degrees: float = movement.PITCH_LIMIT_DEGREES,
     ) -> None:
+        self.pitch_limit_degrees = pitch_limit_degrees
         self.yaw = torch.rad2deg(yaw_N.double())
         self.degrees = (
             torch.zeros_like(self.yaw) if pitch_N is None else torch.rad2deg(pitch_N.double())
@@ -303,7 +309,9 @@ class _Walker:
         before = self.poses
         if self.rows:  # the first latent frame is the image the walk starts from
             motion = _motion(keys_N, scale_N)
-            self.poses, degrees = move_cameras(before, self.degrees, motion, STEP_M, village_grid())
+            self.poses, degrees = move_cameras(
+                before, self.degrees, motion, STEP_M, village_grid(), self.pitch_limit_degrees
+            )
             self.yaw, self.degrees = self.yaw + motion.yaw_degrees, degrees
         relative = (inverse_poses(before) @ self.poses)[:, :3]
         relative[:, :, 3] /= STEP_M

@@ -3,6 +3,8 @@
 that happened.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -17,9 +19,12 @@ from training.tiny_world.walks import (
     scripted_walks,
     village_grid,
 )
-from vllm_omni.model_executor.models.lingbot_world.camera import CameraTail, integrate_actions
+from vllm_omni.model_executor.models.lingbot_world.camera import CameraTail, integrate_motions
+from vllm_omni.worlds.description import read_description
+from vllm_omni.worlds.movement import CameraMotion
 
 LENGTH = 60
+VILLAGE = Path(__file__).parents[3] / "vllm_omni" / "worlds" / "village"
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +33,22 @@ def walks() -> Walks:
 
 
 def test_a_walk_goes_where_the_packages_camera_goes() -> None:
-    """Positions and headings are the integrated poses among the same walls; the first latent frame
-    is the start image, whatever is held.
+    """Positions and headings are the integrated poses among the same walls and within the pitch
+    limit of the served world; the first latent frame is the start image, whatever is held.
     """
-    held = ["w", "wl", "wl", "d", "s", "ij", "wi", "k", "wa", "", *["w"] * 20]
+    served = read_description(VILLAGE)
+    assert served is not None
+    held = ["w", "wl", "wl", "d", "s", "ij", "wi", "k", "wa", "", *["w"] * 20, *["wi"] * 12]
     bits = torch.tensor([[key_bits(keys) for keys in held]], dtype=torch.uint8)
     walk = scripted_walks(torch.tensor([[1.2, -4.0]]), torch.tensor([0.4]), bits)
     start = CameraTail(walk.world_poses()[0, 0], 0.0)
-    poses, _ = integrate_actions(held[1:], start, move=STEP_M, grid=village_grid())
+    poses, _ = integrate_motions(
+        [CameraMotion.of_keys([keys]) for keys in held[1:]],
+        start,
+        move=STEP_M,
+        grid=village_grid(),
+        pitch_limit_degrees=served.pitch_limit_degrees,
+    )
     poses = torch.cat((start.pose_44[None], poses))
     assert torch.allclose(walk.positions[0].double(), poses[:, [0, 2], 3], atol=1e-4)
     assert torch.allclose(walk.world_poses()[0], poses, atol=1e-4)
