@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from vllm_omni.model_executor.layers.attention import attention, fp8_attention
+from vllm_omni.model_executor.layers.linear import int8_weights
 from vllm_omni.model_executor.layers.quantization import fp8_kernels
 
 _CACHED: tuple[Any, ...] = (
@@ -18,6 +19,7 @@ _CACHED: tuple[Any, ...] = (
     attention.cudnn_cross_attention,
     fp8_attention.cudnn_fp8_attention,
     fp8_kernels.quantization_kernels,
+    int8_weights.int8_products,
 )
 
 

@@ -22,6 +22,7 @@ from vllm_omni.model_executor.layers.attention.fp8_attention import cudnn_fp8_at
 from vllm_omni.model_executor.layers.fast_path import FastPath, joined, this_device
 from vllm_omni.model_executor.layers.fused_ops import pointwise_kernels
 from vllm_omni.model_executor.layers.linear.fp8_linear import cublas_fp8, cublas_fp8_layers
+from vllm_omni.model_executor.layers.linear.int8_weights import int8_layers, int8_products
 from vllm_omni.model_executor.layers.linear.quantized_input import quantized_input_layers
 from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8, quantization_kernels
 from vllm_omni.model_executor.models.wan.vae.fused_layers import fused_vae
@@ -33,6 +34,7 @@ _OF_MACHINE: Final[Sequence[Callable[[torch.device, torch.dtype], FastPath]]] = 
     lambda device, _: quantization_kernels(device),
     lambda device, _: pointwise_kernels(device),
     lambda device, _: cublas_fp8(device),
+    int8_products,
     fused_vae,
 )
 
@@ -67,6 +69,7 @@ def engine_paths(
         kernels,
         pointwise_kernels(device),
         cublas_fp8_layers(network),
+        int8_layers(network, device, dtype),
         quantized_input_layers(network),
         *joined(
             module.fast_paths for module in network.modules() if isinstance(module, HasFastPaths)

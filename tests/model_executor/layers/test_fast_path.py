@@ -68,6 +68,7 @@ def test_a_missing_triton_turns_all_its_kernels_off() -> None:
         ({"cuda": "12.8"}, "cublas_fp8", "torch is built for CUDA 12.8"),
         ({"capability": (8, 6)}, "cublas_fp8", "this GPU is sm_86, not sm_90"),
         ({"capability": (10, 0)}, "cudnn_fp8_attention", "this GPU is sm_100, not sm_90"),
+        ({"capability": (10, 0)}, "int8_products", "this GPU is sm_100, not sm_90"),
         ({"capability": (8, 6)}, "quantization_kernels", "this GPU is sm_86, older than sm_89"),
     ],
 )

@@ -3,19 +3,49 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
+from vllm import _custom_ops
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.kernels import linear as linear_kernels
+from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassInt8ScaledMMLinearKernel
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
+    Int8ScaledMMLinearKernel,
+)
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.platforms import PlatformEnum
 
-from vllm_omni.model_executor.layers.linear.int8_weights import Int8WeightMethod
-from vllm_omni.model_executor.layers.linear.linear import PlainLinearMethod
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
+from vllm_omni.model_executor.layers.fast_path import FastPath
+from vllm_omni.model_executor.layers.linear import int8_weights
+from vllm_omni.model_executor.layers.linear.int8_weights import Int8WeightMethod, int8_products
+from vllm_omni.model_executor.layers.linear.linear import (
+    ColumnLinear,
+    LinearPrecision,
+    PlainLinearMethod,
+)
 
 pytestmark = pytest.mark.usefixtures("uncompiled")
 
 FP8 = {"dtype": "bfloat16", "quantization": "fp8_per_channel"}
+
+
+def cutlass_kernel(**options: Any) -> Int8ScaledMMLinearKernel:
+    """Return the kernel that vLLM chooses on a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear_kernels.current_platform, "_enum", PlatformEnum.CUDA)
+        patch.setattr(CutlassInt8ScaledMMLinearKernel, "is_supported", lambda *_: (True, None))
+        return linear_kernels.init_int8_linear_kernel(**options)
+
+
+class EverythingInt8(LinearPrecision):
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> Int8WeightMethod:
+        return Int8WeightMethod()
 
 
 def camera_layers(runner: Any) -> dict[str, LinearBase]:
@@ -47,6 +77,72 @@ def test_weights_are_within_half_a_step_and_inputs_stay_exact(
         x = torch.randn(num_tokens, weight.shape[1], dtype=torch.bfloat16)
         expected = functional.linear(x, (weight * scale).bfloat16(), layer.bias)
         assert torch.equal(layer(x), expected)
+
+
+def int8_layer_error(device: str, num_tokens: int) -> torch.Tensor:
+    """Return the relative error per token of a layer with int8 products, [num_tokens]."""
+    inputs, outputs = 512, 256
+    config = VllmConfig()
+    config.model_config = SimpleNamespace(dtype=torch.bfloat16)  # type: ignore[assignment]
+    with set_current_vllm_config(config), torch.device(device):
+        torch.manual_seed(0)
+        layer: Any = ColumnLinear(inputs, outputs, ParallelContext(), EverythingInt8(), "cam")
+        weight, bias = torch.randn(outputs, inputs).bfloat16(), torch.randn(outputs)
+        layer.weight = nn.Parameter(weight, requires_grad=False)  # it was on the device `meta`
+        layer.bias.data.copy_(bias)
+        layer.quant_method.process_weights_after_loading(layer)
+        x = torch.randn(num_tokens, inputs).bfloat16()
+        x[0] *= 1000
+        result = layer(x)
+    assert result.dtype == x.dtype and layer.weight.dtype == torch.int8
+    expected = functional.linear(x.double(), weight.double(), bias.double())
+    return (result - expected).norm(dim=1) / expected.norm(dim=1)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("num_tokens", [1, 37, 4680])
+def test_products_on_a_gpu_are_close_to_those_of_exact_inputs(
+    single_rank: None, num_tokens: int
+) -> None:
+    """Inputs have one scale per token, so a token of large values does not disturb the others."""
+    assert int8_products(torch.device("cuda"), torch.bfloat16).is_on
+    error = int8_layer_error("cuda", num_tokens)
+    assert 1e-4 < float(error.max()) < 0.02
+
+
+@pytest.mark.parametrize("num_tokens", [1, 37])
+def test_a_gpu_multiplies_by_the_kernel_of_vllm(single_rank: None, num_tokens: int) -> None:
+    """vLLM's kernel is the real one; its two CUDA operations are replaced by their definitions."""
+    shapes = []
+
+    def quantize(x: torch.Tensor, *_: Any, symmetric: bool) -> tuple[torch.Tensor, ...]:
+        assert symmetric
+        scale = x.float().abs().amax(-1, keepdim=True) / 127
+        return (x.float() / scale).round().to(torch.int8), scale, None  # type: ignore[return-value]
+
+    def multiply(
+        a: torch.Tensor,
+        b: torch.Tensor,
+        *,
+        scale_a: torch.Tensor,
+        scale_b: torch.Tensor,
+        out_dtype: torch.dtype,
+        bias: torch.Tensor,
+    ) -> torch.Tensor:
+        assert a.dtype == b.dtype == torch.int8 and bias.dtype == out_dtype
+        shapes.append((*a.shape, *b.shape, *scale_a.shape, *scale_b.shape))
+        product = (a.float() @ b.float()) * scale_a * scale_b.view(1, -1)
+        return (product + bias.float()).to(out_dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(int8_weights, "init_int8_linear_kernel", cutlass_kernel)
+        patch.setattr(int8_weights, "int8_products", lambda *_: FastPath("int8_products", ""))
+        patch.setattr(_custom_ops, "scaled_int8_quant", quantize)
+        patch.setattr(_custom_ops, "cutlass_scaled_mm", multiply)
+        error = int8_layer_error("cpu", num_tokens)
+    assert shapes == [(num_tokens, 512, 512, 256, num_tokens, 1, 256, 1)]
+    assert 1e-4 < float(error.max()) < 0.02
 
 
 def test_ignored_layers_stay_as_loaded(

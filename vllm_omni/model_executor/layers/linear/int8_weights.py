@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Int8WeightMethod`: int8 weights for layers that FP8 would degrade. Saves memory at a small cost
-in time.
+"""`Int8WeightMethod`: int8 weights for layers that FP8 would degrade.
 
 vLLM quantizes the weights of experts to int8 while it loads a model
-(`int8_per_channel_weight_only`), but not those of linear layers.
+(`int8_per_channel_weight_only`), but not those of linear layers. Its int8 products are for
+checkpoints that are stored in int8; this module uses the same kernel.
 """
+
+from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+from vllm import envs
+from vllm.model_executor.kernels.linear import init_int8_linear_kernel
 from vllm.model_executor.layers.quantization.online.fp8 import OnlineLinearBase
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
     amax_for_tp_weight_quant,
@@ -16,21 +21,47 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 )
 from vllm.model_executor.utils import replace_parameter
 
+from vllm_omni.model_executor.layers.fast_path import FastPath, Lack, lacks_half, lacks_hopper
 from vllm_omni.model_executor.layers.quantization.fp8_kernels import dequantize_rows
 
 _LARGEST = torch.iinfo(torch.int8).max
 _DONE = "_already_called_process_weights_after_loading"
 
 
-class Int8WeightMethod(OnlineLinearBase):
-    """Quantize weights to int8 per output channel while the model loads. Inputs are not quantized.
+@cache
+def int8_products(device: torch.device, dtype: torch.dtype) -> FastPath:
+    """Return whether layers with int8 weights multiply in int8 for inputs of this dtype.
 
-    Each matrix product first dequantizes the weight to the dtype of its input, so this suits layers
-    that run once per chunk. For normally distributed weights the quantization error is a third of
-    that of e4m3.
+    vLLM has such a kernel for GPUs from Turing to Hopper; only Hopper was measured.
+    """
+    lack = (
+        lacks_hopper(device)
+        or lacks_half(dtype, "--dtype")
+        or Lack("VLLM_BATCH_INVARIANT is set" if envs.VLLM_BATCH_INVARIANT else "")
+    )
+    return lack.of("int8_products", "int8 weights are dequantized before each product")
+
+
+def int8_layers(network: nn.Module, device: torch.device, dtype: torch.dtype) -> FastPath:
+    """Return whether layers of a network multiply in int8."""
+    path = int8_products(device, dtype)
+    methods = (getattr(layer, "quant_method", None) for layer in network.modules())
+    if any(isinstance(method, Int8WeightMethod) for method in methods):
+        return path
+    return path.disabled("no layer has int8 weights")
+
+
+class Int8WeightMethod(OnlineLinearBase):
+    """Quantize weights to int8 per output channel while the model loads.
+
+    On a Hopper GPU the products are int8, with inputs quantized per token. Elsewhere each product
+    first dequantizes the weight, and the inputs stay as they are. For normally distributed values
+    the quantization error is a third of that of e4m3.
     """
 
     activation_quant_key = None
+    _kernel: Any = None
+    """vLLM's int8 product, or None if the weight is dequantized."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         if getattr(layer, _DONE, False):
@@ -47,10 +78,25 @@ class Int8WeightMethod(OnlineLinearBase):
         replace_parameter(layer, "weight", (weight / scale).round_().to(torch.int8))
         replace_parameter(layer, "weight_scale", scale)
         setattr(layer, _DONE, True)
+        self._kernel = None
+        if int8_products(weight.device, self.input_dtype).is_on:
+            self._kernel = init_int8_linear_kernel(
+                is_channelwise=True,
+                is_static_input_scheme=False,
+                input_symmetric=True,
+                module_name=type(self).__name__,
+            )
+            for name in ("input_scale", "input_zero_point", "azp_adj"):  # the kernel reads them
+                layer.register_parameter(name, None)
+            self._kernel.process_weights_after_loading(layer)
 
     def apply(
         self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
+        if self._kernel is not None:
+            bias = None if bias is None else bias.to(x.dtype)  # the kernel accepts no other dtype
+            result: torch.Tensor = self._kernel.apply_weights(layer, x, bias)
+            return result
         weight, scale = layer.weight, layer.weight_scale
         assert isinstance(weight, torch.Tensor) and isinstance(scale, torch.Tensor)
         return functional.linear(x, dequantize_rows(weight, scale, x.dtype), bias)
