@@ -15,7 +15,7 @@ from vllm_omni.planning.preset_records import all_qualities
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 FP8 = {"weight_itemsize": 1.0, "kv_itemsize": 1}
-SETTINGS = {"bf16": {}, "FP8 weights and K/V": FP8}
+SETTINGS = {"bf16": {}, "FP8 weights and K/V": FP8, "FP8 K/V": {"kv_itemsize": 1}}
 
 
 def source(run: MeasuredRun) -> dict[str, Any]:
@@ -36,10 +36,12 @@ def test_a_result_agrees_with_its_file(run: MeasuredRun) -> None:
     assert run.memory_gb == pytest.approx(max(peaks) / 1e9, abs=0.05)
     assert run.sessions == row.get("sessions", row.get("streams", 1))
     options = row.get("model_options") or {}
+    assert options.get("preset") in (None, run.preset)
     assert run.window == options.get("window_frames")
     matched = options.get("cache") == "noise_matched"
     assert run.matched_steps == (len(options["denoising_steps"]) if matched else 0)
-    assert (run.precision != "bf16") == (row.get("quantization") is not None)
+    if "preset" not in options:
+        assert (run.precision != "bf16") == (row.get("quantization") is not None)
 
 
 @pytest.mark.parametrize("run", all_runs(), ids=lambda run: run.source)
@@ -57,7 +59,7 @@ def test_the_computed_memory_is_within_6_percent_of_the_measured_one(run: Measur
             "noise_matched": True,
             "in_flight": row["chunks_in_flight"],
         }
-    model = model_of(run.model, **changes)
+    model = model_of(run.model, run.preset or "reference", **changes)
     engines = 2 if run.split.startswith("2 engines of ") else 1
     name = run.split.removeprefix("2 engines of ")
     split = next(each for each in splits(model, run.gpus) if str(each) == name)

@@ -47,9 +47,10 @@ def test_a_degraded_chunk_has_the_values_of_the_preset_realtime(
     make_runner: Any, checkpoints: dict[str, Path], family: str
 ) -> None:
     """A stream with the degradations in all chunks equals one of the preset, bit for bit. The next
-    chunk without degradations has all steps again, and results name the degradations.
+    chunk without degradations has all steps again, and results name the degradations. A degraded
+    chunk keeps the clean-context pass.
     """
-    model = {"preset": "realtime", "fp8": False, **WINDOW}
+    model = {"preset": "realtime", "fp8": False, "context_kv": "clean_pass", **WINDOW}
     fast = make_runner(checkpoints[family], {"model": model})
     ladder = {"scheduling": "deadline", "degradations": BOTH, "model": WINDOW}
     runner = make_runner(checkpoints[family], ladder)

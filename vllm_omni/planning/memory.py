@@ -15,6 +15,8 @@ GPU_BYTES: Final = {"H200": 150.1e9, "H100": 85.0e9}
 _USABLE: Final = 0.95
 """Share of a GPU's memory that a server can use."""
 _INT8: Final = 1
+_WORKSPACE_FRAMES: Final = 3
+"""Latent frames of a chunk at which `AutoencoderMemory.workspace` was measured."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,8 @@ def _fullest_ranks(model: StreamModel, split: ParallelSplit) -> list[_Rank]:
     of a VAE stage.
     """
     decodes = 1 if split.stages == 1 else 2  # the next chunk decodes while results wait for a step
-    workspace = decodes * model.autoencoder.workspace * model.area
+    longer = max(1.0, model.chunk / _WORKSPACE_FRAMES)
+    workspace = decodes * longer * model.autoencoder.workspace * model.area
     if not model.image:  # ranks do not share the encoder of an image condition
         workspace /= split.decode_ranks
     found = []

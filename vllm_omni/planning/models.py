@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from vllm_omni.model_executor.models.registry import detect_family, family_names, get_family
 from vllm_omni.model_executor.presets import DEFAULT_PRESET, PresetName
-from vllm_omni.planning.stream_model import FamilyPlan, StreamModel
+from vllm_omni.planning.stream_model import TINY_DECODER, FamilyPlan, StreamModel
 from vllm_omni.worlds.description import read_description
 
 _OPTIONS: Final = {
@@ -74,6 +74,8 @@ def _with_preset(
     values, chosen = presets[preset].model, presets[preset]
     fields = {field: values[option] for option, field in _OPTIONS.items() if option in values}
     fields["denoise"] = min(model.denoise, values.get("max_steps", model.denoise))
+    if values.get("decoder") == "tiny":
+        fields["autoencoder"] = TINY_DECODER
     fields["text_on_cpu"] = values.get("text_encoder_device") == "cpu"
     if chosen.quantization and model.dim >= chosen.quantized_channels:
         fields["weight_itemsize"] = 1.0

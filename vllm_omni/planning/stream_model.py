@@ -7,7 +7,7 @@ Held by tests/planning/.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from vllm_omni.model_executor.presets import DEFAULT_PRESET, PresetName
 
@@ -36,10 +36,14 @@ class AutoencoderMemory:
     weights: float = 0.25e9
     """Bytes of its weights."""
     workspace: float = 4.0e9
-    """Bytes of its largest transient: the decode of one chunk.
+    """Bytes of its largest transient: the decode of one chunk of at most three latent frames.
 
-    Measured on one H200: peak less held memory.
+    Measured on one H200: peak less held memory. Longer chunks need proportionally more.
     """
+
+
+TINY_DECODER: Final = AutoencoderMemory(decoder_cache=64 * 2**20, workspace=1.3e9)
+"""Wan's VAE with the tiny decoder (`omni.model.decoder` `tiny`), measured in the same way."""
 
 
 @dataclass(frozen=True)

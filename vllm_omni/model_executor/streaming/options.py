@@ -105,18 +105,3 @@ class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw
                 f"{', '.join(fixed)}"
             )
         return cls.read_options(options)
-
-    def check_context(self, num_steps: int) -> None:
-        """Check that the last denoise step sees more than noise, if later chunks attend to it.
-
-        Args:
-            num_steps: Denoise steps of a chunk.
-
-        Raises:
-            ValueError: It is the only step.
-        """
-        if self.context_kv == "last_step" and num_steps < 2:
-            raise ValueError(
-                "omni.model: context_kv 'last_step' requires 2 or more denoise steps, because the "
-                f"first one sees only noise; got {num_steps}: set 'clean_pass'"
-            )

@@ -50,7 +50,3 @@ class StreamModelSetup(Generic[Config, Options]):
     """Chunks of its streams."""
     few_steps: int | None = None
     """Denoise steps of a chunk without degradations. None: the model always needs all its steps."""
-
-    def __post_init__(self) -> None:
-        if self.few_steps is not None:
-            self.options.check_context(self.few_steps)

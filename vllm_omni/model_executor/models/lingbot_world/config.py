@@ -196,7 +196,13 @@ PRESETS: Final[Mapping[PresetName, Preset]] = {
     "reference": Preset(),
     "balanced": Preset(quantization="fp8", quantized_channels=FP8_CHANNELS, kv_cache_dtype="fp8"),
     "realtime": Preset(
-        model={"max_steps": 2, "window_frames": 15, "sink_frames": 3, "decoder": "tiny"},
+        model={
+            "max_steps": 2,
+            "context_kv": "last_step",
+            "window_frames": 15,
+            "sink_frames": 3,
+            "decoder": "tiny",
+        },
         quantization="fp8",
         quantized_channels=FP8_CHANNELS,
         kv_cache_dtype="fp8",

@@ -18,6 +18,7 @@ _SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
         "num_heads": 12,
         "num_layers": 30,
         "sink_frames": 6,
+        "frames_per_chunk": 4,
     },
 }
 """Fields of `LingBotWorldConfig` by release."""
@@ -38,6 +39,7 @@ def _stream_model(name: str, config: LingBotWorldConfig, changes: Changes) -> St
     fields = {
         "window": config.window_frames or 18,
         "sinks": config.sink_frames or 9,
+        "chunk": config.frames_per_chunk or 3,
         "camera": True,
         "image": True,
         **changes,
