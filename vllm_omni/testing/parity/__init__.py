@@ -23,7 +23,7 @@ def verify(family: str, golden: Path) -> "ComparisonReport":
 
     Args:
         family: One of `FAMILIES`.
-        golden: Folder of golden files. Files named `*.xz` are decompressed first.
+        golden: Folder of golden files. Files named `*.xz` are decompressed or extracted first.
     """
     from vllm_omni.testing.parity.comparison import ComparisonReport, unpack_golden
 

@@ -13,8 +13,8 @@ import json
 import logging
 import lzma
 import math
-import os
 import shutil
+import tarfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -278,25 +278,17 @@ def run_scenarios(
 
 
 def unpack_golden(source: Path, target: Path) -> None:
-    """Copy the golden files of `source` to the folder `target` and decompress `*.xz` files.
-
-    Files that `target` already holds in their newest version are not written again. Files that
-    `source` does not have are removed.
+    """Copy the golden files of `source` to the empty folder `target`: compressed files (`*.xz`)
+    decompressed, archives (`*.tar.xz`) extracted.
     """
-    target.mkdir(parents=True, exist_ok=True)
-    files = {path.name.removesuffix(".xz"): path for path in source.iterdir() if path.is_file()}
-    for name, path in files.items():
-        unpacked = target / name
-        if unpacked.exists() and unpacked.stat().st_mtime_ns == path.stat().st_mtime_ns:
-            continue
-        partial = target.with_name(f"{target.name}.{name}.{os.getpid()}")
-        content = path.read_bytes()
-        partial.write_bytes(lzma.decompress(content) if path.suffix == ".xz" else content)
-        shutil.copystat(path, partial)
-        partial.replace(unpacked)
-    for path in target.iterdir():
-        if path.name not in files:
-            path.unlink()
+    for path in source.iterdir():
+        if path.name.endswith(".tar.xz"):
+            with tarfile.open(path) as archive:
+                archive.extractall(target, filter="data")
+        elif path.suffix == ".xz":
+            (target / path.stem).write_bytes(lzma.decompress(path.read_bytes()))
+        elif path.is_file():
+            shutil.copy(path, target)
 
 
 def check_recorded(
