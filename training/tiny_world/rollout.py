@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
+from training.tiny_world.clip_window import roll_out
 from training.tiny_world.train_world import Losses, Trainer, add_common_options, chunk_lengths
-from training.tiny_world.transformer import roll_out
 from training.tiny_world.world_data import Batch, Sampler, noised
 
 _SOON = 9

@@ -7,8 +7,8 @@
 
 A piece stops after M minutes of wall time, compiling included, and leaves `state-*.bin` (resumable)
 and `curve.jsonl` in `--out`. The learning rate follows the minutes that all pieces together have
-had, of T. `--selftest` checks in under a minute what only a GPU can show; `--export` writes the
-averaged weights as a checkpoint's transformer folder.
+had, of T. `--export` writes the averaged weights as a checkpoint's transformer folder.
+`selftest.py` checks a machine first.
 
 Phase `teacher`: packed teacher forcing. The network predicts v = eps - x0 at x = (1 - sigma) x0 +
 sigma eps, fed t = 1000 sigma: what the package's sampler subtracts, sigma v, to get x0. The loss is
@@ -20,28 +20,26 @@ Tested by tests/training/tiny_world/test_train_world.py.
 """
 
 import argparse
-import io
 import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from training.tiny_world.clip_window import roll_out
+from training.tiny_world.masks import block_mask, dense_mask, visibility
 from training.tiny_world.optimizers import Ema, build_optimizer, learning_rate
 from training.tiny_world.ranks import Clock, Ranks
+from training.tiny_world.state_files import read_parts, write_parts
 from training.tiny_world.transformer import (
     Clips,
     Sizes,
     WorldTransformer,
-    block_mask,
-    dense_mask,
-    roll_out,
-    visibility,
 )
 from training.tiny_world.world_data import (
     Batch,
@@ -52,12 +50,8 @@ from training.tiny_world.world_data import (
     few_step_sigmas,
     find_shards,
     noised,
-    synthetic_prompts,
-    synthetic_shard,
 )
 
-_PART_BYTES = 15_500_000
-"""Of one file of a state: files that come back from a GPU host may have 16 MiB."""
 _SYNC_STEPS = 20
 """Steps between two looks at the clock; ranks agree on the learning rate then."""
 
@@ -65,35 +59,6 @@ _WARMUP_STEPS = 200
 
 Decode = Callable[[torch.Tensor], torch.Tensor]
 """Latents [B, F, 16, h, w] -> video [B, 3, 4 F - 3, H, W] in [-1, 1]."""
-
-
-# -- state -----------------------------------------------------------------------------------------
-
-
-def write_parts(state: Any, folder: Path, name: str = "state") -> list[Path]:
-    """Write `state` as files `NAME-K.bin` of at most 15.5 MB, replacing older ones."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    data = buffer.getvalue()
-    folder.mkdir(parents=True, exist_ok=True)
-    parts = []
-    for number, start in enumerate(range(0, len(data), _PART_BYTES)):
-        path = folder / f"{name}-{number}.bin"
-        path.write_bytes(data[start : start + _PART_BYTES])
-        parts.append(path)
-    for path in folder.glob(f"{name}-*.bin"):
-        if path not in parts:
-            path.unlink()
-    return parts
-
-
-def read_parts(folder: Path, name: str = "state") -> Any:
-    """Read what `write_parts` wrote. Raises ValueError if there is nothing."""
-    parts = sorted(folder.glob(f"{name}-*.bin"), key=lambda path: int(path.stem.rsplit("-", 1)[1]))
-    if not parts:
-        raise ValueError(f"{folder} has no {name}-*.bin to go on from")
-    data = b"".join(path.read_bytes() for path in parts)
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 # -- settings --------------------------------------------------------------------------------------
@@ -676,7 +641,7 @@ class TeacherForcing:
         pass
 
 
-# -- export and selftest ---------------------------------------------------------------------------
+# -- export ----------------------------------------------------------------------------------------
 
 
 def export(state_folder: Path, out: Path, chunk_frames: int | None) -> None:
@@ -692,158 +657,9 @@ def export(state_folder: Path, out: Path, chunk_frames: int | None) -> None:
     print(f"{out}: {size / 1e6:.2f} MB, step {state['step']} of phase {state['phase']}")
 
 
-def write_synthetic_data(folder: Path, sizes: Sizes, ranks: int, clips: int, frames: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for rank in range(ranks):
-        torch.save(synthetic_shard(clips, frames, sizes, rank), folder / f"clips-{rank}.pt")
-    torch.save(synthetic_shard(clips, frames, sizes, 99), folder / "clips-held.pt")
-    torch.save(synthetic_prompts(sizes), folder / "prompts.pt")
-
-
-def selftest(options: argparse.Namespace) -> None:
-    """Check what only the training machine can show; prints one line a check and raises on the
-    first fault.
-    """
-    ranks, clock = Ranks.join(), Clock(options.minutes)
-    sizes = read_sizes(options)
-    folder = options.out or Path("/tmp/tiny_world_selftest")
-    data = folder / "data"
-    if ranks.leads:
-        write_synthetic_data(data, sizes, ranks.world, 48, 21)
-    ranks.agree([0.0])  # a barrier
-    options.data, options.prompts, options.out, options.resume = (
-        data,
-        data / "prompts.pt",
-        folder,
-        None,
-    )
-    options.minutes, options.total_minutes = 60.0, 60.0
-
-    def say(text: str) -> None:
-        if ranks.leads:
-            print(f"[{clock.elapsed():5.1f} s] {text}", flush=True)
-
-    say(f"torch {torch.__version__} on {ranks.world} x {ranks.device.type}")
-    trainer = Trainer(options, "teacher", ranks)
-    objective = TeacherForcing(trainer)
-    check_mask(trainer, say)
-    trainer.train_step(objective)
-    say("one step")
-    if ranks.device.type == "cuda":
-        torch.cuda.synchronize()
-    started, steps = time.monotonic(), 20
-    for _ in range(steps):
-        trainer.train_step(objective)
-    means = trainer.sums.read_means()
-    memory = torch.cuda.max_memory_allocated() / 2**30 if ranks.device.type == "cuda" else 0.0
-    say(
-        f"{steps / (time.monotonic() - started):.2f} steps/s, loss {means['loss']:.3f}, "
-        f"{memory:.1f} GiB"
-    )
-    if options.profile:
-        profile(trainer, objective, say)
-    trainer.evaluate()
-    say("evaluated")
-    trainer.save(objective)
-    ranks.agree([0.0])
-    again_options = argparse.Namespace(**{**vars(options), "resume": folder})
-    again = Trainer(again_options, "teacher", ranks)
-    far = max(
-        float((a - b).detach().abs().max())
-        for a, b in zip(trainer.model.parameters(), again.model.parameters(), strict=True)
-    )
-    if not (again.step == trainer.step and far < 5e-3):
-        raise RuntimeError(f"resumed at step {again.step} of {trainer.step}, weights off by {far}")
-    again.train_step(TeacherForcing(again))
-    say(f"resumed and went on (weights rounded by {far:.1e})")
-    if ranks.leads:
-        export(folder, folder / "transformers", None)
-    say("selftest passed")
-    ranks.destroy_group()
-
-
-def profile(
-    trainer: Trainer, objective: Objective, say: Callable[[str], None], steps: int = 4
-) -> None:
-    """Say where the time of a step goes: the longest kernels, and all of them against the clock."""
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    if trainer.ranks.device.type == "cuda":
-        kinds.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=kinds) as recorded:
-        started = time.monotonic()
-        for _ in range(steps):
-            trainer.train_step(objective)
-        trainer.sums.read_means()
-        wall = time.monotonic() - started
-    kernels = [event for event in recorded.key_averages() if event.self_cpu_time_total == 0]
-    rows = sorted(
-        ((event.self_device_time_total, event.count, event.key) for event in kernels), reverse=True
-    )
-    busy = sum(micros for micros, _, _ in rows) / 1000 / steps
-    say(f"profile: {1000 * wall / steps:.1f} ms a step, kernels {busy:.1f} ms")
-    for micros, count, name in rows[:24]:
-        say(f"  {micros / 1000 / steps:7.3f} ms {count / steps:6.1f} x {name[:100]}")
-
-
-def check_mask(trainer: Trainer, say: Callable[[str], None]) -> None:
-    """Compiled FlexAttention against plain masked attention: flows and gradients, in the
-    products' type.
-    """
-    batch = trainer.sampler.draw()
-    sigma = trainer.sampler.noise_levels()
-    dense = dense_mask(
-        torch.stack(
-            [
-                visibility(batch.latents.shape[1], c, trainer.sizes.window, trainer.sizes.sink)
-                for c in (3, 1)
-            ]
-        )[(trainer.chunk_B == 1).long()],
-        trainer.sizes.tokens,
-    ).to(trainer.ranks.device)
-    with torch.no_grad():  # a fresh head is zero
-        before = trainer.model.head.head.weight.clone()
-        trainer.model.head.head.weight.normal_(std=0.05)
-        for block in trainer.model._blocks():
-            block.cam_scale_layer.weight.normal_(std=0.01)
-    results = []
-    for mask in (trainer.mask, dense):
-        trainer.optimizer.zero_grad()
-        with uncompiled() if mask is dense else nullcontext():
-            noise = torch.ones_like(batch.latents)
-            flow = trainer.model.packed(
-                batch.latents, noised(batch.latents, sigma, noise), 1000 * sigma, batch.clips, mask
-            )
-        flow.square().mean().backward()
-        grads = torch.cat(
-            [p.grad.flatten() for p in trainer.optimizer.parameters if p.grad is not None]
-        )
-        results.append((flow.detach(), grads.double()))
-    (flow, grad), (flow_dense, grad_dense) = results
-    away = float((flow - flow_dense).norm() / flow_dense.norm())
-    angle = float(1 - torch.nn.functional.cosine_similarity(grad, grad_dense, dim=0))
-    say(
-        f"flex against dense attention: flows differ by {away:.1e}, gradients by an angle of "
-        f"{angle:.1e} (1 - cos)"
-    )
-    if not (away < 5e-2 and angle < 1e-2):
-        raise RuntimeError("the compiled packed forward is not the plain one")
-    with torch.no_grad():
-        trainer.model.head.head.weight.copy_(before)
-        for block in trainer.model._blocks():
-            block.cam_scale_layer.weight.zero_()
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Train the tiny world's transformer.")
     parser.add_argument("--phase", choices=["teacher"], default="teacher")
-    parser.add_argument(
-        "--selftest",
-        action="store_true",
-        help="check this machine; --out is a folder for its files",
-    )
-    parser.add_argument(
-        "--profile", action="store_true", help="in the selftest: say where a step's time goes"
-    )
     parser.add_argument(
         "--export", type=Path, metavar="FOLDER", help="write the state of --resume as a checkpoint"
     )
@@ -853,9 +669,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.resume is None:
             parser.error("--export needs --resume")
         export(options.resume, options.export, options.chunk_frames)
-        return
-    if options.selftest:
-        selftest(options)
         return
     for name in ("data", "prompts", "out"):
         if getattr(options, name) is None:

@@ -3,8 +3,8 @@
 at once.
 
 `packed` runs a clip as one sequence, the clean frames before the noisy ones; a mask by pairs of
-frames (`visibility`) shows each frame what its chunk sees when served. `ClipWindow` and `chunk` run
-chunk by chunk with keys and values kept, as served, without gradients. Parameter names are the
+frames (`masks.py`) shows each frame what its chunk sees when served. `clip_window.py` runs chunk by
+chunk, as served. Parameter names are the
 original checkpoint's, so `vllm_omni` loads them; nothing of `vllm_omni` is imported but what needs
 torch alone, since the machine that trains need not have what the rest needs.
 
@@ -23,14 +23,13 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from training.tiny_world.render import FOCAL
 from training.tiny_world.village import PERIOD
@@ -103,84 +102,6 @@ class Sizes:
             "num_frames_per_block": self.chunk_frames,
             "dtype": "float32",
         }
-
-
-# -- what is seen ----------------------------------------------------------------------------------
-
-
-def visibility(frames: int, chunk: int, window: int, sink: int) -> torch.Tensor:
-    """Return which frame sees which, bool [2 frames, 2 frames], clean before noisy ones.
-
-    A clean frame sees the clean ones of its chunk's window, a noisy one the same but its own
-    chunk's noisy ones for the clean ones. A chunk [a, b) has in its window the first `sink` frames
-    and those from b - (window - sink) on.
-    """
-    frame = torch.arange(frames)
-    start = frame // chunk * chunk
-    end = (start + chunk).unsqueeze(1)
-    other = frame.unsqueeze(0)
-    retained = (other < sink) | (other >= end - (window - sink))
-    before = retained & (other < start.unsqueeze(1))
-    own = (other >= start.unsqueeze(1)) & (other < end)
-    clean = torch.cat((before | own, torch.zeros_like(own)), dim=1)
-    return torch.cat((clean, torch.cat((before, own), dim=1)))
-
-
-def dense_mask(seen: torch.Tensor, tokens: int) -> torch.Tensor:
-    """[M, 2F, 2F] of `visibility` -> bool [M, 1, S, S], for attention without FlexAttention
-    (CPU).
-    """
-    return seen.repeat_interleave(tokens, 1).repeat_interleave(tokens, 2).unsqueeze(1)
-
-
-def seen_runs(seen: torch.Tensor, tokens: int) -> torch.Tensor:
-    """`visibility` tables [M, 2F, 2F] -> int32 [M, 6, S]: of each token, the three runs of tokens
-    that it sees.
-
-    Rows are first and end of the sinks, of the later clean frames and of the noisy ones; an empty
-    run is (0, 0).
-    """
-    modes, frames = seen.shape[0], seen.shape[1]
-    runs = torch.zeros(modes, 6, frames, dtype=torch.int32)
-    for mode in range(modes):
-        for frame, row in enumerate(seen[mode].tolist()):
-            found = [
-                (first, next((other for other in range(first, frames) if not row[other]), frames))
-                for first in range(frames)
-                if row[first] and (first == 0 or not row[first - 1])
-            ]
-            if len(found) > 3:
-                raise ValueError(
-                    f"frame {frame} sees {len(found)} runs of frames, at most 3 can be told"
-                )
-            for number, (first, end) in enumerate(found):
-                runs[mode, 2 * number, frame], runs[mode, 2 * number + 1, frame] = (
-                    tokens * first,
-                    tokens * end,
-                )
-    return runs.repeat_interleave(tokens, 2).contiguous()
-
-
-def block_mask(seen: torch.Tensor, clip_mode: torch.Tensor, tokens: int) -> BlockMask:
-    """Return FlexAttention's mask of clips whose `visibility` is `seen[clip_mode[b]]`.
-
-    All on one device.
-
-    Tokens of one frame are no whole blocks, so more than half of the blocks are masked one by one:
-    each query's runs are read once, a key is only compared.
-    """
-    length = seen.shape[1] * tokens
-    runs = seen_runs(seen.cpu(), tokens).to(seen.device)
-    mode = clip_mode.to(torch.int32)
-
-    def sees(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        m = mode[b]
-        first = (k >= runs[m, 0, q]) & (k < runs[m, 1, q])
-        second = (k >= runs[m, 2, q]) & (k < runs[m, 3, q])
-        third = (k >= runs[m, 4, q]) & (k < runs[m, 5, q])
-        return first | second | third
-
-    return create_block_mask(sees, len(clip_mode), None, length, length, device=seen.device)
 
 
 # -- parts -----------------------------------------------------------------------------------------
@@ -728,152 +649,3 @@ class WorldTransformer(nn.Module):
         (folder / "config.json").write_text(
             json.dumps(self.sizes.config_json(), indent=2, sort_keys=True) + "\n"
         )
-
-
-def _slot(frame: int, retained: int, sink: int) -> int:
-    return frame if frame < sink else sink + (frame - sink) % (retained - sink)
-
-
-@cache  # a copy to the device waits for it: once for each chunk of a clip
-def _allowed(
-    window: int, sink: int, chunk: int, start: int, tokens: int, device: torch.device
-) -> torch.Tensor:
-    past = torch.zeros(window - chunk, dtype=torch.bool)
-    oldest = start + chunk - (window - sink)
-    for frame in range(start):
-        if frame < sink or frame >= oldest:
-            past[_slot(frame, window - chunk, sink)] = True
-    both = torch.cat((past, torch.ones(chunk, dtype=torch.bool)))
-    return both.repeat_interleave(tokens).to(device)
-
-
-class ClipWindow:
-    """The keys and values that clips keep while they are made chunk by chunk; without gradients.
-
-    Sink frames and a ring, as `KVWindow`, but without room for the chunk itself: shapes stay the
-    same for every chunk.
-    """
-
-    def __init__(self, model: WorldTransformer, batch: int, chunk: int) -> None:
-        sizes = model.sizes
-        self.model, self.size = model, chunk
-        self.kept = sizes.window - chunk
-        if self.kept < sizes.sink:
-            raise ValueError(
-                f"a window of {sizes.window} frames has no room for {sizes.sink} sinks "
-                f"beside {chunk}"
-            )
-        device = model.basis.device
-        shape = (sizes.layers, 2, batch, sizes.heads, self.kept * sizes.tokens, sizes.head_dim)
-        self.buffer = torch.zeros(shape, dtype=model.compute_dtype, device=device)
-        self.written = 0
-
-    def _slot(self, frame: int) -> int:
-        return _slot(frame, self.kept, self.model.sizes.sink)
-
-    def allowed(self, start: int) -> torch.Tensor:
-        """bool [kept tokens + chunk's tokens]: what chunk [start, ...) sees."""
-        sizes = self.model.sizes
-        return _allowed(
-            sizes.window, sizes.sink, self.size, start, sizes.tokens, self.buffer.device
-        )
-
-    def write(self, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        tokens = self.model.sizes.tokens
-        slots = [self._slot(start + offset) for offset in range(self.size)]
-        together = slots == list(range(slots[0], slots[0] + self.size))
-        count = self.size if together else 1
-        for offset in range(0, self.size, count):
-            slot, own = slots[offset] * tokens, slice(offset * tokens, (offset + count) * tokens)
-            self.buffer[layer, 0, :, :, slot : slot + count * tokens] = k[:, :, own]
-            self.buffer[layer, 1, :, :, slot : slot + count * tokens] = v[:, :, own]
-
-
-class ChunkRun:
-    """One chunk [start, start + size) of clips: what every pass shares is computed once.
-
-    Use under `no_grad`.
-    """
-
-    def __init__(self, window: ClipWindow, clips: Clips, start: int) -> None:
-        model = window.model
-        self.window, self.model, self.start = window, model, start
-        own = clips.frames(start, start + window.size)
-        camera = model.camera(own)
-        # A chunk has one prompt: its first frame's.
-        rows = torch.arange(len(own.text), device=own.text.device)
-        text = model.text(own.text[rows, own.switched[:, 0].long()]).unsqueeze(1)
-        self.camera = [block.camera(camera) for block in model._blocks()]
-        self.text = [block.text_keys_values(text) for block in model._blocks()]
-        self.condition = model.condition_patches(own.condition)
-        self.cos, self.sin = (table.unsqueeze(1) for table in model.rotary(own.positions))
-        self.allowed = window.allowed(start)
-
-    def predict(
-        self, latents: torch.Tensor, timestep: torch.Tensor, *, write: bool = False
-    ) -> torch.Tensor:
-        """Flow of latents [B, f, 16, h, w] at timesteps [B, f]; `write`: keep the keys and
-        values (at 0: clean).
-        """
-        model = self.model
-        time, rows = model.time(timestep)
-        x = model.patches(latents) + self.condition
-        for layer, block in enumerate(model._blocks()):
-            past = self.window.buffer[layer]
-            x, k, v = block.chunk(
-                x,
-                rows,
-                self.camera[layer],
-                self.text[layer],
-                self.cos,
-                self.sin,
-                past[0],
-                past[1],
-                self.allowed,
-            )
-            if write:
-                self.window.write(layer, self.start, k, v)
-        return unpatchify(model.head(x, time), model.sizes.grid)
-
-
-@torch.no_grad()
-def roll_out(
-    model: WorldTransformer,
-    clips: Clips,
-    given: torch.Tensor,
-    num_given: torch.Tensor,
-    chunk: int,
-    sigmas: tuple[float, ...],
-    generator: torch.Generator | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make clips chunk by chunk as served.
-
-    Returns (latents [B, F, 16, h, w], step inputs [steps, B, F, 16, h, w]).
-
-    given: [B, F, 16, h, w], true latents; the first num_given [B] chunks of a clip are taken from
-    them. step inputs: what the network was given at each step, its own x0 of the step before with
-    fresh noise.
-    """
-    frames = given.shape[1]
-    window = ClipWindow(model, len(given), chunk)
-    made = torch.empty_like(given)
-    inputs = given.new_empty(len(sigmas), *given.shape)
-    for index, start in enumerate(range(0, frames, chunk)):
-        run, own = ChunkRun(window, clips, start), slice(start, start + chunk)
-        x = _noise(given[:, own], generator)
-        x0 = x
-        for step, sigma in enumerate(sigmas):
-            if step:
-                x = (1 - sigma) * x0 + sigma * _noise(x0, generator)
-            inputs[step][:, own] = x
-            time = x.new_full(x.shape[:2], 1000 * sigma)
-            x0 = x - sigma * run.predict(x, time)
-        x0 = torch.where((num_given > index).view(-1, 1, 1, 1, 1), given[:, own], x0)
-        made[:, own] = x0
-        if start + chunk < frames:
-            run.predict(x0, x.new_zeros(x.shape[:2]), write=True)
-    return made, inputs
-
-
-def _noise(like: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
-    return torch.randn(like.shape, generator=generator, device=like.device, dtype=like.dtype)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from training.tiny_world.autoencoder import with_latents_scaled
 from training.tiny_world.export import TINY_DECODER
-from training.tiny_world.train_world import write_parts
+from training.tiny_world.state_files import write_parts
 from training.tiny_world.transformer import Sizes, WorldTransformer
 from training.tiny_world.world_data import SHIPPED
 from vllm_omni.model_executor.models.wan.architecture import VAEConfig

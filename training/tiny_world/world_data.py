@@ -487,3 +487,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def write_synthetic_data(folder: Path, sizes: Sizes, ranks: int, clips: int, frames: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank in range(ranks):
+        torch.save(synthetic_shard(clips, frames, sizes, rank), folder / f"clips-{rank}.pt")
+    torch.save(synthetic_shard(clips, frames, sizes, 99), folder / "clips-held.pt")
+    torch.save(synthetic_prompts(sizes), folder / "prompts.pt")

@@ -2,57 +2,21 @@
 """The phase of own roll-outs: what is predicted is what was served, and it trains in pieces."""
 
 import argparse
-import json
 from pathlib import Path
 
 import pytest
 import torch
+import training_runs
 
-from training.tiny_world import rollout, train_world
+from training.tiny_world import rollout
 from training.tiny_world.rollout import RollOuts, predicted
-from training.tiny_world.train_world import (
-    Trainer,
-    add_common_options,
-    read_parts,
-    write_synthetic_data,
-)
-from training.tiny_world.transformer import Sizes
-
-SIZES = Sizes(dim=48, layers=2, heads=2, ffn=64, grid=(4, 6), window=9)
-SMALL = [
-    *(
-        "--dim",
-        "48",
-        "--layers",
-        "2",
-        "--heads",
-        "2",
-        "--ffn",
-        "64",
-        "--grid",
-        "4",
-        "6",
-        "--window",
-        "9",
-    ),
-    *("--batch", "4", "--log-steps", "1", "--seed", "3"),
-]
+from training.tiny_world.state_files import read_parts
+from training.tiny_world.train_world import Trainer, add_common_options
 
 
 @pytest.fixture
 def taught(tmp_path: Path) -> list[str]:
-    """Arguments for a phase that goes on from one step of the first."""
-    write_synthetic_data(tmp_path / "data", SIZES, ranks=1, clips=6, frames=12)
-    (tmp_path / "data" / "clips-held.pt").unlink()
-    given = [
-        "--data",
-        str(tmp_path / "data"),
-        "--prompts",
-        str(tmp_path / "data" / "prompts.pt"),
-        *SMALL,
-    ]
-    train_world.main([*given, "--max-steps", "1", "--out", str(tmp_path / "teacher")])
-    return [*given, "--resume", str(tmp_path / "teacher")]
+    return training_runs.taught(tmp_path)
 
 
 def _trainer(taught: list[str]) -> Trainer:
@@ -86,7 +50,7 @@ def test_the_phase_continues_from_the_means_and_then_from_itself(
     rollout.main(
         [*taught[:-1], str(tmp_path / "a"), "--max-steps", "1", "--out", str(tmp_path / "b")]
     )
-    lines = [json.loads(line) for line in (tmp_path / "b" / "curve.jsonl").read_text().splitlines()]
+    lines = training_runs.curve(tmp_path / "b")
     assert [line["step"] for line in lines if "drift" in line] == [1, 2, 3]
     assert (read_parts(tmp_path / "b")["phase"], read_parts(tmp_path / "b")["step"]) == (
         "rollout",

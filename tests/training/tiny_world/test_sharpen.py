@@ -3,37 +3,17 @@
 in pieces.
 """
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
+import training_runs
 from torch.nn import functional
 
 from training.tiny_world import sharpen, train_world
 from training.tiny_world.sharpen import Contest
-from training.tiny_world.train_world import Ranks, read_parts, write_synthetic_data
-from training.tiny_world.transformer import Sizes
-
-SIZES = Sizes(dim=48, layers=2, heads=2, ffn=64, grid=(4, 6), window=9)
-SMALL = [
-    *(
-        "--dim",
-        "48",
-        "--layers",
-        "2",
-        "--heads",
-        "2",
-        "--ffn",
-        "64",
-        "--grid",
-        "4",
-        "6",
-        "--window",
-        "9",
-    ),
-    *("--batch", "4", "--log-steps", "1", "--seed", "3"),
-]
+from training.tiny_world.state_files import read_parts
+from training.tiny_world.train_world import Ranks
 
 
 def _decode(latents: torch.Tensor) -> torch.Tensor:
@@ -47,17 +27,7 @@ def _decode(latents: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def taught(tmp_path: Path) -> list[str]:
-    write_synthetic_data(tmp_path / "data", SIZES, ranks=1, clips=6, frames=12)
-    (tmp_path / "data" / "clips-held.pt").unlink()
-    given = [
-        "--data",
-        str(tmp_path / "data"),
-        "--prompts",
-        str(tmp_path / "data" / "prompts.pt"),
-        *SMALL,
-    ]
-    train_world.main([*given, "--max-steps", "1", "--out", str(tmp_path / "teacher")])
-    return [*given, "--resume", str(tmp_path / "teacher")]
+    return training_runs.taught(tmp_path)
 
 
 def test_the_adversary_learns_to_report_soft_clips_and_pushes_towards_sharp_ones() -> None:
@@ -101,7 +71,7 @@ def test_the_phase_trains_resumes_and_keeps_its_adversary(
             str(tmp_path / "b"),
         ]
     )
-    lines = [json.loads(line) for line in (tmp_path / "b" / "curve.jsonl").read_text().splitlines()]
+    lines = training_runs.curve(tmp_path / "b")
     assert [line["step"] for line in lines if "adversarial" in line] == [1, 2, 3]
     before, after = (read_parts(tmp_path / name)["extra"] for name in ("a", "b"))
     assert (before["rounds"], after["rounds"]) == (2, 3)

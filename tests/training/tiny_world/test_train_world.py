@@ -12,33 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.waits import seconds
+from training_runs import SIZES, arguments, curve
 
-from training.tiny_world import train_world
-from training.tiny_world.train_world import main, read_parts, write_parts, write_synthetic_data
-from training.tiny_world.transformer import Sizes
+from training.tiny_world import state_files, train_world
+from training.tiny_world.state_files import read_parts, write_parts
+from training.tiny_world.train_world import main
+from training.tiny_world.world_data import write_synthetic_data
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.transformer import LingBotTransformer
 from vllm_omni.model_executor.models.lingbot_world.weights import load_transformer
-
-SIZES = Sizes(dim=48, layers=2, heads=2, ffn=64, grid=(4, 6), window=9)
-SMALL = [
-    *(
-        "--dim",
-        "48",
-        "--layers",
-        "2",
-        "--heads",
-        "2",
-        "--ffn",
-        "64",
-        "--grid",
-        "4",
-        "6",
-        "--window",
-        "9",
-    ),
-    *("--batch", "4", "--log-steps", "1", "--seed", "3"),
-]
 
 
 @pytest.fixture
@@ -48,19 +30,8 @@ def data(tmp_path: Path) -> Path:
 
 
 def _train(data: Path, out: Path, *more: str) -> list[dict]:
-    main(
-        [
-            "--data",
-            str(data),
-            "--prompts",
-            str(data / "prompts.pt"),
-            "--out",
-            str(out),
-            *SMALL,
-            *more,
-        ]
-    )
-    return [json.loads(line) for line in (out / "curve.jsonl").read_text().splitlines()]
+    main([*arguments(data), "--out", str(out), *more])
+    return curve(out)
 
 
 def test_training_stops_resumes_and_exports(data: Path, tmp_path: Path) -> None:
@@ -113,17 +84,17 @@ def test_training_lowers_the_loss(
     """On clips that repeat, in 60 steps, by a fifth; at every sigma."""
     rates = ("--muon-lr", "0.02", "--adam-lr", "0.01", "--total-minutes", "0.01")
     monkeypatch.setattr(train_world, "_WARMUP_STEPS", 20)
-    curve = _train(
+    lines = _train(
         data, tmp_path / "a", "--max-steps", "60", "--log-steps", "10", "--decay-from", "1", *rates
     )
-    first, *_, last = [line for line in curve if "loss" in line]
+    first, *_, last = [line for line in lines if "loss" in line]
     assert last["loss"] < 0.8 * first["loss"]
     assert all(last["by_sigma"][sigma] < loss for sigma, loss in first["by_sigma"].items())
 
 
 def test_a_large_state_is_cut_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Older files of a larger state do not stay."""
-    monkeypatch.setattr(train_world, "_PART_BYTES", 1000)
+    monkeypatch.setattr(state_files, "_PART_BYTES", 1000)
     state = {"numbers": torch.arange(1500.0)}
     assert len(write_parts(state, tmp_path)) >= 6
     assert torch.equal(read_parts(tmp_path)["numbers"], state["numbers"])
@@ -137,26 +108,10 @@ def test_a_large_state_is_cut_into_files(tmp_path: Path, monkeypatch: pytest.Mon
 def test_two_ranks_train_as_one(data: Path, tmp_path: Path) -> None:
     """Under torchrun, each rank with its own shard: one state, gradients averaged."""
     out = tmp_path / "two"
-    command = [
-        *(
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            "2",
-            "--master-port",
-            "29533",
-        ),
-        *(
-            "-m",
-            "training.tiny_world.train_world",
-            "--data",
-            str(data),
-            "--prompts",
-            str(data / "prompts.pt"),
-        ),
-        *("--out", str(out), *SMALL, "--max-steps", "2"),
-    ]
+    launcher = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29533"]
+    module = [*launcher, "-m", "training.tiny_world.train_world"]
+    command = [sys.executable, "-m", *module, *arguments(data), "--out", str(out)]
+    command += ["--max-steps", "2"]
     root = Path(__file__).parents[3]
     done = subprocess.run(
         command, cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},

@@ -9,19 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from training.tiny_world.clip_window import ChunkRun, ClipWindow, roll_out
+from training.tiny_world.masks import block_mask, dense_mask, visibility
 from training.tiny_world.render import FOCAL
 from training.tiny_world.transformer import (
-    ChunkRun,
     Clips,
-    ClipWindow,
     Sizes,
     WorldTransformer,
-    block_mask,
     camera_basis,
-    dense_mask,
     patchify,
-    roll_out,
-    visibility,
 )
 from training.tiny_world.village import PERIOD
 from training.tiny_world.walks import poses_of

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clips made chunk by chunk as served, with the keys and values of earlier chunks; no gradients."""
+
+from functools import cache
+
+import torch
+
+from training.tiny_world.transformer import Clips, WorldTransformer, unpatchify
+
+
+def _slot(frame: int, retained: int, sink: int) -> int:
+    return frame if frame < sink else sink + (frame - sink) % (retained - sink)
+
+
+@cache  # a copy to the device waits for it: once for each chunk of a clip
+def _allowed(
+    window: int, sink: int, chunk: int, start: int, tokens: int, device: torch.device
+) -> torch.Tensor:
+    past = torch.zeros(window - chunk, dtype=torch.bool)
+    oldest = start + chunk - (window - sink)
+    for frame in range(start):
+        if frame < sink or frame >= oldest:
+            past[_slot(frame, window - chunk, sink)] = True
+    both = torch.cat((past, torch.ones(chunk, dtype=torch.bool)))
+    return both.repeat_interleave(tokens).to(device)
+
+
+class ClipWindow:
+    """The keys and values that clips keep while they are made chunk by chunk; without gradients.
+
+    Sink frames and a ring, as `KVWindow`, but without room for the chunk itself: shapes stay the
+    same for every chunk.
+    """
+
+    def __init__(self, model: WorldTransformer, batch: int, chunk: int) -> None:
+        sizes = model.sizes
+        self.model, self.size = model, chunk
+        self.kept = sizes.window - chunk
+        if self.kept < sizes.sink:
+            raise ValueError(
+                f"a window of {sizes.window} frames has no room for {sizes.sink} sinks "
+                f"beside {chunk}"
+            )
+        device = model.basis.device
+        shape = (sizes.layers, 2, batch, sizes.heads, self.kept * sizes.tokens, sizes.head_dim)
+        self.buffer = torch.zeros(shape, dtype=model.compute_dtype, device=device)
+        self.written = 0
+
+    def _slot(self, frame: int) -> int:
+        return _slot(frame, self.kept, self.model.sizes.sink)
+
+    def allowed(self, start: int) -> torch.Tensor:
+        """bool [kept tokens + chunk's tokens]: what chunk [start, ...) sees."""
+        sizes = self.model.sizes
+        return _allowed(
+            sizes.window, sizes.sink, self.size, start, sizes.tokens, self.buffer.device
+        )
+
+    def write(self, layer: int, start: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        tokens = self.model.sizes.tokens
+        slots = [self._slot(start + offset) for offset in range(self.size)]
+        together = slots == list(range(slots[0], slots[0] + self.size))
+        count = self.size if together else 1
+        for offset in range(0, self.size, count):
+            slot, own = slots[offset] * tokens, slice(offset * tokens, (offset + count) * tokens)
+            self.buffer[layer, 0, :, :, slot : slot + count * tokens] = k[:, :, own]
+            self.buffer[layer, 1, :, :, slot : slot + count * tokens] = v[:, :, own]
+
+
+class ChunkRun:
+    """One chunk [start, start + size) of clips: what every pass shares is computed once.
+
+    Use under `no_grad`.
+    """
+
+    def __init__(self, window: ClipWindow, clips: Clips, start: int) -> None:
+        model = window.model
+        self.window, self.model, self.start = window, model, start
+        own = clips.frames(start, start + window.size)
+        camera = model.camera(own)
+        # A chunk has one prompt: its first frame's.
+        rows = torch.arange(len(own.text), device=own.text.device)
+        text = model.text(own.text[rows, own.switched[:, 0].long()]).unsqueeze(1)
+        self.camera = [block.camera(camera) for block in model._blocks()]
+        self.text = [block.text_keys_values(text) for block in model._blocks()]
+        self.condition = model.condition_patches(own.condition)
+        self.cos, self.sin = (table.unsqueeze(1) for table in model.rotary(own.positions))
+        self.allowed = window.allowed(start)
+
+    def predict(
+        self, latents: torch.Tensor, timestep: torch.Tensor, *, write: bool = False
+    ) -> torch.Tensor:
+        """Flow of latents [B, f, 16, h, w] at timesteps [B, f]; `write`: keep the keys and
+        values (at 0: clean).
+        """
+        model = self.model
+        time, rows = model.time(timestep)
+        x = model.patches(latents) + self.condition
+        for layer, block in enumerate(model._blocks()):
+            past = self.window.buffer[layer]
+            x, k, v = block.chunk(
+                x,
+                rows,
+                self.camera[layer],
+                self.text[layer],
+                self.cos,
+                self.sin,
+                past[0],
+                past[1],
+                self.allowed,
+            )
+            if write:
+                self.window.write(layer, self.start, k, v)
+        return unpatchify(model.head(x, time), model.sizes.grid)
+
+
+@torch.no_grad()
+def roll_out(
+    model: WorldTransformer,
+    clips: Clips,
+    given: torch.Tensor,
+    num_given: torch.Tensor,
+    chunk: int,
+    sigmas: tuple[float, ...],
+    generator: torch.Generator | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make clips chunk by chunk as served.
+
+    Returns (latents [B, F, 16, h, w], step inputs [steps, B, F, 16, h, w]).
+
+    given: [B, F, 16, h, w], true latents; the first num_given [B] chunks of a clip are taken from
+    them. step inputs: what the network was given at each step, its own x0 of the step before with
+    fresh noise.
+    """
+    frames = given.shape[1]
+    window = ClipWindow(model, len(given), chunk)
+    made = torch.empty_like(given)
+    inputs = given.new_empty(len(sigmas), *given.shape)
+    for index, start in enumerate(range(0, frames, chunk)):
+        run, own = ChunkRun(window, clips, start), slice(start, start + chunk)
+        x = _noise(given[:, own], generator)
+        x0 = x
+        for step, sigma in enumerate(sigmas):
+            if step:
+                x = (1 - sigma) * x0 + sigma * _noise(x0, generator)
+            inputs[step][:, own] = x
+            time = x.new_full(x.shape[:2], 1000 * sigma)
+            x0 = x - sigma * run.predict(x, time)
+        x0 = torch.where((num_given > index).view(-1, 1, 1, 1, 1), given[:, own], x0)
+        made[:, own] = x0
+        if start + chunk < frames:
+            run.predict(x0, x.new_zeros(x.shape[:2]), write=True)
+    return made, inputs
+
+
+def _noise(like: torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    return torch.randn(like.shape, generator=generator, device=like.device, dtype=like.dtype)
