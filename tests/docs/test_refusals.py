@@ -193,7 +193,7 @@ HELD_BY = {
     ),
     # web_page.md
     "The page refuses a file that it cannot decode": (
-        "tests/entrypoints/webui/test_web_page.py::"
+        "tests/entrypoints/webui/test_page_world.py::"
         "test_a_file_that_is_no_image_does_not_become_a_tile"
     ),
     "`enhance_prompt`, `enable_frame_interpolation` and `enable_upscaling` are refused": (
@@ -209,7 +209,7 @@ HELD_BY = {
         "test_a_release_that_needs_more_than_its_repository_names_the_download"
     ),
     "If the server refuses a request permanently": (
-        "tests/entrypoints/webui/test_web_page.py::"
+        "tests/entrypoints/webui/test_page_errors.py::"
         "test_a_refused_request_stops_the_world_until_tried_again"
     ),
     # lora.md and session_snapshots.md

@@ -85,3 +85,16 @@ def page(browser: Browser, server: PageServer) -> Iterator[Page]:
         page.wait_for("document.body.dataset.link === 'up'")
         yield page
         assert page.errors == []
+
+
+@pytest.fixture
+def village_page(browser: Browser, make_server: MakeServer, village: Path) -> Iterator[Page]:
+    """The page of a checkpoint with a world description. The engine is a fake."""
+    with browser.page(make_server(world=village, info={"fps": 48.0}).url) as page:
+        page.wait_for("document.body.dataset.link === 'up'")
+        page.wait_for(
+            "[...document.querySelectorAll('.tile img')].every((i) => !i.src || i.naturalWidth "
+            "=== 160)"
+        )
+        yield page
+        assert page.errors == []

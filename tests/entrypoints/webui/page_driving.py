@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests of the web page do with a page and read from it and its fake engine."""
+
+from browser import Page
+from helpers.fake_engine import Call, FakeEngine
+from helpers.waits import pause, wait_until
+
+from vllm_omni.actions import as_frame
+
+PARTS = "import('/omni/js/main.js').then((m) => m.parts)"
+STATUS = "document.querySelector('#status').textContent"
+STALLS = f"{PARTS}.then(({{ app }}) => app.player.numStalls)"
+
+
+def start_now(page: Page) -> None:
+    """Start with the defaults of the panel and wait for the first image."""
+    page.click("#start .main")
+    page.wait_for("document.querySelector('#view').classList.contains('has-picture')")
+
+
+def later_chunks(engine: FakeEngine, count: int = 3) -> list[Call]:
+    """The next `count` chunks that are requested from now on, without one that may be in flight."""
+    start = len(engine.chunks) + 1
+    wait_until(lambda: len(engine.chunks) >= start + count)
+    return engine.chunks[start : start + count]
+
+
+def axes(calls: list[Call]) -> list[dict[str, float]]:
+    """Axes of each latent frame."""
+    return [as_frame(entry).axes for call in calls for entry in call.params.actions or []]
+
+
+def moved(engine: FakeEngine, axis: str) -> float:
+    """Sum of an axis over all frames so far."""
+    return sum(frame.get(axis, 0.0) for frame in axes(engine.chunks))
+
+
+def rest(page: Page, engine: FakeEngine) -> None:
+    """Wait until the page requests no more chunks."""
+    page.wait_for(f"{PARTS}.then(({{ app }}) => app.isResting)")
+    count = len(engine.chunks)
+    pause(0.5)
+    assert len(engine.chunks) == count
+
+
+def shown(page: Page) -> int:
+    return page.run(f"{PARTS}.then(({{ app }}) => app.player.numShown)")
+
+
+def grey(page: Page) -> int:
+    """Brightness at the centre of the image: frame n of the fake engine is n % 256."""
+    code = (
+        "{ const c = document.querySelector('#view'); return "
+        "c.getContext('2d').getImageData(40, 24, 1, 1).data[1]; }"
+    )
+    return page.run(f"(() => {code})()")
+
+
+PLACE = f"{PARTS}.then(({{ app }}) => app.map.path.at(-1))"

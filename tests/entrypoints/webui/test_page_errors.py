@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors that the web page shows and their way out: headless Chromium, real sockets and a fake
+engine.
+"""
+
+import pytest
+from browser import Browser, Page
+from helpers.fake_engine import FakeEngine
+from helpers.waits import pause, wait_until
+from page_driving import PARTS, STATUS, axes, grey, later_chunks, moved, shown, start_now
+from page_server import MakeServer, PageServer
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from vllm_omni.actions import ActionSpace
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.worlds.start_pose import StartPose
+
+pytestmark = pytest.mark.nightly
+
+
+def test_a_lost_connection_is_resumed(page: Page, engine: FakeEngine, server: PageServer) -> None:
+    """The session continues with every chunk once and in order, and the page shows the state."""
+    engine.delay_s = 0.15
+    start_now(page)
+    page.key("keyDown", "w")
+    indices = f"""{PARTS}.then(({{ app }}) => {{ window.seen = [];
+        app.world.addEventListener("chunk", (e) => window.seen.push(e.detail.message.chunk_index)); }})"""  # noqa: E501
+    page.run(indices)
+    for _ in range(3):
+        later_chunks(engine, 2)
+        assert server.cut_connections() == 1
+        page.wait_for("document.body.dataset.link === 'down'")
+        page.wait_for("document.body.dataset.link === 'up'")
+    later_chunks(engine, 3)
+    page.key("keyUp", "w")
+    seen = page.run("window.seen")
+    assert seen == list(range(seen[0], seen[0] + len(seen)))
+    assert len(engine.worlds) == 1
+    delivered = {call.params.chunk_index: call for call in engine.chunks}  # the last try counts
+    walked = [frame.get("forward", 0.0) for frame in axes([delivered[index] for index in seen])]
+    # the first chunks may have been requested before the key was pressed
+    walking = walked[walked.index(1.0) :]
+    assert len(walking) > 15
+    assert set(walking) == {1.0}
+    page.wait_for("notices.hidden")
+
+
+def test_a_missing_image_is_reported_and_dimmed(page: Page, engine: FakeEngine) -> None:
+    """The notice comes after two seconds, although the connection is up, and ends with the next
+    image.
+    """
+    start_now(page)
+    page.key("keyDown", "w")
+    later_chunks(engine, 3)
+    engine.delay_s = 4.0
+    page.wait_for(f"{STATUS} === 'No picture comes from the server'", 8)
+    assert page.run("getComputedStyle(document.querySelector('#view')).filter") != "none"
+    engine.delay_s = 0.0
+    page.wait_for(f"{STATUS} === 'Live'", 8)
+    page.wait_for("!document.querySelector('#stage').classList.contains('is-dimmed')")
+
+
+def test_a_broken_image_offers_to_go_back(village_page: Page, engine: FakeEngine) -> None:
+    """The page offers the copy that it made ten seconds before, and the session continues there."""
+    page, before = village_page, len(engine.worlds)
+    page.run(f"{PARTS}.then(({{ app }}) => {{ window.at = app; app.watch.look = () => {{}}; }})")
+    start_now(page)
+    page.run("for (let i = 0; i < 8; i++) at.watch.add({ quiet: 0.5, lively: 10 }, 0)")
+    page.key("keyDown", "w")
+    wait_until(lambda: len(engine.worlds) == before + 2, 20)
+    chunk = max(call.params.chunk_index or 0 for call in engine.chunks)
+    later_chunks(engine, 8)
+    page.run("at.watch.add({ quiet: 0, lively: 0.1 }, performance.now() - 3000)")
+    page.wait_for("notices.textContent.includes('lost its world')")
+    assert page.text("#notices button") == "Go back 10 s"
+    requested = len(engine.chunks)
+    page.click("#notices button")
+    page.wait_for("notices.textContent === 'Back where the world was whole.'")
+    wait_until(
+        lambda: any(
+            (call.params.chunk_index or 0) <= chunk + 2 for call in engine.chunks[requested:]
+        )
+    )
+    page.key("keyUp", "w")
+
+
+def test_an_image_of_the_ground_is_not_taken_for_broken(
+    village_page: Page, engine: FakeEngine
+) -> None:
+    """Looking far down, the right picture may be flat, and the page does not judge it."""
+    page, engine.start_pose = village_page, StartPose(x_m=0, z_m=0, heading_degrees=0)
+    page.run(
+        f"{PARTS}.then(({{ app }}) => {{ window.judged = 0; app.watch.look = () => judged++; }})"
+    )
+    start_now(page)
+    page.key("keyDown", "k")
+    wait_until(lambda: moved(engine, "pitch") < -40)
+    later_chunks(engine, 4)
+    judged = page.run("judged")
+    later_chunks(engine, 4)
+    assert judged > 0 and page.run("judged") == judged
+    page.key("keyUp", "k")
+
+
+def test_a_connection_lost_before_the_first_image(
+    page: Page, engine: FakeEngine, server: PageServer
+) -> None:
+    """The first request is sent again."""
+    engine.delay_s = 0.5
+    page.click("#start .main")
+    wait_until(lambda: engine.chunks)
+    server.cut_connections()
+    page.wait_for("document.querySelector('#view').classList.contains('has-picture')")
+    later_chunks(engine, 1)
+
+
+def test_a_lost_world_can_continue_from_its_last_image(page: Page, engine: FakeEngine) -> None:
+    """The page offers a new session that starts with the last image."""
+    start_now(page)
+    page.key("keyDown", "w")
+    later_chunks(engine, 2)
+    engine.worlds.clear()
+    page.wait_for("notices.textContent.includes('no longer keeps')")
+    last = grey(page)
+    page.run("notices.querySelector('button').click()")
+    wait_until(lambda: sum("image" in call.arrays for call in engine.chunks) == 2)
+    image = next(call for call in reversed(engine.chunks) if "image" in call.arrays).arrays["image"]
+    assert abs(int(image[24, 40, 1]) - last) <= 3
+    later_chunks(engine, 1)
+
+
+REMEMBER = """new MutationObserver(() => (window.told ??= []).push(document.querySelector("#status").textContent))
+    .observe(document.querySelector("#status"), { childList: true, characterData: true, subtree: true })"""  # noqa: E501
+
+
+def dead(params: DiffusionParams) -> None:
+    raise EngineDeadError
+
+
+@pytest.mark.parametrize("retained", [True, False], ids=["kept", "lost"])
+def test_a_dead_engine_is_reported(page: Page, engine: FakeEngine, retained: bool) -> None:
+    """It is not shown as a pause. The page reports a resumed or a lost session only after the
+    server has shown which it is.
+    """
+    start_now(page)
+    page.key("keyDown", "w")
+    later_chunks(engine, 1)
+    page.run(REMEMBER)
+    engine.fail = dead
+    page.wait_for(f"{STATUS} === 'The engine has stopped'", 1.5)
+    assert "The engine has stopped" in page.text("#notices")
+    pause(1.5)  # the server still answers `resume`, but generates nothing
+    assert page.text("#status") == "The engine has stopped"
+    assert "resumed" not in page.text("#notices")
+    last = page.run(f"{PARTS}.then(({{ app }}) => app.world.lastChunk)")
+    if not retained:
+        engine.worlds.clear()
+    engine.fail = lambda params: None
+    if retained:
+        page.wait_for("notices.textContent === 'This world is resumed.'")
+        page.wait_for(f"{STATUS} === 'Live'")
+        page.wait_for(f"{PARTS}.then(({{ app }}) => app.world.lastChunk > {last})")
+    else:
+        page.wait_for("notices.textContent.startsWith('This world is lost')")
+        assert page.text("#status") == "This world is lost"
+        page.run("notices.querySelector('button').click()")
+        page.wait_for(f"{STATUS} === 'Live'")
+        wait_until(lambda: sum("image" in call.arrays for call in engine.chunks) == 2)
+    assert "Paused" not in page.run("window.told")
+
+
+def test_a_refused_request_stops_the_world_until_tried_again(
+    page: Page, engine: FakeEngine
+) -> None:
+    """The page shows the reason, which differs from a pause, and requests nothing meanwhile."""
+
+    def refuse(params: DiffusionParams) -> None:
+        raise RequestFailed("invalid_argument", "no such thing")
+
+    start_now(page)
+    page.key("keyDown", "w")
+    engine.fail = refuse
+    page.wait_for("notices.textContent.includes('no such thing')")
+    assert page.text("#status") == "Stopped by an error"
+    count = len(engine.chunks)
+    pause(0.5)
+    assert len(engine.chunks) == count
+    engine.fail = lambda params: None
+    page.run("notices.querySelector('button').click()")
+    page.wait_for(f"{STATUS} === 'Live'")
+    later_chunks(engine, 1)
+
+
+def test_a_full_server_is_reported_and_retried(page: Page, engine: FakeEngine) -> None:
+    """`capacity` closes the connection, and the page retries."""
+    engine.max_worlds = 0
+    page.click("#start .main")
+    page.wait_for("!notices.hidden && /room|live|full|again/i.test(notices.textContent)")
+    engine.max_worlds = 1
+    page.wait_for("document.querySelector('#view').classList.contains('has-picture')", 30)
+
+
+def test_a_model_without_controls_is_reported(browser: Browser, make_server: MakeServer) -> None:
+    """The page shows the reason and stops retrying."""
+    server = make_server(info={"actions": ActionSpace()})
+    with browser.page(server.url) as page:
+        page.wait_for("document.body.dataset.link === 'refused'")
+        assert "camera" in page.text("#notices")
+        assert page.run("document.querySelector('#start').elements.start.disabled")
+
+
+def test_sizes_and_frame_rate_come_from_the_server(
+    browser: Browser, make_server: MakeServer, engine: FakeEngine
+) -> None:
+    """Sizes and frame rate are the server's."""
+    info = {"height": 96, "width": 128, "fps": 8.0, "patch_size": (1, 4, 4)}
+    with browser.page(make_server(info=info).url) as page:
+        page.wait_for("document.body.dataset.link === 'up'")
+        assert page.run(
+            "[...document.querySelector('#start').elements.size.options].map((o) => o.value)"
+        ) == ["128x96"]
+        start_now(page)
+        page.key("keyDown", "w")
+        before = shown(page)
+        pause(2)
+        assert 13 <= shown(page) - before <= 19
