@@ -5,7 +5,6 @@ One engine takes one batch at a time, as `StreamBatchScheduler` has it do; every
 policy sees (costs, steps left) it learns the same way, from `StepCostModel` and `ScheduledStreams`.
 `fifo` is the scheduler without deadlines: the first sessions by arrival, each chunk to its end.
 Deterministic for a seed.
-Tested by tests/core/test_scheduler_simulator.py.
 """
 
 import heapq
