@@ -194,22 +194,6 @@ def mutated(data: bytes, random_: random.Random) -> bytes:
     return bytes(mutant)
 
 
-@pytest.mark.parametrize("num_cases", [20_000, pytest.param(10_000_000, marks=pytest.mark.nightly)])
-def test_mutated_messages_raise_nothing_but_codec_errors(num_cases: int) -> None:
-    """Each message is decoded or refused within 50 ms of CPU time."""
-    random_ = random.Random(num_cases)
-    refused = 0
-    for _ in range(num_cases):
-        data = mutated(random_.choice(SEEDS), random_)
-        started_s = time.thread_time()
-        try:
-            decode(data)
-        except CodecError:
-            refused += 1
-        assert time.thread_time() - started_s < 0.05, data
-    assert 0.2 < refused / num_cases < 0.99  # both ways are exercised
-
-
 @given(st.binary(max_size=200))
 @settings(max_examples=1000, deadline=None)
 def test_any_bytes_raise_nothing_but_codec_errors(data: bytes) -> None:
