@@ -230,7 +230,6 @@ def test_forged_video_input_is_refused(saved: Saved, tmp_path: Path, case: dict[
 @pytest.mark.parametrize(
     "case",
     [
-        {"written_from": 3},
         {"condition_settled": None},
         {"condition_settled": True},
         {"condition_encoded": 0},

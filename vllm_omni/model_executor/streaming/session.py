@@ -128,8 +128,6 @@ class SessionScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Number of committed latent frames."""
     omitted_frames: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Number of generated latent frames that the window left out."""
-    written_from: int = 0
-    """Not 0 in snapshots of older versions whose window was recomputed for another prompt."""
     prompt: Text
     """Prompt of the last chunk."""
     seed: Seed
@@ -423,11 +421,6 @@ class StreamingSession(SessionState, Generic[Window, OwnValue]):
         )
         self.omitted_frames = retained.omitted_frames
         frames = self.check_committed(retained.committed_frames)
-        if retained.written_from:
-            raise RequestFailed(
-                "invalid_snapshot",
-                "the snapshot's window was recomputed by an older version, which is not supported",
-            )
         self.window.restore(saved, retained.committed_frames, len(frames))
         if self.layouts.decoder is not None:
             self.decoder_cache = self.layouts.decoder.restore(
