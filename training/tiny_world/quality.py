@@ -22,6 +22,7 @@ RESULTS = {
         "2026-11-29_players_rest_three.json",
         "2026-11-29_players_wall_three.json",
         "2026-11-28_players_bot_three.json",
+        "2026-11-29_players_home_three.json",
     ),
 }
 """Results of the shipped weights in `curves/`, by kind. The second result of `uploads` is that of
