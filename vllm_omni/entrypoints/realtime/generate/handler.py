@@ -34,6 +34,7 @@ from vllm_omni.entrypoints.realtime.controls.control_track import (
     PromptChange,
     TooManyEvents,
 )
+from vllm_omni.entrypoints.realtime.encoding.session_encoders import EncoderSpec
 from vllm_omni.entrypoints.realtime.generate import protocol
 from vllm_omni.entrypoints.realtime.generate.frames import ChunkReport, FrameBatcher, FrameMessage
 from vllm_omni.entrypoints.realtime.sessions.run import ReplyOptions, SessionJob, SessionStart
@@ -70,6 +71,7 @@ class _KeyedSource(LiveChunks):
         self._prompt, self._lora, self.num_chunks = prompt, init.lora, init.max_chunks
         self._timed, self._track, self._throttle = timed, track, throttle
         self._takes_actions = track.space.has_controls
+        self._input_id: EventId | None = None
 
     @property
     def ready(self) -> bool:
@@ -86,10 +88,13 @@ class _KeyedSource(LiveChunks):
         )
         timed = self._timed.take_prompt(span.chunk_index, span.first_frame)
         own = self._prompt if span.chunk_index == 0 else None
+        if sample.is_new:
+            self._input_id = sample.event_id
         return ChunkControls(
             actions=actions if self._takes_actions else None,
             prompt=sample.prompt or timed or own,
             lora=sample.lora if sample.lora is not None or span.chunk_index else self._lora,
+            input_id=self._input_id,
             mark=sample,
         )
 
@@ -208,7 +213,7 @@ class _Client(LiveClient):
         self.start_job(self._job(init))
 
     def _job(self, init: protocol.InitMessage) -> SessionJob:
-        kind = (init.realtime_output_format or "raw").replace("-", "_")
+        kind = init.codec
         image = self._image
         window_frames, sink_frames = init.window(self.info.window_frames, self.info.sink_frames)
         return SessionJob(
@@ -230,7 +235,15 @@ class _Client(LiveClient):
             ),
             options={} if init.start_pose is None else init.start_pose.as_option(),
             replies=ReplyOptions(
-                render=FrameBatcher(kind, init.output_compression, init.realtime_preview_max_width),
+                render=FrameBatcher(
+                    EncoderSpec(
+                        codec=kind,
+                        fps=init.fps or self.info.fps,
+                        quality=init.output_compression,
+                        max_width=init.realtime_preview_max_width,
+                        full_chroma=True,
+                    )
+                ),
                 inline=kind == "raw",
                 keep=False,
                 unsent_chunks=UNSENT_CHUNKS,

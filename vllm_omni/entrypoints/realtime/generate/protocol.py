@@ -29,6 +29,7 @@ from vllm_omni.entrypoints.realtime.controls.control_track import (
     PromptChange,
     Update,
 )
+from vllm_omni.entrypoints.realtime.encoding.session_encoders import VideoCodec
 from vllm_omni.entrypoints.realtime.world_camera.protocol import check_prompt, with_integers
 from vllm_omni.entrypoints.timed_prompts import MAX_PROMPTS, TimedPrompt
 from vllm_omni.inputs import Loras
@@ -124,6 +125,17 @@ class InitMessage(msgspec.Struct, frozen=True, kw_only=True):
     def granted(self) -> tuple[str, ...]:
         """Requested extensions that the server has."""
         return tuple(name for name in EXTENSIONS if name in (self.extensions or ()))
+
+    @property
+    def codec(self) -> VideoCodec:
+        """Codec of the frames."""
+        match self.realtime_output_format:
+            case None:
+                return "raw"
+            case "delta-gzip":
+                return "delta_gzip"
+            case codec:
+                return codec
 
     def height_width(self) -> tuple[int, int] | None:
         """Return (height, width), or None for the default size.

@@ -20,7 +20,6 @@ from starlette.websockets import WebSocket
 
 from vllm_omni.actions import ActionEntry, ActionFrame, as_entry, check_frame
 from vllm_omni.entrypoints.errors import EndpointError, WebSocketCloseCode
-from vllm_omni.entrypoints.media.fmp4 import FragmentEncoder
 from vllm_omni.entrypoints.realtime.chunk_source import ChunkControls, ChunkSpan, LiveChunks
 from vllm_omni.entrypoints.realtime.connection.images import load_image
 from vllm_omni.entrypoints.realtime.connection.live_client import (
@@ -46,6 +45,7 @@ from vllm_omni.entrypoints.realtime.controls.pose_track import (
     PoseTrack,
     walks,
 )
+from vllm_omni.entrypoints.realtime.encoding.session_encoders import EncoderSpec
 from vllm_omni.entrypoints.realtime.sessions.run import (
     FinishedChunk,
     ReplyOptions,
@@ -71,7 +71,7 @@ class _Media:
 
     metadata: dict[str, Any]
     """The message `video.chunk_metadata`."""
-    data: bytes
+    data: bytes | memoryview
     """MP4 fragment."""
     is_response: bool
     """Whether the chunk is the first effect of an interaction and should be sent at once."""
@@ -84,28 +84,33 @@ class _FragmentRenderer:
     """Encodes a session's chunks as MP4 fragments, in order."""
 
     def __init__(self, fps: float, request_id: str) -> None:
-        self._encoder = FragmentEncoder(fps)
+        self._spec = EncoderSpec(codec="fmp4", fps=fps)
         self._request_id = request_id
 
     def __call__(self, chunk: FinishedChunk) -> list[_Media]:
         progress: CommandProgress = chunk.controls.mark
-        is_first = self._encoder.mime_type is None
-        data = self._encoder.encode(chunk.result.frames_THWC)
+        frames = chunk.stamped_frames(self._spec.fps)
+        (part,) = chunk.encoders.encode(self._spec, frames)
+        stamp = part.stamps[0]
         metadata: dict[str, Any] = {
             "type": "video.chunk_metadata",
             "request_id": self._request_id,
             "kind": "media",
-            "num_frames": len(chunk.result.frames_THWC),
-            "byte_length": len(data),
+            "num_frames": len(frames),
+            "byte_length": len(part.data),
             "generation_chunk_index": chunk.chunk_index,
+            "first_frame": stamp.frame,
+            "time_us": stamp.time_us,
             "started_event_ids": list(progress.started),
             "active_event_ids": list(progress.active),
             "completed_event_ids": list(progress.completed),
             **chunk.result.world_pose_fields,
         }
-        if is_first:
-            metadata["mime_type"] = self._encoder.mime_type
-        return [_Media(metadata, data, is_response=bool(progress.started))]
+        if stamp.input_id is not None:
+            metadata["input_id"] = stamp.input_id
+        if part.mime_type is not None:
+            metadata["mime_type"] = part.mime_type
+        return [_Media(metadata, part.data, is_response=bool(progress.started))]
 
 
 class _CommandedSource(LiveChunks):
@@ -137,6 +142,7 @@ class _CommandedSource(LiveChunks):
         self._frame = _SessionFrame(info)
         self._expected: deque[np.ndarray | None] = deque()
         self.uses_poses = False
+        self._input_id: str | None = None
 
     def check_velocity(self, command: CameraCommand) -> None:
         """Check a velocity command.
@@ -220,8 +226,15 @@ class _CommandedSource(LiveChunks):
                 dict.fromkeys((*ids, event_id)) for ids in (progress.started, progress.completed)
             )
             progress = CommandProgress(tuple(started), progress.active, tuple(ended))
+        if progress.started:
+            self._input_id = progress.started[-1]
         return ChunkControls(
-            actions=actions, camera=camera, prompt=prompt, lora=lora, mark=progress
+            actions=actions,
+            camera=camera,
+            prompt=prompt,
+            lora=lora,
+            input_id=self._input_id,
+            mark=progress,
         )
 
     def note_result(self, meta: Mapping[str, Any]) -> None:

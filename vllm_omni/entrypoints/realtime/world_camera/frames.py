@@ -4,16 +4,16 @@
 Encoding takes tens of milliseconds per chunk, so it runs on the executor's threads.
 """
 
-import io
 import time
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from PIL import Image
 
-from vllm_omni.entrypoints.media.mp4 import encode_mp4
 from vllm_omni.entrypoints.realtime.connection.codec import MessageDialect, encode
+from vllm_omni.entrypoints.realtime.encoding.frames import StampedFrames
+from vllm_omni.entrypoints.realtime.encoding.images import Mp4Encoder
+from vllm_omni.entrypoints.realtime.encoding.session_encoders import EncoderSpec
 from vllm_omni.entrypoints.realtime.sessions.run import FinishedChunk
 
 # T pixel frames, H height, W width, C = 3 channels (RGB)
@@ -46,19 +46,16 @@ class FrameRenderer:
 
     def __call__(self, chunk: FinishedChunk) -> list[bytes]:
         """Return the chunk's messages. `index` and `total` count all messages of the request."""
-        frames_THWC = chunk.result.frames_THWC
-        if len(frames_THWC) != chunk.sizes[chunk.number]:
+        frames = chunk.stamped_frames(self.fps)
+        if len(frames) != chunk.sizes[chunk.number]:
             raise RuntimeError(
-                f"the model returned {len(frames_THWC)} frames, {chunk.sizes[chunk.number]} were "
-                "planned"
+                f"the model returned {len(frames)} frames, {chunk.sizes[chunk.number]} were planned"
             )
         counts = [-(-size // self._step(size)) for size in chunk.sizes]
-        base, total, step = sum(counts[: chunk.number]), sum(counts), self._step(len(frames_THWC))
+        base, total = sum(counts[: chunk.number]), sum(counts)
         return [
-            self._message(
-                chunk, frames_THWC[part * step : (part + 1) * step], part * step, base + part, total
-            )
-            for part in range(counts[chunk.number])
+            self._message(chunk, group, base + part, total)
+            for part, group in enumerate(frames.split(self._step(len(frames))))
         ]
 
     def _step(self, chunk_frames: int) -> int:
@@ -66,15 +63,18 @@ class FrameRenderer:
         return min(self.frames_per_message or default, chunk_frames)
 
     def _message(
-        self, chunk: FinishedChunk, frames_THWC: np.ndarray, offset: int, index: int, total: int
+        self, chunk: FinishedChunk, frames: StampedFrames, index: int, total: int
     ) -> bytes:
         started_s = time.perf_counter()
-        video = self._video(frames_THWC)
+        frames_THWC, stamp = frames.frames_THWC, frames.stamps[0]
+        is_first = stamp.frame == chunk.first_frame
+        video = self._video(chunk, frames)
         mp4 = {}
         if self.with_mp4:
             scale = max(1, min(self.mp4_scale, _MAX_SCALED_SIDE // max(frames_THWC.shape[1:3])))
             larger_THWC = frames_THWC.repeat(scale, axis=1).repeat(scale, axis=2)
-            mp4["mp4"] = encode_mp4(larger_THWC, self.fps)
+            (file,) = Mp4Encoder(self.fps).encode(StampedFrames(larger_THWC, frames.stamps))
+            mp4["mp4"] = file.data
         mux_ms = (time.perf_counter() - started_s) * 1e3
         message: dict[str, Any] = {
             "type": "frame",
@@ -85,8 +85,9 @@ class FrameRenderer:
             "index": index,
             "total": total,
             "final": index == total - 1,
-            "num_frames": len(frames_THWC),
-            "first_frame": chunk.first_frame + offset,
+            "num_frames": len(frames),
+            "first_frame": stamp.frame,
+            "time_us": stamp.time_us,
             "fps": self.fps,
             "width": frames_THWC.shape[2],
             "height": frames_THWC.shape[1],
@@ -94,26 +95,28 @@ class FrameRenderer:
             "timing": _timing(chunk, mux_ms),
             "prompt_applied": chunk.prompt_applied,
         }
+        if stamp.input_id is not None:
+            message["input_id"] = stamp.input_id
         if chunk.seed is not None:
             message["seed"] = chunk.seed
-        if chunk.warnings and offset == 0:
+        if chunk.warnings and is_first:
             message["warnings"] = list(chunk.warnings)
-        if offset == 0:
+        if is_first:
             message |= chunk.result.world_pose_fields
         return encode({**message, **mp4, "video": video}, self.dialect)
 
-    def _video(self, frames_THWC: np.ndarray) -> Any:
+    def _video(self, chunk: FinishedChunk, frames: StampedFrames) -> Any:
         match self.codec:
-            case "mp4":
-                return encode_mp4(frames_THWC, self.fps)
-            case "jpeg":
-                return [_jpeg(frame_HWC, self.quality) for frame_HWC in frames_THWC]
+            case "mp4" | "jpeg":
+                spec = EncoderSpec(codec=self.codec, fps=self.fps, quality=self.quality)
+                files = [part.data for part in chunk.encoders.encode(spec, frames)]
+                return files if self.codec == "jpeg" else files[0]
             case "ndarray_u8":
-                return np.ascontiguousarray(frames_THWC)
+                return np.ascontiguousarray(frames.frames_THWC)
             case "ndarray_f32":
                 return [
                     np.divide(frame_HWC, np.float32(255), dtype=np.float32)
-                    for frame_HWC in frames_THWC
+                    for frame_HWC in frames.frames_THWC
                 ]
         raise AssertionError(f"protocol.parse let codec {self.codec!r} through")
 
@@ -134,9 +137,3 @@ def _timing(chunk: FinishedChunk, mux_ms: float) -> dict[str, float]:
         "total_ms": chunk.result.wall_ms + mux_ms,
     }
     return {name: round(value, 3) for name, value in timing.items()}
-
-
-def _jpeg(frame_HWC: np.ndarray, quality: int) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(frame_HWC).save(buffer, "JPEG", quality=quality)
-    return buffer.getvalue()
