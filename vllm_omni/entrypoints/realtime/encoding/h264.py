@@ -10,7 +10,7 @@ and one encoder serves all viewers of a session.
 """
 
 from fractions import Fraction
-from typing import Final, Literal, cast
+from typing import Any, Final, Literal, cast
 
 import av
 import numpy as np
@@ -143,6 +143,12 @@ class H264Encoder:
         return EncodedPart(
             bytes(packets[0]), [stamp], context.width, context.height, packets[0].is_keyframe
         )
+
+
+def access_unit_fields(unit: EncodedPart) -> dict[str, Any]:
+    """Return the fields of a message that a decoder of its access unit needs."""
+    codec = codec_string(bytes(unit.data)) if unit.is_key else None
+    return {"is_key_frame": unit.is_key} | ({} if codec is None else {"codec_string": codec})
 
 
 def codec_string(access_unit: bytes) -> str | None:

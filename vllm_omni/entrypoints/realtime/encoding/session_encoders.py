@@ -11,6 +11,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from vllm_omni.entrypoints.realtime.encoding.bitrate import BitrateControl
 from vllm_omni.entrypoints.realtime.encoding.fmp4 import FragmentEncoder
 from vllm_omni.entrypoints.realtime.encoding.frames import EncodedPart, FrameEncoder, StampedFrames
 from vllm_omni.entrypoints.realtime.encoding.images import (
@@ -56,6 +57,7 @@ class SessionEncoders:
         """
         self._implementations = implementations
         self._encoders: OrderedDict[EncoderSpec, FrameEncoder] = OrderedDict()
+        self._bitrate = BitrateControl()
 
     def __len__(self) -> int:
         return len(self._encoders)
@@ -73,11 +75,28 @@ class SessionEncoders:
         encoder = self._encoders.get(spec)
         if encoder is None:
             encoder = self._encoders[spec] = self._create(spec)
+            encoder.set_bitrate(self._bitrate.bits_per_s)
             while len(self._encoders) > _MAX_ENCODERS:
                 self._encoders.popitem(last=False)
         else:
             self._encoders.move_to_end(spec)
         return encoder
+
+    def request_key_frame(self) -> None:
+        """Make the next frame of every stream a key frame, because a client needs one."""
+        for encoder in list(self._encoders.values()):
+            encoder.request_key_frame()
+
+    def note_transfer(self, transfer_s: float, playing_s: float) -> None:
+        """Adapt the bitrate to the time in which the client received a chunk.
+
+        Args:
+            transfer_s: Time from the first to the last byte in seconds.
+            playing_s: Playing time of the chunk in seconds.
+        """
+        self._bitrate.note_transfer(transfer_s, playing_s)
+        for encoder in list(self._encoders.values()):
+            encoder.set_bitrate(self._bitrate.bits_per_s)
 
     def reset(self) -> None:
         """Drop all encoders, because the session starts again. Streams restart with a key frame."""

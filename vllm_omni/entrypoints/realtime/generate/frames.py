@@ -14,6 +14,7 @@ import msgspec
 
 from vllm_omni.entrypoints.realtime.controls.control_track import ControlSample
 from vllm_omni.entrypoints.realtime.encoding.frames import EncodedPart, StampedFrames
+from vllm_omni.entrypoints.realtime.encoding.h264 import access_unit_fields
 from vllm_omni.entrypoints.realtime.encoding.session_encoders import EncoderSpec
 from vllm_omni.entrypoints.realtime.sessions.run import FinishedChunk
 
@@ -28,6 +29,7 @@ _CONTENT_TYPES: Final = {
     "delta_gzip": "application/x-raw-rgb-delta-gzip",
     "webp": "image/webp",
     "jpeg": "image/jpeg",
+    "h264": "video/h264",
 }
 _IMAGE_CODECS: Final = ("webp", "jpeg")
 
@@ -140,6 +142,8 @@ class FrameBatcher:
 
     @property
     def _frames_per_message(self) -> int:
+        if self.spec.codec == "h264":
+            return 1
         is_image = self.spec.codec in _IMAGE_CODECS
         return ENCODED_FRAMES_PER_MESSAGE if is_image else RAW_FRAMES_PER_MESSAGE
 
@@ -170,6 +174,14 @@ class FrameBatcher:
             }
             return b"".join(part.data for part in parts), fields
         (part,) = parts
+        if self.spec.codec == "h264":
+            stamp = part.stamps[0]
+            fields |= {"format": "h264", "encoding": "h264", **access_unit_fields(part)}
+            fields |= {"first_frame": stamp.frame, "time_us": stamp.time_us}
+            return part.data, fields if stamp.input_id is None else {
+                **fields,
+                "input_id": stamp.input_id,
+            }
         fields["raw_size"] = frames_THWC.nbytes
         fields["encoding"] = "raw" if self.spec.codec == "raw" else "delta-gzip"
         if not part.is_key:

@@ -112,6 +112,7 @@ class _Client(LiveClient):
         self._track = ControlTrack(self.info.actions)
         self._throttle = ChunkThrottle()
         self._clock: MediaClock | None = None
+        self._fps = self.info.fps
         self._sent_bytes = 0
         self._write_ms = self._throttle_ms = 0.0
 
@@ -171,6 +172,7 @@ class _Client(LiveClient):
                 load_image, init.first_frame, *size, self.limits
             )
         self._init, self._granted, self._size = init, init.granted, size
+        self._fps = init.fps or self.info.fps
         self._events = protocol.EventReader(self.limits, self.info.actions, init.granted)
         try:
             session = await self.open_session(uuid.uuid4().hex)
@@ -278,12 +280,13 @@ class _Client(LiveClient):
                     payload.chunk_frames, payload.is_new_event
                 )
         self._sent_bytes += payload.num_bytes
-        if payload.report is not None:
-            await self.connection.send(*payload.parts, *self._after_chunk(payload.report))
-            return
+        last = [] if payload.report is None else self._after_chunk(payload.report)
         started_s = time.perf_counter()
-        await self.connection.send(*payload.parts)
+        await self.connection.send(*payload.parts, *last)
         self._write_ms += (time.perf_counter() - started_s) * 1e3
+        if payload.report is not None and self.session is not None:
+            playing_s = payload.chunk_frames / self._fps
+            self.session.encoders.note_transfer(self._write_ms / 1e3, playing_s)
 
     def _after_chunk(self, report: ChunkReport) -> list[bytes]:
         """Return the messages that are sent in one write with a chunk's last frames."""
@@ -369,6 +372,9 @@ class _Client(LiveClient):
 
     async def _take_extra(self, extra: protocol.Extra) -> None:
         match extra:
+            case protocol.KeyFrameMessage():
+                if self.session is not None:
+                    self.session.encoders.request_key_frame()
             case protocol.PingMessage(t=sent):
                 await self._send({"type": "pong", "t": sent, "server_ms": time.time() * 1e3})
             case protocol.CreditMessage(chunks=chunks):

@@ -12,6 +12,7 @@ import numpy as np
 
 from vllm_omni.entrypoints.realtime.connection.codec import MessageDialect, encode
 from vllm_omni.entrypoints.realtime.encoding.frames import StampedFrames
+from vllm_omni.entrypoints.realtime.encoding.h264 import access_unit_fields
 from vllm_omni.entrypoints.realtime.encoding.images import Mp4Encoder
 from vllm_omni.entrypoints.realtime.encoding.session_encoders import EncoderSpec
 from vllm_omni.entrypoints.realtime.sessions.run import FinishedChunk
@@ -27,8 +28,9 @@ class FrameRenderer:
     """Encodes the frames of one request."""
 
     codec: str
-    """`mp4` (a file in each message), `jpeg` (a list of files), `ndarray_u8` (one array `[T, H, W,
-    3]`) or `ndarray_f32` (a list of arrays `[H, W, 3]` in [0, 1])."""
+    """`mp4` (a file in each message), `jpeg` (a list of files), `h264` (one access unit in each
+    message), `ndarray_u8` (one array `[T, H, W, 3]`) or `ndarray_f32` (a list of arrays `[H, W, 3]`
+    in [0, 1])."""
     fps: float
     """Playback rate in frames per second."""
     quality: int
@@ -43,6 +45,10 @@ class FrameRenderer:
     Default: False."""
     mp4_scale: int = 1
     """Scale factor of that file. Default: 1."""
+    key_frame: bool = False
+    """Start the first chunk of the request with a key frame. Default: False."""
+    transfer_ms: float | None = None
+    """Time in which the client received its previous chunk in milliseconds. Default: unknown."""
 
     def __call__(self, chunk: FinishedChunk) -> list[bytes]:
         """Return the chunk's messages. `index` and `total` count all messages of the request."""
@@ -51,6 +57,8 @@ class FrameRenderer:
             raise RuntimeError(
                 f"the model returned {len(frames)} frames, {chunk.sizes[chunk.number]} were planned"
             )
+        if chunk.number == 0:
+            self._prepare(chunk)
         counts = [-(-size // self._step(size)) for size in chunk.sizes]
         base, total = sum(counts[: chunk.number]), sum(counts)
         return [
@@ -58,7 +66,17 @@ class FrameRenderer:
             for part, group in enumerate(frames.split(self._step(len(frames))))
         ]
 
+    def _prepare(self, chunk: FinishedChunk) -> None:
+        """Apply what the client reported with the request."""
+        if self.transfer_ms is not None:
+            playing_s = len(chunk.result.frames_THWC) / self.fps
+            chunk.encoders.note_transfer(self.transfer_ms / 1e3, playing_s)
+        if self.key_frame:
+            chunk.encoders.request_key_frame()
+
     def _step(self, chunk_frames: int) -> int:
+        if self.codec == "h264":
+            return 1
         default = _F32_FRAMES_PER_MESSAGE if self.codec == "ndarray_f32" else chunk_frames
         return min(self.frames_per_message or default, chunk_frames)
 
@@ -67,14 +85,13 @@ class FrameRenderer:
     ) -> bytes:
         started_s = time.perf_counter()
         frames_THWC, stamp = frames.frames_THWC, frames.stamps[0]
-        is_first = stamp.frame == chunk.first_frame
+        is_first, chunk_frames = stamp.frame == chunk.first_frame, len(chunk.result.frames_THWC)
         video = self._video(chunk, frames)
-        mp4 = {}
-        if self.with_mp4:
-            scale = max(1, min(self.mp4_scale, _MAX_SCALED_SIDE // max(frames_THWC.shape[1:3])))
-            larger_THWC = frames_THWC.repeat(scale, axis=1).repeat(scale, axis=2)
-            (file,) = Mp4Encoder(self.fps).encode(StampedFrames(larger_THWC, frames.stamps))
-            mp4["mp4"] = file.data
+        if self.with_mp4 and self.codec != "h264":
+            video["mp4"] = self._mp4(frames)
+        elif self.with_mp4 and stamp.frame == chunk.first_frame + chunk_frames - 1:
+            # one file for the whole chunk, because a frame alone makes a poor one
+            video["mp4"] = self._mp4(chunk.stamped_frames(self.fps))
         mux_ms = (time.perf_counter() - started_s) * 1e3
         message: dict[str, Any] = {
             "type": "frame",
@@ -86,6 +103,7 @@ class FrameRenderer:
             "total": total,
             "final": index == total - 1,
             "num_frames": len(frames),
+            "chunk_frames": chunk_frames,
             "first_frame": stamp.frame,
             "time_us": stamp.time_us,
             "fps": self.fps,
@@ -103,21 +121,34 @@ class FrameRenderer:
             message["warnings"] = list(chunk.warnings)
         if is_first:
             message |= chunk.result.world_pose_fields
-        return encode({**message, **mp4, "video": video}, self.dialect)
+        return encode({**message, **video}, self.dialect)
 
-    def _video(self, chunk: FinishedChunk, frames: StampedFrames) -> Any:
+    def _mp4(self, frames: StampedFrames) -> bytes | memoryview:
+        frames_THWC = frames.frames_THWC
+        scale = max(1, min(self.mp4_scale, _MAX_SCALED_SIDE // max(frames_THWC.shape[1:3])))
+        larger_THWC = frames_THWC.repeat(scale, axis=1).repeat(scale, axis=2)
+        (file,) = Mp4Encoder(self.fps).encode(StampedFrames(larger_THWC, frames.stamps))
+        return file.data
+
+    def _video(self, chunk: FinishedChunk, frames: StampedFrames) -> dict[str, Any]:
+        """Return the fields of a message that depend on the codec."""
         match self.codec:
+            case "h264":
+                spec = EncoderSpec(codec="h264", fps=self.fps)
+                (unit,) = chunk.encoders.encode(spec, frames)
+                return {"video": unit.data, **access_unit_fields(unit)}
             case "mp4" | "jpeg":
                 spec = EncoderSpec(codec=self.codec, fps=self.fps, quality=self.quality)
                 files = [part.data for part in chunk.encoders.encode(spec, frames)]
-                return files if self.codec == "jpeg" else files[0]
+                return {"video": files if self.codec == "jpeg" else files[0]}
             case "ndarray_u8":
-                return np.ascontiguousarray(frames.frames_THWC)
+                return {"video": np.ascontiguousarray(frames.frames_THWC)}
             case "ndarray_f32":
-                return [
+                frames_HWC = [
                     np.divide(frame_HWC, np.float32(255), dtype=np.float32)
                     for frame_HWC in frames.frames_THWC
                 ]
+                return {"video": frames_HWC}
         raise AssertionError(f"protocol.parse let codec {self.codec!r} through")
 
 

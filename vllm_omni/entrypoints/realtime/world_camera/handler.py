@@ -333,6 +333,8 @@ class _Client(ConnectionHandler):
                     dialect=dialect or MessageDialect.OPENPI,
                     with_mp4=extra.with_mp4,
                     mp4_scale=extra.mp4_scale,
+                    key_frame=extra.key_frame,
+                    transfer_ms=extra.transfer_ms,
                 ),
                 fps=extra.fps,
             ),
