@@ -13,6 +13,8 @@ from vllm_omni.entrypoints.realtime.encoding.h264 import MAX_BITRATE, MIN_BITRAT
 
 _MOST_SHARE: Final = 0.5
 """Share of its playing time that a chunk may take to arrive."""
+_USED_SHARE: Final = 0.8
+"""Share of the estimated bandwidth that the video may use; repeated packets need the rest."""
 _LOWER: Final = 0.6
 _RAISE: Final = 1.08
 
@@ -23,6 +25,10 @@ class BitrateControl:
     def __init__(self) -> None:
         self.bits_per_s = MAX_BITRATE
         """Current target."""
+
+    def set_bandwidth(self, bits_per_s: int) -> None:
+        """Set the target by the client's own estimate of its bandwidth."""
+        self.bits_per_s = max(MIN_BITRATE, min(MAX_BITRATE, round(_USED_SHARE * bits_per_s)))
 
     def note_transfer(self, transfer_s: float, playing_s: float) -> None:
         """Adapt the target to the transfer of one chunk.

@@ -95,6 +95,14 @@ class SessionEncoders:
             playing_s: Playing time of the chunk in seconds.
         """
         self._bitrate.note_transfer(transfer_s, playing_s)
+        self._apply_bitrate()
+
+    def set_bandwidth(self, bits_per_s: int) -> None:
+        """Adapt the bitrate to the client's own estimate of its bandwidth."""
+        self._bitrate.set_bandwidth(bits_per_s)
+        self._apply_bitrate()
+
+    def _apply_bitrate(self) -> None:
         for encoder in list(self._encoders.values()):
             encoder.set_bitrate(self._bitrate.bits_per_s)
 

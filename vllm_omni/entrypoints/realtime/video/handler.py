@@ -10,7 +10,7 @@ reader blocks the controls.
 import asyncio
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -45,6 +45,7 @@ from vllm_omni.entrypoints.realtime.controls.pose_track import (
     PoseTrack,
     walks,
 )
+from vllm_omni.entrypoints.realtime.encoding.frames import FrameStamp
 from vllm_omni.entrypoints.realtime.encoding.session_encoders import EncoderSpec
 from vllm_omni.entrypoints.realtime.sessions.run import (
     FinishedChunk,
@@ -88,29 +89,43 @@ class _FragmentRenderer:
         self._request_id = request_id
 
     def __call__(self, chunk: FinishedChunk) -> list[_Media]:
-        progress: CommandProgress = chunk.controls.mark
         frames = chunk.stamped_frames(self._spec.fps)
         (part,) = chunk.encoders.encode(self._spec, frames)
-        stamp = part.stamps[0]
-        metadata: dict[str, Any] = {
-            "type": "video.chunk_metadata",
-            "request_id": self._request_id,
-            "kind": "media",
-            "num_frames": len(frames),
-            "byte_length": len(part.data),
-            "generation_chunk_index": chunk.chunk_index,
-            "first_frame": stamp.frame,
-            "time_us": stamp.time_us,
-            "started_event_ids": list(progress.started),
-            "active_event_ids": list(progress.active),
-            "completed_event_ids": list(progress.completed),
-            **chunk.result.world_pose_fields,
-        }
-        if stamp.input_id is not None:
-            metadata["input_id"] = stamp.input_id
+        metadata = chunk_metadata(chunk, self._request_id, part.stamps, len(part.data))
         if part.mime_type is not None:
             metadata["mime_type"] = part.mime_type
-        return [_Media(metadata, part.data, is_response=bool(progress.started))]
+        return [_Media(metadata, part.data, is_response=bool(metadata["started_event_ids"]))]
+
+
+def chunk_metadata(
+    chunk: FinishedChunk, request_id: str, stamps: Sequence[FrameStamp], num_bytes: int
+) -> dict[str, Any]:
+    """Return the message `video.chunk_metadata` of a chunk.
+
+    Args:
+        chunk: The chunk.
+        request_id: Id of the stream.
+        stamps: Stamps of its frames.
+        num_bytes: Size of its encoded frames in bytes.
+    """
+    progress: CommandProgress = chunk.controls.mark
+    metadata: dict[str, Any] = {
+        "type": "video.chunk_metadata",
+        "request_id": request_id,
+        "kind": "media",
+        "num_frames": len(stamps),
+        "byte_length": num_bytes,
+        "generation_chunk_index": chunk.chunk_index,
+        "first_frame": stamps[0].frame,
+        "time_us": stamps[0].time_us,
+        "started_event_ids": list(progress.started),
+        "active_event_ids": list(progress.active),
+        "completed_event_ids": list(progress.completed),
+        **chunk.result.world_pose_fields,
+    }
+    if stamps[0].input_id is not None:
+        metadata["input_id"] = stamps[0].input_id
+    return metadata
 
 
 class _CommandedSource(LiveChunks):
@@ -296,8 +311,12 @@ class _SessionFrame:
         return pose_44
 
 
-class _Client(LiveClient):
+class VideoClient(LiveClient):
+    """A client of the protocol. Subclasses replace how frames are encoded and sent."""
+
     endpoint = "realtime/video"
+    format: str = protocol.FORMAT
+    """Format of the frames, as `video.start` reports it."""
 
     def __init__(self, manager: SessionManager, websocket: WebSocket) -> None:
         super().__init__(manager, websocket)
@@ -381,7 +400,7 @@ class _Client(LiveClient):
             {
                 "type": "video.start",
                 "request_id": request_id,
-                "format": protocol.FORMAT,
+                "format": self.format,
                 "config": config,
             }
         )
@@ -402,7 +421,7 @@ class _Client(LiveClient):
                 ),
                 options={} if start_pose is None else start_pose.as_option(),
                 replies=ReplyOptions(
-                    render=_FragmentRenderer(fps, request_id),
+                    render=self.renderer(fps, request_id),
                     keep=False,
                     unsent_chunks=UNSENT_CHUNKS,
                     fps=start.fps,
@@ -486,12 +505,25 @@ class _Client(LiveClient):
 
     # -- messages out ------------------------------------------------------------------------------
 
-    async def deliver(self, payload: _Media) -> None:
+    def renderer(self, fps: float, request_id: str) -> Callable[[FinishedChunk], Sequence[Sized]]:
+        """Return what encodes the chunks of the stream.
+
+        Args:
+            fps: Playback rate in frames per second.
+            request_id: Id of the stream.
+        """
+        return _FragmentRenderer(fps, request_id)
+
+    async def deliver(self, payload: Any) -> None:
         if self._clock is not None:
             await self._clock.wait(payload.metadata["num_frames"], payload.is_response)
-        metadata = {**payload.metadata, "transport_chunk_index": self._chunks}
-        await self.connection.send(_json(metadata), payload.data)
+        await self.connection.send(self.next_metadata(payload.metadata), payload.data)
+
+    def next_metadata(self, metadata: dict[str, Any]) -> str:
+        """Return the metadata of the next chunk that is sent, as a message."""
+        message = _json({**metadata, "transport_chunk_index": self._chunks})
         self._chunks += 1
+        return message
 
     async def complete(self) -> None:
         await self._finish(stopped=False)
@@ -532,4 +564,4 @@ def _json(message: dict[str, Any]) -> str:
 
 def video_endpoint(manager: SessionManager) -> RealtimeEndpoint:
     """Return vLLM-Omni's realtime video endpoint."""
-    return RealtimeEndpoint(manager, _Client)
+    return RealtimeEndpoint(manager, VideoClient)
