@@ -13,6 +13,7 @@ import contextlib
 import fractions
 import json
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -44,8 +45,10 @@ _TIME_BASE: Final = fractions.Fraction(1, 1_000_000)
 _NEGOTIATION_S: Final = 10.0
 _LAST_WORDS_S: Final = 1.0
 _MAX_WAITING_MESSAGES: Final = 256
-_MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
-"""Size of one message. aiortc joins its fragments before it hands the message over."""
+MAX_MESSAGE_BYTES: Final = 512 * 1024
+"""Maximum size of a client's message, for example of `session.start` with its start image.
+
+aiortc announces 64 KiB. It reassembles messages within its receive window of 1 MiB."""
 _MAX_UNSENT_BYTES: Final = 1024 * 1024
 _PLI, _FIR, _APPLICATION = 1, 4, 15  # formats of RTCP payload-specific feedback (RFC 4585, 5104)
 
@@ -189,7 +192,7 @@ class Peer:
             raise EndpointError("invalid_offer", "the offer cannot be parsed") from None
         self._watch_feedback(sender)
         sdp: str = self._connection.localDescription.sdp
-        return sdp
+        return re.sub(r"a=max-message-size:\d+", f"a=max-message-size:{MAX_MESSAGE_BYTES}", sdp)
 
     async def close_unless_connected(self, timeout_s: float) -> None:
         """Close the connection if the client has not connected after `timeout_s` seconds."""
@@ -253,7 +256,7 @@ class Peer:
     def _take_message(self, data: str | bytes) -> None:
         kind = "text" if isinstance(data, str) else "bytes"
         try:
-            if len(data) > _MAX_MESSAGE_BYTES:
+            if len(data) > MAX_MESSAGE_BYTES:
                 raise asyncio.QueueFull
             self._messages.put_nowait({"type": "websocket.receive", kind: data})
         except asyncio.QueueFull:
