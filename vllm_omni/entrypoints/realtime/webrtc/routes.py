@@ -112,7 +112,7 @@ class WebRtcRoutes:
             peer.on_bandwidth = client.set_bandwidth
             key = (principal_of(request), secrets.token_urlsafe(16))
             self._peers[key] = peer
-            stack.callback(self._peers.pop, key)
+            stack.callback(self._peers.pop, key, None)
             manager.spawn(self._serve(peer, client, stack.pop_all()))
         headers = {"Location": f"{PATH}/{key[1]}", "Cache-Control": "no-store"}
         return Response(answer, 201, headers, CONTENT_TYPE)
@@ -140,7 +140,7 @@ class WebRtcRoutes:
     @respond_to_errors
     async def _delete(self, request: Request, connection_id: str) -> Response:
         """End a connection."""
-        peer = self._peers.get((principal_of(request), connection_id))
+        peer = self._peers.pop((principal_of(request), connection_id), None)
         if peer is None:
             raise not_found("there is no such connection")
         await peer.close()
