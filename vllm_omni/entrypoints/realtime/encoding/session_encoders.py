@@ -58,6 +58,7 @@ class SessionEncoders:
         self._implementations = implementations
         self._encoders: OrderedDict[EncoderSpec, FrameEncoder] = OrderedDict()
         self._bitrate = BitrateControl()
+        self._units: list[EncodedPart] = []  # access units of the newest chunk
 
     def __len__(self) -> int:
         return len(self._encoders)
@@ -68,7 +69,22 @@ class SessionEncoders:
         Raises:
             ValueError: Shape or dtype of the frames is wrong.
         """
-        return self.get(spec).encode(frames)
+        parts = self.get(spec).encode(frames)
+        if spec.codec == "h264":
+            if self._units and self._units[0].stamps[0].chunk_index != frames.stamps[0].chunk_index:
+                self._units = []
+            self._units = [*self._units, *parts]
+        return parts
+
+    def units_of(self, frames: StampedFrames) -> list[EncodedPart] | None:
+        """Return the access units of the newest chunk, if it was encoded as H.264.
+
+        Args:
+            frames: Frames of the chunk.
+        """
+        units = self._units
+        encoded = [unit.stamps[0].frame for unit in units]
+        return units if encoded == [stamp.frame for stamp in frames.stamps] else None
 
     def get(self, spec: EncoderSpec) -> FrameEncoder:
         """Return the encoder of a form. Create it if it does not exist."""
@@ -109,6 +125,7 @@ class SessionEncoders:
     def reset(self) -> None:
         """Drop all encoders, because the session starts again. Streams restart with a key frame."""
         self._encoders = OrderedDict()
+        self._units = []
 
     def _create(self, spec: EncoderSpec) -> FrameEncoder:
         match spec.codec:

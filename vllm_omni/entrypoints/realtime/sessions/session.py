@@ -41,6 +41,7 @@ from vllm_omni.entrypoints.realtime.sessions.run import (
     SessionJob,
     SessionRun,
 )
+from vllm_omni.entrypoints.realtime.spectators.audience import Audience
 from vllm_omni.entrypoints.telemetry.metrics import SessionMeter
 from vllm_omni.entrypoints.telemetry.tracing import tracing
 from vllm_omni.inputs import DiffusionParams
@@ -131,6 +132,8 @@ class Session:
         self.delivery_log = DeliveryLog()
         self.encoders = SessionEncoders(manager.implementations)
         """Encoders of the session's frames. They continue over requests."""
+        self.audience = Audience(manager)
+        """Spectators of the session."""
         self._clock = PlayClock()
         self._next_request = asyncio.Lock()
         self._waiting = 0
@@ -152,6 +155,7 @@ class Session:
         if self._closed:
             return
         self._closed = True
+        self.audience.end()
         self.allowance.close_session()
         self.meter.close(reason)
         self.trace.close(reason)
@@ -545,6 +549,9 @@ class Session:
             reply = EncodedReply(chunk.chunk_index, part, payload, len(payload), num_frames, trace)
             run.append(reply)
             num_bytes += reply.num_bytes
+        if self.audience:
+            fps = run.job.replies.fps or self._manager.info.fps
+            self.audience.publish(chunk.stamped_frames(fps), fps, self.encoders)
         self.allowance.charge_bytes(num_bytes)
         self._trim_delivery_log(run.job.replies.keep)
 
@@ -598,6 +605,7 @@ class Session:
         self.next_chunk = self.next_frame = 0
         self.prompt = self.seed = None
         self.encoders.reset()
+        self.audience.reset()
         self.delivery_log.evict_finished()
 
     async def stop(self) -> None:
