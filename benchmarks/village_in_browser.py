@@ -54,7 +54,7 @@ LISTEN = f"""{PARTS}.then(({{ app }}) => {{
     const add = inputToPhotonMs.add.bind(inputToPhotonMs), chunk = stats.chunk.bind(stats);
     inputToPhotonMs.add = (ms) => {{ seen.photon_ms.push(ms); add(ms); }};
     stats.chunk = (ms, bytes, timing) => {{ seen.chunk_ms.push(ms); chunk(ms, bytes, timing); }};
-    app.world.addEventListener("chunk", ({{ detail }}) => seen.frames.push(detail.message.num_frames)); }})"""  # noqa: E501
+    app.world.addEventListener("chunk", ({{ detail }}) => seen.frames.push(detail.message.chunk_frames)); }})"""  # noqa: E501
 READ = f"""{PARTS}.then(({{ app }}) => ({{ ...window.seen, shown: app.player.numShown, stalls: app.player.numStalls,
     at: performance.now(), fps: app.player.fps, stages: app.stats.server }}))"""  # noqa: E501
 

@@ -68,7 +68,12 @@ imported, kernels = 0, {}
 for name in names:
     if name.endswith(".cpu_worker"):
         continue
-    module = importlib.import_module(name)
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != "aiortc":  # of the extra `webrtc`
+            raise
+        continue
     kernels[name] = sorted(vars(module)) if "triton" in vars(module) else []
     imported += 1
 # A submodule imported for the first time becomes an attribute of its package: an addition, not a change.

@@ -15,6 +15,7 @@ from vllm_omni.entrypoints.errors import RETRYABLE, WebSocketCloseCode
 from vllm_omni.entrypoints.hidden_states_store import StoreLimits
 from vllm_omni.entrypoints.openai.limits import MediaLimits
 from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
+from vllm_omni.entrypoints.realtime.webrtc.options import WebRtcOptions
 
 DOCS = docs.REPO / "docs"
 UNITS = {"MiB": 1 << 20, "GiB": 1 << 30, "Mi": 1 << 20, "Mpx": 1 << 20}
@@ -69,6 +70,7 @@ def test_the_serving_page_names_every_option() -> None:
         ("how_to/hidden_states.md", PREFIX, [StoreLimits]),
         ("reference/realtime_world_camera.md", PREFIX, [EndpointLimits]),
         ("reference/realtime_video.md", PREFIX, [EndpointLimits]),
+        ("reference/realtime_webrtc.md", PREFIX, [WebRtcOptions]),
         ("reference/images_and_videos_api.md", "", [EndpointLimits, MediaLimits]),
     ],
 )

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from vllm_omni.entrypoints.media import encode_mp4
-from vllm_omni.entrypoints.media.fmp4 import FragmentEncoder
 from vllm_omni.entrypoints.media.mp4 import Mp4Writer, contact_sheet, decode_mp4
+from vllm_omni.entrypoints.realtime.encoding.fmp4 import FragmentEncoder
 
 
 def moving_square(num_frames: int, height: int = 48, width: int = 64) -> np.ndarray:
@@ -128,13 +128,16 @@ def test_equal_frames_make_equal_files(tmp_path: Path) -> None:
         writer.close()
         files |= {encode_mp4(frames_THWC, fps=16), path.read_bytes()}
     assert len(files) == 1
-    streams = {FragmentEncoder(16.0).encode(frames_THWC[:9]) for _ in range(20)}
+    streams = {FragmentEncoder(16.0).encode_fragment(frames_THWC[:9]) for _ in range(20)}
     assert len(streams) == 1
 
 
 @pytest.mark.parametrize(
     "encode",
-    [lambda frames: encode_mp4(frames, 16), lambda frames: FragmentEncoder(16).encode(frames)],
+    [
+        lambda frames: encode_mp4(frames, 16),
+        lambda frames: FragmentEncoder(16).encode_fragment(frames),
+    ],
 )
 def test_files_do_not_depend_on_the_machine(encode: Callable[[np.ndarray], bytes]) -> None:
     """The encoder's settings in the file hold no number of cores and no setting that is known to be

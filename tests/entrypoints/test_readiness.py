@@ -86,7 +86,10 @@ def test_a_dead_engine_is_not_ready() -> None:
     engine.is_dead = True  # type: ignore[misc]
     assert send(engine) == (
         503,
-        {"status": "engine_dead", **dict.fromkeys([*STATS, "age_s", "ranks", "fast_paths"])},
+        {
+            "status": "engine_dead",
+            **dict.fromkeys([*STATS, "age_s", "ranks", "fast_paths", "encoders"]),
+        },
     )
 
 

@@ -32,7 +32,9 @@ from vllm_omni.entrypoints.realtime.connection.session_engine import SessionEngi
 from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 from vllm_omni.entrypoints.realtime.generate import handler
 from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
+from vllm_omni.entrypoints.realtime.spectators.routes import SpectatorRoutes
 from vllm_omni.entrypoints.realtime.video import handler as video_handler
+from vllm_omni.entrypoints.realtime.webrtc.routes import WebRtcRoutes
 from vllm_omni.entrypoints.realtime.world_camera.handler import PATHS, world_camera_endpoint
 from vllm_omni.inputs import DiffusionParams, request_tensors
 from vllm_omni.outputs import RequestFailed, pack, pack_error
@@ -226,6 +228,9 @@ class EndpointServer:
         for paths, serve in endpoints.items():
             for path in paths:
                 app.add_api_websocket_route(path, serve)
+        for routes in (WebRtcRoutes(), SpectatorRoutes()):
+            routes.add_routes(app)
+            routes.serve(self.manager)
         config = uvicorn.Config(
             app, log_level="warning", ws_per_message_deflate=False, ws_max_size=1 << 20
         )

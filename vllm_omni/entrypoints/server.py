@@ -18,7 +18,9 @@ from vllm_omni.entrypoints.openai.adapter_route import AdapterRoute
 from vllm_omni.entrypoints.openai.routes import OpenAIRoutes
 from vllm_omni.entrypoints.realtime.connection.live_client import RealtimeEndpoint
 from vllm_omni.entrypoints.realtime.generate import handler as generate_handler
+from vllm_omni.entrypoints.realtime.spectators.routes import SpectatorRoutes
 from vllm_omni.entrypoints.realtime.video import handler as video_handler
+from vllm_omni.entrypoints.realtime.webrtc.routes import WebRtcRoutes
 from vllm_omni.entrypoints.realtime.world_camera import handler as world_camera_handler
 from vllm_omni.entrypoints.server_context import ServerContext, ServerEndpoint
 from vllm_omni.entrypoints.session_routes import SessionRoutes
@@ -72,6 +74,8 @@ ENDPOINTS: Final[tuple[Callable[[], ServerEndpoint], ...]] = (
     lambda: WebSocketEndpoint(
         video_handler.PATHS, lambda server: video_handler.video_endpoint(server.sessions)
     ),
+    WebRtcRoutes,
+    SpectatorRoutes,
     OpenAIRoutes,
     AdapterRoute,
     SessionRoutes,

@@ -19,6 +19,9 @@ from PIL import Image
 
 from vllm_omni.entrypoints.realtime.chunk_source import ChunkControls
 from vllm_omni.entrypoints.realtime.controls.control_track import ControlSample
+from vllm_omni.entrypoints.realtime.encoding.frames import stamped_frames
+from vllm_omni.entrypoints.realtime.encoding.implementations import machine_implementations
+from vllm_omni.entrypoints.realtime.encoding.session_encoders import EncoderSpec, SessionEncoders
 from vllm_omni.entrypoints.realtime.generate.frames import FrameBatcher
 
 MakeEndpoint = Callable[..., EndpointServer]
@@ -207,9 +210,17 @@ def test_deltas_of_a_chunk_in_several_messages_refer_to_the_frame_before(num_fra
     frames_THWC = np.random.default_rng(0).integers(0, 256, (num_frames, 4, 6, 3), dtype=np.uint8)
     result = SimpleNamespace(frames_THWC=frames_THWC, wall_ms=1.0, world_pose_fields={})
     chunk: Any = SimpleNamespace(
-        result=result, controls=ChunkControls(mark=ControlSample()), session_id="s", chunk_index=3
+        result=result,
+        controls=ChunkControls(mark=ControlSample()),
+        session_id="s",
+        chunk_index=3,
+        encoders=SessionEncoders(machine_implementations),
+        stamped_frames=lambda fps: stamped_frames(
+            frames_THWC, chunk_index=3, first_frame=0, fps=fps, input_id=None
+        ),
     )
-    sent = [webui_unpack(b"".join(message.parts)) for message in FrameBatcher("delta_gzip")(chunk)]
+    render = FrameBatcher(EncoderSpec(codec="delta_gzip", fps=16.0))
+    sent = [webui_unpack(b"".join(message.parts)) for message in render(chunk)]
     assert [message["num_frames"] for message in sent] == {16: [16], 17: [16, 1], 40: [16, 16, 8]}[
         num_frames
     ]

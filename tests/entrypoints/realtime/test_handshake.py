@@ -12,8 +12,8 @@ from starlette.datastructures import Headers
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from vllm_omni.entrypoints.realtime import render
 from vllm_omni.entrypoints.realtime.connection.connection import normalize_origin, origin_allowed
+from vllm_omni.entrypoints.realtime.encoding import images
 from vllm_omni.entrypoints.realtime.world_camera import handler
 from vllm_omni.entrypoints.realtime.world_camera.handler import PATHS
 
@@ -104,7 +104,7 @@ def test_heavy_work_stays_off_the_event_loop(
 
         return call
 
-    for module, name in ((handler, "decode"), (handler, "load_image"), (render, "encode_mp4")):
+    for module, name in ((handler, "decode"), (handler, "load_image"), (images, "encode_mp4")):
         monkeypatch.setattr(module, name, watched(name, getattr(module, name)))
     large = np.random.default_rng(0).integers(0, 255, (200, 200, 3), np.uint8)
     client.send(infer(image=large, extra_body={"height": 32, "width": 48}))

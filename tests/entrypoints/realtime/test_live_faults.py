@@ -26,8 +26,8 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import Frame, Opcode
 from websockets.uri import parse_uri
 
-from vllm_omni.entrypoints.media.fmp4 import FragmentEncoder
 from vllm_omni.entrypoints.realtime.connection import codec
+from vllm_omni.entrypoints.realtime.encoding.fmp4 import FragmentEncoder
 from vllm_omni.entrypoints.realtime.generate.handler import PATHS
 from vllm_omni.entrypoints.realtime.world_camera import handler
 
@@ -240,7 +240,9 @@ def test_a_reader_at_a_quarter_of_the_rate_is_closed(
     if endpoint_name == "video":
         engine.noise = True
         noise_THWC = np.random.default_rng(0).integers(0, 256, (12, 64, 96, 3), dtype=np.uint8)
-        sized["fps"] = int(4 * bytes_per_s / (len(FragmentEncoder(16).encode(noise_THWC)) / 12))
+        sized["fps"] = int(
+            4 * bytes_per_s / (len(FragmentEncoder(16).encode_fragment(noise_THWC)) / 12)
+        )
         path, start = "/v1/realtime/video", msgspec.json.encode({**START, **sized}).decode()
     elif endpoint_name == "world camera":
         frames = FIRST + 39 * LATER

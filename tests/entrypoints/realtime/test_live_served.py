@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import openai
 import pytest
@@ -109,6 +110,18 @@ def test_fragments_of_a_real_stream_are_a_video(served: Served) -> None:
         assert done["stopped"]
         assert client.close_code()[0] == 1000
     wait_until(lambda: served.running_requests() == 0)
+
+
+def test_access_units_of_a_real_stream_are_a_video(served: Served) -> None:
+    """Frame n of the null world has grey level n. `/omni/ready` names the encoder."""
+    with generating(served, max_chunks=3, realtime_output_format="h264") as client:
+        units = [unit for _ in range(3) for unit in client.chunk(60).payloads]
+    video_THWC, _ = decode_mp4(b"".join(units))  # FFmpeg also reads a bare stream
+    assert len(video_THWC) == FIRST + 2 * LATER
+    np.testing.assert_allclose(video_THWC[:, 20, 20, 0], np.arange(len(video_THWC)), atol=4)
+    with urllib.request.urlopen(f"http://127.0.0.1:{served.port}/omni/ready") as response:
+        encoders = msgspec.json.decode(response.read())["encoders"]
+    assert [encoder["codec"] for encoder in encoders] == ["h264", "jpeg"]
 
 
 @pytest.mark.filterwarnings("ignore:The Sora API")

@@ -23,6 +23,8 @@ from vllm_omni.entrypoints.media.mp4 import decode_mp4, encode_mp4
 from vllm_omni.entrypoints.realtime.connection.codec import decode
 from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
+from vllm_omni.entrypoints.realtime.encoding.frames import stamped_frames
+from vllm_omni.entrypoints.realtime.encoding.h264 import H264Encoder, access_unit_fields
 from vllm_omni.worlds.start_pose import StartPose
 
 pytestmark = pytest.mark.nightly
@@ -433,8 +435,9 @@ PLAY = """
     const jpeg = new Uint8Array(await (await canvas.convertToBlob({ type: "image/jpeg" })).arrayBuffer());
     const player = new m.Player(canvas); player.fps = 16; const drawn = []; let now = 0;
     player.onframe = ({ tag, index }) => drawn.push([tag, index, now]);
+    const decoded = (file) => self.createImageBitmap(new Blob([file])).catch(() => null);
     const push = async (tag) => { const before = player.numBuffered;
-        player.push(new Array(12).fill(jpeg), tag); player.numBuffered === before + 12 || drawn.push("lost");
+        player.push(new Array(12).fill(jpeg).map(decoded), tag); player.numBuffered === before + 12 || drawn.push("lost");
         for (let i = 0; i < 200 && player.numReady < before + 12; i++) await new Promise((r) => setTimeout(r, 5)); };
     const run = (seconds) => { for (const end = now + 1000 * seconds; now < end; now += 1000 / 60) player.tick(now); };
 """  # noqa: E501
@@ -476,7 +479,7 @@ def test_a_decoded_frame_does_not_wait_for_later_ones(module_page: Page) -> None
         const decode = createImageBitmap; const waiting = [];
         self.createImageBitmap = (blob) =>
             new Promise((done, fail) => waiting.push([() => decode(blob).then(done), fail]));
-        player.push([jpeg, jpeg, jpeg, jpeg], 0); self.createImageBitmap = decode;
+        player.push([jpeg, jpeg, jpeg, jpeg].map(decoded), 0); self.createImageBitmap = decode;
         const soon = () => new Promise((r) => setTimeout(r, 50)); const ready = [];
         waiting[1][0](); await soon(); ready.push(player.numReady);
         waiting[0][0](); await soon(); ready.push(player.numReady, player.numBuffered);
@@ -565,3 +568,76 @@ def test_a_session_that_went_back_continues_from_there(module_page: Page) -> Non
         ["chunk", 2],
     ]
     assert (seen["last"], seen["again"], seen["lastChunk"], seen["pending"]) == (3, 0, 2, 0)
+
+
+# ---- decode
+# --------------------------------------------------------------------------------------------------
+
+DECODE = """
+    const decoder = new m.H264Decoder(); const canvas = new OffscreenCanvas(64, 48);
+    const context = canvas.getContext("2d", { willReadFrequently: true });
+    const show = async (unit) => { const bitmap = await decoder.decode(unit); if (!bitmap) return null;
+        context.drawImage(bitmap, 0, 0); bitmap.close(); return context.getImageData(32, 24, 1, 1).data[1]; };
+    const units = a[0].map((unit) => ({ ...unit, video: raw(unit.video) }));
+"""  # noqa: E501
+
+
+def grey_units(brightness: list[int], keys: tuple[int, ...] = (0,)) -> list[dict[str, Any]]:
+    """Access units of grey frames as the server sends them, with key frames at `keys`."""
+    encoder = H264Encoder("libx264", 16.0)
+    units = []
+    for frame, level in enumerate(brightness):
+        if frame in keys:
+            encoder.request_key_frame()
+        frames_THWC = np.full((1, 48, 64, 3), level, np.uint8)
+        (part,) = encoder.encode(
+            stamped_frames(frames_THWC, chunk_index=0, first_frame=frame, fps=16.0, input_id=None)
+        )
+        data = bytes(part.data)
+        units.append({"video": b64(data), "first_frame": frame, **access_unit_fields(part)})
+    return units
+
+
+@pytest.fixture
+def h264_page(module_page: Page) -> Page:
+    if not module_page.call("/omni/js/decode.js", "return m.decodesH264()"):
+        pytest.skip("this Chromium was built without H.264")
+    return module_page
+
+
+def test_access_units_are_decoded_one_by_one(h264_page: Page) -> None:
+    """Each frame is returned before the next one is sent, so the decoder adds no delay."""
+    levels = [20, 60, 100, 140, 180, 220]
+    code = (
+        "const seen = []; for (const unit of units) seen.push(await show(unit)); return "
+        "[seen, decoder.numFailures];"
+    )
+    seen, failures = h264_page.call("/omni/js/decode.js", DECODE + code, grey_units(levels))
+    np.testing.assert_allclose(seen, levels, atol=3)
+    assert failures == 0
+
+
+def test_frames_after_a_lost_one_wait_for_a_key_frame(h264_page: Page) -> None:
+    """The decoder reports that it needs one, and does not show frames built on a lost frame."""
+    code = """const seen = []; const needs = [];
+        for (const unit of units) { if (unit.first_frame === 2) continue;
+            seen.push(await show(unit)); needs.push(decoder.needsKey); }
+        return [seen, needs];"""
+    units = grey_units([20, 60, 100, 140, 180, 220], keys=(0, 4))
+    seen, needs = h264_page.call("/omni/js/decode.js", DECODE + code, units)
+    assert seen[2] is None
+    np.testing.assert_allclose([seen[0], seen[1], *seen[3:]], [20, 60, 180, 220], atol=3)
+    assert needs == [False, False, True, False, False]
+
+
+def test_a_decoder_that_fails_twice_is_given_up(h264_page: Page) -> None:
+    """The page then asks for JPEG."""
+    code = """
+        const broken = { video: new Uint8Array(200).fill(7), is_key_frame: true, first_frame: 0,
+            codec_string: units[0].codec_string };
+        const seen = [await show(broken), await show(broken)];
+        return [seen, decoder.hasFailed];"""
+    assert h264_page.call("/omni/js/decode.js", DECODE + code, grey_units([9])) == [
+        [None, None],
+        True,
+    ]

@@ -2,7 +2,7 @@
 """The browser test of `make test`. All other browser tests are nightly."""
 
 from browser import Page
-from helpers.fake_engine import FakeEngine
+from helpers.fake_engine import FIRST, LATER, FakeEngine
 from helpers.waits import wait_until
 
 from vllm_omni.actions import as_frame
@@ -16,6 +16,11 @@ def test_the_page_starts_and_steers_a_world(page: Page, engine: FakeEngine) -> N
     page.run("document.querySelector('#start').elements.seed.value = 77")
     page.click("#start .main")
     page.wait_for("document.querySelector('#view').classList.contains('has-picture')")
+    # The page decodes H.264 where the browser can. Some builds of Chromium have no decoder for it.
+    app = "import('/omni/js/main.js').then(({ parts }) => parts.app)"
+    has_h264 = page.run("import('/omni/js/decode.js').then((m) => m.decodesH264())")
+    assert page.run(f"{app}.then((app) => app.world.format)") == ("h264" if has_h264 else "jpeg")
+    assert page.run(f"{app}.then((app) => app.decoder.numFailures)") == 0
     first = engine.chunks[0]
     assert first.params.seed == 77
     assert "desert" in str(first.params.prompt).lower()
@@ -35,3 +40,11 @@ def test_the_page_starts_and_steers_a_world(page: Page, engine: FakeEngine) -> N
     wait_until(lambda: steps()[-9:] == [1.0] * 9)
     page.key("keyUp", "w")
     wait_until(lambda: steps()[-3:] == [0.0] * 3)
+    # every frame was decoded and shown: the last one has the brightness of its number
+    shown = f"{app}.then((app) => [app.isResting, app.player.numBuffered, app.player.numShown])"
+    page.wait_for(f"{shown}.then(([rests, left]) => rests && left === 0)")
+    num_frames = FIRST + LATER * (len(engine.chunks) - 1)
+    brightness = page.run(
+        "document.querySelector('#view').getContext('2d').getImageData(40, 24, 1, 1).data[1]"
+    )
+    assert abs(brightness - (num_frames - 1) % 256) <= 3

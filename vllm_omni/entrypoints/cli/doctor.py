@@ -92,6 +92,7 @@ def run_checks() -> list[DoctorFinding]:
     # Imports vLLM. A failed import would leave half-imported modules to the checks after a fix.
     if all(finding.status != "fail" for finding in findings):
         findings += check_fast_paths()
+        findings += check_encoders()
     return findings
 
 
@@ -285,6 +286,15 @@ def check_fast_paths() -> list[DoctorFinding]:
     return [
         DoctorFinding("fast path", "warn" if path.remedy else "ok", str(path), path.remedy)
         for path in paths
+    ]
+
+
+def check_encoders() -> list[DoctorFinding]:
+    """Check which encoders of live video a server on this machine uses."""
+    from vllm_omni.entrypoints.realtime.encoding.implementations import machine_implementations
+
+    return [
+        DoctorFinding("encoder", "ok", str(choice)) for choice in machine_implementations().choices
     ]
 
 

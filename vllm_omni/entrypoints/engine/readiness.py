@@ -24,6 +24,7 @@ from starlette.responses import Response
 
 from vllm_omni.entrypoints.engine.client import OmniEngine
 from vllm_omni.entrypoints.limits.access import READY_PATH
+from vllm_omni.entrypoints.realtime.encoding.implementations import EncoderChoice
 from vllm_omni.entrypoints.server_context import ServerContext
 from vllm_omni.entrypoints.telemetry.metrics import endpoint_metrics
 from vllm_omni.outputs import RequestFailed
@@ -44,6 +45,17 @@ class FastPathReply(BaseModel):
     """Whether the engine uses it."""
     reason: str
     """Why it is off. Empty: it is on."""
+
+
+class EncoderReply(BaseModel):
+    """An encoder of live video, as in `ReadyReply.encoders`."""
+
+    codec: str
+    """`h264` or `jpeg`."""
+    implementation: str
+    """Implementation that this process uses."""
+    reason: str
+    """Why a faster implementation is not used. Empty: the fastest one is used."""
 
 
 class ReadyReply(BaseModel):
@@ -69,6 +81,8 @@ class ReadyReply(BaseModel):
     """Numbers of each rank, if there are several."""
     fast_paths: list[FastPathReply] | None = None
     """Fast paths of the engine. None: not known yet."""
+    encoders: list[EncoderReply] | None = None
+    """Encoders of live video. None: the model has no sessions."""
 
 
 class Readiness:
@@ -82,6 +96,7 @@ class Readiness:
             irrelevant, because requests of a model without sessions queue for them.
         media_bytes: Returns the size of stored media files in bytes. Called on a thread.
         reply_bytes: Returns the size of retained replies in bytes.
+        encoders: Encoders of live video. None: the model has no sessions.
     """
 
     def __init__(
@@ -92,10 +107,14 @@ class Readiness:
         can_make_room: Callable[[], bool] | None,
         media_bytes: Callable[[], int],
         reply_bytes: Callable[[], int],
+        encoders: Sequence[EncoderChoice] | None = None,
     ) -> None:
         self._engine, self._interval_s = engine, interval_s
         self._has_room, self._can_make_room = has_room, can_make_room
         self._media_bytes, self._reply_bytes = media_bytes, reply_bytes
+        self._encoders = (
+            None if encoders is None else [EncoderReply(**one.as_json()) for one in encoders]
+        )
         self._stats: list[dict[str, Any]] = []  # of each data-parallel rank
         self._responded_s: float | None = None
         self._fast_paths: list[FastPathReply] | None = None  # they do not change
@@ -123,6 +142,7 @@ class Readiness:
             if len(self._stats) > 1
             else None,
             fast_paths=self._fast_paths,
+            encoders=self._encoders,
         )
         headers = {} if has_room else {"Retry-After": "2"}
         return JSONResponse(reply.model_dump(), 200 if has_room else 503, headers)
@@ -194,6 +214,10 @@ class ReadyRoute:
 
     async def start_serving(self, server: ServerContext) -> None:
         sessions = server.sessions
+        encoders = None
+        if server.is_world:
+            encoders = (await asyncio.to_thread(sessions.implementations)).choices
+            logger.info("encoders: %s", "; ".join(map(str, encoders)))
         self._readiness = Readiness(
             server.engine,
             server.media_limits.stats_interval_s,
@@ -201,6 +225,7 @@ class ReadyRoute:
             can_make_room=(lambda: sessions.can_make_room) if server.is_world else None,
             media_bytes=server.media_bytes,
             reply_bytes=lambda: sessions.held_bytes,
+            encoders=encoders,
         )
 
     def add_routes(self, app: FastAPI) -> Iterable[str]:

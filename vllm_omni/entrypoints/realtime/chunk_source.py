@@ -17,6 +17,7 @@ from vllm_omni.entrypoints.errors import EndpointError
 from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 from vllm_omni.entrypoints.realtime.controls.camera import CameraPath, PosePolicy, plan_frames
+from vllm_omni.entrypoints.realtime.encoding.frames import InputId
 from vllm_omni.inputs import Lora
 
 
@@ -31,6 +32,8 @@ class ChunkControls(msgspec.Struct, frozen=True, kw_only=True):
     """New prompt. None: unchanged."""
     lora: Sequence[Lora] | None = None
     """New LoRA adapters. None: unchanged."""
+    input_id: InputId | None = None
+    """Newest input that influences the chunk. None: no input does."""
     mark: Any = None
     """Data of the endpoint, returned unchanged in the finished chunk."""
 
@@ -98,6 +101,7 @@ class PlannedChunks(ChunkSource):
         policy: Handling of frames that do not fill a chunk.
         prompt: Prompt from the first chunk on.
         lora: LoRA adapters from the first chunk on.
+        input_id: The client's id of the request.
     """
 
     def __init__(
@@ -109,7 +113,9 @@ class PlannedChunks(ChunkSource):
         policy: PosePolicy = "error",
         prompt: str | None = None,
         lora: Sequence[Lora] | None = None,
+        input_id: InputId | None = None,
     ) -> None:
+        self._input_id = input_id
         self._camera, self._actions, self._lora = camera, actions, lora
         self._num_frames, self._policy, self._prompt = num_frames, policy, prompt
 
@@ -145,7 +151,9 @@ class PlannedChunks(ChunkSource):
             actions = [*given, *([] for _ in range(span.num_latents - len(given)))]
         is_first = span.number == 0
         prompt, lora = (self._prompt, self._lora) if is_first else (None, None)
-        return ChunkControls(actions=actions, camera=camera, prompt=prompt, lora=lora)
+        return ChunkControls(
+            actions=actions, camera=camera, prompt=prompt, lora=lora, input_id=self._input_id
+        )
 
 
 class LiveChunks(ChunkSource):

@@ -7,9 +7,10 @@ has already checked API keys.
 """
 
 import logging
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
+from starlette.requests import HTTPConnection
 from starlette.responses import Response
 from starlette.websockets import WebSocket
 
@@ -38,23 +39,30 @@ class ConnectionGuard:
     @asynccontextmanager
     async def admit(self, websocket: WebSocket) -> AsyncIterator[bool]:
         """Yield whether this client is admitted. A refused client has received its response."""
-        refusal = self._refusal(websocket)
+        refusal = self.refusal(websocket)
         if refusal is not None:
             await websocket.send_denial_response(refusal)
             yield False
             return
+        with self.occupy():
+            yield True
+
+    @contextmanager
+    def occupy(self) -> Iterator[None]:
+        """Count an open connection."""
         self.num_connections += 1
         try:
-            yield True
+            yield
         finally:
             self.num_connections -= 1
 
-    def _refusal(self, websocket: WebSocket) -> Response | None:
-        if not origin_allowed(websocket.headers, self._origins):
+    def refusal(self, connection: HTTPConnection) -> Response | None:
+        """Return the response to a client that is not admitted, or None."""
+        if not origin_allowed(connection.headers, self._origins):
             logger.info(
                 "origin_refused origin=%.200r; pages of other origins may connect when "
                 "--allowed-origins lists them",
-                websocket.headers.get("origin"),
+                connection.headers.get("origin"),
             )
             return Response("origin not allowed", 403)
         if self.is_draining:

@@ -85,6 +85,10 @@ class EndpointLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds for which a start waits at a streaming endpoint if all sessions are in use. Default:
     15."""
 
+    gpu_encoders: bool = True
+    """Encode live video on the GPU (NVENC, nvJPEG) where it can. Takes about 0.5 GiB of GPU memory
+    in each API server process. Default: true."""
+
     @property
     def frame_budget(self) -> FrameBudget:
         return FrameBudget(max(self.max_small_frames_per_s, 2 * self.max_messages_per_s))

@@ -6,18 +6,16 @@ by the payload as a separate WebSocket message. Encoding runs on the executor's 
 raw frames.
 """
 
-import io
 import time
-import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
-import numpy as np
-from PIL import Image
 
 from vllm_omni.entrypoints.realtime.controls.control_track import ControlSample
+from vllm_omni.entrypoints.realtime.encoding.frames import EncodedPart, StampedFrames
+from vllm_omni.entrypoints.realtime.encoding.h264 import access_unit_fields
+from vllm_omni.entrypoints.realtime.encoding.session_encoders import EncoderSpec
 from vllm_omni.entrypoints.realtime.sessions.run import FinishedChunk
 
 # T frames, H height, W width, C = 3 channels (RGB)
@@ -31,10 +29,9 @@ _CONTENT_TYPES: Final = {
     "delta_gzip": "application/x-raw-rgb-delta-gzip",
     "webp": "image/webp",
     "jpeg": "image/jpeg",
+    "h264": "video/h264",
 }
-_DEFAULT_QUALITY: Final = {"webp": 90, "jpeg": 95}
-_GZIP_LEVEL: Final = 1
-_GZIP_WINDOW: Final = 31  # zlib's code for gzip framing
+_IMAGE_CODECS: Final = ("webp", "jpeg")
 
 _pack = msgspec.msgpack.Encoder().encode
 
@@ -90,13 +87,8 @@ class FrameMessage(msgspec.Struct, frozen=True, kw_only=True):
 class FrameBatcher:
     """Encodes the frames of one session."""
 
-    format: str
-    """A key of `_CONTENT_TYPES`."""
-    quality: int | None = None
-    """Quality of webp and jpeg, 1 to 100. Default: 90 and 95."""
-    preview_max_width: int | None = None
-    """Maximum width of webp and jpeg in pixels; wider frames are scaled down. Default or 0: no
-    limit."""
+    spec: EncoderSpec
+    """Form of the frames. Its codec is a key of `_CONTENT_TYPES`."""
 
     def __call__(self, chunk: FinishedChunk) -> list[FrameMessage]:
         """Return the chunk's messages in order."""
@@ -104,27 +96,21 @@ class FrameBatcher:
         frames_THWC = chunk.result.frames_THWC
         sample: ControlSample = chunk.controls.mark
         request_id = f"{chunk.session_id}_{chunk.chunk_index:032x}"
-        step = (
-            ENCODED_FRAMES_PER_MESSAGE
-            if self.format in _DEFAULT_QUALITY
-            else RAW_FRAMES_PER_MESSAGE
-        )
-        starts = range(0, len(frames_THWC), step)
+        groups = chunk.stamped_frames(self.spec.fps).split(self._frames_per_message)
         messages = []
-        for index, start in enumerate(starts):
-            part_THWC = frames_THWC[start : start + step]
-            payload, fields = self._payload(part_THWC, frames_THWC[start - 1] if start else None)
+        for index, group in enumerate(groups):
+            payload, fields = self._payload(group, chunk.encoders.encode(self.spec, group))
             header: dict[str, Any] = {
                 "type": "frame_batch",
                 "request_id": request_id,
                 "chunk_index": chunk.chunk_index,
-                "content_type": _CONTENT_TYPES[self.format],
-                "num_frames": len(part_THWC),
+                "content_type": _CONTENT_TYPES[self.spec.codec],
+                "num_frames": len(group),
                 "total_size": len(payload),
                 **fields,
                 "frame_batch_index": index,
-                "num_frame_batches": len(starts),
-                "is_final_frame_batch": index == len(starts) - 1,
+                "num_frame_batches": len(groups),
+                "is_final_frame_batch": index == len(groups) - 1,
             }
             if sample.event_id is not None:
                 header["event_id"] = sample.event_id
@@ -136,10 +122,10 @@ class FrameBatcher:
             sample=sample,
             forward_ms=chunk.result.wall_ms,
             build_ms=(time.perf_counter() - started_s) * 1e3,
-            num_batches=len(starts),
+            num_batches=len(groups),
             num_frames=len(frames_THWC),
             raw_bytes=frames_THWC.nbytes,
-            content_type=_CONTENT_TYPES[self.format],
+            content_type=_CONTENT_TYPES[self.spec.codec],
             world_pose_fields=chunk.result.world_pose_fields,
         )
         return [
@@ -149,15 +135,23 @@ class FrameBatcher:
                 chunk_frames=len(frames_THWC),
                 is_first=index == 0,
                 is_new_event=sample.is_new,
-                report=report if index == len(starts) - 1 else None,
+                report=report if index == len(groups) - 1 else None,
             )
             for index, parts in enumerate(messages)
         ]
 
+    @property
+    def _frames_per_message(self) -> int:
+        if self.spec.codec == "h264":
+            return 1
+        is_image = self.spec.codec in _IMAGE_CODECS
+        return ENCODED_FRAMES_PER_MESSAGE if is_image else RAW_FRAMES_PER_MESSAGE
+
     def _payload(
-        self, frames_THWC: np.ndarray, reference_HWC: np.ndarray | None
+        self, frames: StampedFrames, parts: list[EncodedPart]
     ) -> tuple[bytes | memoryview, dict[str, Any]]:
-        """Return one message's frames and their header fields. Raw frames are not copied."""
+        """Return one message's payload and its header fields. Raw frames are not copied."""
+        frames_THWC = frames.frames_THWC
         _, height, width, channels = frames_THWC.shape
         fields: dict[str, Any] = {
             "format": "rgb24",
@@ -166,62 +160,33 @@ class FrameBatcher:
             "channels": channels,
             "bytes_per_frame": height * width * channels,
         }
-        if self.format in _DEFAULT_QUALITY:
-            shown_width, shown_height = self._preview_size(width, height)
-            files = list(self._encoded(frames_THWC, (shown_width, shown_height)))
-            sizes = {"source_width": width, "source_height": height}
-            sizes |= {"preview_width": shown_width, "preview_height": shown_height}
+        if self.spec.codec in _IMAGE_CODECS:
             fields |= {
-                "format": self.format,
-                "width": shown_width,
-                "height": shown_height,
-                "encoding": self.format,
+                "format": self.spec.codec,
+                "width": parts[0].width,
+                "height": parts[0].height,
+                "encoding": self.spec.codec,
+                "source_width": width,
+                "source_height": height,
+                "preview_width": parts[0].width,
+                "preview_height": parts[0].height,
+                "payload_lengths": [len(part.data) for part in parts],
             }
-            return b"".join(files), {
+            return b"".join(part.data for part in parts), fields
+        (part,) = parts
+        if self.spec.codec == "h264":
+            stamp = part.stamps[0]
+            fields |= {"format": "h264", "encoding": "h264", **access_unit_fields(part)}
+            fields |= {"first_frame": stamp.frame, "time_us": stamp.time_us}
+            return part.data, fields if stamp.input_id is None else {
                 **fields,
-                **sizes,
-                "payload_lengths": [len(file) for file in files],
+                "input_id": stamp.input_id,
             }
         fields["raw_size"] = frames_THWC.nbytes
-        if self.format == "raw":
-            fields["encoding"] = "raw"
-            return np.ascontiguousarray(frames_THWC).reshape(-1).data, fields
-        fields["encoding"] = "delta-gzip"
-        if reference_HWC is not None:
+        fields["encoding"] = "raw" if self.spec.codec == "raw" else "delta-gzip"
+        if not part.is_key:
             fields["delta_reference"] = "previous-frame"
-        return _delta_gzip(frames_THWC, reference_HWC), fields
-
-    def _preview_size(self, width: int, height: int) -> tuple[int, int]:
-        if not self.preview_max_width or width <= self.preview_max_width:
-            return width, height
-        return self.preview_max_width, max(1, round(height * self.preview_max_width / width))
-
-    def _encoded(self, frames_THWC: np.ndarray, size: tuple[int, int]) -> Iterator[bytes]:
-        quality = self.quality or _DEFAULT_QUALITY[self.format]
-        options = {"method": 0} if self.format == "webp" else {"subsampling": 0}
-        for frame_HWC in frames_THWC:
-            image = Image.fromarray(frame_HWC)
-            if image.size != size:
-                image = image.resize(size, Image.Resampling.BICUBIC)
-            buffer = io.BytesIO()
-            image.save(buffer, self.format.upper(), quality=quality, **options)
-            yield buffer.getvalue()
-
-
-def _delta_gzip(frames_THWC: np.ndarray, reference_HWC: np.ndarray | None) -> bytes:
-    """Compress frames, each XOR its predecessor, as one gzip stream.
-
-    Args:
-        frames_THWC: Frames to compress.
-        reference_HWC: Predecessor of the first frame. None: the first frame is not differenced.
-    """
-    compressor = zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, _GZIP_WINDOW)
-    parts = []
-    for frame_HWC in frames_THWC:
-        delta_HWC = frame_HWC if reference_HWC is None else frame_HWC ^ reference_HWC
-        parts.append(compressor.compress(delta_HWC.tobytes()))
-        reference_HWC = frame_HWC
-    return b"".join([*parts, compressor.flush()])
+        return part.data, fields
 
 
 def _message(header: dict[str, Any], payload: bytes | memoryview) -> tuple[bytes | memoryview, ...]:

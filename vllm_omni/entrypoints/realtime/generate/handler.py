@@ -34,6 +34,7 @@ from vllm_omni.entrypoints.realtime.controls.control_track import (
     PromptChange,
     TooManyEvents,
 )
+from vllm_omni.entrypoints.realtime.encoding.session_encoders import EncoderSpec
 from vllm_omni.entrypoints.realtime.generate import protocol
 from vllm_omni.entrypoints.realtime.generate.frames import ChunkReport, FrameBatcher, FrameMessage
 from vllm_omni.entrypoints.realtime.sessions.run import ReplyOptions, SessionJob, SessionStart
@@ -70,6 +71,7 @@ class _KeyedSource(LiveChunks):
         self._prompt, self._lora, self.num_chunks = prompt, init.lora, init.max_chunks
         self._timed, self._track, self._throttle = timed, track, throttle
         self._takes_actions = track.space.has_controls
+        self._input_id: EventId | None = None
 
     @property
     def ready(self) -> bool:
@@ -86,10 +88,13 @@ class _KeyedSource(LiveChunks):
         )
         timed = self._timed.take_prompt(span.chunk_index, span.first_frame)
         own = self._prompt if span.chunk_index == 0 else None
+        if sample.is_new:
+            self._input_id = sample.event_id
         return ChunkControls(
             actions=actions if self._takes_actions else None,
             prompt=sample.prompt or timed or own,
             lora=sample.lora if sample.lora is not None or span.chunk_index else self._lora,
+            input_id=self._input_id,
             mark=sample,
         )
 
@@ -107,6 +112,7 @@ class _Client(LiveClient):
         self._track = ControlTrack(self.info.actions)
         self._throttle = ChunkThrottle()
         self._clock: MediaClock | None = None
+        self._fps = self.info.fps
         self._sent_bytes = 0
         self._write_ms = self._throttle_ms = 0.0
 
@@ -166,6 +172,7 @@ class _Client(LiveClient):
                 load_image, init.first_frame, *size, self.limits
             )
         self._init, self._granted, self._size = init, init.granted, size
+        self._fps = init.fps or self.info.fps
         self._events = protocol.EventReader(self.limits, self.info.actions, init.granted)
         try:
             session = await self.open_session(uuid.uuid4().hex)
@@ -208,7 +215,7 @@ class _Client(LiveClient):
         self.start_job(self._job(init))
 
     def _job(self, init: protocol.InitMessage) -> SessionJob:
-        kind = (init.realtime_output_format or "raw").replace("-", "_")
+        kind = init.codec
         image = self._image
         window_frames, sink_frames = init.window(self.info.window_frames, self.info.sink_frames)
         return SessionJob(
@@ -230,7 +237,15 @@ class _Client(LiveClient):
             ),
             options={} if init.start_pose is None else init.start_pose.as_option(),
             replies=ReplyOptions(
-                render=FrameBatcher(kind, init.output_compression, init.realtime_preview_max_width),
+                render=FrameBatcher(
+                    EncoderSpec(
+                        codec=kind,
+                        fps=init.fps or self.info.fps,
+                        quality=init.output_compression,
+                        max_width=init.realtime_preview_max_width,
+                        full_chroma=True,
+                    )
+                ),
                 inline=kind == "raw",
                 keep=False,
                 unsent_chunks=UNSENT_CHUNKS,
@@ -265,12 +280,13 @@ class _Client(LiveClient):
                     payload.chunk_frames, payload.is_new_event
                 )
         self._sent_bytes += payload.num_bytes
-        if payload.report is not None:
-            await self.connection.send(*payload.parts, *self._after_chunk(payload.report))
-            return
+        last = [] if payload.report is None else self._after_chunk(payload.report)
         started_s = time.perf_counter()
-        await self.connection.send(*payload.parts)
+        await self.connection.send(*payload.parts, *last)
         self._write_ms += (time.perf_counter() - started_s) * 1e3
+        if payload.report is not None and self.session is not None:
+            playing_s = payload.chunk_frames / self._fps
+            self.session.encoders.note_transfer(self._write_ms / 1e3, playing_s)
 
     def _after_chunk(self, report: ChunkReport) -> list[bytes]:
         """Return the messages that are sent in one write with a chunk's last frames."""
@@ -356,6 +372,9 @@ class _Client(LiveClient):
 
     async def _take_extra(self, extra: protocol.Extra) -> None:
         match extra:
+            case protocol.KeyFrameMessage():
+                if self.session is not None:
+                    self.session.encoders.request_key_frame()
             case protocol.PingMessage(t=sent):
                 await self._send({"type": "pong", "t": sent, "server_ms": time.time() * 1e3})
             case protocol.CreditMessage(chunks=chunks):

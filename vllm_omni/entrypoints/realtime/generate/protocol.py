@@ -29,13 +29,22 @@ from vllm_omni.entrypoints.realtime.controls.control_track import (
     PromptChange,
     Update,
 )
+from vllm_omni.entrypoints.realtime.encoding.session_encoders import VideoCodec
 from vllm_omni.entrypoints.realtime.world_camera.protocol import check_prompt, with_integers
 from vllm_omni.entrypoints.timed_prompts import MAX_PROMPTS, TimedPrompt
 from vllm_omni.inputs import Loras
 from vllm_omni.seeds import RequestedSeed, check_seed
 from vllm_omni.worlds.start_pose import StartPose
 
-EXTENSIONS: Final = ("receipts", "credit", "control", "ping", "actions", "world_poses")
+EXTENSIONS: Final = (
+    "receipts",
+    "credit",
+    "control",
+    "ping",
+    "actions",
+    "world_poses",
+    "key_frame",
+)
 """Extensions that a client may enable with `init.extensions`. Other clients never receive other
 types of messages."""
 
@@ -50,7 +59,7 @@ frames."""
 _U32: Final = (1 << 32) - 1
 _SIZE: Final = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})", re.ASCII)
 
-OutputFormat = Literal["raw", "webp", "jpeg", "delta_gzip", "delta-gzip"]
+OutputFormat = Literal["raw", "webp", "jpeg", "h264", "delta_gzip", "delta-gzip"]
 Number = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 EventId = Annotated[int, msgspec.Meta(ge=0, le=_U32)]
 
@@ -124,6 +133,17 @@ class InitMessage(msgspec.Struct, frozen=True, kw_only=True):
     def granted(self) -> tuple[str, ...]:
         """Requested extensions that the server has."""
         return tuple(name for name in EXTENSIONS if name in (self.extensions or ()))
+
+    @property
+    def codec(self) -> VideoCodec:
+        """Codec of the frames."""
+        match self.realtime_output_format:
+            case None:
+                return "raw"
+            case "delta-gzip":
+                return "delta_gzip"
+            case codec:
+                return codec
 
     def height_width(self) -> tuple[int, int] | None:
         """Return (height, width), or None for the default size.
@@ -208,10 +228,16 @@ class PingMessage(msgspec.Struct, frozen=True, kw_only=True):
     """Returned in `pong`."""
 
 
-Extra = ControlMessage | CreditMessage | PingMessage
-_EXTRAS: Final[
-    dict[str, tuple[str, type[ControlMessage] | type[CreditMessage] | type[PingMessage]]]
-] = {
+class KeyFrameMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """Extension `key_frame`: start the next chunk of `h264` with a key frame."""
+
+    type: Literal["key_frame"]
+    """Type of the message."""
+
+
+Extra = ControlMessage | CreditMessage | PingMessage | KeyFrameMessage
+_EXTRAS: Final[dict[str, tuple[str, type[Extra]]]] = {
+    "key_frame": ("key_frame", KeyFrameMessage),
     "control": ("control", ControlMessage),
     "credit": ("credit", CreditMessage),
     "ping": ("ping", PingMessage),

@@ -30,6 +30,8 @@ from vllm_omni.entrypoints.realtime.chunk_source import (
 from vllm_omni.entrypoints.realtime.connection.delivery_window import DeliveryWindow
 from vllm_omni.entrypoints.realtime.connection.session_engine import ChunkResult
 from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
+from vllm_omni.entrypoints.realtime.encoding.frames import StampedFrames, stamped_frames
+from vllm_omni.entrypoints.realtime.encoding.session_encoders import SessionEncoders
 from vllm_omni.entrypoints.telemetry.tracing import ChunkTrace
 
 _REMEMBERED_RUNS: Final = 64
@@ -63,6 +65,22 @@ class FinishedChunk(msgspec.Struct, frozen=True, kw_only=True):
     """Warnings for the client. Only the first chunk of a request has some."""
     controls: ChunkControls
     """Controls that the chunk was generated with."""
+    encoders: SessionEncoders
+    """Encoders of the session."""
+
+    def stamped_frames(self, fps: float) -> StampedFrames:
+        """Return the chunk's frames with their stamps.
+
+        Args:
+            fps: Playback rate in frames per second.
+        """
+        return stamped_frames(
+            self.result.frames_THWC,
+            chunk_index=self.chunk_index,
+            first_frame=self.first_frame,
+            fps=fps,
+            input_id=self.controls.input_id,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence, Sized
 from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
@@ -31,6 +31,8 @@ from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.entrypoints.realtime.connection.play_clock import PlayClock, PlayDeadline
 from vllm_omni.entrypoints.realtime.connection.session_engine import ChunkResult, SessionEngine
 from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
+from vllm_omni.entrypoints.realtime.encoding.implementations import Implementations
+from vllm_omni.entrypoints.realtime.encoding.session_encoders import SessionEncoders
 from vllm_omni.entrypoints.realtime.sessions.run import (
     DeliveryLog,
     EncodedReply,
@@ -39,6 +41,7 @@ from vllm_omni.entrypoints.realtime.sessions.run import (
     SessionJob,
     SessionRun,
 )
+from vllm_omni.entrypoints.realtime.spectators.audience import Audience
 from vllm_omni.entrypoints.telemetry.metrics import SessionMeter
 from vllm_omni.entrypoints.telemetry.tracing import tracing
 from vllm_omni.inputs import DiffusionParams
@@ -71,6 +74,8 @@ class SessionHost(Protocol):
     """Graceful shutdown of the sessions."""
     held: HeldBytes
     """Size of the retained replies of all sessions."""
+    implementations: Callable[[], Implementations]
+    """Returns the implementations of the codecs."""
 
     @property
     def is_over_budget(self) -> bool: ...
@@ -125,6 +130,10 @@ class Session:
         self.pinged_s = self.last_used_s
         """Monotonic time of the client's last ping in seconds."""
         self.delivery_log = DeliveryLog()
+        self.encoders = SessionEncoders(manager.implementations)
+        """Encoders of the session's frames. They continue over requests."""
+        self.audience = Audience(manager)
+        """Spectators of the session."""
         self._clock = PlayClock()
         self._next_request = asyncio.Lock()
         self._waiting = 0
@@ -146,6 +155,7 @@ class Session:
         if self._closed:
             return
         self._closed = True
+        self.audience.end()
         self.allowance.close_session()
         self.meter.close(reason)
         self.trace.close(reason)
@@ -494,6 +504,7 @@ class Session:
             prompt_applied=prompt_applied,
             warnings=warnings if number == 0 else (),
             controls=controls,
+            encoders=self.encoders,
         )
 
     async def _render(self, run: SessionRun, chunk: FinishedChunk) -> None:
@@ -538,6 +549,9 @@ class Session:
             reply = EncodedReply(chunk.chunk_index, part, payload, len(payload), num_frames, trace)
             run.append(reply)
             num_bytes += reply.num_bytes
+        if self.audience:
+            fps = run.job.replies.fps or self._manager.info.fps
+            self.audience.publish(chunk.stamped_frames(fps), fps, self.encoders)
         self.allowance.charge_bytes(num_bytes)
         self._trim_delivery_log(run.job.replies.keep)
 
@@ -590,6 +604,8 @@ class Session:
         self.started, self.in_step = False, True
         self.next_chunk = self.next_frame = 0
         self.prompt = self.seed = None
+        self.encoders.reset()
+        self.audience.reset()
         self.delivery_log.evict_finished()
 
     async def stop(self) -> None:

@@ -14,6 +14,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Coroutine, Iterable
 from concurrent.futures import Executor
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from vllm_omni.entrypoints.errors import EndpointError, WebSocketCloseCode
@@ -25,6 +26,10 @@ from vllm_omni.entrypoints.realtime.connection.guard import ConnectionGuard
 from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.entrypoints.realtime.connection.session_engine import SessionEngine
 from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
+from vllm_omni.entrypoints.realtime.encoding.implementations import (
+    Implementations,
+    machine_implementations,
+)
 from vllm_omni.entrypoints.realtime.sessions.run import HeldBytes
 from vllm_omni.entrypoints.realtime.sessions.session import Session, SessionKey
 from vllm_omni.inputs import Lora
@@ -82,6 +87,10 @@ class SessionManager:
         self.connections: weakref.WeakSet[Connection] = weakref.WeakSet()
         self.adapters: Callable[[], Collection[str]] = tuple
         """Names of the LoRA adapters that are loaded now; a stream's `model` may be one of them."""
+        self.implementations: Callable[[], Implementations] = partial(
+            machine_implementations, limits.gpu_encoders
+        )
+        """Returns the implementations of the codecs. The first call blocks."""
         self.held = HeldBytes()
         """Size of the undelivered and retained replies of all sessions."""
 

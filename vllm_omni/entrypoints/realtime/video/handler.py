@@ -10,7 +10,7 @@ reader blocks the controls.
 import asyncio
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,7 +20,6 @@ from starlette.websockets import WebSocket
 
 from vllm_omni.actions import ActionEntry, ActionFrame, as_entry, check_frame
 from vllm_omni.entrypoints.errors import EndpointError, WebSocketCloseCode
-from vllm_omni.entrypoints.media.fmp4 import FragmentEncoder
 from vllm_omni.entrypoints.realtime.chunk_source import ChunkControls, ChunkSpan, LiveChunks
 from vllm_omni.entrypoints.realtime.connection.images import load_image
 from vllm_omni.entrypoints.realtime.connection.live_client import (
@@ -46,6 +45,8 @@ from vllm_omni.entrypoints.realtime.controls.pose_track import (
     PoseTrack,
     walks,
 )
+from vllm_omni.entrypoints.realtime.encoding.frames import FrameStamp
+from vllm_omni.entrypoints.realtime.encoding.session_encoders import EncoderSpec
 from vllm_omni.entrypoints.realtime.sessions.run import (
     FinishedChunk,
     ReplyOptions,
@@ -71,7 +72,7 @@ class _Media:
 
     metadata: dict[str, Any]
     """The message `video.chunk_metadata`."""
-    data: bytes
+    data: bytes | memoryview
     """MP4 fragment."""
     is_response: bool
     """Whether the chunk is the first effect of an interaction and should be sent at once."""
@@ -84,28 +85,47 @@ class _FragmentRenderer:
     """Encodes a session's chunks as MP4 fragments, in order."""
 
     def __init__(self, fps: float, request_id: str) -> None:
-        self._encoder = FragmentEncoder(fps)
+        self._spec = EncoderSpec(codec="fmp4", fps=fps)
         self._request_id = request_id
 
     def __call__(self, chunk: FinishedChunk) -> list[_Media]:
-        progress: CommandProgress = chunk.controls.mark
-        is_first = self._encoder.mime_type is None
-        data = self._encoder.encode(chunk.result.frames_THWC)
-        metadata: dict[str, Any] = {
-            "type": "video.chunk_metadata",
-            "request_id": self._request_id,
-            "kind": "media",
-            "num_frames": len(chunk.result.frames_THWC),
-            "byte_length": len(data),
-            "generation_chunk_index": chunk.chunk_index,
-            "started_event_ids": list(progress.started),
-            "active_event_ids": list(progress.active),
-            "completed_event_ids": list(progress.completed),
-            **chunk.result.world_pose_fields,
-        }
-        if is_first:
-            metadata["mime_type"] = self._encoder.mime_type
-        return [_Media(metadata, data, is_response=bool(progress.started))]
+        frames = chunk.stamped_frames(self._spec.fps)
+        (part,) = chunk.encoders.encode(self._spec, frames)
+        metadata = chunk_metadata(chunk, self._request_id, part.stamps, len(part.data))
+        if part.mime_type is not None:
+            metadata["mime_type"] = part.mime_type
+        return [_Media(metadata, part.data, is_response=bool(metadata["started_event_ids"]))]
+
+
+def chunk_metadata(
+    chunk: FinishedChunk, request_id: str, stamps: Sequence[FrameStamp], num_bytes: int
+) -> dict[str, Any]:
+    """Return the message `video.chunk_metadata` of a chunk.
+
+    Args:
+        chunk: The chunk.
+        request_id: Id of the stream.
+        stamps: Stamps of its frames.
+        num_bytes: Size of its encoded frames in bytes.
+    """
+    progress: CommandProgress = chunk.controls.mark
+    metadata: dict[str, Any] = {
+        "type": "video.chunk_metadata",
+        "request_id": request_id,
+        "kind": "media",
+        "num_frames": len(stamps),
+        "byte_length": num_bytes,
+        "generation_chunk_index": chunk.chunk_index,
+        "first_frame": stamps[0].frame,
+        "time_us": stamps[0].time_us,
+        "started_event_ids": list(progress.started),
+        "active_event_ids": list(progress.active),
+        "completed_event_ids": list(progress.completed),
+        **chunk.result.world_pose_fields,
+    }
+    if stamps[0].input_id is not None:
+        metadata["input_id"] = stamps[0].input_id
+    return metadata
 
 
 class _CommandedSource(LiveChunks):
@@ -137,6 +157,7 @@ class _CommandedSource(LiveChunks):
         self._frame = _SessionFrame(info)
         self._expected: deque[np.ndarray | None] = deque()
         self.uses_poses = False
+        self._input_id: str | None = None
 
     def check_velocity(self, command: CameraCommand) -> None:
         """Check a velocity command.
@@ -220,8 +241,15 @@ class _CommandedSource(LiveChunks):
                 dict.fromkeys((*ids, event_id)) for ids in (progress.started, progress.completed)
             )
             progress = CommandProgress(tuple(started), progress.active, tuple(ended))
+        if progress.started:
+            self._input_id = progress.started[-1]
         return ChunkControls(
-            actions=actions, camera=camera, prompt=prompt, lora=lora, mark=progress
+            actions=actions,
+            camera=camera,
+            prompt=prompt,
+            lora=lora,
+            input_id=self._input_id,
+            mark=progress,
         )
 
     def note_result(self, meta: Mapping[str, Any]) -> None:
@@ -283,8 +311,12 @@ class _SessionFrame:
         return pose_44
 
 
-class _Client(LiveClient):
+class VideoClient(LiveClient):
+    """A client of the protocol. Subclasses replace how frames are encoded and sent."""
+
     endpoint = "realtime/video"
+    format: str = protocol.FORMAT
+    """Format of the frames, as `video.start` reports it."""
 
     def __init__(self, manager: SessionManager, websocket: WebSocket) -> None:
         super().__init__(manager, websocket)
@@ -368,7 +400,7 @@ class _Client(LiveClient):
             {
                 "type": "video.start",
                 "request_id": request_id,
-                "format": protocol.FORMAT,
+                "format": self.format,
                 "config": config,
             }
         )
@@ -389,7 +421,7 @@ class _Client(LiveClient):
                 ),
                 options={} if start_pose is None else start_pose.as_option(),
                 replies=ReplyOptions(
-                    render=_FragmentRenderer(fps, request_id),
+                    render=self.renderer(fps, request_id),
                     keep=False,
                     unsent_chunks=UNSENT_CHUNKS,
                     fps=start.fps,
@@ -473,12 +505,25 @@ class _Client(LiveClient):
 
     # -- messages out ------------------------------------------------------------------------------
 
-    async def deliver(self, payload: _Media) -> None:
+    def renderer(self, fps: float, request_id: str) -> Callable[[FinishedChunk], Sequence[Sized]]:
+        """Return what encodes the chunks of the stream.
+
+        Args:
+            fps: Playback rate in frames per second.
+            request_id: Id of the stream.
+        """
+        return _FragmentRenderer(fps, request_id)
+
+    async def deliver(self, payload: Any) -> None:
         if self._clock is not None:
             await self._clock.wait(payload.metadata["num_frames"], payload.is_response)
-        metadata = {**payload.metadata, "transport_chunk_index": self._chunks}
-        await self.connection.send(_json(metadata), payload.data)
+        await self.connection.send(self.next_metadata(payload.metadata), payload.data)
+
+    def next_metadata(self, metadata: dict[str, Any]) -> str:
+        """Return the metadata of the next chunk that is sent, as a message."""
+        message = _json({**metadata, "transport_chunk_index": self._chunks})
         self._chunks += 1
+        return message
 
     async def complete(self) -> None:
         await self._finish(stopped=False)
@@ -519,4 +564,4 @@ def _json(message: dict[str, Any]) -> str:
 
 def video_endpoint(manager: SessionManager) -> RealtimeEndpoint:
     """Return vLLM-Omni's realtime video endpoint."""
-    return RealtimeEndpoint(manager, _Client)
+    return RealtimeEndpoint(manager, VideoClient)

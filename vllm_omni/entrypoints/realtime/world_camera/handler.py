@@ -33,7 +33,6 @@ from vllm_omni.entrypoints.realtime.connection.live_client import (
     ConnectionHandler,
     RealtimeEndpoint,
 )
-from vllm_omni.entrypoints.realtime.render import FrameRenderer
 from vllm_omni.entrypoints.realtime.sessions.run import (
     ReplyOptions,
     SessionJob,
@@ -43,6 +42,7 @@ from vllm_omni.entrypoints.realtime.sessions.run import (
 from vllm_omni.entrypoints.realtime.sessions.session import Session, SessionKey, new_session_id
 from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
 from vllm_omni.entrypoints.realtime.world_camera import protocol
+from vllm_omni.entrypoints.realtime.world_camera.frames import FrameRenderer
 from vllm_omni.entrypoints.telemetry.metrics import endpoint_metrics
 from vllm_omni.runtime import log_context
 
@@ -313,6 +313,7 @@ class _Client(ConnectionHandler):
                 policy=extra.pose_policy or ("trim" if first_version else "error"),
                 prompt=message.prompt,
                 lora=extra.lora,
+                input_id=message.request_id,
             ),
             start=SessionStart(
                 load_image=load if image is not None else None,
@@ -332,6 +333,8 @@ class _Client(ConnectionHandler):
                     dialect=dialect or MessageDialect.OPENPI,
                     with_mp4=extra.with_mp4,
                     mp4_scale=extra.mp4_scale,
+                    key_frame=extra.key_frame,
+                    transfer_ms=extra.transfer_ms,
                 ),
                 fps=extra.fps,
             ),

@@ -26,7 +26,7 @@ from vllm_omni.worlds.start_pose import StartPose
 PROTOCOL: Final = "omni.world.camera"
 PROTOCOL_VERSION: Final = 1
 SUBPROTOCOL: Final = "omni.world.camera.v1"
-CODECS: Final = ("mp4", "jpeg", "ndarray_u8", "ndarray_f32")
+CODECS: Final = ("mp4", "jpeg", "h264", "ndarray_u8", "ndarray_f32")
 DEFAULT_CODEC: Final = "mp4"
 
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -47,7 +47,7 @@ class ExtraBody(msgspec.Struct, frozen=True, kw_only=True):
     seed: RequestedSeed | None = None
     """Seed of the noise. Default: drawn."""
     frames_per_chunk: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None
-    """Frames in one reply. Default: a whole chunk, but 4 for `ndarray_f32`."""
+    """Frames in one reply. Default: a whole chunk, but 4 for `ndarray_f32` and 1 for `h264`."""
     session_id: SessionId | None = None
     """Same as `session_id` of the message."""
     num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] | None = None
@@ -65,6 +65,12 @@ class ExtraBody(msgspec.Struct, frozen=True, kw_only=True):
     """Add an MP4 file of the frames to each reply, in `mp4`. Default: False."""
     mp4_scale: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1
     """Integer scale factor of that file, up to a side of 1280 pixels. Default: 1."""
+    key_frame: bool = False
+    """Start the frames of `h264` with a key frame, because the client joins or has lost frames.
+    Default: False. The first frame of a session is always a key frame."""
+    transfer_ms: Annotated[float, msgspec.Meta(ge=0, le=600_000)] | None = None
+    """Time in milliseconds from the first to the last message of the client's previous chunk. The
+    bitrate of `h264` is adapted to it. Default: the bitrate stays."""
     quality: Annotated[int, msgspec.Meta(ge=1, le=100)] = 90
     """JPEG quality, 1 to 100. Default: 90."""
     pose_policy: PosePolicy | None = None

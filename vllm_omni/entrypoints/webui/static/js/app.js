@@ -2,6 +2,7 @@
 // Ties the parts together: what happens with a chunk, a click, a loss. Each part's own work is in its own file.
 
 import { Minimap } from "./minimap.js";
+import { decodeJpeg, decodesH264, H264Decoder } from "./decode.js";
 import { Notices } from "./dialogs.js";
 import { Marks } from "./marks.js";
 import { Pacer } from "./pacer.js";
@@ -52,6 +53,7 @@ export class App {
   #automatic = []; // marks set by themselves, the oldest first, each {at, ...} as in `marks`
   #markedAt = 0;
   #works = Promise.resolve(); // what happens between two chunks, one after the other
+  #transferMs = null; // from the first to the last message of the last chunk
   #thumbnail = document.createElement("canvas");
 
   /** elements: view, map, notices, live, marks. onstate(): something the buttons show has changed. */
@@ -62,6 +64,7 @@ export class App {
     this.elements = elements;
     this.onstate = onstate;
     this.world = new World(link);
+    this.decoder = new H264Decoder();
     this.player = new Player(elements.view);
     this.pacer = new Pacer();
     this.stats = new Stats();
@@ -80,6 +83,7 @@ export class App {
       },
       (text) => this.notices.show(text),
     );
+    this.world.addEventListener("frames", ({ detail }) => this.#frames(detail));
     this.world.addEventListener("chunk", ({ detail }) => this.#chunk(detail));
     this.world.addEventListener("applied", ({ detail }) => this.#promptApplied(detail));
     this.world.addEventListener("trouble", ({ detail }) => this.#trouble(detail));
@@ -368,7 +372,7 @@ export class App {
     this.world.ask({
       steering: { actions: frames },
       extra: { ...start, ...(prompt !== null ? { prompt } : {}) },
-      extraBody: { ...startBody, ...(isRecorded ? { with_mp4: true, mp4_scale: savedScale(this.#choice.width) } : {}) },
+      extraBody: { ...startBody, ...this.#streamBody(), ...(isRecorded ? { with_mp4: true, mp4_scale: savedScale(this.#choice.width) } : {}) },
       note: { prompt, isRecorded, inputAt },
     });
     if (prompt !== null) this.#settle();
@@ -381,6 +385,21 @@ export class App {
     return this.game.space;
   }
 
+  /** Choose the format of the frames: H.264 where both sides have it, otherwise JPEG. */
+  async chooseFormat() {
+    const isOffered = this.link.hello?.codecs?.includes("h264") === true;
+    this.world.format = isOffered && !this.decoder.hasFailed && (await decodesH264()) ? "h264" : "jpeg";
+  }
+
+  /** What the server should know of the stream so far. */
+  #streamBody() {
+    if (this.decoder.hasFailed) this.world.format = "jpeg";
+    if (this.world.format !== "h264") return {};
+    const transfer = this.#transferMs === null ? {} : { transfer_ms: this.#transferMs };
+    this.#transferMs = null;
+    return { ...transfer, ...(this.decoder.needsKey ? { key_frame: true } : {}) };
+  }
+
   /** Actions of a camera that walks. A session's first latent frame is the start image: what is touched then waits. */
   #walk(count, first) {
     if (first) return { frames: Array.from({ length: count }, () => []), inputAt: null };
@@ -389,12 +408,27 @@ export class App {
     return { frames: walkingFrames(reading, count, how), inputAt: reading.inputAt };
   }
 
+  /** Some frames of a chunk have come. */
+  #frames({ message, request }) {
+    const { inputAt } = request.note;
+    request.places ??= this.#placesOf(message);
+    const tag = (request.tag ??= { places: request.places, inputAt, sentAt: request.sentAt, cameAt: performance.now() });
+    const files = message.codec === "h264" ? [message.video] : message.video;
+    request.numBytes = files.reduce((sum, file) => sum + file.length, request.numBytes ?? 0);
+    const pictures = message.codec === "h264" ? [this.decoder.decode(message)] : files.map(decodeJpeg);
+    request.numCame = (request.numCame ?? 0) + message.num_frames;
+    this.player.push(pictures, tag, request.numCame - message.num_frames, message.chunk_frames);
+    for (const warning of message.warnings ?? []) this.notices.show(warning);
+  }
+
+  /** A chunk is complete. */
   #chunk({ message, request }) {
     const cameAt = performance.now();
+    this.#transferMs = cameAt - (request.firstAt ?? cameAt);
     const isSteady = request.sentAt >= this.#steadySince;
     const wallMs = isSteady ? cameAt - request.sentAt : null;
     if (isSteady) {
-      this.pacer.add(wallMs, message.num_frames);
+      this.pacer.add(wallMs, message.chunk_frames);
       this.player.setSupply(this.pacer.supply());
     }
     if (this.hasEngineFailed) {
@@ -402,19 +436,15 @@ export class App {
       this.#sayResumed();
       this.onstate();
     }
-    this.stats.chunk(wallMs, message.video.reduce((sum, file) => sum + file.length, 0), message.timing);
-    this.recorder.add(message.mp4, message.num_frames);
+    this.stats.chunk(wallMs, request.numBytes ?? 0, message.timing);
+    this.recorder.add(message.mp4, message.chunk_frames);
     this.#closeRecording();
-    const { inputAt } = request.note;
-    const places = this.#placesOf(message);
     this.#trail = [...this.#trail.slice(-TRAIL_CHUNKS), { chunk: message.chunk_index, place: this.#place }];
-    this.player.push(message.video, { places, inputAt, sentAt: request.sentAt, cameAt });
     this.#askInTime();
-    for (const warning of message.warnings ?? []) this.notices.show(warning);
   }
 
   /** Where the video frames of a chunk are, as the server says; none where it does not. */
-  #placesOf({ world_poses: rows, chunk_index: chunk, num_frames: count }) {
+  #placesOf({ world_poses: rows, chunk_index: chunk, chunk_frames: count }) {
     const [before, wasPlaced] = [this.#place, this.isPlaced];
     const places = rows ? placesOf(rows, count, chunk === 0 ? null : (before ?? placesOf(rows, 1, null)[0])) : [];
     this.#place = places.at(-1) ?? null;

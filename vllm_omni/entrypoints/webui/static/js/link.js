@@ -46,6 +46,11 @@ export class Link extends EventTarget {
     return this.isUp && this.#askedAt !== null && !document.hidden ? performance.now() - this.#askedAt : 0;
   }
 
+  /** The API key that the server has accepted; null = none is needed. */
+  get key() {
+    return this.#key;
+  }
+
   get isUp() {
     return this.hello !== null && this.#socket?.readyState === WebSocket.OPEN;
   }

@@ -52,6 +52,7 @@ link.addEventListener("up", ({ detail: { hello } }) => {
   app.map.setWorld(hello.world);
   promptButtons(by("prompts"), hello.world?.prompts ?? [], ({ text }) => app.isLive && app.setPrompt(text));
   app.player.fps = hello.fps;
+  app.chooseFormat();
   show();
 });
 link.addEventListener("down", ({ detail }) => {

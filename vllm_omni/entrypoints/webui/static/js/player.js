@@ -60,12 +60,15 @@ export class Player {
     this.#context.drawImage(picture, 0, 0, width, height);
   }
 
-  /** Take JPEG files in order; `tag` comes back with each frame. A frame can be drawn as soon as it is decoded. */
-  push(files, tag) {
+  /**
+   * Take frames in order: promises of their pictures, null for one that is lost. `tag` comes back with each frame, which
+   * can be drawn as soon as it is decoded. first: its number among the `count` frames of its chunk.
+   */
+  push(pictures, tag, first = 0, count = pictures.length) {
     const generation = this.#generation;
-    this.#coming += files.length;
-    files.forEach((file, index) => {
-      const decoding = createImageBitmap(new Blob([file], { type: "image/jpeg" })).catch(() => null);
+    this.#coming += pictures.length;
+    pictures.forEach((decoding, number) => {
+      const index = first + number;
       this.#decoding = this.#decoding.then(async () => {
         const bitmap = await decoding;
         if (generation !== this.#generation) {
@@ -73,7 +76,7 @@ export class Player {
           return;
         }
         this.#coming -= 1;
-        if (bitmap) this.#queue.push({ bitmap, tag, index, count: files.length });
+        if (bitmap) this.#queue.push({ bitmap, tag, index, count });
       });
     });
   }

@@ -5,7 +5,8 @@
 // Invariants: a chunk is told once, in order; a request is kept until it is answered, so that it can be sent again as it
 // was (the server does not make it twice); frames of requests that were dropped are dropped.
 //
-// Events: `chunk` {message, request}, `applied` {prompt, frame}, `trouble` {text, code, lost}, `resumed` {}, `rewound` {}
+// Events: `frames` {message, request} (of a chunk, which may come in several messages), `chunk` {message, request} after
+// its last one, `applied` {prompt, frame}, `trouble` {text, code, lost}, `resumed` {}, `rewound` {}
 // (before `resumed`: the world is some chunks younger than what was seen of it).
 
 import { Link } from "./link.js";
@@ -18,6 +19,8 @@ export class World extends EventTarget {
   lastChunk = -1;
   isHeld = false; // no further requests: a mark is being set, or the connection is being resumed
   #link;
+  format = "jpeg"; // of the frames: jpeg, h264
+  #nextFrame = 0; // frames before it have been told
   #pending = new Map();
   #waiting = null; // {requestId, resolve, reject} of `branch`
   #resumeId = null;
@@ -62,6 +65,7 @@ export class World extends EventTarget {
     }
     this.#pending.clear();
     this.lastChunk = -1;
+    this.#nextFrame = 0;
     this.isHeld = false;
   }
 
@@ -77,7 +81,7 @@ export class World extends EventTarget {
       session_id: this.sessionId,
       request_id: requestId,
       ...steering,
-      extra_body: { video_format: "jpeg", ...extraBody },
+      extra_body: { video_format: this.format, ...extraBody },
       ...extra,
     });
     this.#pending.set(requestId, { requestId, bytes, note, sentAt: performance.now() });
@@ -102,7 +106,7 @@ export class World extends EventTarget {
   switchTo(sessionId, lastChunk) {
     this.free(this.sessionId);
     this.#pending.clear();
-    [this.sessionId, this.lastChunk] = [sessionId, lastChunk];
+    [this.sessionId, this.lastChunk, this.#nextFrame] = [sessionId, lastChunk, 0];
   }
 
   /** Free this world; nothing of it is heard of any more. */
@@ -147,11 +151,17 @@ export class World extends EventTarget {
     const request = this.#pending.get(message.request_id);
     if (request && message.session_id === this.sessionId) {
       if (message.final) this.#pending.delete(message.request_id);
-      if (message.chunk_index > this.lastChunk) {
+      // after a loss the server sends a chunk that came in part once more, from its first frame on
+      if (message.chunk_index > this.lastChunk && message.first_frame >= this.#nextFrame) {
+        this.#nextFrame = message.first_frame + message.num_frames;
+        request.firstAt ??= performance.now();
+        this.#tell("frames", { message, request });
+      }
+      if (message.chunk_index > this.lastChunk && message.final) {
         this.lastChunk = message.chunk_index;
         this.#tell("chunk", { message, request });
         if (message.prompt_applied) {
-          this.#tell("applied", { prompt: request.note.prompt, frame: message.first_frame });
+          this.#tell("applied", { prompt: request.note.prompt, frame: this.#nextFrame - message.chunk_frames });
         }
       }
     }
@@ -169,7 +179,7 @@ export class World extends EventTarget {
     const lost = ["session_evicted", "missing_image"].includes(message.code) && this.hasBegun;
     if (message.retryable) this.#notBefore = performance.now() + (message.retry_after_ms ?? RETRY_MS);
     if (message.code === "resync_required" && message.next_chunk_index !== undefined) {
-      this.lastChunk = message.next_chunk_index - 1;
+      [this.lastChunk, this.#nextFrame] = [message.next_chunk_index - 1, 0];
     }
     return this.#trouble(message, lost, request);
   }
@@ -198,7 +208,7 @@ export class World extends EventTarget {
   /** The server does not know the session: it is another process's, or had not begun, or is gone. */
   #notResumed(message) {
     if (message.code === "resync_required" && message.next_chunk_index !== undefined) {
-      this.lastChunk = message.next_chunk_index - 1;
+      [this.lastChunk, this.#nextFrame] = [message.next_chunk_index - 1, 0];
       this.#pending.clear();
       this.#goOn();
     } else if (!this.hasBegun) {
@@ -214,6 +224,7 @@ export class World extends EventTarget {
   /** The server was started anew and has the world as it was some chunks ago; it never heard of what is pending. */
   #wentBack(nextChunk) {
     this.lastChunk = nextChunk - 1;
+    this.#nextFrame = 0;
     this.#pending.clear();
     this.#tell("rewound", {});
   }

@@ -19,6 +19,11 @@ import av
 import numpy as np
 
 from vllm_omni.entrypoints.media.mp4 import add_stream, check_frames, encode_frames, frame_rate
+from vllm_omni.entrypoints.realtime.encoding.frames import (
+    EncodedPart,
+    StampedFrames,
+    StatelessEncoder,
+)
 
 # T frames, H height, W width, C = 3 channels (RGB)
 
@@ -31,8 +36,10 @@ _ENCODER: Final = {
 }
 
 
-class FragmentEncoder:
+class FragmentEncoder(StatelessEncoder):
     """Encodes H.264, yuv420p. Odd sides are padded by repeating a row or column.
+
+    A decoder can start at each fragment after the initialization segment.
 
     Args:
         fps: Frames per second, exact to 1/1001.
@@ -44,7 +51,15 @@ class FragmentEncoder:
         self._num_fragments = 0
         self._init_segment: bytes | None = None
 
-    def encode(self, frames_THWC: np.ndarray) -> bytes:
+    def encode(self, frames: StampedFrames) -> list[EncodedPart]:
+        """Return one part: the bytes that continue the stream."""
+        is_first = self._init_segment is None
+        data = self.encode_fragment(frames.frames_THWC)
+        _, height, width, _ = frames.frames_THWC.shape
+        mime_type = self.mime_type if is_first else None
+        return [EncodedPart(data, frames.stamps, width, height, mime_type=mime_type)]
+
+    def encode_fragment(self, frames_THWC: np.ndarray) -> bytes:
         """Return the bytes that continue the stream.
 
         The first call returns the initialization segment and a fragment, later calls a fragment.

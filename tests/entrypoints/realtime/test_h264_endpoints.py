@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""H.264 over the two WebSocket endpoints: one access unit per message, decoded as by WebCodecs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import av
+import msgspec
+import numpy as np
+from helpers.fake_engine import FIRST, LATER, Client, EndpointServer, infer
+from helpers.live_clients import ExtendedClient
+from websockets.sync.client import connect
+
+from vllm_omni.entrypoints.realtime.encoding.bitrate import BitrateControl
+from vllm_omni.entrypoints.realtime.encoding.h264 import MAX_BITRATE, MIN_BITRATE
+
+MakeEndpoint = Callable[..., EndpointServer]
+SIZE = {"height": 32, "width": 48}
+
+
+def decode_units(units: list[bytes]) -> np.ndarray:
+    """Return the decoded frames [T, H, W, 3]."""
+    decoder: Any = av.CodecContext.create("h264", "r")
+    frames = [frame for unit in units for frame in decoder.decode(av.Packet(unit))]
+    frames += decoder.decode(None)
+    return np.stack([frame.to_ndarray(format="rgb24") for frame in frames])
+
+
+def generate(
+    client: Client, num_frames: int, number: int = 0, **extra: Any
+) -> list[dict[str, Any]]:
+    """Request frames as H.264, and return their messages."""
+    is_first = num_frames == FIRST
+    client.send(
+        infer(
+            num_frames,
+            image=np.full((32, 48, 3), 7, np.uint8) if is_first else None,
+            request_id=f"request-{num_frames}-{number}",
+            extra_body={**(SIZE if is_first else {}), "video_format": "h264", **extra},
+        )
+    )
+    return client.frames()
+
+
+def test_requests_of_a_session_are_one_stream(client: Client) -> None:
+    """Only the first frame of a session is a key frame. Frame n of the fake engine has the
+    brightness n, and each message names its frame, its time and its request.
+    """
+    messages = generate(client, FIRST) + generate(client, LATER) + generate(client, LATER, number=1)
+    assert [message["first_frame"] for message in messages] == list(range(FIRST + 2 * LATER))
+    assert [message["is_key_frame"] for message in messages] == [
+        True,
+        *[False] * (FIRST + 2 * LATER - 1),
+    ]
+    assert messages[0]["codec_string"].startswith("avc1.42c0")
+    fps = messages[0]["fps"]
+    assert [message["time_us"] for message in messages] == [
+        round(frame * 1e6 / fps) for frame in range(len(messages))
+    ]
+    assert {message["input_id"] for message in messages[FIRST : FIRST + LATER]} == {"request-12-0"}
+    assert {message["chunk_frames"] for message in messages[FIRST:]} == {LATER}
+    video_THWC = decode_units([message["video"] for message in messages])
+    np.testing.assert_allclose(video_THWC[:, 20, 30, 1], np.arange(len(messages)), atol=3)
+
+
+def test_a_client_that_lost_frames_gets_a_key_frame(client: Client) -> None:
+    """A decoder that starts at it needs nothing of the chunks before."""
+    generate(client, FIRST)
+    messages = generate(client, LATER, key_frame=True)
+    assert [message["is_key_frame"] for message in messages] == [True, *[False] * (LATER - 1)]
+    video_THWC = decode_units([message["video"] for message in messages])
+    np.testing.assert_allclose(video_THWC[:, 20, 30, 1], np.arange(FIRST, FIRST + LATER), atol=3)
+
+
+def test_a_branch_starts_with_a_key_frame(client: Client) -> None:
+    """Its viewer may be another one, with a decoder of its own."""
+    generate(client, FIRST)
+    client.send({"endpoint": "branch", "new_session_id": "copy"})
+    assert client.receive()["type"] == "branched"
+    assert generate(client, LATER, session_id="copy")[0]["is_key_frame"]
+
+
+def test_a_recording_next_to_h264_is_one_file_per_chunk(client: Client) -> None:
+    """The last message of the chunk has it."""
+    messages = generate(client, FIRST, with_mp4=True)
+    assert ["mp4" in message for message in messages] == [*[False] * (FIRST - 1), True]
+
+
+def test_generate_sends_an_access_unit_per_message(endpoint: EndpointServer) -> None:
+    """The header has what a decoder needs, and the extension `key_frame` requests a key frame."""
+    with ExtendedClient(endpoint.port) as client:
+        client.init(realtime_output_format="h264", extensions=["key_frame", "credit"], max_chunks=3)
+        assert client.receive()["type"] == "session"
+        units: list[bytes] = []
+        keys: list[int] = []
+        for chunk_index in range(3):
+            if chunk_index == 2:
+                client.send({"type": "key_frame"})
+            client.send({"type": "credit", "chunks": 1})
+            chunk = client.chunk()
+            assert {header["content_type"] for header in chunk.headers} == {"video/h264"}
+            keys += [header["first_frame"] for header in chunk.headers if header["is_key_frame"]]
+            units += chunk.payloads
+    assert keys == [0, FIRST + LATER]
+    video_THWC = decode_units(units)
+    np.testing.assert_allclose(video_THWC[:, 20, 30, 1], np.arange(FIRST + 2 * LATER), atol=3)
+
+
+def test_an_unknown_codec_is_refused_and_nothing_starts(
+    endpoint: EndpointServer, client: Client
+) -> None:
+    """Both endpoints name the fault, and no session is opened."""
+    client.send(infer(extra_body={"video_format": "av1"}))
+    refusal = client.receive()
+    assert (refusal["code"], refusal["param"]) == ("unsupported_codec", "video_format")
+    with connect(f"ws://127.0.0.1:{endpoint.port}/v1/realtime_video/generate") as socket:
+        socket.send(
+            msgspec.msgpack.encode({"type": "init", "prompt": "", "realtime_output_format": "av1"})
+        )
+        reply = msgspec.msgpack.decode(socket.recv())
+    assert (reply["type"], reply["content"]) == ("error", "invalid generate request")
+    assert len(endpoint.manager) == 0
+
+
+def test_the_bitrate_follows_the_client() -> None:
+    """A chunk that takes most of its playing time to arrive lowers the target at once; many quick
+    ones raise it again, within the limits.
+    """
+    control = BitrateControl()
+    control.note_transfer(0.8, 1.0)
+    assert control.bits_per_s == 0.6 * MAX_BITRATE
+    for _ in range(20):
+        control.note_transfer(0.8, 1.0)
+    assert control.bits_per_s == MIN_BITRATE
+    control.note_transfer(0.1, 1.0)
+    assert MIN_BITRATE < control.bits_per_s < 1.2 * MIN_BITRATE
+    for _ in range(100):
+        control.note_transfer(0.1, 1.0)
+    assert control.bits_per_s == MAX_BITRATE
+
+
+def test_a_report_of_a_slow_transfer_lowers_the_bitrate(
+    endpoint: EndpointServer, client: Client
+) -> None:
+    """`transfer_ms` of a request is the time of the client's previous chunk."""
+    generate(client, FIRST)
+    generate(client, LATER, transfer_ms=60_000)
+    (session,) = endpoint.manager.sessions()
+    (encoder,) = session.encoders._encoders.values()
+    assert encoder.bits_per_s == 0.6 * MAX_BITRATE  # type: ignore[attr-defined]

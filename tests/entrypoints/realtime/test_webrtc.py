@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`/v1/realtime/webrtc` with aiortc as the client, over real sockets, with a fake engine."""
+
+import asyncio
+import http.client
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.fake_engine import FIRST, EndpointServer, FakeEngine
+from helpers.needs_aiortc import aiortc
+from helpers.waits import until, wait_until
+
+from vllm_omni.actions import ActionSpace
+from vllm_omni.entrypoints.realtime.webrtc.offer import MAX_OFFER_BYTES
+from vllm_omni.entrypoints.realtime.webrtc.options import IceServer, WebRtcOptions
+
+MakeEndpoint = Callable[..., EndpointServer]
+PATH = "/v1/realtime/webrtc"
+START = {"type": "session.start", "prompt": "a path", "width": 48, "height": 32}
+NO_IMAGE = {"actions": ActionSpace(image="none", prompt="required", pose=True)}
+
+
+def call(
+    port: int,
+    method: str,
+    path: str,
+    body: bytes | str = b"",
+    headers: dict[str, str] | None = None,
+) -> tuple[int, bytes, Any]:
+    """Return status, body and headers of one HTTP request."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request(method, path, body, {"Content-Type": "application/sdp", **(headers or {})})
+    response = connection.getresponse()
+    data = response.read()
+    connection.close()
+    return response.status, data, response.headers
+
+
+class Viewer:
+    """A WebRTC client with a data channel, unless `watches`."""
+
+    def __init__(self, watches: bool = False) -> None:
+        self.connection = aiortc.RTCPeerConnection()
+        self.connection.addTransceiver("video", direction="recvonly")
+        self.messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.opened = asyncio.Event()
+        self.frames: asyncio.Queue[np.ndarray] = asyncio.Queue()
+        self.channel = None if watches else self.connection.createDataChannel("control")
+        self.location = ""
+        if self.channel is not None:
+            self.channel.on("open", self.opened.set)
+            self.channel.on("message", lambda text: self.messages.put_nowait(json.loads(text)))
+        self.connection.on("track", lambda track: asyncio.ensure_future(self._watch(track)))
+
+    async def _watch(self, track: Any) -> None:
+        while True:
+            try:
+                frame = await track.recv()
+            except aiortc.mediastreams.MediaStreamError:
+                return
+            self.frames.put_nowait(frame.to_ndarray(format="rgb24"))
+
+    async def connect(self, port: int, path: str = PATH) -> None:
+        await self.connection.setLocalDescription(await self.connection.createOffer())
+        sdp = self.connection.localDescription.sdp
+        status, body, headers = await asyncio.to_thread(call, port, "POST", path, sdp)
+        assert status == 201, body
+        self.location = headers["Location"]
+        assert headers["Content-Type"].startswith("application/sdp")
+        answer = aiortc.RTCSessionDescription(body.decode(), "answer")
+        await self.connection.setRemoteDescription(answer)
+
+    def send(self, message: dict[str, Any]) -> None:
+        assert self.channel is not None
+        self.channel.send(json.dumps(message))
+
+    async def message(self, kind: str) -> dict[str, Any]:
+        """Return the next message of a type."""
+        async with asyncio.timeout(15):
+            while (message := await self.messages.get())["type"] != kind:
+                pass
+        return message
+
+    async def brightness(self) -> int:
+        """Return the brightness of the next frame."""
+        async with asyncio.timeout(15):
+            frame_HWC = await self.frames.get()
+        return int(frame_HWC[20, 30, 1])
+
+
+@asynccontextmanager
+async def viewer(port: int, path: str = PATH, watches: bool = False) -> AsyncIterator[Viewer]:
+    one = Viewer(watches)
+    try:
+        await one.connect(port, path)
+        if not watches:
+            async with asyncio.timeout(15):
+                await one.opened.wait()
+        yield one
+    finally:
+        await one.connection.close()
+
+
+def test_frames_arrive_through_the_track_and_inputs_through_the_channel(
+    make_endpoint: MakeEndpoint, engine: FakeEngine
+) -> None:
+    """Frame n of the fake engine has the brightness n. An interaction reaches the engine, and the
+    metadata of its chunk names it as the newest input.
+    """
+    endpoint = make_endpoint(info={**NO_IMAGE, "fps": 48.0})
+
+    async def main() -> None:
+        async with viewer(endpoint.port) as one:
+            one.send(START)
+            started = await one.message("video.start")
+            assert (started["format"], started["config"]["width"]) == ("h264-track", 48)
+            first = await one.message("video.chunk_metadata")
+            assert (first["num_frames"], first["first_frame"]) == (FIRST, 0)
+            seen = [await one.brightness() for _ in range(20)]
+            assert seen == sorted(seen)
+            assert seen[-1] > seen[0]
+            one.send(
+                {
+                    "type": "session.interaction",
+                    "interaction": {"event_id": "rain", "event": {"prompt": "rain"}},
+                }
+            )
+            assert (await one.message("session.interaction.queued"))["event_id"] == "rain"
+            while (await one.message("video.chunk_metadata")).get("input_id") != "rain":
+                pass
+            one.send({"type": "session.stop"})
+            assert (await one.message("session.done"))["stopped"] is True
+            assert (await one.message("session.closed"))["code"] == 1000
+
+    asyncio.run(main())
+    assert "rain" in [call.params.prompt for call in engine.chunks]
+    wait_until(lambda: len(endpoint.manager) == 0)
+    wait_until(lambda: endpoint.manager.guard.num_connections == 0)
+
+
+def test_a_player_without_a_data_channel_gets_a_session(
+    make_endpoint: MakeEndpoint, engine: FakeEngine
+) -> None:
+    """As WHEP players do: the query has the prompt and the seed, and DELETE ends the session."""
+    endpoint = make_endpoint(info={**NO_IMAGE, "fps": 48.0})
+
+    async def main() -> None:
+        path = f"{PATH}?prompt=a%20harbour&seed=5&width=48&height=32"
+        async with viewer(endpoint.port, path, watches=True) as one:
+            seen = [await one.brightness() for _ in range(12)]
+            assert seen == sorted(seen)
+            status, _, _ = await asyncio.to_thread(call, endpoint.port, "DELETE", one.location)
+            assert status == 204
+            status, _, _ = await asyncio.to_thread(call, endpoint.port, "DELETE", one.location)
+            assert status == 404
+
+    asyncio.run(main())
+    assert (engine.chunks[0].params.prompt, engine.chunks[0].params.seed) == ("a harbour", 5)
+    wait_until(lambda: len(endpoint.manager) == 0)
+
+
+def test_a_client_that_leaves_ends_its_session(
+    make_endpoint: MakeEndpoint, engine: FakeEngine
+) -> None:
+    """The chunk in flight is aborted, and the connection is freed."""
+    endpoint = make_endpoint(info={**NO_IMAGE, "fps": 48.0})
+
+    async def main() -> None:
+        async with viewer(endpoint.port) as one:
+            one.send(START)
+            await one.message("video.start")
+            await one.brightness()
+
+    asyncio.run(main())
+    wait_until(lambda: len(endpoint.manager) == 0)
+    wait_until(lambda: not engine.worlds)
+    wait_until(lambda: endpoint.manager.guard.num_connections == 0)
+
+
+def test_a_lost_picture_brings_a_key_frame(make_endpoint: MakeEndpoint) -> None:
+    """A picture loss indication of the client makes the session's encoder start anew."""
+    endpoint = make_endpoint(info={**NO_IMAGE, "fps": 48.0})
+    requested: list[bool] = []
+
+    async def main() -> None:
+        async with viewer(endpoint.port) as one:
+            one.send(START)
+            await one.message("video.start")
+            await one.brightness()
+            (session,) = endpoint.manager.sessions()
+            session.encoders.request_key_frame = lambda: requested.append(True)  # type: ignore[method-assign]
+            (receiver,) = one.connection.getReceivers()
+            (source,) = receiver.getSynchronizationSources()
+            await receiver._send_rtcp_pli(source.source)
+            await until(lambda: requested)
+
+    asyncio.run(main())
+
+
+def test_an_invalid_start_is_refused_through_the_channel(make_endpoint: MakeEndpoint) -> None:
+    """The error and the close code are those of the WebSocket."""
+    endpoint = make_endpoint(info=NO_IMAGE)
+
+    async def main() -> None:
+        async with viewer(endpoint.port) as one:
+            one.send({**START, "width": 49})
+            assert (await one.message("error"))["code"] == "unsupported_size"
+            assert (await one.message("session.closed"))["code"] == 1008
+
+    asyncio.run(main())
+    wait_until(lambda: endpoint.manager.guard.num_connections == 0)
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+GOOD_SDP = "\r\n".join(
+    [
+        *("v=0", "o=- 1 1 IN IP4 127.0.0.1", "s=-", "t=0 0"),
+        *("m=video 9 UDP/TLS/RTP/SAVPF 96", "c=IN IP4 0.0.0.0", "a=recvonly", "a=mid:0"),
+        *("a=rtpmap:96 H264/90000", ""),
+    ]
+)
+MANY = "\r\n".join(f"m=audio 9 UDP/TLS/RTP/SAVPF {n}" for n in range(50))
+CANDIDATES = "\r\n".join(
+    f"a=candidate:{n} 1 udp 1 127.0.0.1 {1000 + n} typ host" for n in range(100)
+)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        (b"", 400, "invalid_offer"),
+        (b"hello", 400, "invalid_offer"),
+        (b"\xff\xfe", 400, "invalid_offer"),
+        (b'{"sdp": "v=0"}', 400, "invalid_offer"),
+        (b"v=0", 400, "invalid_offer"),
+        (GOOD_SDP.encode(), 400, "invalid_offer"),  # no credentials, no fingerprint
+        (GOOD_SDP.replace("H264", "VP8").encode(), 400, "unsupported_codec"),
+        ((GOOD_SDP + MANY).encode(), 400, "invalid_offer"),
+        ((GOOD_SDP + CANDIDATES).encode(), 400, "invalid_offer"),
+        ((GOOD_SDP + "a=x\r\n" * 2000).encode(), 400, "invalid_offer"),
+        ((GOOD_SDP + "a=" + "x" * 3000).encode(), 400, "invalid_offer"),
+        (b"v=0\r\n" * MAX_OFFER_BYTES, 413, "invalid_offer"),
+    ],
+)
+def test_a_bad_offer_is_refused_and_allocates_nothing(
+    make_endpoint: MakeEndpoint, body: bytes, status: int, code: str
+) -> None:
+    """Each gets a typed refusal; no session and no connection remains."""
+    endpoint = make_endpoint(info=NO_IMAGE)
+    replied, reply, _ = call(endpoint.port, "POST", PATH, body)
+    assert (replied, json.loads(reply)["error"]["code"]) == (status, code)
+    assert len(endpoint.manager) == 0
+    assert endpoint.manager.guard.num_connections == 0
+
+
+def test_other_bodies_and_other_origins_are_refused(make_endpoint: MakeEndpoint) -> None:
+    endpoint = make_endpoint(info=NO_IMAGE)
+    status, _, _ = call(endpoint.port, "POST", PATH, GOOD_SDP, {"Content-Type": "application/json"})
+    assert status == 415
+    status, _, _ = call(endpoint.port, "POST", PATH, GOOD_SDP, {"Origin": "http://evil.example"})
+    assert status == 403
+
+
+def test_a_player_of_a_model_with_start_images_is_refused(endpoint: EndpointServer) -> None:
+    """It has no way to send one."""
+    status, reply, _ = call(endpoint.port, "POST", PATH, GOOD_SDP)
+    assert (status, json.loads(reply)["error"]["code"]) == (400, "missing_image")
+
+
+def test_the_number_of_connections_is_limited(make_endpoint: MakeEndpoint) -> None:
+    endpoint = make_endpoint(info=NO_IMAGE, max_connections=1)
+    with endpoint.manager.guard.occupy():
+        status, _, headers = call(endpoint.port, "POST", PATH, GOOD_SDP)
+    assert (status, headers["Retry-After"]) == (503, "1")
+
+
+def test_ice_servers_are_read_from_the_environment() -> None:
+    """TURN servers have a user and a password. A fault is named without the password."""
+    options = WebRtcOptions(
+        ice_servers="stun:stun.example:3478, turn:me:s%40cret@turn.example:3478?transport=tcp"
+    )
+    assert options.servers() == [
+        IceServer("stun:stun.example:3478"),
+        IceServer("turn:turn.example:3478?transport=tcp", "me", "s@cret"),
+    ]
+    with pytest.raises(ValueError, match="VLLM_OMNI_ICE_SERVERS") as error:
+        WebRtcOptions(ice_servers="me:secret@turn.example").servers()
+    assert "secret" not in str(error.value)

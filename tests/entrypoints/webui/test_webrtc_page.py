@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The WebRTC page in headless Chromium, with real sockets and a fake engine."""
+
+import helpers.needs_aiortc  # noqa: F401
+import pytest
+from browser import Browser
+from helpers.fake_engine import FakeEngine
+from helpers.waits import wait_until
+from page_server import MakeServer
+
+from vllm_omni.actions import as_frame
+
+pytestmark = pytest.mark.nightly
+
+BRIGHTNESS = """(() => { const canvas = new OffscreenCanvas(80, 48), c = canvas.getContext("2d");
+    c.drawImage(document.querySelector("#view"), 0, 0); return c.getImageData(40, 24, 1, 1).data[1]; })()"""  # noqa: E501
+
+
+@pytest.mark.parametrize("keys", [[], ["secret"]])
+def test_the_webrtc_page_shows_and_steers_a_world(
+    browser: Browser, make_server: MakeServer, engine: FakeEngine, keys: list[str]
+) -> None:
+    """Frames arrive by the track: frame n of the fake engine has the brightness n. A held key
+    reaches the engine, also on a server with an API key.
+    """
+    server = make_server(info={"fps": 24.0}, keys=keys)
+    with browser.page(server.url + "webrtc.html") as page:
+        if keys:
+            page.wait_for("document.querySelector('#key-dialog').open")
+            page.run("document.querySelector('#key-dialog input').value = 'secret'")
+            page.run("document.querySelector('#key-dialog button').click()")
+        page.wait_for("document.body.dataset.link === 'up'")
+        page.click("#begin")
+        page.wait_for("document.querySelector('#view').videoWidth === 80", timeout_s=25)
+        before = page.run(BRIGHTNESS)
+        page.wait_for(f"{BRIGHTNESS} > {before} + 8")
+        assert list(engine.chunks[0].arrays) == ["image"]
+
+        def buttons() -> list[tuple[str, ...]]:
+            entries = [entry for call in engine.chunks for entry in call.params.actions or []]
+            return [tuple(as_frame(entry).buttons) for entry in entries]
+
+        page.key("keyDown", "w")
+        wait_until(lambda: buttons()[-3:] == [("w",)] * 3)
+        page.key("keyUp", "w")
+        wait_until(lambda: buttons()[-3:] == [()] * 3)
+        if keys:
+            page.errors.clear()  # the ticket was first refused
+        assert page.errors == []
+    wait_until(lambda: len(server.manager) == 0)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The encoder interface: stamped frames in, encoded parts out.
+
+A part is what a client decodes at once: one image, one H.264 access unit, or a group of frames
+(raw frames, deltas, an MP4 file, a fragment). Encoding blocks, so it runs on a thread of
+`ServerContext.threads`, never on the event loop. Encoders hold at most one frame between calls.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+# T frames, H height, W width, C = 3 channels (RGB)
+
+InputId = str | int
+"""The client's id of an input: of an event, an interaction or a request."""
+
+
+class FrameStamp(msgspec.Struct, frozen=True):
+    """Position and cause of one frame."""
+
+    chunk_index: int
+    """Number of the chunk within the session, from 0."""
+    frame: int
+    """Number of the frame within the session, from 0."""
+    time_us: int
+    """Presentation time in microseconds after the session's first frame."""
+    input_id: InputId | None = None
+    """Newest input that influenced the frame. None: no input did."""
+
+
+@dataclass(frozen=True)
+class StampedFrames:
+    """Consecutive frames of one chunk."""
+
+    frames_THWC: np.ndarray
+    """Frames, uint8 RGB, T >= 1."""
+    stamps: Sequence[FrameStamp]
+    """One stamp per frame."""
+
+    def __post_init__(self) -> None:
+        assert len(self.stamps) == len(self.frames_THWC), "one stamp per frame"
+
+    def __len__(self) -> int:
+        return len(self.stamps)
+
+    def split(self, num_frames: int) -> "list[StampedFrames]":
+        """Return groups of `num_frames` frames. The last group may be smaller. No copies."""
+        return [
+            StampedFrames(
+                self.frames_THWC[start : start + num_frames],
+                self.stamps[start : start + num_frames],
+            )
+            for start in range(0, len(self), num_frames)
+        ]
+
+
+def stamped_frames(
+    frames_THWC: np.ndarray,
+    *,
+    chunk_index: int,
+    first_frame: int,
+    fps: float,
+    input_id: InputId | None,
+) -> StampedFrames:
+    """Return the frames of one chunk with their stamps.
+
+    Args:
+        frames_THWC: Frames, uint8 RGB.
+        chunk_index: Number of the chunk within the session.
+        first_frame: Number of the first frame within the session.
+        fps: Playback rate in frames per second.
+        input_id: Newest input that influenced the chunk.
+    """
+    numbers = range(first_frame, first_frame + len(frames_THWC))
+    return StampedFrames(
+        frames_THWC,
+        [FrameStamp(chunk_index, frame, round(frame * 1e6 / fps), input_id) for frame in numbers],
+    )
+
+
+@dataclass(frozen=True)
+class EncodedPart:
+    """One or more frames in encoded form."""
+
+    data: bytes | memoryview
+    """Encoded bytes. A memoryview shares the memory of the frames."""
+    stamps: Sequence[FrameStamp]
+    """One stamp per frame."""
+    width: int
+    """Width of the encoded frames in pixels."""
+    height: int
+    """Height of the encoded frames in pixels."""
+    is_key: bool = True
+    """Whether a decoder can start here."""
+    mime_type: str | None = None
+    """MIME type of the stream, if the part starts with its initialization segment."""
+
+
+class FrameEncoder(Protocol):
+    """Encodes the frames of one stream in order. Used by one thread at a time."""
+
+    def encode(self, frames: StampedFrames) -> list[EncodedPart]:
+        """Return the frames in encoded form.
+
+        Raises:
+            ValueError: Shape or dtype of the frames is wrong, or the size of the stream changed.
+        """
+        ...
+
+    def request_key_frame(self) -> None:
+        """Make the next frame one at which a decoder can start."""
+        ...
+
+    def set_bitrate(self, bits_per_s: int) -> None:
+        """Set the target from the next frame on. Codecs without rate control ignore it."""
+        ...
+
+
+class StatelessEncoder:
+    """Base of encoders whose parts do not depend on each other."""
+
+    def request_key_frame(self) -> None:
+        """Do nothing: a decoder can start at every part."""
+
+    def set_bitrate(self, bits_per_s: int) -> None:
+        """Do nothing: the codec has no rate control."""

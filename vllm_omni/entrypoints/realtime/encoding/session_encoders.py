@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`SessionEncoders`: the encoders of one session, one for each form in which it is requested.
+
+A session's H.264 stream continues over chunks and requests, so the encoder belongs to the session
+and not to a request.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final, Literal
+
+import msgspec
+
+from vllm_omni.entrypoints.realtime.encoding.bitrate import BitrateControl
+from vllm_omni.entrypoints.realtime.encoding.fmp4 import FragmentEncoder
+from vllm_omni.entrypoints.realtime.encoding.frames import EncodedPart, FrameEncoder, StampedFrames
+from vllm_omni.entrypoints.realtime.encoding.images import (
+    DeltaEncoder,
+    ImageEncoder,
+    Mp4Encoder,
+    RawEncoder,
+)
+from vllm_omni.entrypoints.realtime.encoding.implementations import Implementations
+
+VideoCodec = Literal["jpeg", "webp", "raw", "delta_gzip", "mp4", "fmp4", "h264"]
+
+_DEFAULT_QUALITY: Final = {"webp": 90, "jpeg": 95}
+_MAX_ENCODERS: Final = 4
+"""Encoders of one session. A client that requests more forms loses the least recently used one."""
+
+
+class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Form in which frames are requested."""
+
+    codec: VideoCodec
+    """Codec."""
+    fps: float
+    """Playback rate in frames per second."""
+    quality: int | None = None
+    """Quality of webp and jpeg, 1 to 100. Default: 90 and 95."""
+    max_width: int | None = None
+    """Maximum width of webp and jpeg in pixels; wider frames are scaled down. Default or 0: no
+    limit."""
+    full_chroma: bool = False
+    """Whether jpeg keeps the full resolution of colours. Default: False."""
+
+
+class SessionEncoders:
+    """Encoders of one session. `encode` is called by one thread at a time."""
+
+    def __init__(self, implementations: Callable[[], Implementations]) -> None:
+        """Initialize without encoders.
+
+        Args:
+            implementations: Returns the implementations of the codecs. Called on the thread that
+                encodes.
+        """
+        self._implementations = implementations
+        self._encoders: OrderedDict[EncoderSpec, FrameEncoder] = OrderedDict()
+        self._bitrate = BitrateControl()
+        self._units: list[EncodedPart] = []  # access units of the newest chunk
+
+    def __len__(self) -> int:
+        return len(self._encoders)
+
+    def encode(self, spec: EncoderSpec, frames: StampedFrames) -> list[EncodedPart]:
+        """Return frames in the requested form.
+
+        Raises:
+            ValueError: Shape or dtype of the frames is wrong.
+        """
+        parts = self.get(spec).encode(frames)
+        if spec.codec == "h264":
+            if self._units and self._units[0].stamps[0].chunk_index != frames.stamps[0].chunk_index:
+                self._units = []
+            self._units = [*self._units, *parts]
+        return parts
+
+    def units_of(self, frames: StampedFrames) -> list[EncodedPart] | None:
+        """Return the access units of the newest chunk, if it was encoded as H.264.
+
+        Args:
+            frames: Frames of the chunk.
+        """
+        units = self._units
+        encoded = [unit.stamps[0].frame for unit in units]
+        return units if encoded == [stamp.frame for stamp in frames.stamps] else None
+
+    def get(self, spec: EncoderSpec) -> FrameEncoder:
+        """Return the encoder of a form. Create it if it does not exist."""
+        encoder = self._encoders.get(spec)
+        if encoder is None:
+            encoder = self._encoders[spec] = self._create(spec)
+            encoder.set_bitrate(self._bitrate.bits_per_s)
+            while len(self._encoders) > _MAX_ENCODERS:
+                self._encoders.popitem(last=False)
+        else:
+            self._encoders.move_to_end(spec)
+        return encoder
+
+    def request_key_frame(self) -> None:
+        """Make the next frame of every stream a key frame, because a client needs one."""
+        for encoder in list(self._encoders.values()):
+            encoder.request_key_frame()
+
+    def note_transfer(self, transfer_s: float, playing_s: float) -> None:
+        """Adapt the bitrate to the time in which the client received a chunk.
+
+        Args:
+            transfer_s: Time from the first to the last byte in seconds.
+            playing_s: Playing time of the chunk in seconds.
+        """
+        self._bitrate.note_transfer(transfer_s, playing_s)
+        self._apply_bitrate()
+
+    def set_bandwidth(self, bits_per_s: int) -> None:
+        """Adapt the bitrate to the client's own estimate of its bandwidth."""
+        self._bitrate.set_bandwidth(bits_per_s)
+        self._apply_bitrate()
+
+    def _apply_bitrate(self) -> None:
+        for encoder in list(self._encoders.values()):
+            encoder.set_bitrate(self._bitrate.bits_per_s)
+
+    def reset(self) -> None:
+        """Drop all encoders, because the session starts again. Streams restart with a key frame."""
+        self._encoders = OrderedDict()
+        self._units = []
+
+    def _create(self, spec: EncoderSpec) -> FrameEncoder:
+        match spec.codec:
+            case "jpeg":
+                quality = spec.quality or _DEFAULT_QUALITY["jpeg"]
+                return self._implementations().create_jpeg(
+                    quality, spec.max_width, spec.full_chroma
+                )
+            case "webp":
+                quality = spec.quality or _DEFAULT_QUALITY["webp"]
+                return ImageEncoder("webp", quality, spec.max_width)
+            case "raw":
+                return RawEncoder()
+            case "delta_gzip":
+                return DeltaEncoder()
+            case "mp4":
+                return Mp4Encoder(spec.fps)
+            case "fmp4":
+                return FragmentEncoder(spec.fps)
+            case "h264":
+                return self._implementations().create_h264(spec.fps)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Audience`: the spectators of one session. They receive H.264 that is encoded once for all.
+
+If the player receives H.264, spectators get the same access units. Otherwise the audience has its
+own encoder, after the player's frames have been encoded. A spectator that does not keep up loses
+chunks and continues at a key frame. Nothing here waits for a spectator, so none can delay the
+player or another spectator.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, Protocol
+
+from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.realtime.encoding.frames import EncodedPart, StampedFrames
+from vllm_omni.entrypoints.realtime.encoding.implementations import Implementations
+from vllm_omni.entrypoints.realtime.encoding.session_encoders import EncoderSpec, SessionEncoders
+
+MAX_SPECTATORS: Final = 64
+"""Spectators of one session."""
+_MAX_UNSENT_CHUNKS: Final = 2
+"""Chunks that wait for a spectator, or for the audience's encoder. Older ones are dropped."""
+_KEY_FRAMES_APART_S: Final = 1.0
+"""Shortest time between key frames for spectators, because they cost the player bitrate."""
+
+
+class AudienceHost(Protocol):
+    """The session manager as an audience uses it."""
+
+    implementations: Callable[[], Implementations]
+    """Returns the implementations of the codecs."""
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]": ...
+
+    async def off_loop(self, function: Any, *args: Any) -> Any: ...
+
+
+class Spectator:
+    """The queue of one spectator."""
+
+    def __init__(self) -> None:
+        self.needs_key = True
+        """Whether access units are dropped until a key frame."""
+        self.num_dropped = 0
+        """Number of chunks that were dropped, because the spectator did not keep up."""
+        self._chunks: deque[list[EncodedPart]] = deque()
+        self._changed = asyncio.Event()
+        self._ended = False
+
+    async def next_units(self) -> list[EncodedPart] | None:
+        """Return the access units of the next chunk, or None at the end of the session."""
+        while not self._chunks:
+            if self._ended:
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+        return self._chunks.popleft()
+
+    def put(self, units: list[EncodedPart]) -> None:
+        """Queue access units from the first one that can be decoded. Never waits."""
+        if len(self._chunks) >= _MAX_UNSENT_CHUNKS:
+            self.num_dropped += len(self._chunks)
+            self._chunks.clear()
+            self.needs_key = True
+        if self.needs_key:
+            start = next((at for at, unit in enumerate(units) if unit.is_key), None)
+            if start is None:
+                return
+            units, self.needs_key = units[start:], False
+        self._chunks.append(units)
+        self._changed.set()
+
+    def end(self) -> None:
+        self._ended = True
+        self._changed.set()
+
+
+class Audience:
+    """Spectators of one session. Use it from one event loop."""
+
+    def __init__(self, host: AudienceHost) -> None:
+        self._host = host
+        self._spectators: set[Spectator] = set()
+        self._encoders: SessionEncoders | None = None
+        self._waiting: deque[tuple[StampedFrames, float]] = deque()
+        self._encoding: asyncio.Task[None] | None = None
+        self._key_frame_s = float("-inf")
+
+    def __len__(self) -> int:
+        return len(self._spectators)
+
+    def join(self) -> Spectator:
+        """Add a spectator.
+
+        Raises:
+            EndpointError: `capacity`.
+        """
+        if len(self._spectators) >= MAX_SPECTATORS:
+            raise EndpointError("capacity", f"the session has {MAX_SPECTATORS} spectators")
+        spectator = Spectator()
+        self._spectators.add(spectator)
+        return spectator
+
+    def leave(self, spectator: Spectator) -> None:
+        self._spectators.discard(spectator)
+        if not self._spectators:
+            self._encoders = None
+            self._waiting.clear()
+
+    def publish(self, frames: StampedFrames, fps: float, player: SessionEncoders) -> None:
+        """Send a chunk to the spectators. Returns at once.
+
+        Args:
+            frames: Frames of the chunk.
+            fps: Playback rate in frames per second.
+            player: Encoders of the session, which have encoded the chunk.
+        """
+        units = player.units_of(frames)
+        if units is not None:
+            self._send(units)
+            self._request_key_frame(player)
+            return
+        self._waiting.append((frames, fps))
+        if len(self._waiting) > _MAX_UNSENT_CHUNKS:
+            self._waiting.popleft()
+        if self._encoding is None or self._encoding.done():
+            self._encoding = self._host.spawn(self._encode())
+
+    def reset(self) -> None:
+        """Start with a key frame, because the session starts again."""
+        for spectator in self._spectators:
+            spectator.needs_key = True
+        self._key_frame_s = float("-inf")
+
+    def end(self) -> None:
+        """End the streams, because the session has ended."""
+        for spectator in self._spectators:
+            spectator.end()
+
+    async def _encode(self) -> None:
+        while self._waiting:
+            frames, fps = self._waiting.popleft()
+            encoders = self._encoders
+            if encoders is None:
+                encoders = self._encoders = SessionEncoders(self._host.implementations)
+            self._request_key_frame(encoders)
+            spec = EncoderSpec(codec="h264", fps=fps)
+            self._send(await self._host.off_loop(encoders.encode, spec, frames))
+
+    def _send(self, units: list[EncodedPart]) -> None:
+        for spectator in self._spectators:
+            spectator.put(units)
+
+    def _request_key_frame(self, encoders: SessionEncoders) -> None:
+        """Request a key frame if a spectator needs one, but not often."""
+        now_s = time.monotonic()
+        if now_s - self._key_frame_s < _KEY_FRAMES_APART_S:
+            return
+        if any(spectator.needs_key for spectator in self._spectators):
+            self._key_frame_s = now_s
+            encoders.request_key_frame()

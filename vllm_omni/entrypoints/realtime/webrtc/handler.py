@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The handler of one WebRTC client: the protocol of `/v1/realtime/video` with a video track.
+
+Messages of the data channel are those of the WebSocket. Only the frames differ: the track has them,
+and `video.chunk_metadata` has no binary message after it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from starlette.websockets import WebSocket
+
+from vllm_omni.entrypoints.realtime.encoding.frames import EncodedPart
+from vllm_omni.entrypoints.realtime.encoding.session_encoders import EncoderSpec
+from vllm_omni.entrypoints.realtime.sessions.run import FinishedChunk
+from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
+from vllm_omni.entrypoints.realtime.video.handler import VideoClient, chunk_metadata
+
+FORMAT: Final = "h264-track"
+_AHEAD_FRAMES: Final = 2
+"""Frames of a chunk that may still wait to be sent when the next one is delivered."""
+
+SendUnits = Callable[[Sequence[EncodedPart], int], Any]
+"""Sends access units. Awaits until at most the given number of them wait."""
+
+
+@dataclass(frozen=True)
+class ChunkUnits:
+    """The access units of one chunk."""
+
+    metadata: dict[str, Any]
+    """The message `video.chunk_metadata`."""
+    units: list[EncodedPart]
+    """One access unit per frame."""
+
+    def __len__(self) -> int:
+        return sum(len(unit.data) for unit in self.units)
+
+
+class _UnitRenderer:
+    """Encodes a session's chunks as access units, in order."""
+
+    def __init__(self, fps: float, request_id: str) -> None:
+        self._spec = EncoderSpec(codec="h264", fps=fps)
+        self._request_id = request_id
+
+    def __call__(self, chunk: FinishedChunk) -> list[ChunkUnits]:
+        frames = chunk.stamped_frames(self._spec.fps)
+        units = chunk.encoders.encode(self._spec, frames)
+        num_bytes = sum(len(unit.data) for unit in units)
+        metadata = chunk_metadata(chunk, self._request_id, frames.stamps, num_bytes)
+        return [ChunkUnits(metadata, units)]
+
+
+class WebRtcClient(VideoClient):
+    """One client.
+
+    Args:
+        manager: Sessions of this process.
+        websocket: The data channel.
+        send_units: Sends access units through the track.
+    """
+
+    endpoint = "realtime/webrtc"
+    format = FORMAT
+
+    def __init__(
+        self, manager: SessionManager, websocket: WebSocket, send_units: SendUnits
+    ) -> None:
+        super().__init__(manager, websocket)
+        self._send_units = send_units
+
+    def renderer(self, fps: float, request_id: str) -> _UnitRenderer:
+        return _UnitRenderer(fps, request_id)
+
+    async def deliver(self, payload: ChunkUnits) -> None:
+        """Send the metadata, then the frames at the times at which they play."""
+        await self.connection.send(self.next_metadata(payload.metadata))
+        await self._send_units(payload.units, _AHEAD_FRAMES)
+
+    def request_key_frame(self) -> None:
+        """Start the next chunk with a key frame."""
+        if self.session is not None:
+            self.session.encoders.request_key_frame()
+
+    def set_bandwidth(self, bits_per_s: int) -> None:
+        """Adapt the bitrate to the client's estimate of its bandwidth."""
+        if self.session is not None:
+            self.session.encoders.set_bandwidth(bits_per_s)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`WebRtcOptions`: settings of the WebRTC endpoint, read once from the environment."""
+
+from typing import Annotated, Final
+from urllib.parse import unquote, urlsplit
+
+import msgspec
+
+_SCHEMES: Final = ("stun", "turn", "turns")
+
+
+class IceServer(msgspec.Struct, frozen=True):
+    """A STUN or TURN server."""
+
+    url: str
+    """For example `turn:turn.example:3478?transport=tcp`."""
+    username: str | None = None
+    """User of a TURN server."""
+    credential: str | None = None
+    """Password of a TURN server."""
+
+
+class WebRtcOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one API server process."""
+
+    ice_servers: str = ""
+    """STUN and TURN servers, separated by commas: `stun:HOST:PORT`, `turn:USER:PASSWORD@HOST:PORT`.
+    Default: none, which suffices if clients reach the server's UDP ports."""
+    webrtc_connect_timeout_s: Annotated[float, msgspec.Meta(gt=0, le=600)] = 20.0
+    """Seconds in which a client must connect after its offer was answered. Default: 20."""
+
+    def servers(self) -> list[IceServer]:
+        """Return the servers.
+
+        Raises:
+            ValueError: An entry has another form. The text does not contain its password.
+        """
+        return [_server(entry.strip()) for entry in self.ice_servers.split(",") if entry.strip()]
+
+
+def _server(entry: str) -> IceServer:
+    scheme, _, rest = entry.partition(":")
+    if scheme not in _SCHEMES or not rest:
+        raise ValueError(
+            "VLLM_OMNI_ICE_SERVERS: an entry must look like stun:HOST:PORT or "
+            "turn:USER:PASSWORD@HOST:PORT"
+        )
+    parts = urlsplit(f"//{rest}")
+    if not parts.hostname:
+        raise ValueError(f"VLLM_OMNI_ICE_SERVERS: an entry of {scheme} has no host")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    address = host if parts.port is None else f"{host}:{parts.port}"
+    query = f"?{parts.query}" if parts.query else ""
+    return IceServer(
+        f"{scheme}:{address}{query}",
+        None if parts.username is None else unquote(parts.username),
+        None if parts.password is None else unquote(parts.password),
+    )

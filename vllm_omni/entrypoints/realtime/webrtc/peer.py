@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Peer`: one WebRTC connection of aiortc, as a WebSocket for the handlers and a video track.
+
+The messages of the data channel are those of `/v1/realtime/video`. `Peer.websocket` presents the
+channel as an ASGI WebSocket, so that the same handler with the same limits serves it. The track
+sends the access units of the session's encoder unchanged, so that no viewer costs an encoding.
+
+aiortc encrypts and sends on the event loop; encoding does not run there.
+"""
+
+import asyncio
+import contextlib
+import fractions
+import json
+import logging
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import av
+from aiortc import (
+    RTCConfiguration,
+    RTCDataChannel,
+    RTCIceServer,
+    RTCPeerConnection,
+    RTCRtpSender,
+    RTCSessionDescription,
+)
+from aiortc.mediastreams import MediaStreamError, MediaStreamTrack
+from aiortc.rtp import RtcpPsfbPacket, unpack_remb_fci
+from starlette.requests import HTTPConnection
+from starlette.types import Message
+from starlette.websockets import WebSocket
+
+from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.realtime.encoding.frames import EncodedPart
+from vllm_omni.entrypoints.realtime.webrtc.offer import Offer
+from vllm_omni.entrypoints.realtime.webrtc.options import IceServer
+
+logger = logging.getLogger("vllm." + __name__)
+
+_TIME_BASE: Final = fractions.Fraction(1, 1_000_000)
+_NEGOTIATION_S: Final = 10.0
+_LAST_WORDS_S: Final = 1.0
+_MAX_WAITING_MESSAGES: Final = 256
+MAX_MESSAGE_BYTES: Final = 512 * 1024
+"""Maximum size of a client's message, for example of `session.start` with its start image.
+
+aiortc announces 64 KiB. It reassembles messages within its receive window of 1 MiB."""
+_MAX_UNSENT_BYTES: Final = 1024 * 1024
+_PLI, _FIR, _APPLICATION = 1, 4, 15  # formats of RTCP payload-specific feedback (RFC 4585, 5104)
+
+
+class PacketTrack(MediaStreamTrack):
+    """Sends access units at the times at which they play.
+
+    A chunk arrives at once. Sent at once, it would look like jitter, and browsers would enlarge
+    their buffers.
+    """
+
+    kind = "video"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._units: deque[EncodedPart] = deque()
+        self._changed = asyncio.Event()
+        self._start: tuple[float, int] | None = None  # (monotonic s, time_us) of a frame
+        self._last_us = -1
+        self._offset_us = 0  # added to the stamps, because times of a track must increase
+
+    async def put(self, units: Sequence[EncodedPart], ahead: int) -> None:
+        """Queue access units.
+
+        Args:
+            units: Consecutive access units.
+            ahead: Returns when at most this many of them wait to be sent.
+        """
+        self._units.extend(units)
+        self._notify()
+        while len(self._units) > ahead and self.readyState == "live":
+            await self._changed.wait()
+
+    async def recv(self) -> av.Packet:
+        """Return the next access unit when it is due.
+
+        Raises:
+            MediaStreamError: The track has been stopped.
+        """
+        while not self._units:
+            if self.readyState != "live":
+                raise MediaStreamError
+            await self._changed.wait()
+        unit = self._units[0]
+        time_us = unit.stamps[0].time_us
+        await self._wait_until_due(time_us)
+        if self.readyState != "live":
+            raise MediaStreamError
+        self._units.popleft()
+        self._notify()
+        if time_us + self._offset_us <= self._last_us:  # the session has started again
+            self._offset_us = self._last_us + 1 - time_us
+        self._last_us = time_us + self._offset_us
+        packet = av.Packet(bytes(unit.data))
+        packet.pts, packet.time_base = self._last_us, _TIME_BASE
+        return packet
+
+    async def _wait_until_due(self, time_us: int) -> None:
+        now_s = time.monotonic()
+        if self._start is not None:
+            due_s = self._start[0] + (time_us - self._start[1]) / 1e6
+            if now_s <= due_s < now_s + 1.0:
+                await asyncio.sleep(due_s - now_s)
+                return
+        self._start = (now_s, time_us)  # first frame, late, or the session has started again
+
+    def stop(self) -> None:
+        super().stop()
+        self._units.clear()
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class Peer:
+    """One connection.
+
+    Args:
+        request: The HTTP request of the offer. Its headers and address identify the client.
+        ice_servers: STUN and TURN servers.
+        start: First message of a client without a data channel.
+    """
+
+    def __init__(
+        self,
+        request: HTTPConnection,
+        ice_servers: Sequence[IceServer],
+        start: str | None,
+    ) -> None:
+        self.track = PacketTrack()
+        self._connection = RTCPeerConnection(
+            RTCConfiguration(
+                [RTCIceServer(one.url, one.username, one.credential) for one in ice_servers]
+            )
+        )
+        self.on_key_frame: Callable[[], None] = lambda: None
+        """Called when the client needs a key frame."""
+        self.on_bandwidth: Callable[[int], None] = lambda bits_per_s: None
+        """Called with the client's estimate of its bandwidth in bits per second."""
+        self._channel: RTCDataChannel | None = None
+        self._is_open = asyncio.Event()
+        self._messages: asyncio.Queue[Message] = asyncio.Queue(_MAX_WAITING_MESSAGES)
+        self._messages.put_nowait({"type": "websocket.connect"})
+        self._watches = start is not None
+        if start is not None:
+            self._messages.put_nowait({"type": "websocket.receive", "text": start})
+        self._closed = False
+        self._ended = asyncio.Event()
+        self.websocket = WebSocket(self._scope(request), self._messages.get, self._send)
+        """The data channel, for handlers of WebSockets."""
+        self._connection.on("datachannel", self._take_channel)
+        self._connection.on("connectionstatechange", self._note_state)
+
+    async def answer(self, offer: Offer) -> str:
+        """Return the answer to an offer, with all candidates of this server.
+
+        Raises:
+            EndpointError: `invalid_offer`, or `unsupported_codec` if no H.264 format is common.
+        """
+        try:
+            async with asyncio.timeout(_NEGOTIATION_S):
+                sender = self._connection.addTrack(self.track)
+                transceiver = self._connection.getTransceivers()[0]
+                codecs = RTCRtpSender.getCapabilities("video").codecs
+                transceiver.setCodecPreferences(
+                    [codec for codec in codecs if codec.mimeType in ("video/H264", "video/rtx")]
+                )
+                description = RTCSessionDescription(offer.sdp, "offer")
+                await self._connection.setRemoteDescription(description)
+                await self._connection.setLocalDescription(await self._connection.createAnswer())
+        except TimeoutError:
+            raise EndpointError("timeout", "no candidates within 10 s") from None
+        # aiortc parses with asserts, regular expressions and conversions, which raise many types
+        except Exception as error:
+            logger.info("offer_refused reason=%.200r", error)
+            if "send parameters" in str(error):
+                message = "no H.264 format of the offer is supported"
+                raise EndpointError("unsupported_codec", message, param="video") from None
+            raise EndpointError("invalid_offer", "the offer cannot be parsed") from None
+        self._watch_feedback(sender)
+        sdp: str = self._connection.localDescription.sdp
+        return re.sub(r"a=max-message-size:\d+", f"a=max-message-size:{MAX_MESSAGE_BYTES}", sdp)
+
+    async def close_unless_connected(self, timeout_s: float) -> None:
+        """Close the connection if the client has not connected after `timeout_s` seconds."""
+        await asyncio.sleep(timeout_s)
+        if self._connection.connectionState in ("new", "connecting"):
+            await self.close()
+
+    async def wait_until_closed(self) -> None:
+        """Wait a moment for the client to close, so that it receives the last messages."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), _LAST_WORDS_S)
+
+    async def close(self) -> None:
+        """Close the connection and free its sockets. Idempotent."""
+        self._disconnect()
+        self.track.stop()
+        await self._connection.close()
+
+    # -- the data channel as a WebSocket -----------------------------------------------------------
+
+    def _scope(self, request: HTTPConnection) -> dict[str, Any]:
+        host = request.client.host if request.client is not None else "local"
+        return {
+            **{
+                key: request.scope[key]
+                for key in ("headers", "path", "app", "state", "root_path")
+                if key in request.scope
+            },
+            "type": "websocket",
+            "query_string": b"",
+            "subprotocols": [],
+            # Port 0, because the transport of the HTTP request must not be found by the address.
+            "client": (host, 0),
+        }
+
+    async def _send(self, message: Message) -> None:
+        """Send one ASGI message. Waits while the client does not read."""
+        if self._closed:
+            raise OSError("the connection is closed")
+        if self._watches or message["type"] == "websocket.accept":
+            return
+        await self._is_open.wait()
+        assert self._channel is not None
+        while self._channel.bufferedAmount > _MAX_UNSENT_BYTES:
+            await asyncio.sleep(0.01)
+        if message["type"] == "websocket.close":
+            end = {"type": "session.closed", "code": message.get("code", 1000)}
+            message = {"text": json.dumps({**end, "reason": message.get("reason") or ""})}
+        data = message.get("text")
+        self._channel.send(data if data is not None else bytes(message["bytes"]))
+
+    def _take_channel(self, channel: RTCDataChannel) -> None:
+        if self._channel is not None:  # one is enough
+            channel.close()
+            return
+        self._channel = channel
+        channel.on("message", self._take_message)
+        channel.on("close", self._disconnect)
+        self._is_open.set()
+
+    def _take_message(self, data: str | bytes) -> None:
+        kind = "text" if isinstance(data, str) else "bytes"
+        try:
+            if len(data) > MAX_MESSAGE_BYTES:
+                raise asyncio.QueueFull
+            self._messages.put_nowait({"type": "websocket.receive", kind: data})
+        except asyncio.QueueFull:
+            logger.info("webrtc_flood: a client sends faster than its messages are handled")
+            self._disconnect()
+
+    def _note_state(self) -> None:
+        if self._connection.connectionState in ("failed", "closed"):
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._is_open.set()
+        self._ended.set()
+        while self._messages.full():
+            self._messages.get_nowait()
+        self._messages.put_nowait({"type": "websocket.disconnect", "code": 1006})
+
+    # -- feedback ----------------------------------------------------------------------------------
+
+    def _watch_feedback(self, sender: RTCRtpSender) -> None:
+        """Read key-frame requests and bandwidth estimates, which aiortc keeps for its own encoder.
+
+        It has no hook for tracks of packets. tests/seams/test_aiortc.py notices a change of the
+        method that is wrapped here.
+        """
+        handle = sender._handle_rtcp_packet
+
+        async def note_and_handle(packet: Any) -> None:
+            if isinstance(packet, RtcpPsfbPacket):
+                if packet.fmt in (_PLI, _FIR):
+                    self.on_key_frame()
+                elif packet.fmt == _APPLICATION:
+                    with contextlib.suppress(ValueError):
+                        self.on_bandwidth(unpack_remb_fci(packet.fci)[0])
+            await handle(packet)
+
+        vars(sender)["_handle_rtcp_packet"] = note_and_handle
