@@ -30,7 +30,6 @@ import torch.distributed as dist
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
 from vllm_omni.model_executor.layers.lora.target import AdapterTarget
-from vllm_omni.model_executor.models.causal_wan import in_flight
 from vllm_omni.model_executor.models.causal_wan.cache import ChunkCache
 from vllm_omni.model_executor.models.causal_wan.checkpoint.layout import (
     CheckpointLayout,
@@ -46,7 +45,7 @@ from vllm_omni.model_executor.models.causal_wan.config import (
     read_stream,
 )
 from vllm_omni.model_executor.models.causal_wan.request import read_chunk, read_shape
-from vllm_omni.model_executor.models.causal_wan.sizes import StreamSizes
+from vllm_omni.model_executor.models.causal_wan.sizes import StreamSizes, spare_frames
 from vllm_omni.model_executor.models.causal_wan.state import (
     CausalWanChunk,
     ChunkInputs,
@@ -116,7 +115,7 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
         self.vae, self.tiny_vae, self.decoder = build_autoencoders(setup, encodes=encodes)
         self.prompts = SharedPrompts(self.transformer.cross_attention_kv)
         self.video = VideoEncoder(self.vae, options) if self.vae.has_encoder else None
-        spare = in_flight.spare_frames(options, self.plan, setup.omni, parallel)
+        spare = spare_frames(options, self.plan, setup.omni, parallel)
         self.sizes = StreamSizes(
             self.config, options, self.plan, self.transformer, spare, self._own_step, setup.kv_dtype
         )
@@ -252,7 +251,7 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
 
     @property
     def lag_steps(self) -> int:
-        return in_flight.STEPS_BEHIND
+        return 1
 
     @torch.no_grad()
     def denoise_step(

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from vllm_omni.config import OmniConfig
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.layers.kv_cache.sink_window import (
     SinkWindow,
     sink_window_extra_nbytes,
@@ -25,7 +27,7 @@ from vllm_omni.model_executor.streaming.session import SessionShape
 class StreamSizes:
     """Sizes of one stream's state.
 
-    `spare_frames` are those of each window (`in_flight.spare_frames`), `own_step` is the step of a
+    `spare_frames` are those of each window (`spare_frames` below), `own_step` is the step of a
     stage that owns one, and `kv_dtype` is the storage type of windows (None: the transformer's).
     """
 
@@ -133,3 +135,26 @@ class StreamSizes:
             "dtype": self._transformer.dtype,
             "storage": self._kv_dtype,
         }
+
+
+def spare_frames(
+    options: CausalWanOptions, plan: ChunkPlan, omni: OmniConfig, parallel: ParallelContext
+) -> tuple[int, ...]:
+    """Return how many spare frames each window's ring buffer needs for chunks in flight.
+
+    With a noise-matched cache, step j of a chunk sees earlier chunks as they were at step j, so it
+    may run as soon as the previous chunk has finished that step. Frames that its K/V overwrite are
+    retained while an uncommitted chunk that sees them could be run again.
+
+    This is the number of frames that chunks may write ahead of the oldest uncommitted chunk. On one
+    rank, a chunk is committed in the engine step of its last pass. On several ranks, earlier stages
+    learn of the commit later.
+    """
+    if options.cache == "strict":
+        return (0,)
+    passes, spare = (
+        options.text_schedule().num_steps,
+        (omni.chunks_in_flight - 1) * plan.chunk_frames,
+    )
+    # On one rank, the last step's frames are committed when they are written.
+    return (spare,) * passes if parallel.num_stages > 1 else (*(spare,) * (passes - 1), 0)
