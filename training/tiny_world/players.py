@@ -15,9 +15,10 @@ Measured are latent frames, four a second, without the start image. Per second o
     sharpness           mean horizontal difference of neighbouring pixels over the truth's
     contrast            standard deviation over the truth's
     village             share of frames that `recognise.py` recognises as a village in the prompt's
-                        style. Frames are judged where the view is open, as in its calibration, and
-                        where it recognises the truth; None if there are none. In the second after
-                        a prompt, the previous style counts too
+                        style, or that are the same view as the truth (`SAME_VIEW_DB`). Frames are
+                        judged where the view is open, as in its calibration, and where it
+                        recognises the truth; None if there are none. In the second after a prompt,
+                        the previous style counts too
 
 `table` holds the measures that have a target, and whether it is met.
 Tested by tests/training/tiny_world/test_players.py.
@@ -65,6 +66,12 @@ APPROACH_LATENTS = 24
 """A walk into a wall arrives within so many."""
 AGAIN_S = 3.0
 """A world must show a village again so soon after the camera has turned away from a wall."""
+
+SAME_VIEW_DB = 30.0
+"""PSNR from which a frame is a village if the truth is one, whatever the classifier says.
+
+Near its threshold the classifier can reject an image of 36 dB whose truth it accepts.
+"""
 
 # (keys, weight): what a player holds next
 _HABITS = (
@@ -465,6 +472,7 @@ def measured(
     accepted = recogniser.villages(made_LHW3, styles)
     late = before != styles
     accepted[late] |= recogniser.villages(made_LHW3[late], before[late])
+    accepted |= _same_view(made_LHW3, truth_LHW3)
     path = player.walk.walk()
     judged_L = recogniser.villages(truth_LHW3, styles)
     judged_L &= open_views(path.positions[0], path.yaw[0], path.pitch[0])
@@ -485,6 +493,12 @@ def measured(
             _rounded(accepted[part][judged].float().mean()) if bool(judged.any()) else None
         )
     return Seconds(values, accepted, judged_L)
+
+
+def _same_view(made_LHW3: torch.Tensor, truth_LHW3: torch.Tensor) -> torch.Tensor:
+    """Return whether each frame has at least `SAME_VIEW_DB`, bool [L]."""
+    error_L = (made_LHW3.float() - truth_LHW3.float()).square().mean(dim=(1, 2, 3))
+    return error_L <= 255**2 / 10 ** (SAME_VIEW_DB / 10)
 
 
 def again(seconds: Seconds, turned_at: int) -> float | None:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -130,6 +131,24 @@ def test_a_style_may_change_within_a_second_of_its_prompt(renderer: Renderer) ->
     found = players.measured(start.expand_as(truth), truth, player, shipped())
     assert bool(found.judged.all())
     assert found.village.tolist() == [latent < 13 for latent in range(1, len(truth))]
+
+
+@pytest.mark.parametrize(("difference", "share"), [(4, 1.0), (12, 0.0)])
+def test_a_frame_within_30_db_of_the_truth_is_a_village(
+    renderer: Renderer, difference: int, share: float
+) -> None:
+    """A difference of 4 levels is 36 dB and one of 12 is 27 dB. This classifier accepts the truth
+    and nothing else.
+    """
+    [player] = players.players("still", SEED, walks=1, seconds=1)
+    truth = players.truth_of(renderer, player)
+    only_truth: Any = deepcopy(shipped())
+    only_truth.villages = lambda frames, styles: torch.tensor(
+        [any(torch.equal(frame, true) for true in truth) for frame in frames], dtype=torch.bool
+    )
+    made = torch.where(truth < 128, truth + difference, truth - difference)
+    found = players.measured(made, truth, player, only_truth)
+    assert bool(found.judged.any()) and found.share() == share
 
 
 def test_only_open_views_are_judged(renderer: Renderer) -> None:
