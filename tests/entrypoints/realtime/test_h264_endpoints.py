@@ -1,18 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """H.264 over the two WebSocket endpoints: one access unit per message, decoded as by WebCodecs."""
 
+import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import av
 import msgspec
 import numpy as np
+import pytest
 from helpers.fake_engine import FIRST, LATER, Client, EndpointServer, infer
 from helpers.live_clients import ExtendedClient
+from helpers.waits import seconds
 from websockets.sync.client import connect
 
 from vllm_omni.entrypoints.realtime.encoding.bitrate import BitrateControl
-from vllm_omni.entrypoints.realtime.encoding.h264 import MAX_BITRATE, MIN_BITRATE
+from vllm_omni.entrypoints.realtime.encoding.frames import (
+    EncodedPart,
+    FrameStamp,
+    stamped_frames,
+)
+from vllm_omni.entrypoints.realtime.encoding.h264 import MAX_BITRATE, MIN_BITRATE, H264Encoder
+from vllm_omni.entrypoints.realtime.encoding.implementations import machine_implementations
+from vllm_omni.entrypoints.realtime.encoding.session_encoders import EncoderSpec, SessionEncoders
 
 MakeEndpoint = Callable[..., EndpointServer]
 SIZE = {"height": 32, "width": 48}
@@ -137,6 +148,41 @@ def test_the_bitrate_follows_the_client() -> None:
     for _ in range(100):
         control.note_transfer(0.1, 1.0)
     assert control.bits_per_s == MAX_BITRATE
+
+
+def test_frames_are_sent_while_later_ones_are_encoded(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The encoder stops before the third frame until the client has the first one."""
+    go_on = threading.Event()
+    encode_frame = H264Encoder._encode_frame
+
+    def held_back(self: H264Encoder, context: Any, frame: Any, stamp: FrameStamp) -> EncodedPart:
+        if stamp.frame == 2:
+            assert go_on.wait(seconds(10)), "the first frame has not arrived"
+        return encode_frame(self, context, frame, stamp)
+
+    monkeypatch.setattr(H264Encoder, "_encode_frame", held_back)
+    client.send(infer(extra_body={**SIZE, "video_format": "h264"}))
+    assert client.receive()["first_frame"] == 0
+    go_on.set()
+    assert [message["first_frame"] for message in client.frames()] == list(range(1, FIRST))
+
+
+def test_the_time_of_the_encoder_is_not_the_time_of_the_network() -> None:
+    """A client measures both together; a slow encoder must not lower the bitrate."""
+    encoders = SessionEncoders(partial(machine_implementations, use_gpu=False))
+    spec = EncoderSpec(codec="h264", fps=24.0)
+    frames_THWC = np.zeros((1, 32, 48, 3), np.uint8)
+    frames = stamped_frames(frames_THWC, chunk_index=0, first_frame=0, fps=24.0, input_id=None)
+    encoders.encode(spec, frames)
+    encoders._spent_s = 0.4
+    encoder = encoders.get(spec)
+    assert isinstance(encoder, H264Encoder)
+    encoders.note_arrival(0.5, playing_s=0.5)
+    assert encoder.bits_per_s == MAX_BITRATE
+    encoders.note_arrival(0.7, playing_s=0.5)
+    assert encoder.bits_per_s == 0.6 * MAX_BITRATE
 
 
 def test_a_report_of_a_slow_transfer_lowers_the_bitrate(

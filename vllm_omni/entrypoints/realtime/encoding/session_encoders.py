@@ -5,6 +5,7 @@ A session's H.264 stream continues over chunks and requests, so the encoder belo
 and not to a request.
 """
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final, Literal
@@ -58,7 +59,9 @@ class SessionEncoders:
         self._implementations = implementations
         self._encoders: OrderedDict[EncoderSpec, FrameEncoder] = OrderedDict()
         self._bitrate = BitrateControl()
-        self._units: list[EncodedPart] = []  # access units of the newest chunk
+        self._chunk_index: int | None = None  # of the newest chunk
+        self._units: list[EncodedPart] = []  # its access units
+        self._spent_s = 0.0  # time in which it was encoded
 
     def __len__(self) -> int:
         return len(self._encoders)
@@ -69,10 +72,13 @@ class SessionEncoders:
         Raises:
             ValueError: Shape or dtype of the frames is wrong.
         """
+        started_s = time.perf_counter()
         parts = self.get(spec).encode(frames)
+        if frames.stamps[0].chunk_index != self._chunk_index:
+            self._chunk_index = frames.stamps[0].chunk_index
+            self._units, self._spent_s = [], 0.0
+        self._spent_s += time.perf_counter() - started_s
         if spec.codec == "h264":
-            if self._units and self._units[0].stamps[0].chunk_index != frames.stamps[0].chunk_index:
-                self._units = []
             self._units = [*self._units, *parts]
         return parts
 
@@ -113,6 +119,18 @@ class SessionEncoders:
         self._bitrate.note_transfer(transfer_s, playing_s)
         self._apply_bitrate()
 
+    def note_arrival(self, arrival_s: float, playing_s: float) -> None:
+        """Adapt the bitrate to what a client has measured of the newest chunk.
+
+        Its frames are sent while later ones are encoded, so the encoder's time is not the
+        network's.
+
+        Args:
+            arrival_s: Time from the first to the last message in seconds.
+            playing_s: Playing time of the chunk in seconds.
+        """
+        self.note_transfer(max(0.0, arrival_s - self._spent_s), playing_s)
+
     def set_bandwidth(self, bits_per_s: int) -> None:
         """Adapt the bitrate to the client's own estimate of its bandwidth."""
         self._bitrate.set_bandwidth(bits_per_s)
@@ -125,7 +143,7 @@ class SessionEncoders:
     def reset(self) -> None:
         """Drop all encoders, because the session starts again. Streams restart with a key frame."""
         self._encoders = OrderedDict()
-        self._units = []
+        self._chunk_index, self._units = None, []
 
     def _create(self, spec: EncoderSpec) -> FrameEncoder:
         match spec.codec:

@@ -7,6 +7,7 @@ raw frames.
 """
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -90,16 +91,16 @@ class FrameBatcher:
     spec: EncoderSpec
     """Form of the frames. Its codec is a key of `_CONTENT_TYPES`."""
 
-    def __call__(self, chunk: FinishedChunk) -> list[FrameMessage]:
-        """Return the chunk's messages in order."""
+    def __call__(self, chunk: FinishedChunk) -> Iterator[FrameMessage]:
+        """Yield the chunk's messages in order."""
         started_s = time.perf_counter()
         frames_THWC = chunk.result.frames_THWC
         sample: ControlSample = chunk.controls.mark
         request_id = f"{chunk.session_id}_{chunk.chunk_index:032x}"
         groups = chunk.stamped_frames(self.spec.fps).split(self._frames_per_message)
-        messages = []
         for index, group in enumerate(groups):
             payload, fields = self._payload(group, chunk.encoders.encode(self.spec, group))
+            is_last = index == len(groups) - 1
             header: dict[str, Any] = {
                 "type": "frame_batch",
                 "request_id": request_id,
@@ -110,35 +111,32 @@ class FrameBatcher:
                 **fields,
                 "frame_batch_index": index,
                 "num_frame_batches": len(groups),
-                "is_final_frame_batch": index == len(groups) - 1,
+                "is_final_frame_batch": is_last,
             }
             if sample.event_id is not None:
                 header["event_id"] = sample.event_id
-            messages.append(_message(header, payload))
-        report = ChunkReport(
-            session_id=chunk.session_id,
-            request_id=request_id,
-            chunk_index=chunk.chunk_index,
-            sample=sample,
-            forward_ms=chunk.result.wall_ms,
-            build_ms=(time.perf_counter() - started_s) * 1e3,
-            num_batches=len(groups),
-            num_frames=len(frames_THWC),
-            raw_bytes=frames_THWC.nbytes,
-            content_type=_CONTENT_TYPES[self.spec.codec],
-            world_pose_fields=chunk.result.world_pose_fields,
-        )
-        return [
-            FrameMessage(
+            parts = _message(header, payload)
+            report = ChunkReport(
+                session_id=chunk.session_id,
+                request_id=request_id,
+                chunk_index=chunk.chunk_index,
+                sample=sample,
+                forward_ms=chunk.result.wall_ms,
+                build_ms=(time.perf_counter() - started_s) * 1e3,
+                num_batches=len(groups),
+                num_frames=len(frames_THWC),
+                raw_bytes=frames_THWC.nbytes,
+                content_type=_CONTENT_TYPES[self.spec.codec],
+                world_pose_fields=chunk.result.world_pose_fields,
+            )
+            yield FrameMessage(
                 parts=parts,
                 num_bytes=sum(map(len, parts)),
                 chunk_frames=len(frames_THWC),
                 is_first=index == 0,
                 is_new_event=sample.is_new,
-                report=report if index == len(groups) - 1 else None,
+                report=report if is_last else None,
             )
-            for index, parts in enumerate(messages)
-        ]
 
     @property
     def _frames_per_message(self) -> int:

@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import time
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence, Sized
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sized
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import count, islice
@@ -108,9 +108,9 @@ class SessionStart:
 class ReplyOptions:
     """How finished chunks become replies."""
 
-    render: Callable[[FinishedChunk], Sequence[Sized]]
+    render: Callable[[FinishedChunk], Iterable[Sized]]
     """Encodes a chunk as replies that have a length in bytes. Called on a thread unless `inline`.
-    """
+    Each reply may be sent before the next one is encoded."""
     inline: bool = False
     """Call `render` on the event loop, because it takes less time than a change of threads.
     Default: False."""

@@ -18,7 +18,8 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sized
+from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
@@ -33,6 +34,7 @@ from vllm_omni.entrypoints.realtime.connection.session_engine import ChunkResult
 from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 from vllm_omni.entrypoints.realtime.encoding.implementations import Implementations
 from vllm_omni.entrypoints.realtime.encoding.session_encoders import SessionEncoders
+from vllm_omni.entrypoints.realtime.sessions.rendering import render_replies
 from vllm_omni.entrypoints.realtime.sessions.run import (
     DeliveryLog,
     EncodedReply,
@@ -508,24 +510,9 @@ class Session:
         )
 
     async def _render(self, run: SessionRun, chunk: FinishedChunk) -> None:
-        """Encode a chunk and store its replies.
-
-        Cancellation waits for the encoder, because the chunk is part of the session.
-        """
-        started_ns = time.time_ns()
-        replies = run.job.replies
-        if replies.inline:
-            payloads = replies.render(chunk)
-            chunk.result.trace.rendered(started_ns)
-            self._keep(run, chunk, payloads)
-            return
-        rendering = asyncio.ensure_future(self._manager.off_loop(replies.render, chunk))
-        try:
-            await asyncio.shield(rendering)
-        finally:
-            payloads = await rendering
-            chunk.result.trace.rendered(started_ns)
-            self._keep(run, chunk, payloads)
+        """Encode a chunk and store its replies."""
+        store = partial(self._keep, run, chunk)
+        await render_replies(run.job.replies, chunk, self._manager.off_loop, store)
 
     def missed_since(self, last_chunk: int | None) -> list[tuple[SessionRun, int]]:
         """Return the replies after `last_chunk`, as `DeliveryLog.missed_since`.
@@ -541,18 +528,20 @@ class Session:
         if self._manager.is_over_budget:
             self._manager.trim()
 
-    def _keep(self, run: SessionRun, chunk: FinishedChunk, payloads: Sequence[Sized]) -> None:
-        num_bytes = 0
-        for part, payload in enumerate(payloads):
-            num_frames = len(chunk.result.frames_THWC) if part == 0 else 0
-            trace = chunk.result.trace if part == len(payloads) - 1 else None
-            reply = EncodedReply(chunk.chunk_index, part, payload, len(payload), num_frames, trace)
-            run.append(reply)
-            num_bytes += reply.num_bytes
+    def _keep(
+        self, run: SessionRun, chunk: FinishedChunk, part: int, payload: Sized, is_last: bool
+    ) -> None:
+        """Store one reply of a chunk. After the last one, send the chunk to the spectators."""
+        num_frames = len(chunk.result.frames_THWC) if part == 0 else 0
+        trace = chunk.result.trace if is_last else None
+        reply = EncodedReply(chunk.chunk_index, part, payload, len(payload), num_frames, trace)
+        run.append(reply)
+        self.allowance.charge_bytes(reply.num_bytes)
+        if not is_last:
+            return
         if self.audience:
             fps = run.job.replies.fps or self._manager.info.fps
             self.audience.publish(chunk.stamped_frames(fps), fps, self.encoders)
-        self.allowance.charge_bytes(num_bytes)
         self._trim_delivery_log(run.job.replies.keep)
 
     async def _abort(

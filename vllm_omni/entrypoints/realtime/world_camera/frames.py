@@ -5,6 +5,7 @@ Encoding takes tens of milliseconds per chunk, so it runs on the executor's thre
 """
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -50,8 +51,8 @@ class FrameRenderer:
     transfer_ms: float | None = None
     """Time in which the client received its previous chunk in milliseconds. Default: unknown."""
 
-    def __call__(self, chunk: FinishedChunk) -> list[bytes]:
-        """Return the chunk's messages. `index` and `total` count all messages of the request."""
+    def __call__(self, chunk: FinishedChunk) -> Iterator[bytes]:
+        """Yield the chunk's messages. `index` and `total` count all messages of the request."""
         frames = chunk.stamped_frames(self.fps)
         if len(frames) != chunk.sizes[chunk.number]:
             raise RuntimeError(
@@ -61,16 +62,14 @@ class FrameRenderer:
             self._prepare(chunk)
         counts = [-(-size // self._step(size)) for size in chunk.sizes]
         base, total = sum(counts[: chunk.number]), sum(counts)
-        return [
-            self._message(chunk, group, base + part, total)
-            for part, group in enumerate(frames.split(self._step(len(frames))))
-        ]
+        for part, group in enumerate(frames.split(self._step(len(frames)))):
+            yield self._message(chunk, group, base + part, total)
 
     def _prepare(self, chunk: FinishedChunk) -> None:
         """Apply what the client reported with the request."""
         if self.transfer_ms is not None:
             playing_s = len(chunk.result.frames_THWC) / self.fps
-            chunk.encoders.note_transfer(self.transfer_ms / 1e3, playing_s)
+            chunk.encoders.note_arrival(self.transfer_ms / 1e3, playing_s)
         if self.key_frame:
             chunk.encoders.request_key_frame()
 

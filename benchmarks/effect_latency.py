@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a key to the first displayed frame that depends on it, in headless Chromium.
+
+    python benchmarks/effect_latency.py                  # the shipped village, three starts
+    python benchmarks/effect_latency.py --format jpeg    # the same with JPEG frames
+
+Server and browser share the machine, as on a laptop. Each start is a new server and a new browser.
+After `--settle` seconds of walking, every change of keys within `--seconds` is one sample. Its
+parts, in milliseconds, add up to `effect_ms`:
+
+    wait_ms        until the page requested the chunk that the key changes
+    queue_ms       in the engine's queue and in transit to it
+    generation_ms  until the engine had the chunk's frames
+    encode_ms      until the first of them was encoded
+    transfer_ms    the rest of the time until it arrived: network and the page's own delays
+    decode_ms      until it was decoded (H.264 only)
+    display_ms     in the playback buffer, until it was drawn
+"""
+
+import argparse
+import itertools
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+# helpers of the browser's driver
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "entrypoints" / "webui"))
+from browser import CHROMIUM, WHY_NOT, Page, running_browser
+from common import add_output_arguments, quantiles, save
+from village_in_browser import PARTS, WALK, walk
+
+PART_NAMES = ("wait", "queue", "generation", "encode", "transfer", "decode", "display")
+
+LISTEN = f"""{PARTS}.then(({{ app }}) => {{
+    const seen = window.seen = [], requests = new Map(), decoded = new Map();
+    const decode = app.decoder.decode.bind(app.decoder);
+    app.decoder.decode = (unit) => {{ const picture = decode(unit);
+        picture.then(() => decoded.set(unit.first_frame, performance.now())); return picture; }};
+    app.world.addEventListener("frames", ({{ detail: {{ message, request }} }}) => {{
+        if (!requests.has(request.sentAt)) requests.set(request.sentAt, message); }});
+    app.stats.photon = (inputAt, sentAt, cameAt, shownAt) => {{
+        const {{ timing, first_frame }} = requests.get(sentAt) ?? {{}};
+        if (!timing) return;
+        const generation = (timing.encode_ms ?? 0) + (timing.denoise_ms ?? 0) + (timing.decode_ms ?? 0);
+        const decodedAt = decoded.get(first_frame) ?? cameAt;
+        seen.push({{ effect: shownAt - inputAt, wait: sentAt - inputAt, queue: timing.queue_ms, generation,
+            encode: timing.mux_ms, transfer: cameAt - sentAt - timing.total_ms, decode: decodedAt - cameAt,
+            display: shownAt - decodedAt }}); }}; }})"""  # noqa: E501
+
+
+def measure(page: Page, frame_format: str, settle_s: float, seconds: float) -> dict[str, Any]:
+    """Start the world that the page offers first, walk, and return the samples."""
+    page.wait_for("document.body.dataset.link === 'up'", 30)
+    page.wait_for(f"{PARTS}.then(({{ app }}) => app.link.isUp)")
+    if frame_format == "jpeg":
+        page.run(f"{PARTS}.then(({{ app }}) => (app.world.format = 'jpeg'))")
+    page.click("#start .main")
+    page.wait_for("document.querySelector('#view').classList.contains('has-picture')", 120)
+    keys = itertools.cycle(WALK)
+    walk(page, settle_s, keys)
+    page.run(LISTEN)
+    walk(page, seconds, keys)
+    return {
+        "format": page.run(f"{PARTS}.then(({{ app }}) => app.world.format)"),
+        "samples": page.run("window.seen"),
+    }
+
+
+def percentile_95(values_ms: list[float]) -> float:
+    ordered = sorted(values_ms)
+    return round(ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))], 1)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    from vllm_omni.entrypoints.cli import demo
+    from vllm_omni.worlds import village_checkpoint
+
+    width, _, height = args.size.partition("x")
+    model = args.model or Path(village_checkpoint())
+    starts = []
+    for _ in range(args.starts):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            port = demo.free_port(0)
+            with demo.server(
+                model, port, int(height), int(width), folder / "server.log", {}
+            ) as process:
+                demo.wait_until_healthy(process, 300)
+                with (
+                    running_browser(folder) as browser,
+                    browser.page(f"http://127.0.0.1:{port}/omni/") as page,
+                ):
+                    starts.append(measure(page, args.format, args.settle, args.seconds))
+    samples = [sample for start in starts for sample in start["samples"]]
+    if not samples:
+        raise SystemExit("no key had an effect: is the page's world steered by keys?")
+    return {
+        "model": model.name,
+        "size": args.size,
+        "format": starts[0]["format"],
+        "load_average": os.getloadavg()[0],
+        "starts": len(starts),
+        "changes_of_keys": len(samples),
+        "effect_ms": quantiles([sample["effect"] for sample in samples]),
+        "effect_p95_ms": percentile_95([sample["effect"] for sample in samples]),
+        "effect_ms_of_each_start": [
+            quantiles([sample["effect"] for sample in start["samples"]]) for start in starts
+        ],
+        **{f"{part}_ms": quantiles([sample[part] for sample in samples]) for part in PART_NAMES},
+    }
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, help="checkpoint directory (default: the shipped village)"
+    )
+    parser.add_argument("--size", default="160x96", help="WIDTHxHEIGHT (default: %(default)s)")
+    parser.add_argument(
+        "--format",
+        choices=("auto", "jpeg"),
+        default="auto",
+        help="auto: H.264 if the browser decodes it (default: %(default)s)",
+    )
+    parser.add_argument("--starts", type=int, default=3)
+    parser.add_argument(
+        "--settle", type=float, default=15.0, help="seconds before the numbers count"
+    )
+    parser.add_argument("--seconds", type=float, default=30.0)
+    add_output_arguments(parser)
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
+    if CHROMIUM is None:
+        raise SystemExit(WHY_NOT)
+    save("effect_latency", run(args), args)
+
+
+if __name__ == "__main__":
+    main()
