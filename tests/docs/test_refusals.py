@@ -180,6 +180,18 @@ HELD_BY = {
     "a velocity outside of the range of an axis is refused": (
         "tests/entrypoints/realtime/test_world_poses.py::test_a_velocity_beyond_the_axes_is_refused"
     ),
+    # realtime_webrtc.md and spectators.md
+    "A model that requires a start image refuses such an offer": (
+        "tests/entrypoints/realtime/test_webrtc.py"
+        "::test_a_player_of_a_model_with_start_images_is_refused"
+    ),
+    "A refused offer leaves neither a session nor a socket": (
+        "tests/entrypoints/realtime/test_webrtc.py"
+        "::test_a_bad_offer_is_refused_and_allocates_nothing"
+    ),
+    "Pages of other origins are refused as [elsewhere]": (
+        "tests/entrypoints/realtime/test_spectators.py::test_pages_of_other_origins_may_not_watch"
+    ),
     # actions.md and the tutorial
     "`required`, `optional`, or `none` (refused)": (
         "tests/entrypoints/realtime/test_actions_at_endpoints.py"

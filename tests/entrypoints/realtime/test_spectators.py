@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from helpers.fake_engine import FIRST, LATER, Client, EndpointServer, infer
 from helpers.waits import wait_until
-from websockets.exceptions import ConnectionClosed
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
+from websockets.typing import Origin
 
 from vllm_omni.entrypoints.errors import EndpointError
 from vllm_omni.entrypoints.realtime.connection.codec import decode
@@ -240,3 +241,10 @@ def test_a_slow_spectator_continues_at_a_key_frame() -> None:
     assert (spectator.num_dropped, len(spectator._chunks), spectator.needs_key) == (2, 0, True)
     spectator.put([unit(5, True)])
     assert not spectator.needs_key
+
+
+def test_pages_of_other_origins_may_not_watch(endpoint: EndpointServer) -> None:
+    """They are refused before the upgrade."""
+    with pytest.raises(InvalidStatus) as refused:
+        connect(f"ws://127.0.0.1:{endpoint.port}/omni/watch", origin=Origin("http://evil.example"))
+    assert refused.value.response.status_code == 403
