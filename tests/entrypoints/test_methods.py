@@ -8,6 +8,8 @@ from starlette.routing import Route
 
 from vllm_omni.entrypoints.engine.readiness import ReadyRoute
 from vllm_omni.entrypoints.openai.routes import OpenAIRoutes
+from vllm_omni.entrypoints.realtime.spectators.routes import SpectatorRoutes
+from vllm_omni.entrypoints.realtime.webrtc.routes import WebRtcRoutes
 from vllm_omni.entrypoints.session_routes import SessionRoutes
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "BREW")
@@ -18,6 +20,8 @@ def app() -> FastAPI:
     OpenAIRoutes().add_routes(server)
     ReadyRoute().add_routes(server)
     SessionRoutes().add_routes(server)
+    SpectatorRoutes().add_routes(server)
+    WebRtcRoutes().add_routes(server)
     return server
 
 

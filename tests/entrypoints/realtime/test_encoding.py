@@ -8,6 +8,7 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from vllm_omni.entrypoints.media.mp4 import decode_mp4
@@ -262,6 +263,17 @@ def test_nvenc_is_used_where_it_can_be_opened(monkeypatch: pytest.MonkeyPatch) -
     machine_implementations.cache_clear()
     try:
         assert machine_implementations().h264 == EncoderChoice("h264", "h264_nvenc")
+    finally:
+        machine_implementations.cache_clear()
+
+
+def test_nvjpeg_is_used_where_it_encodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nvJPEG itself has not been tried."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(implementations, "NvJpegEncoder", lambda quality: FakeGpuEncoder())
+    machine_implementations.cache_clear()
+    try:
+        assert machine_implementations().jpeg == EncoderChoice("jpeg", "nvjpeg")
     finally:
         machine_implementations.cache_clear()
 

@@ -85,9 +85,9 @@ class EndpointLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds for which a start waits at a streaming endpoint if all sessions are in use. Default:
     15."""
 
-    gpu_encoders: bool = True
-    """Encode live video on the GPU (NVENC, nvJPEG) where it can. Takes about 0.5 GiB of GPU memory
-    in each API server process. Default: true."""
+    gpu_encoders: bool = False
+    """Whether live video is encoded on the GPU where it can. Default: False, because the encoders
+    were not tried on a GPU and take memory of it in each API server process."""
 
     @property
     def frame_budget(self) -> FrameBudget:
