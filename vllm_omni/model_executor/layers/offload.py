@@ -14,7 +14,8 @@ first layer arrives late, but the result is still correct. A layer runs the same
 bitwise the same result as without an offloader.
 
 Why not vLLM's own two offloaders: with UVA, a matrix product reads its weights over the bus once
-per tile of tokens. Prefetching supports one list of layers in a fixed order.
+per tile of tokens. vLLM's prefetch offloader supports only one list of layers, executed in a fixed
+order.
 """
 
 import logging

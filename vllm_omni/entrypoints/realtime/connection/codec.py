@@ -130,7 +130,7 @@ _VALUE_SIZES: Final = tuple(
 
 
 def _check_structure(data: bytes) -> tuple[int, bool]:
-    """Check a message's structure without building it.
+    """Check a message's structure without decoding it into objects.
 
     Time is linear in the values up to `MAX_NODES`; memory is constant.
 

@@ -147,7 +147,8 @@ class WebRtcRoutes:
         return Response(status_code=204)
 
     def _start_message(self, manager: SessionManager, request: Request) -> str:
-        """Return `session.start` of a client without a data channel.
+        """Build, from the query parameters, the `session.start` message of a client that opened no
+        data channel.
 
         Raises:
             EndpointError: A number is invalid, or the model requires a start image.

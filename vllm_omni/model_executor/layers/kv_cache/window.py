@@ -521,7 +521,8 @@ class WindowAttention:
     def attend_to_written(
         self, rows: Sequence[WindowItem], layer: int, q_BTNH: torch.Tensor
     ) -> torch.Tensor:
-        """Attend to windows that already hold the batch's K/V of `layer`. Returns [B, T, N, H]."""
+        """Return the attention output, [B, T, N, H], for windows that already hold the batch's K/V
+        of `layer`."""
         return stack(
             [
                 row.window.attend(layer, row.frames, q_TNH)
@@ -549,7 +550,7 @@ class WindowAttention:
             write_only: Return None after the write.
 
         Returns:
-            [B, T_r, N, H], valid until the next call; or None.
+            The attention output, [B, T_r, N, H], valid until the next call. None if `write_only`.
         """
         for row, k_TNH, v_TNH in zip(items, k_BTNH, v_BTNH, strict=True):
             row.window.write(layer, row.frames, k_TNH, v_TNH)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of a Matrix-Game session: three K/V windows, and the working set of a chunk.
 
-The session's own value holds the state of the conditioning, the image embeddings for
-cross-attention, and the newest actions, which condition later latent frames.
+`StreamingSession.own` holds the conditioning state, the image embeddings for cross-attention, and
+the most recent actions, which condition later latent frames.
 """
 
 # F latent frames of a chunk, P video frames of a chunk, K values of a video frame's keyboard and

@@ -89,8 +89,8 @@ class TimestepEmbeddings:
     """Whether each token is clean. None: no token is clean."""
 
     def plus(self, table_1KD: torch.Tensor) -> list[torch.Tensor]:
-        """Return table + time for each of the table's K vectors, broadcastable to [B, T, D]. `self`
-        has K vectors or one."""
+        """Return the sum of each of the table's K vectors and the time embedding, broadcastable to
+        [B, T, D]. `self` has K vectors or one."""
         table = table_1KD.float()
         items = (table + self.row_BKD).unsqueeze(2).unbind(1)
         if self.clean_BT1 is None or self.clean_KD is None:
@@ -102,14 +102,16 @@ class TimestepEmbeddings:
 
 
 class TimedBlock(WanBlock):
-    """A block with tokens at two timesteps: the batch entry's, and 0."""
+    """A transformer block in which a token uses the timestep of its batch entry or, if the token is
+    clean, timestep 0."""
 
     def modulate(self, time: TimestepEmbeddings) -> list[torch.Tensor]:
         return time.plus(self.modulation)
 
 
 class TimedHead(OutputHead):
-    """A head with tokens at two timesteps: the batch entry's, and 0."""
+    """An output head in which a token uses the timestep of its batch entry or, if the token is
+    clean, timestep 0."""
 
     def forward(self, x_BTD: torch.Tensor, times: TimestepEmbeddings) -> torch.Tensor:  # type: ignore[override]
         shift, scale = times.plus(self.modulation)
@@ -156,11 +158,12 @@ class Wan22Transformer(WanTransformer[Wan22Config]):
         parallelism.
 
         Args:
-            rows: Batch entries with equal F, h, w.
+            items: Batch entries with equal F, h, w.
             hidden_BTD: Result of the previous pipeline stage. None on the first stage.
 
         Returns:
-            [B, out_channels, F, h, w] fp32 on the last stage; hidden states on earlier stages.
+            The flow, [B, out_channels, F, h, w] fp32, on the last stage; hidden states on earlier
+            stages.
         """
         size = items[0].inputs.shape[1:]
         num_tokens = self.num_tokens(items[0].inputs)

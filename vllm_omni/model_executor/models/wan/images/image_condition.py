@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conditioning on a start image: `y` of each chunk, a mask and the latents of `[image, grey, ...]`.
+"""Conditioning on a start image.
+
+Each chunk gets Wan's additional input channels `y`: a mask, and the latents of the clip
+`[image, grey, grey, ...]`.
 
 The original encodes the image and all grey frames as one clip. Here the causal encoder runs chunk
 by chunk, which gives the same bits without knowing the length in advance. When two consecutive
