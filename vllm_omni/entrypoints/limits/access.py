@@ -148,7 +148,8 @@ class KeyGuard:
     """ASGI middleware that requires an API key.
 
     Paths that need no key, preflight requests and WebSockets that are opened with a ticket are
-    exempt. The middleware also records the owner of files and jobs that a request stores, for `owner_of`.
+    exempt. The middleware also records the owner of files and jobs that a request stores, for
+    `owner_of`.
     """
 
     def __init__(self, app: ASGIApp, access: BrowserAccess) -> None:

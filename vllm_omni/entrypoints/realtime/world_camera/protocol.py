@@ -119,7 +119,7 @@ class ClientMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InferMessage(ClientMessage, frozen=True, kw_only=True):
-    """Generate frames along a camera path, or for actions."""
+    """Generate the frames of a camera path or of a sequence of actions."""
 
     endpoint: ClassVar[str] = "infer"
     """See `ClientMessage`."""

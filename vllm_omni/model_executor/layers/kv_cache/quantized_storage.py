@@ -4,10 +4,10 @@
 An e4m3 value has four significant bits over a range of 2^18. A scale therefore only has to bring
 the values into this range; it does not determine the precision. Each scale is a power of two,
 because multiplying by it is exact. The scale of a head maps the largest absolute value of that head
-in the session's first chunk to at least a factor `_HEADROOM` below the e4m3 maximum. Every pass over
-the first chunk computes it again. Later values beyond the range are clamped to the e4m3 maximum.
-The scale of a head depends only on that head of that session, so results do not change with the
-batch, the ranks or the order of chunks.
+in the session's first chunk to at least a factor `_HEADROOM` below the e4m3 maximum. Every pass
+over the first chunk computes it again. Later values beyond the range are clamped to the e4m3
+maximum. The scale of a head depends only on that head of that session, so results do not change
+with the batch, the ranks or the order of chunks.
 
 A format also implements attention, because the fastest product of queries and stored keys depends
 on the storage.
@@ -37,7 +37,7 @@ from vllm_omni.model_executor.layers.quantization.fp8_kernels import (
 _quantize = torch.compiler.disable(quantize)
 """Excluded from compiled code, which has no e4m3 on CPUs."""
 _HEADROOM = 16.0
-"""Factor by which later values of a head may exceed those of the first chunk without clamping."""
+"""Minimum factor by which later values of a head may exceed those of the first chunk without clamping."""
 _TINIEST = 2.0**-10
 """Scale of a head whose values are all zero."""
 
@@ -89,7 +89,7 @@ class KVFormat:
         store((k_TNH, v_TNH), self.layer_scales(layer), target_2TNH)
 
     def store_quantized(self, quantized_2TNH: torch.Tensor, target_2TNH: torch.Tensor) -> None:
-        """Copy keys and values that are already in the buffer's format into a part of the buffer."""
+        """Copy keys and values in the buffer's format into a part of the buffer."""
         in_words(target_2TNH).copy_(in_words(quantized_2TNH))
 
     def encode(self, layer: int, kind: int, x_TNH: torch.Tensor) -> torch.Tensor:
