@@ -30,9 +30,9 @@ from vllm_omni.model_executor.device_async import to_device
 
 
 def noise_seed(seed: int, chunk_index: int, step: int) -> int:
-    """Return the 63-bit seed of a generator.
+    """Return the 63-bit seed of the generator for one draw of noise.
 
-    It is the start of the BLAKE2b digest of the three numbers in decimal, joined by colons.
+    The seed is the start of the BLAKE2b digest of the three arguments in decimal, joined by colons.
     """
     digest = hashlib.blake2b(f"{seed}:{chunk_index}:{step}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -125,7 +125,7 @@ class WebRtcRoutes:
         Args:
             peer: The connection.
             client: Its handler.
-            stack: Frees the connection.
+            stack: Closes the connection when it exits.
         """
         async with stack:
             connecting = asyncio.create_task(

@@ -37,7 +37,8 @@ from vllm_omni.model_executor.layers.quantization.fp8_kernels import (
 _quantize = torch.compiler.disable(quantize)
 """Excluded from compiled code, which has no e4m3 on CPUs."""
 _HEADROOM = 16.0
-"""Minimum factor by which later values of a head may exceed those of the first chunk without clamping."""
+"""Minimum factor by which a head's later values may exceed those of the first chunk before they are
+clamped."""
 _TINIEST = 2.0**-10
 """Scale of a head whose values are all zero."""
 
@@ -131,8 +132,8 @@ class KVFormat:
     def attend_quantized(
         self, q_TNH: torch.Tensor, stored_2SNH: torch.Tensor, tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return `attend` from e4m3 to e4m3. Requires `quantizes_queries`; see
-        `fp8_attention.quantized_attention`."""
+        """Return the result of `attend` in e4m3, for queries in e4m3. Requires `quantizes_queries`;
+        see `fp8_attention.quantized_attention`."""
         raise NotImplementedError
 
     def quantized(self, stored: torch.Tensor) -> torch.Tensor:

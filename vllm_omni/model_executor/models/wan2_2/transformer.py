@@ -59,13 +59,13 @@ class VideoItem:
     """One batch entry of a forward pass. All tensors are on the model's device."""
 
     inputs: torch.Tensor
-    """[in_channels, F, h, w], any float dtype."""
+    """Input channels, [in_channels, F, h, w], any float dtype."""
     timestep: float
-    """In [0, 1000], of all frames except the first `clean_frames`."""
+    """Timestep of all frames except the first `clean_frames`, in [0, 1000]."""
     rope: tuple[torch.Tensor, torch.Tensor]
-    """(cos_TC, sin_TC) fp32 of this rank's tokens."""
+    """Rotary tables (cos_TC, sin_TC) of this rank's tokens, fp32."""
     cross_kv: torch.Tensor
-    """[layers, 2, S, N, H] from `cross_attention_kv`."""
+    """Keys and values of the prompt, [layers, 2, S, N, H], from `cross_attention_kv`."""
     clean_frames: int = 0
     """Leading latent frames at timestep 0."""
     window: OwnTokens = field(default_factory=OwnTokens)
@@ -82,9 +82,9 @@ class TimestepEmbeddings:
     block."""
 
     row_BKD: torch.Tensor
-    """Of each batch entry, fp32."""
+    """Embedding of each batch entry's timestep, fp32."""
     clean_KD: torch.Tensor | None = None
-    """Of timestep 0, fp32. None: no token is clean."""
+    """Embedding of timestep 0, fp32. None: no token is clean."""
     clean_BT1: torch.Tensor | None = None
     """Whether each token is clean. None: no token is clean."""
 

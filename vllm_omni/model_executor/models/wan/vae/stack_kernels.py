@@ -21,7 +21,7 @@ from vllm_omni.model_executor.models.wan.vae.winograd import OF_FRAMES, Matrix, 
 _BLOCK = 4096
 """Elements per block of a program, including padding channels."""
 _COMBINED_BLOCK = 2048
-"""The same for programs that hold all frames at once."""
+"""Elements per block of a program that holds all frames at once, including padding channels."""
 _WARPS = 8
 
 
