@@ -88,10 +88,11 @@ def choose_batch(
     Candidates are the batches of the first k requests by due time, k <= max_requests. The largest
     one is chosen that keeps every deadline which can still be kept. The prediction assumes that
     members finish their step with the whole batch, that all others wait for it, and that all
-    requests are then served one by one in order of due time. If requests are late with any batch,
-    the batch that minimises the sum of their waiting times is chosen instead, and the larger of two
-    equal ones. If most requests with a deadline would be late when served one by one, deadlines are
-    ignored, and the sum is that of all requests with a deadline.
+    requests are then served one by one in order of due time. Requests that are late even with a
+    batch of one do not limit the batch. If there are any, the batch with the smallest sum of their
+    waiting times is chosen among those that keep the other deadlines, and the larger of two equal
+    ones. If most requests with a deadline are late with a batch of one, all deadlines are ignored,
+    and the sum is that of all requests with a deadline.
 
     Runs in O(n log n).
 

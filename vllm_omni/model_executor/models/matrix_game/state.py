@@ -128,8 +128,8 @@ class MatrixGameSession(ImageStartedSession[ActionWindows, MatrixGameConditionin
 class MatrixGameChunk(StreamingChunk[ActionWindows, MatrixGameConditioning]):
     """One chunk in flight.
 
-    `own` is `StreamingSession.own` after the chunk. `text` holds CLIP's hidden states if `cross_kv` is
-    not cached.
+    `own` is `StreamingSession.own` after the chunk. `text` holds CLIP's hidden states if `cross_kv`
+    is not cached.
     """
 
     schedule: FewStepSchedule
