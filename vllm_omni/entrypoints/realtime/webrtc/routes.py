@@ -191,7 +191,7 @@ def _peer_class() -> "type[Peer]":
     except ImportError:
         raise ApiError(
             501,
-            'WebRTC needs a package that this server lacks: pip install ".[webrtc]" in the checkout',
+            'WebRTC needs a package which is missing: pip install ".[webrtc]" in the checkout',
             code="webrtc_unavailable",
         ) from None
     return Peer
