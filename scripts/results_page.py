@@ -86,7 +86,8 @@ TABLES = {
         "Quality of the demo world",
         "The shipped village, which was trained for one denoise step: PSNR and sharpness of "
         "generated frames against the renderer's frames of the same six walks, means over 20 "
-        "chunks. A small world is a reason to try a setting, not a proof for released weights.",
+        "chunks. A result on this small world is a reason to try a setting; it proves nothing "
+        "about released weights.",
     ),
     "overheads": (
         "Serving and overheads",

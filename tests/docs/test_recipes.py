@@ -17,7 +17,7 @@ from vllm_omni.model_executor.models.registry import ARCHITECTURES, family_names
 CONTRIBUTING = docs.REPO / "CONTRIBUTING.md"
 LAST_ADDED = {
     "Add a model": "wan2_2",
-    "Add an endpoint": "video",
+    "Add a WebSocket endpoint": "video",
     "Add an HTTP endpoint": "session",
     "Add a role": "vae",
     "Support a version of vLLM": "0.33",

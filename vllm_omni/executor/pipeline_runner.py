@@ -64,7 +64,7 @@ class PipelineRunner:
     """Runs the requests of one pipeline. All methods are called from one thread.
 
     Args:
-        host: The pipeline.
+        host: Loads the pipeline and calls it.
         step_at_a_time: Whether an engine step runs one denoise step. If false, it runs a whole
             request.
         on_thread_start: Called first on every worker thread.

@@ -8,8 +8,8 @@ predicts v = eps - x0, so x0 = x_sigma - sigma v. A distilled (DMD) model uses a
 - `exact`: sigma_i = warp(1 - i/1000) and t_i = 1000 sigma_i, a float. Each step has one sigma.
 - `original`: the table of the UniPC flow scheduler. It starts at 0.999 instead of 1, and t is
   truncated to an integer, so neighbouring entries share one t. The original looks a sigma up by t.
-  It finds the *first* such entry when it converts the flow to x0, and the *second* when it adds
-  noise, hence two sigmas per step.
+  It uses the *first* entry with this t when it converts the flow to x0, and the *second* when it
+  adds noise, hence two sigmas per step.
 
 Every draw of noise has its own generator, seeded with a hash of seed, chunk and step. The noise
 therefore does not depend on the order of draws, and a replayed session is bit-identical for any
@@ -30,9 +30,9 @@ from vllm_omni.model_executor.device_async import to_device
 
 
 def noise_seed(seed: int, chunk_index: int, step: int) -> int:
-    """Return the 63-bit seed of a generator.
+    """Return the 63-bit seed of the generator for one draw of noise.
 
-    It is the start of the BLAKE2b digest of the three numbers in decimal, joined by colons.
+    The seed is the start of the BLAKE2b digest of the three arguments in decimal, joined by colons.
     """
     digest = hashlib.blake2b(f"{seed}:{chunk_index}:{step}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -88,9 +88,11 @@ def choose_batch(
     Candidates are the batches of the first k requests by due time, k <= max_requests. The largest
     one is chosen that keeps every deadline which can still be kept. The prediction assumes that
     members finish their step with the whole batch, that all others wait for it, and that all
-    requests are then served one by one in order of due time. Requests that are late in any case
-    favour the batch with the least total waiting time, and among equal ones the larger. If most
-    requests with a deadline are predicted to be late, the total waiting time alone decides.
+    requests are then served one by one in order of due time. Requests that are late even with a
+    batch of one do not limit the batch. If there are any, the batch with the smallest sum of their
+    waiting times is chosen among those that keep the other deadlines, and the larger of two equal
+    ones. If most requests with a deadline are late with a batch of one, all deadlines are ignored,
+    and the sum is that of all requests with a deadline.
 
     Runs in O(n log n).
 
@@ -178,7 +180,7 @@ def predicted_end_s(
 
 @dataclass(frozen=True, slots=True)
 class StreamDemand:
-    """Demand of a stream."""
+    """Engine time that a stream needs."""
 
     period_s: float
     """Seconds between two chunks."""

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni replay FILE`: run a recorded session again and compare it with its digests."""
+"""`vllm-omni replay FILE`: run a recorded session again and compare its frames with the recorded
+digests."""
 
 import argparse
 import os
@@ -53,7 +54,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 if all frames are identical, 1 if a chunk differs. The first one is printed."""
+    """Return 0 if all frames are identical, 1 if a chunk differs. Print the first difference."""
     from vllm_omni.session_files.recording import committed_chunks, read_recording
 
     try:

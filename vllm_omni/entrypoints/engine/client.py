@@ -149,8 +149,8 @@ class OmniEngine:
                 "capacity", "the engine accepts no requests now; try again later"
             ) from error
         except (EngineGenerateError, GenerationError) as error:
-            # When one of several ranks dies, stock vLLM stops the others, and their requests end
-            # like this.
+            # When one of several data-parallel ranks dies, stock vLLM stops the others, and their
+            # requests end like this.
             if self.is_dead:
                 raise RequestFailed("engine_dead", _DEAD) from None
             raise RequestFailed(
@@ -328,7 +328,7 @@ class OmniEngine:
         )
 
     async def _exchange(self, exchange: Exchange[T], session_id: str) -> T:
-        """Run an exchange about a live session with the workers of its rank."""
+        """Run an exchange about a live session with the workers of its data-parallel rank."""
         rank = None if self._ranks is None else self._ranks.rank_of(session_id)
         return await run_exchange_async(exchange, lambda call: self._call_workers(call, rank))
 

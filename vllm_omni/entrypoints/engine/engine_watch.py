@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """`EngineWatch`: stops an API server process when its engine dies or hangs.
 
-The kernel reports when a process of the engine ends. In addition, vLLM is polled twenty times a
-second, which covers processes on other machines and failures without an exit. When the engine is
-dead, the endpoints send an error to every client, and the server exits with `ENGINE_DIED`. Stock
-vLLM polls every 5 s, closes sockets as in a planned shutdown and exits with 0, so no supervisor
-restarts it.
+The kernel reports when a process of the engine on this machine ends. In addition, vLLM is polled
+twenty times a second, which covers processes on other machines and failures without an exit. When
+the engine is dead, the endpoints send an error to every client, and the server exits with
+`ENGINE_DIED`. Stock vLLM polls every 5 s, closes sockets as in a planned shutdown and exits with 0,
+so no supervisor restarts it.
 
 vLLM reports a dead worker only after the other workers have exited, which may take seconds. Workers
 that have not exited within `_LEAVING_S` are killed, so that HTTP requests fail as early as sockets
 do. A process of the engine that has been stopped (SIGSTOP) for `stopped_timeout_s` is killed too.
-After SIGTERM or SIGINT the server exits with 0.
+After SIGTERM or SIGINT the server exits with 0. Other checks for dead processes are compared in
+docs/how_to/operations.md ("Who watches whom").
 
 A plain `vllm serve` has the same exit status, because a task raises SystemExit when the event loop
 closes.

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SessionRanks`: maps sessions to data-parallel ranks.
 
-With `--data-parallel-size N` each rank is a separate engine with separate sessions. Stock vLLM
-sends a request to the least busy rank, which would scatter the requests of a session. Here a
-session is assigned to the rank with the fewest sessions of this process when it starts. If that
-rank refuses with `capacity`, the next one is tried. The session stays on its rank until it is
-closed. A fork is on its parent's rank, because the state is copied there.
+With `--data-parallel-size N` each data-parallel rank is a separate engine with separate sessions.
+The identifiers of this module call it `rank`. Stock vLLM sends a request to the least busy
+data-parallel rank, which would scatter the requests of a session. Here a session is assigned to the
+data-parallel rank with the fewest sessions of this process when it starts. If that one refuses with
+`capacity`, the next one is tried. The session stays on its data-parallel rank until it is closed. A
+fork is on the data-parallel rank of its parent, because the state is copied there.
 
 This module is independent of the engine and of sockets, because its caller passes a function that
-sends a request to a rank. It counts only the sessions of this API server process, so a rank may
-have less room than computed here and refuse with `capacity`.
+sends a request to a data-parallel rank. It counts only the sessions of this API server process, so
+a data-parallel rank may have less room than computed here and refuse with `capacity`.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SendToRank = Callable[[int], Awaitable[T]]
-"""Sends one request to a rank and returns the result. Raises `RequestFailed`."""
+"""Sends one request to a data-parallel rank and returns the result. Raises `RequestFailed`."""
 
 
 def num_ranks(vllm_config: "VllmConfig") -> int:
@@ -42,20 +43,21 @@ def num_ranks(vllm_config: "VllmConfig") -> int:
 
 @dataclass(eq=False)
 class _Placement:
-    """The rank of one session."""
+    """The data-parallel rank of one session."""
 
     rank: int
-    """Number of the rank; -1 before the first attempt."""
+    """Number of the data-parallel rank; -1 before the first attempt."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the first chunk has a result. Before that the session may move to another rank."""
+    """Set when the first chunk has a result. Before that the session may move to another
+    data-parallel rank."""
 
 
 class SessionRanks:
     """Sessions of one API server process. Use it from one event loop.
 
     Args:
-        size: Number of ranks, at least 1.
-        offset: The first rank to use if all have the same number of sessions.
+        size: Number of data-parallel ranks, at least 1.
+        offset: The first data-parallel rank to use if all have the same number of sessions.
     """
 
     def __init__(self, size: int, offset: int = 0) -> None:
@@ -65,21 +67,21 @@ class SessionRanks:
         self._next_rank = itertools.count(offset)
 
     def rank_of(self, session_id: str) -> int | None:
-        """Return the rank of a session of this process, or None if it is unknown."""
+        """Return the data-parallel rank of a session. None: no session of this process."""
         placement = self._placements.get(session_id)
         return None if placement is None else placement.rank
 
     @property
     def held(self) -> list[int]:
-        """Number of sessions and one-shot requests of this process on each rank."""
+        """Number of sessions and one-shot requests of this process on each data-parallel rank."""
         return list(self._held)
 
     async def route(self, params: DiffusionParams, send: "SendToRank[T]") -> T:
-        """Send a request to the rank of its session.
+        """Send a request to the data-parallel rank of its session.
 
         Args:
             params: Parameters of the request.
-            send: Sends the request to a rank. Its exceptions are raised.
+            send: Sends the request to a data-parallel rank. Its exceptions are raised.
 
         Returns:
             Result of `send`.
@@ -93,7 +95,7 @@ class SessionRanks:
         if placement is None:
             if params.op == "generate" and params.chunk_index in (None, 0):
                 return await self._start(params, send)
-            return await send(0)  # an unknown session, which every rank refuses in the same way
+            return await send(0)  # every rank refuses an unknown session in the same way
         if params.op == "fork":
             return await self._fork(params, placement.rank, send)
         try:
@@ -104,7 +106,8 @@ class SessionRanks:
             raise
 
     async def _start(self, params: DiffusionParams, send: "SendToRank[T]") -> T:
-        """Start a session or a one-shot request on the least loaded rank that accepts it."""
+        """Start a session or a one-shot request on the data-parallel rank with the fewest sessions
+        that accepts it."""
         placement = self._assign(params.session_id, -1)
         retained = False
         try:
@@ -129,8 +132,10 @@ class SessionRanks:
                 self._remove(params.session_id)
 
     def adopt(self, session_id: str) -> int:
-        """Assign a session to the least loaded rank before it is restored. Undo with
-        `remove_session`."""
+        """Assign a session, before it is restored, to the data-parallel rank with the fewest.
+
+        `remove_session` undoes the assignment.
+        """
         _, rank = next(self._by_load())
         self._assign(session_id, rank).settled.set()
         return rank
@@ -140,7 +145,7 @@ class SessionRanks:
         self._remove(session_id)
 
     def _by_load(self) -> Iterator[tuple[bool, int]]:
-        """Yield `(is_last, rank)` by number of sessions. Ties rotate."""
+        """Yield `(is_last, rank)` by number of sessions. Among equal ones the first rotates."""
         turn = next(self._next_rank)
         order = sorted(
             range(self.size), key=lambda rank: (self._held[rank], (rank - turn) % self.size)
@@ -154,9 +159,10 @@ class SessionRanks:
         return response
 
     async def _close(self, session_id: str, send: "SendToRank[T]") -> T:
-        """Close a session on its rank.
+        """Close a session on its data-parallel rank.
 
-        An unknown session may belong to another process, so it is closed on every rank.
+        An unknown session may belong to another process, so it is closed on every data-parallel
+        rank.
         """
         rank = self.rank_of(session_id)
         if rank is None:

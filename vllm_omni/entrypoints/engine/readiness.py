@@ -78,7 +78,7 @@ class ReadyReply(BaseModel):
     """Age of the numbers in seconds; more than one during a long engine step. None: no numbers yet.
     """
     ranks: list[dict[str, int | None]] | None = None
-    """Numbers of each rank, if there are several."""
+    """Numbers of each data-parallel rank, if there are several."""
     fast_paths: list[FastPathReply] | None = None
     """Fast paths of the engine. None: not known yet."""
     encoders: list[EncoderReply] | None = None
@@ -148,7 +148,7 @@ class Readiness:
         return JSONResponse(reply.model_dump(), 200 if has_room else 503, headers)
 
     def _engine_has_room(self) -> bool:
-        """Return whether one more session of average size fits on a rank."""
+        """Return whether one more session of average size fits on a data-parallel rank."""
         return not self._stats or any(_has_room(rank) for rank in self._stats)
 
     def _age_s(self) -> float | None:
@@ -198,7 +198,7 @@ def _has_room(stats: Mapping[str, Any]) -> bool:
 
 
 def _sums(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the sums over all ranks, or None if a rank has no value."""
+    """Return the sum over all data-parallel ranks, or None if one of them has no value."""
     sums: dict[str, Any] = {}
     for name in _COUNTED if ranks else ():
         values = [rank[name] for rank in ranks]

@@ -145,9 +145,11 @@ def owner_of(connection: HTTPConnection) -> str:
 
 
 class KeyGuard:
-    """ASGI middleware that requires the key, except for open paths and sockets with tickets.
+    """ASGI middleware that requires an API key.
 
-    It also records the owner of files and jobs that a request stores, for `owner_of`.
+    Paths that need no key, preflight requests and WebSockets that are opened with a ticket are
+    exempt. The middleware also records the owner of files and jobs that a request stores, for
+    `owner_of`.
     """
 
     def __init__(self, app: ASGIApp, access: BrowserAccess) -> None:

@@ -14,7 +14,8 @@ first layer arrives late, but the result is still correct. A layer runs the same
 bitwise the same result as without an offloader.
 
 Why not vLLM's own two offloaders: with UVA, a matrix product reads its weights over the bus once
-per tile of tokens. Prefetching supports one list of layers in a fixed order.
+per tile of tokens. vLLM's prefetch offloader supports only one list of layers, executed in a fixed
+order.
 """
 
 import logging
@@ -36,17 +37,17 @@ _AHEAD = 3
 _ARENA_BYTES = 1 << 30
 """Bytes per pinned allocation. torch's pinned allocator rounds up to a power of two."""
 _ALIGNMENT = 256
-"""Alignment of a tensor in the bytes of its layer, as in CUDA's own allocator."""
+"""Alignment, in bytes, of a tensor in the memory of its layer, as in CUDA's own allocator."""
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """The location of one parameter in the bytes of its layer."""
+    """The location of one parameter in the memory of its layer."""
 
     name: str
     """Name of the parameter in its layer."""
     start: int
-    """Byte offset."""
+    """Offset from the start of that memory in bytes."""
     dtype: torch.dtype
     """Type of the parameter."""
     shape: tuple[int, ...]
@@ -92,11 +93,11 @@ class _Slot:
     """Device memory for the weights of one layer."""
 
     room: torch.Tensor
-    """The bytes."""
+    """The memory, as bytes."""
     arrived: torch.cuda.Event | None
-    """Recorded after the copy from the host. None on CPUs."""
+    """Event recorded after the copy from the host. None on CPUs."""
     read: torch.cuda.Event | None
-    """Recorded after the last kernel that reads the slot. None on CPUs."""
+    """Event recorded after the last kernel that reads the slot. None on CPUs."""
     layer: "_Layer | None" = None
     """The layer whose weights are in the slot."""
 

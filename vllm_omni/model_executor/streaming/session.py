@@ -168,7 +168,7 @@ class StreamingChunk(Generic[Window, OwnValue]):
     frames: range
     """Absolute latent frames of the chunk."""
     schedule: DenoiseSchedule
-    """Its denoise steps."""
+    """Denoise steps of the chunk."""
     latents: torch.Tensor
     """Current latents, fp32 [C, F, h, w]."""
     noise: ChunkNoise | None
@@ -212,7 +212,7 @@ class StreamingChunk(Generic[Window, OwnValue]):
 
         Args:
             frames: Absolute latent frames of the chunk.
-            schedule: Its denoise steps.
+            schedule: Denoise steps of the chunk.
             size: Shape of the latents.
             window: K/V windows of the session.
             prompt: Prompt of the chunk.
@@ -253,9 +253,9 @@ class StreamingSession(SessionState, Generic[Window, OwnValue]):
         session_id: Id of the session.
         shape: Properties fixed by the first chunk.
         plan: Chunks of the session.
-        window: Its empty K/V windows.
-        layouts: Layouts of its other state.
-        reserved_bytes: Maximum size of its other state.
+        window: Empty K/V windows.
+        layouts: Layouts of the state other than the K/V windows.
+        reserved_bytes: Maximum size of the state other than the K/V windows, in bytes.
     """
 
     scalars_type: ClassVar[type[SessionScalars]] = SessionScalars

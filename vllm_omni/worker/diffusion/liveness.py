@@ -6,7 +6,8 @@ detects the exit of a worker, but gives the other workers 9 s to reply, and it d
 stopped worker. Here, a thread of each rank (`Watchdog`) sends a datagram to every other rank twice
 a second. When a rank has exited, or was silent for `timeout_s`, the thread logs the reason, kills
 the silent process if it is on this machine, and exits at once. vLLM's executor then reports a dead
-engine.
+engine. On the machine of the API server, `EngineWatch` usually kills the ranks earlier;
+docs/how_to/operations.md ("Who watches whom") compares the checks.
 
 The thread proves that its process runs, not that the main thread makes progress: a step that hangs
 on the device is left to vLLM (`VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`). A process that was stopped
@@ -37,10 +38,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm." + __name__)
 
 _OWN_GAP_BEATS = 4
-"""Own delay, in beats, after which the thread cannot judge whether others were silent."""
+"""Delay of this thread, in beats, after which it cannot judge whether other ranks were silent."""
 _GRACE_BEATS = 4
-"""Beats that a rank waits after another has exited: in an orderly shutdown they exit in
-sequence."""
+"""Beats that a rank waits after another rank has exited, because in an orderly shutdown the ranks
+exit one after the other."""
 
 
 @dataclass(frozen=True)

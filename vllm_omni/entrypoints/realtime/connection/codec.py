@@ -126,11 +126,11 @@ _VALUE_SIZES: Final = tuple(
     1 + length if kind == "scalar" else key_size
     for (kind, _, length), key_size in zip(_LEADS, _KEY_SIZES, strict=True)
 )
-"""The same for values."""
+"""Size of a list entry or of the value of a map key for each lead byte; 0 as in `_KEY_SIZES`."""
 
 
 def _check_structure(data: bytes) -> tuple[int, bool]:
-    """Check a message's structure without building it.
+    """Check a message's structure without decoding it into objects.
 
     Time is linear in the values up to `MAX_NODES`; memory is constant.
 

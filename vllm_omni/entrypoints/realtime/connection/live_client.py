@@ -70,7 +70,8 @@ class ConnectionHandler(ABC):
     @property
     @abstractmethod
     def is_active(self) -> bool:
-        """Whether work for this client is in progress. Otherwise its silence is idle time."""
+        """Whether work for this client is in progress. While this is False, time without messages
+        counts towards the idle timeout."""
 
     async def serve_connection(self) -> None:
         """Serve the connection until either side closes it."""
@@ -140,7 +141,7 @@ class LiveClient(ConnectionHandler):
 
     @property
     def is_active(self) -> bool:
-        """Whether chunks are generated for this client. If not, its silence counts as idle time."""
+        """Whether chunks are generated for this client."""
         return self._stream is not None and not self._stream.done()
 
     def _log_end(self, seconds: float) -> None:

@@ -150,7 +150,7 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def size_multiple(self) -> tuple[int, int]:
-        """(width, height) in pixels. The size of frames must be a multiple of it."""
+        """Width and height in pixels of which the size of frames must be a multiple."""
         return self.patch_size[2] * self.vae_stride[2], self.patch_size[1] * self.vae_stride[1]
 
     @property

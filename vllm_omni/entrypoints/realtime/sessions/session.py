@@ -551,8 +551,9 @@ class Session:
 
         Args:
             run: Run that ends.
-            in_flight: Its chunks in the engine, oldest first.
-            refused: The engine refused an earlier chunk, so none of these was committed.
+            in_flight: Chunks of the run in the engine, oldest first.
+            refused: Whether the engine refused an earlier chunk, so that no chunk of `in_flight`
+                was committed.
         """
         responded = []
         while (

@@ -125,7 +125,7 @@ class WebRtcRoutes:
         Args:
             peer: The connection.
             client: Its handler.
-            stack: Frees the connection.
+            stack: Closes the connection when it exits.
         """
         async with stack:
             connecting = asyncio.create_task(
@@ -147,7 +147,8 @@ class WebRtcRoutes:
         return Response(status_code=204)
 
     def _start_message(self, manager: SessionManager, request: Request) -> str:
-        """Return `session.start` of a client without a data channel.
+        """Build, from the query parameters, the `session.start` message of a client that opened no
+        data channel.
 
         Raises:
             EndpointError: A number is invalid, or the model requires a start image.
@@ -190,7 +191,7 @@ def _peer_class() -> "type[Peer]":
     except ImportError:
         raise ApiError(
             501,
-            "WebRTC needs a package that this server lacks: pip install '.[webrtc]'",
+            'WebRTC needs a package which is missing: pip install ".[webrtc]" in the checkout',
             code="webrtc_unavailable",
         ) from None
     return Peer

@@ -64,7 +64,7 @@ class ExtraBody(msgspec.Struct, frozen=True, kw_only=True):
     with_mp4: bool = False
     """Add an MP4 file of the frames to each reply, in `mp4`. Default: False."""
     mp4_scale: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1
-    """Integer scale factor of that file, up to a side of 1280 pixels. Default: 1."""
+    """Integer scale factor of the file in `mp4`, up to a side of 1280 pixels. Default: 1."""
     key_frame: bool = False
     """Start the frames of `h264` with a key frame, because the client joins or has lost frames.
     Default: False. The first frame of a session is always a key frame."""
@@ -119,7 +119,7 @@ class ClientMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InferMessage(ClientMessage, frozen=True, kw_only=True):
-    """Generate frames along a camera path, or for actions."""
+    """Generate the frames of a camera path or of a sequence of actions."""
 
     endpoint: ClassVar[str] = "infer"
     """See `ClientMessage`."""
@@ -214,7 +214,7 @@ class PingMessage(ClientMessage, frozen=True, kw_only=True):
     endpoint: ClassVar[str] = "ping"
 
     t: float | None = None
-    """Returned in `pong`."""
+    """Value that the server returns in `pong`."""
 
 
 class BranchMessage(ClientMessage, frozen=True, kw_only=True):

@@ -100,7 +100,7 @@ def by_product(
 def quantized_attention(
     q_TNH: torch.Tensor, stored_2SNH: torch.Tensor, tokens_S: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return `fp8_attention` from e4m3 queries to an e4m3 result.
+    """Return the result of `fp8_attention` in e4m3, for queries in e4m3.
 
     The caller has divided the queries by `query_scales` and must multiply the result by
     `result_scales`. Requires that `fp8_product` returns a product.
@@ -112,14 +112,13 @@ def quantized_attention(
 
 
 def query_scales(k_scales: torch.Tensor) -> torch.Tensor:
-    """Return the divisors of the queries before quantization, from the scales of the keys per
-    head.
-    """
+    """Return the divisors that quantize the queries, from the scales of the keys per head."""
     return (k_scales * _QUERY_SCALE).reciprocal()
 
 
 def result_scales(v_scales: torch.Tensor) -> torch.Tensor:
-    """Return the factors of the product's result, from the scales of the values per head."""
+    """Return the factors that dequantize the product's result, from the scales of the values per
+    head."""
     return v_scales / _RESULT_SCALE
 
 

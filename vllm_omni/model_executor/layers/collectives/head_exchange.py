@@ -94,7 +94,7 @@ class HeadExchange(WindowAttention):
             write_only: Return None after the write.
 
         Returns:
-            [B, T_r, N, H], valid until the next call; or None.
+            The attention output, [B, T_r, N, H], valid until the next call. None if `write_only`.
         """
         q, k, v = tokens_to_heads(self.parallel, (q_BTNH, k_BTNH, v_BTNH), self.num_tokens)
         for item, k_TNH, v_TNH in zip(items, k, v, strict=True):

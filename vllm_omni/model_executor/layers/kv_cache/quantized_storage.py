@@ -3,10 +3,11 @@
 
 An e4m3 value has four significant bits over a range of 2^18. A scale therefore only has to bring
 the values into this range; it does not determine the precision. Each scale is a power of two,
-because multiplying by it is exact. It leaves `_HEADROOM` above the largest value of the session's
-first chunk, and each pass over that chunk sets it again. Later values beyond the range are clamped
-to the largest e4m3 value. The scale of a head depends only on that head of that session, so results
-do not change with the batch, the ranks or the order of chunks.
+because multiplying by it is exact. The scale of a head maps the largest absolute value of that head
+in the session's first chunk to at least a factor `_HEADROOM` below the e4m3 maximum. Every pass
+over the first chunk computes it again. Later values beyond the range are clamped to the e4m3
+maximum. The scale of a head depends only on that head of that session, so results do not change
+with the batch, the ranks or the order of chunks.
 
 A format also implements attention, because the fastest product of queries and stored keys depends
 on the storage.
@@ -36,6 +37,8 @@ from vllm_omni.model_executor.layers.quantization.fp8_kernels import (
 _quantize = torch.compiler.disable(quantize)
 """Excluded from compiled code, which has no e4m3 on CPUs."""
 _HEADROOM = 16.0
+"""Minimum factor by which a head's later values may exceed those of the first chunk before they are
+clamped."""
 _TINIEST = 2.0**-10
 """Scale of a head whose values are all zero."""
 
@@ -83,21 +86,21 @@ class KVFormat:
     def store(
         self, layer: int, k_TNH: torch.Tensor, v_TNH: torch.Tensor, target_2TNH: torch.Tensor
     ) -> None:
-        """Quantize keys and values into a part of the buffer."""
+        """Write keys and values into a part of the buffer, in the buffer's format."""
         store((k_TNH, v_TNH), self.layer_scales(layer), target_2TNH)
 
     def store_quantized(self, quantized_2TNH: torch.Tensor, target_2TNH: torch.Tensor) -> None:
-        """Copy keys and values that are already quantized into a part of the buffer."""
+        """Copy keys and values in the buffer's format into a part of the buffer."""
         in_words(target_2TNH).copy_(in_words(quantized_2TNH))
 
     def encode(self, layer: int, kind: int, x_TNH: torch.Tensor) -> torch.Tensor:
-        """Quantize keys (kind 0) or values (kind 1) to the type of the buffer."""
+        """Return keys (kind 0) or values (kind 1) in the buffer's format."""
         return x_TNH
 
     def load(
         self, layer: int, stored_2SNH: torch.Tensor, tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Dequantize a part of the buffer to keys and values [2, S, N, H] in `dtype`; possibly a
+        """Return the keys and values of a part of the buffer in `dtype`, [2, S, N, H]; possibly a
         view.
 
         Args:
@@ -129,8 +132,8 @@ class KVFormat:
     def attend_quantized(
         self, q_TNH: torch.Tensor, stored_2SNH: torch.Tensor, tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return `attend` from e4m3 to e4m3. Requires `quantizes_queries`; see
-        `fp8_attention.quantized_attention`."""
+        """Return the result of `attend` in e4m3, for queries in e4m3. Requires `quantizes_queries`;
+        see `fp8_attention.quantized_attention`."""
         raise NotImplementedError
 
     def quantized(self, stored: torch.Tensor) -> torch.Tensor:

@@ -147,7 +147,8 @@ class KVWindow:
         return self.buffer.device
 
     def _num_tokens(self, num_frames: int | None) -> int:
-        """Return the token slots of the stream's first frames, as far as the window has them."""
+        """Return the number of token slots for the stream's first `num_frames` frames, at most all
+        of the window. None: all."""
         slots = self.window_frames + self.spare_frames
         return self.tokens_per_frame * (slots if num_frames is None else min(num_frames, slots))
 
@@ -274,8 +275,10 @@ class KVWindow:
         return self.format.quantizes_queries(num_queries, *self._seen_by(0, frames))
 
     def attend_quantized(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor:
-        """Return `attend` from e4m3 to e4m3. Requires `quantizes_queries`; see
-        `fp8_attention.quantized_attention`."""
+        """Return the result of `attend` in e4m3, for queries in e4m3.
+
+        Requires `quantizes_queries`; see `fp8_attention.quantized_attention`.
+        """
         return self.format.attend_quantized(q_TNH, *self._seen_by(layer, frames))
 
     def _seen_by(self, layer: int, frames: range) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -330,7 +333,7 @@ class KVWindow:
 
         Args:
             end_frame: First frame that is not committed.
-            retained_sinks: The sink frames among them were already stored by
+            retained_sinks: Whether the committed sink frames were already stored by
             `SinkWindow.retain_sinks`.
         """
         self.committed_frames = end_frame
@@ -426,11 +429,10 @@ class KVWindow:
         return to_device((starts + torch.arange(size)).flatten(), self.buffer.device)
 
     def _seen_slots(self, end_frame: int) -> tuple[int, ...]:
-        """Return the slots that a chunk ending at `end_frame` sees, if their tokens are not a
-        slice.
+        """Return the slots that a chunk ending at `end_frame` sees, oldest first.
 
-        The order is oldest first, with spare frames the same as without. Cached for one chunk,
-        because every layer calls this.
+        With spare frames, the order is that of the slots in a window without spare frames. The
+        result is cached for one chunk, because every layer needs it.
         """
         if self._seen is None or self._seen[0] != end_frame:
             frames = self.visible_frames(end_frame)
@@ -521,7 +523,8 @@ class WindowAttention:
     def attend_to_written(
         self, rows: Sequence[WindowItem], layer: int, q_BTNH: torch.Tensor
     ) -> torch.Tensor:
-        """Attend to windows that already hold the batch's K/V of `layer`. Returns [B, T, N, H]."""
+        """Return the attention output, [B, T, N, H], for windows that already hold the batch's K/V
+        of `layer`."""
         return stack(
             [
                 row.window.attend(layer, row.frames, q_TNH)
@@ -549,7 +552,7 @@ class WindowAttention:
             write_only: Return None after the write.
 
         Returns:
-            [B, T_r, N, H], valid until the next call; or None.
+            The attention output, [B, T_r, N, H], valid until the next call. None if `write_only`.
         """
         for row, k_TNH, v_TNH in zip(items, k_BTNH, v_BTNH, strict=True):
             row.window.write(layer, row.frames, k_TNH, v_TNH)

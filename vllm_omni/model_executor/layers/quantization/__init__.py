@@ -3,8 +3,16 @@
 
 The code that decides what is quantized is elsewhere:
 
-- keys and values of a K/V window: `layers/kv_cache/quantized_storage.py`
-- queries, keys and values of one attention call: `layers/attention/fp8_attention.py`
+- keys and values of a K/V window, with the scales: `layers/kv_cache/quantized_storage.py`. They
+  reach the window in one of four ways:
+    - `KVWindow.write`, the general one
+    - `models/wan/transformer/fused_ops.py` (`store_keys_values`): Wan's blocks quantize them while
+      they normalise and rotate the keys; on CUDA a kernel of `fused_kernels.py` does so
+    - `layers/collectives/head_exchange.py`: under sequence parallelism they are quantized before
+      the all-to-all, and `KVWindow.write_quantized` copies them
+    - `models/waypoint/state.py`: Waypoint writes the result of `KVFormat.encode` by token index
+- queries of one attention call, whose keys and values are already FP8:
+  `layers/attention/fp8_attention.py`; under sequence parallelism `head_exchange.py`
 - weights and inputs of linear layers: `layers/linear/`
 - weights that a checkpoint stores quantized: `model_executor/checkpoint/quantization.py`
 """

@@ -43,7 +43,13 @@ NEGATIVE_PROMPT = (
 
 
 def unipc(shift: float, device: torch.device | str = "cpu") -> Any:
-    """Return a chunk's solver at its first step: diffusers' UniPC of order 2 on the flow."""
+    """Return a new solver for one chunk: diffusers' second-order UniPC scheduler with flow
+    prediction, positioned at the first step.
+
+    Args:
+        shift: Shift of the timesteps towards noise (`flow_shift`).
+        device: Device of the timesteps.
+    """
     from diffusers import UniPCMultistepScheduler
 
     solver: Any = UniPCMultistepScheduler(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of a Matrix-Game session: three K/V windows, and the working set of a chunk.
 
-The session's own value holds the state of the conditioning, the image embeddings for
-cross-attention, and the newest actions, which condition later latent frames.
+`StreamingSession.own` holds the conditioning state, the image embeddings for cross-attention, and
+the most recent actions, which condition later latent frames.
 """
 
 # F latent frames of a chunk, P video frames of a chunk, K values of a video frame's keyboard and
@@ -92,18 +92,18 @@ class MatrixGameConditioning(ImageStartedPipeline):
 
 @dataclass(frozen=True)
 class MatrixGameConditioningLayout:
-    """Sizes of a `MatrixGameConditioning`. None: this rank does not have the value."""
+    """Sizes of a `MatrixGameConditioning`. A field is None if this rank does not have its value."""
 
     actions: tuple[int, int]
     """Shape of the actions."""
     image: tuple[tuple[int, int], torch.dtype] | None
     """Shape and dtype of CLIP's hidden states."""
     condition: ConditionLayout | None
-    """Layout of the state of the conditioning."""
+    """Layout of `ImageStartedPipeline.condition`."""
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes without those of the conditioning."""
+        """Return the bytes of `actions` and `image`."""
         rows = 0 if self.image is None else math.prod(self.image[0]) * self.image[1].itemsize
         return rows + math.prod(self.actions) * torch.float32.itemsize
 
@@ -128,8 +128,8 @@ class MatrixGameSession(ImageStartedSession[ActionWindows, MatrixGameConditionin
 class MatrixGameChunk(StreamingChunk[ActionWindows, MatrixGameConditioning]):
     """One chunk in flight.
 
-    `own` is the session's value after the chunk. `text` holds CLIP's hidden states if `cross_kv` is
-    not cached.
+    `own` is `StreamingSession.own` after the chunk. `text` holds CLIP's hidden states if `cross_kv`
+    is not cached.
     """
 
     schedule: FewStepSchedule

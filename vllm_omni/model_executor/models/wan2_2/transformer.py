@@ -59,13 +59,13 @@ class VideoItem:
     """One batch entry of a forward pass. All tensors are on the model's device."""
 
     inputs: torch.Tensor
-    """[in_channels, F, h, w], any float dtype."""
+    """Input channels, [in_channels, F, h, w], any float dtype."""
     timestep: float
-    """In [0, 1000], of all frames except the first `clean_frames`."""
+    """Timestep of all frames except the first `clean_frames`, in [0, 1000]."""
     rope: tuple[torch.Tensor, torch.Tensor]
-    """(cos_TC, sin_TC) fp32 of this rank's tokens."""
+    """Rotary tables (cos_TC, sin_TC) of this rank's tokens, fp32."""
     cross_kv: torch.Tensor
-    """[layers, 2, S, N, H] from `cross_attention_kv`."""
+    """Keys and values of the prompt, [layers, 2, S, N, H], from `cross_attention_kv`."""
     clean_frames: int = 0
     """Leading latent frames at timestep 0."""
     window: OwnTokens = field(default_factory=OwnTokens)
@@ -82,15 +82,15 @@ class TimestepEmbeddings:
     block."""
 
     row_BKD: torch.Tensor
-    """Of each batch entry, fp32."""
+    """Embedding of each batch entry's timestep, fp32."""
     clean_KD: torch.Tensor | None = None
-    """Of timestep 0, fp32. None: no token is clean."""
+    """Embedding of timestep 0, fp32. None: no token is clean."""
     clean_BT1: torch.Tensor | None = None
     """Whether each token is clean. None: no token is clean."""
 
     def plus(self, table_1KD: torch.Tensor) -> list[torch.Tensor]:
-        """Return table + time for each of the table's K vectors, broadcastable to [B, T, D]. `self`
-        has K vectors or one."""
+        """Return the sum of each of the table's K vectors and the time embedding, broadcastable to
+        [B, T, D]. `self` has K vectors or one."""
         table = table_1KD.float()
         items = (table + self.row_BKD).unsqueeze(2).unbind(1)
         if self.clean_BT1 is None or self.clean_KD is None:
@@ -102,14 +102,16 @@ class TimestepEmbeddings:
 
 
 class TimedBlock(WanBlock):
-    """A block with tokens at two timesteps: the batch entry's, and 0."""
+    """A transformer block in which a token uses the timestep of its batch entry or, if the token is
+    clean, timestep 0."""
 
     def modulate(self, time: TimestepEmbeddings) -> list[torch.Tensor]:
         return time.plus(self.modulation)
 
 
 class TimedHead(OutputHead):
-    """A head with tokens at two timesteps: the batch entry's, and 0."""
+    """An output head in which a token uses the timestep of its batch entry or, if the token is
+    clean, timestep 0."""
 
     def forward(self, x_BTD: torch.Tensor, times: TimestepEmbeddings) -> torch.Tensor:  # type: ignore[override]
         shift, scale = times.plus(self.modulation)
@@ -156,11 +158,12 @@ class Wan22Transformer(WanTransformer[Wan22Config]):
         parallelism.
 
         Args:
-            rows: Batch entries with equal F, h, w.
+            items: Batch entries with equal F, h, w.
             hidden_BTD: Result of the previous pipeline stage. None on the first stage.
 
         Returns:
-            [B, out_channels, F, h, w] fp32 on the last stage; hidden states on earlier stages.
+            The flow, [B, out_channels, F, h, w] fp32, on the last stage; hidden states on earlier
+            stages.
         """
         size = items[0].inputs.shape[1:]
         num_tokens = self.num_tokens(items[0].inputs)

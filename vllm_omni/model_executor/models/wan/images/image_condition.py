@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conditioning on a start image: `y` of each chunk, a mask and the latents of `[image, grey, ...]`.
+"""Conditioning on a start image.
+
+Each chunk gets Wan's additional input channels `y`: a mask, and the latents of the clip
+`[image, grey, grey, ...]`.
 
 The original encodes the image and all grey frames as one clip. Here the causal encoder runs chunk
 by chunk, which gives the same bits without knowing the length in advance. When two consecutive
@@ -84,7 +87,8 @@ class ConditionSettling:
     encoded: int
     """Latent frames that were encoded."""
     unsettled: PendingScalar
-    """How many of them differ from their predecessor; being copied from the device."""
+    """Number of encoded latent frames that differ from their predecessor. It is being copied from
+    the device."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +105,7 @@ class ConditionState:
     cache: VAECache | None
     """The encoder's cache. None: the encoder does not run again, or starts again."""
     last_1CFhw: torch.Tensor
-    """The newest latent frame, fp32. Of a settled state: the conditioning of all later chunks,
+    """The newest latent frame, fp32. In a settled state: the conditioning of all later chunks,
     which is one latent frame or a whole chunk."""
     settled: bool = False
     """Whether later chunks repeat `last_1CFhw`."""
@@ -144,7 +148,7 @@ class GreyCondition:
 
     Args:
         vae: The VAE with its encoder.
-        later: Conditioning of chunks after the image's.
+        later: Conditioning of the chunks that follow the one with the start image.
         chunk_frames: Latent frames of every chunk but a session's first.
     """
 
@@ -287,7 +291,7 @@ class GreyCondition:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ImageStartedPipeline:
-    """A session's own value, with the state of its conditioning. Immutable."""
+    """`StreamingSession.own` of a session that starts with an image. Immutable."""
 
     condition: ConditionState | None
     """State of the conditioning. None on ranks that embed no patches."""

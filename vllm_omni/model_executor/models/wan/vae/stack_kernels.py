@@ -21,7 +21,7 @@ from vllm_omni.model_executor.models.wan.vae.winograd import OF_FRAMES, Matrix, 
 _BLOCK = 4096
 """Elements per block of a program, including padding channels."""
 _COMBINED_BLOCK = 2048
-"""The same for programs that hold all frames at once."""
+"""Elements per block of a program that holds all frames at once, including padding channels."""
 _WARPS = 8
 
 
@@ -65,8 +65,10 @@ def _stack_kernel(  # type: ignore[no-untyped-def]
     """Add up, normalise and lay out frames.
 
     LAYOUT is the value of a `FrameLayout`; None writes only the sum. `edge` is the number of pixels
-    above a frame. RESULTS is the matrix from products to frames, if `x_ptr` holds products. INPUTS
-    is the matrix of `FrameLayout.COMBINED`.
+    above a frame. RESULTS holds the weights that turn products into frames, one row per frame and
+    one column per product; None if `x_ptr` holds frames. INPUTS holds the weights by which
+    `FrameLayout.COMBINED` combines frames, one row per combination and one column per frame,
+    including the two past ones; None for other layouts.
     """
     pixel = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     stream = tl.program_id(1).to(tl.int64)
