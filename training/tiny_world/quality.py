@@ -22,6 +22,7 @@ RESULTS = {
         "2026-11-29_players_rest_three.json",
         "2026-11-29_players_wall_three.json",
         "2026-11-28_players_bot_three.json",
+        "2026-11-29_players_bot_three.json",
         "2026-11-29_players_home_three.json",
     ),
 }
@@ -52,8 +53,8 @@ within 30 dB of the truth. Frames are judged where the view is open (no obstacle
 ahead, at most 34 degrees up or down), as in the calibration of the classifier, and where it
 recognises the truth.
 
-| measure | value | target | met |
-|---|---|---|---|
+| measure | seed | value | target | met |
+|---|---|---|---|---|
 """
 _SCORES = """
 ## Held-out walks
@@ -98,11 +99,11 @@ def page_text() -> str:
     }
     out = _INTRODUCTION
     if results["players"]:
-        rows = [row for result in results["players"] for row in result["table"]]
+        rows = [(result["seed"], row) for result in results["players"] for row in result["table"]]
         out += _PLAYERS + "".join(
-            f"| {row['measure']} | {_text(row['value'])} | {row['target']} | "
+            f"| {row['measure']} | {seed} | {_text(row['value'])} | {row['target']} | "
             f"{'yes' if row['met'] else 'no'} |\n"
-            for row in rows
+            for seed, row in rows
         )
         out += "\n| scenario | walks | seconds | seed | judged frames |\n|---|---|---|---|---|\n"
         for result in results["players"]:
