@@ -21,7 +21,6 @@ import argparse
 import itertools
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 # helpers of the browser's driver
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "entrypoints" / "webui"))
-from browser import CHROMIUM, WHY_NOT, Page, running_browser
+from browser import CHROMIUM, WHY_NOT, Page
 from common import add_output_arguments, quantiles, save
-from village_in_browser import PARTS, WALK, walk
+from village_in_browser import PARTS, WALK, served_page, walk
 
 PART_NAMES = ("wait", "queue", "generation", "encode", "transfer", "decode", "display")
 
@@ -76,25 +75,13 @@ def percentile_95(values_ms: list[float]) -> float:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from vllm_omni.entrypoints.cli import demo
     from vllm_omni.worlds import village_checkpoint
 
-    width, _, height = args.size.partition("x")
     model = args.model or Path(village_checkpoint())
     starts = []
     for _ in range(args.starts):
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            port = demo.free_port(0)
-            with demo.server(
-                model, port, int(height), int(width), folder / "server.log", {}
-            ) as process:
-                demo.wait_until_healthy(process, 300)
-                with (
-                    running_browser(folder) as browser,
-                    browser.page(f"http://127.0.0.1:{port}/omni/") as page,
-                ):
-                    starts.append(measure(page, args.format, args.settle, args.seconds))
+        with served_page(model, args.size, {}) as page:
+            starts.append(measure(page, args.format, args.settle, args.seconds))
     samples = [sample for start in starts for sample in start["samples"]]
     if not samples:
         raise SystemExit("no key had an effect: is the page's world steered by keys?")

@@ -24,12 +24,14 @@ shows are read for `--seconds`:
 """
 
 import argparse
+import contextlib
 import itertools
 import os
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,29 +101,42 @@ def measure(page: Page, settle_s: float, seconds: float) -> dict[str, Any]:
     }
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+@contextlib.contextmanager
+def served_page(model: Path, size: str, options: dict[str, Any]) -> Iterator[Page]:
+    """Start a server and a browser, and open the server's page.
 
+    Args:
+        model: Checkpoint directory.
+        size: WIDTHxHEIGHT.
+        options: `omni.model`.
+    """
     from vllm_omni.entrypoints.cli import demo
-    from vllm_omni.worlds import village_checkpoint
 
-    model_options = {"latent_frames_per_chunk": args.chunk, "decoder": args.decoder}
-    chosen = {name: value for name, value in model_options.items() if value is not None}
-    width, _, height = args.size.partition("x")
-    model = args.model or Path(village_checkpoint())
+    width, _, height = size.partition("x")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         port = demo.free_port(0)
         with demo.server(
-            model, port, int(height), int(width), folder / "server.log", chosen
+            model, port, int(height), int(width), folder / "server.log", options
         ) as process:
             demo.wait_until_healthy(process, 300)
             with (
                 running_browser(folder) as browser,
                 browser.page(f"http://127.0.0.1:{port}/omni/") as page,
             ):
-                result = measure(page, args.settle, args.seconds)
-                if args.screenshot:
-                    page.screenshot(args.screenshot)
+                yield page
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    from vllm_omni.worlds import village_checkpoint
+
+    model_options = {"latent_frames_per_chunk": args.chunk, "decoder": args.decoder}
+    chosen = {name: value for name, value in model_options.items() if value is not None}
+    model = args.model or Path(village_checkpoint())
+    with served_page(model, args.size, chosen) as page:
+        result = measure(page, args.settle, args.seconds)
+        if args.screenshot:
+            page.screenshot(args.screenshot)
     return {
         "model": model.name,
         "size": args.size,

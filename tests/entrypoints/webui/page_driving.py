@@ -18,6 +18,18 @@ def start_now(page: Page) -> None:
     page.wait_for("document.querySelector('#view').classList.contains('has-picture')")
 
 
+def press_enter(page: Page) -> None:
+    """Press Enter as a keyboard does: with its text, which activates the focused control."""
+    page.send(
+        "Input.dispatchKeyEvent",
+        type="keyDown",
+        key="Enter",
+        code="Enter",
+        windowsVirtualKeyCode=13,
+        text="\r",
+    )
+
+
 def later_chunks(engine: FakeEngine, count: int = 3) -> list[Call]:
     """The next `count` chunks that are requested from now on, without one that may be in flight."""
     start = len(engine.chunks) + 1

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from browser import Browser, Page
 from helpers.fake_engine import FakeEngine
-from page_driving import axes, later_chunks, rest, start_now
+from page_driving import axes, later_chunks, press_enter, rest, start_now
 from page_server import MakeServer, PageServer
 
 pytestmark = pytest.mark.nightly
@@ -90,14 +90,7 @@ def test_every_control_is_named_and_reachable_by_keyboard(page: Page, engine: Fa
         )
         if page.run("document.activeElement.name === 'start'"):
             break
-    page.send(
-        "Input.dispatchKeyEvent",
-        type="keyDown",
-        key="Enter",
-        code="Enter",
-        windowsVirtualKeyCode=13,
-        text="\r",
-    )
+    press_enter(page)
     page.wait_for("document.querySelector('#view').classList.contains('has-picture')")
     page.key("keyDown", "w")
     assert axes(later_chunks(engine, 1))[-1] == {"forward": 1.0}

@@ -10,7 +10,18 @@ import pytest
 from browser import Browser, Page
 from helpers.fake_engine import FIRST, LATER, FakeEngine
 from helpers.waits import pause, wait_until
-from page_driving import PARTS, PLACE, STALLS, axes, later_chunks, moved, rest, shown, start_now
+from page_driving import (
+    PARTS,
+    PLACE,
+    STALLS,
+    axes,
+    later_chunks,
+    moved,
+    press_enter,
+    rest,
+    shown,
+    start_now,
+)
 from page_server import MakeServer
 
 from vllm_omni.entrypoints.media.mp4 import decode_mp4
@@ -57,14 +68,7 @@ def test_after_a_click_keys_steer_the_world(page: Page, engine: FakeEngine) -> N
     page.wait_for(f"{ACTIVE} === 'stage'")
     page.run("document.querySelector('#prompt').focus()")
     page.write("rain")
-    page.send(
-        "Input.dispatchKeyEvent",
-        type="keyDown",
-        key="Enter",
-        code="Enter",
-        windowsVirtualKeyCode=13,
-        text="\r",
-    )
+    press_enter(page)
     page.wait_for(f"{ACTIVE} === 'stage'")
     page.click("#help")
     page.run("document.querySelector('#help-dialog button').click()")

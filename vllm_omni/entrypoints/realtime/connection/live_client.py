@@ -101,6 +101,21 @@ class ConnectionHandler(ABC):
     def receive(self) -> Awaitable[bytes | str]:
         return self.connection.receive(busy=lambda: self.is_active)
 
+    async def receive_first(self, missing: str) -> bytes | str:
+        """Return the message with which a client must start.
+
+        Args:
+            missing: Text of the error if it does not arrive.
+
+        Raises:
+            EndpointError: `timeout`, after `start_timeout_s`.
+        """
+        try:
+            async with asyncio.timeout(self.limits.start_timeout_s):
+                return await self.receive()
+        except TimeoutError:
+            raise EndpointError("timeout", missing, close=WebSocketCloseCode.POLICY) from None
+
     async def end_with(self, error: EndpointError) -> None:
         """Send the error and close the connection with a close code and a reason."""
         self._end = f"{error.code}: {error.message}"

@@ -51,13 +51,7 @@ class WatchClient(ConnectionHandler):
 
     async def start_now(self) -> None:
         """Wait for the token and join the session's audience."""
-        try:
-            async with asyncio.timeout(self.limits.start_timeout_s):
-                data = await self.receive()
-        except TimeoutError:
-            raise EndpointError(
-                "timeout", "no token arrived", close=WebSocketCloseCode.POLICY
-            ) from None
+        data = await self.receive_first("no token arrived")
         session = self.manager.find(self._tokens.session_of(_token(data)))
         if session is None:
             raise EndpointError(

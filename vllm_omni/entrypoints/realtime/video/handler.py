@@ -7,7 +7,6 @@ every model that accepts them, and a close frame at every end. Neither a binary 
 reader blocks the controls.
 """
 
-import asyncio
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence, Sized
@@ -331,13 +330,7 @@ class VideoClient(LiveClient):
 
     async def start_now(self) -> None:
         """Wait for `session.start` and start the session. An invalid one ends the connection."""
-        try:
-            async with asyncio.timeout(self.limits.start_timeout_s):
-                data = await self.receive()
-        except TimeoutError:
-            raise EndpointError(
-                "timeout", "Timeout waiting for session.start", close=WebSocketCloseCode.POLICY
-            ) from None
+        data = await self.receive_first("Timeout waiting for session.start")
         try:
             if not isinstance(data, str):
                 raise EndpointError("invalid_frame", "session.start must be a JSON text message")

@@ -78,7 +78,6 @@ class Int8WeightMethod(OnlineLinearBase):
         replace_parameter(layer, "weight", (weight / scale).round_().to(torch.int8))
         replace_parameter(layer, "weight_scale", scale)
         setattr(layer, _DONE, True)
-        self._kernel = None
         if int8_products(weight.device, self.input_dtype).is_on:
             self._kernel = init_int8_linear_kernel(
                 is_channelwise=True,
