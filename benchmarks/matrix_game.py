@@ -154,6 +154,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     interval_ms = statistics.median(gaps_ms)
     return {
         "variant": args.variant,
+        "model_options": options,
         "size": [args.height, args.width],
         "tiny": args.tiny,
         "sessions": args.sessions,

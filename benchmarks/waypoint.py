@@ -156,6 +156,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     interval_ms = statistics.median(gaps_ms)
     return {
         "release": args.release,
+        "model_options": options,
         "size": [args.height, args.width],
         "tiny": args.tiny,
         "sessions": args.sessions,

@@ -59,6 +59,12 @@ TABLES = {
         "Other world models",
         "One session, whole engine, with VAE decode and transport.",
     ),
+    "small_gpus": (
+        "Small GPUs",
+        "One session with FP8, the tiny decoder and the text encoder on the host, on a large GPU "
+        "whose memory PyTorch was not allowed to use beyond the limit: 1 GiB less than a GPU of "
+        "12 or 16 GiB has. A real small GPU is slower.",
+    ),
     "causal_wan": (
         "Causal Wan",
         "480x832, four denoise steps and the clean-context pass per chunk of 12 frames, "

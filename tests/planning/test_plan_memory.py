@@ -194,7 +194,7 @@ def test_all_models_are_in_one_table(capsys: pytest.CaptureFixture[str]) -> None
     memory.
     """
     lines = plan(capsys, "all").splitlines()
-    assert lines[0].split()[5::2] == ["16", "24", "32", "48", "80", "96", "141"]
+    assert lines[0].split()[5::2] == ["12", "16", "24", "32", "48", "80", "96", "141"]
     held = [[int(count) for count in line[70:].split()] for line in lines[1:]]
     assert len(held) == len(size_names()) * 3 * 2 and all(row == sorted(row) for row in held)
     for on_host, alongside in zip(held[::2], held[1::2], strict=True):

@@ -135,7 +135,10 @@ def _fullest_ranks(model: StreamModel, split: ParallelSplit) -> list[_Rank]:
     """
     decodes = 1 if split.stages == 1 else 2  # the next chunk decodes while results wait for a step
     longer = max(1.0, model.chunk / _WORKSPACE_FRAMES)
-    workspace = decodes * longer * model.autoencoder.workspace * model.area
+    workspace = decodes * model.autoencoder.workspace
+    if model.image or model.video_input:
+        workspace = max(workspace, model.autoencoder.encoder_workspace)
+    workspace *= longer * model.area
     if not model.image:  # ranks do not share the encoder of an image condition
         workspace /= split.decode_ranks
     found = []

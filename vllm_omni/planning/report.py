@@ -11,7 +11,7 @@ from vllm_omni.planning.memory import GPU_BYTES, MemoryPlan, plan_memory, splits
 from vllm_omni.planning.preset_records import speed_of_record
 from vllm_omni.planning.stream_model import ParallelSplit, StreamModel
 
-_GPU_SIZES_GB: Final = (16, 24, 32, 48, 80, 96, 141)
+_GPU_SIZES_GB: Final = (12, 16, 24, 32, 48, 80, 96, 141)
 """Memory of common GPUs."""
 WEIGHT_ITEMSIZES: Final = {"auto": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
 """Bytes of one weight of a block's linear layers; NVFP4 has a scale of one byte for 16 weights."""

@@ -40,6 +40,11 @@ class AutoencoderMemory:
 
     Measured on one H200: peak less held memory. Longer chunks need proportionally more.
     """
+    encoder_workspace: float = 3.5e9
+    """Bytes of the largest transient of its encoder, in the same unit.
+
+    It counts for models with an image condition or video input whose decoder needs less.
+    """
 
 
 TINY_DECODER: Final = AutoencoderMemory(decoder_cache=64 * 2**20, workspace=1.3e9)

@@ -111,6 +111,7 @@ def _autoencoder(config: WaypointConfig, codec: Mapping[str, Any]) -> Autoencode
         encoder_cache=0.0,
         weights=sum(weight.numel() * weight.element_size() for weight in made.parameters()),
         workspace=_WORKSPACE * config.tokens_per_frame / 512,
+        encoder_workspace=0.0,
     )
 
 
