@@ -93,7 +93,7 @@ def test_runs_are_found_by_network_size_and_gpus(tmp_path: Path) -> None:
     """
     model = model_of("causal_wan_1_3b")
     assert find_runs(model_of("longlive"), "H200", 4) == find_runs(model, "H200", 4) != []
-    assert {run.gpus for run in find_runs(model, "H100", 2)} == {1, 2}
+    assert {run.gpus for run in find_runs(model, "H200", 2)} == {1, 2}
     assert find_runs(model_of("causal_wan_1_3b", height=720, width=1280), "H200", 4) == []
     get_family("causal_wan").make_tiny(tmp_path, 0, get_family("causal_wan").layouts[0])
     assert find_runs(model_of(str(tmp_path)), "H200", 4) == []
