@@ -4,7 +4,7 @@ pass of a batch.
 
 It owns parameters and their order of use on this rank (a tensor-parallel part, a pipeline stage, or
 a part of the tokens). It has no sessions, requests or schedules. A family defines the input
-channels (`WanTransformer.channels`) and additions to its blocks (`WanBlock.after_self_attention`).
+channels (`WanTransformer.channels`) and additions to its blocks (for example `WanBlock.attend`).
 
 Precision: linear layers run in the model's dtype. The residual stream (by default), modulation,
 gates, normalisation, rotation, the time MLPs and the head run in fp32.
@@ -115,6 +115,20 @@ class WanBlock(nn.Module):
         )
         self.ffn = FeedForward(config, parallel, fused_ops, quant_config, f"{prefix}.ffn")
 
+    def attend(
+        self,
+        hidden_BTD: Input,
+        items: Sequence[Any],
+        rope: tuple[torch.Tensor, torch.Tensor],
+        exchange: WindowAttention,
+        write_only: bool,
+    ) -> torch.Tensor | None:
+        """Return the update of self-attention, before its gate; arguments as in `SelfAttention`."""
+        attended: torch.Tensor | None = self.self_attn(
+            hidden_BTD, items, rope, self.index, exchange, write_only
+        )
+        return attended
+
     def after_self_attention(
         self,
         x_BTD: torch.Tensor,
@@ -166,7 +180,7 @@ class WanBlock(nn.Module):
             x, hidden = self.fused_ops.after_ffn(
                 x, *update, shift1, scale1, self.eps, dtype, quantized
             )
-        attended = self.self_attn(hidden, items, rope, self.index, exchange, write_only)
+        attended = self.attend(hidden, items, rope, exchange, write_only)
         if attended is None:
             return x, None
         x, hidden = self.after_self_attention(x, attended, gate1, items)
