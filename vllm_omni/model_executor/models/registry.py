@@ -29,6 +29,7 @@ _FAMILY_MODULES = {
     "lingbot_world": "vllm_omni.model_executor.models.lingbot_world.family",
     "causal_wan": "vllm_omni.model_executor.models.causal_wan.family",
     "matrix_game": "vllm_omni.model_executor.models.matrix_game.family",
+    "dreamx_world": "vllm_omni.model_executor.models.dreamx_world.family",
     "waypoint": "vllm_omni.model_executor.models.waypoint.family",
     "wan2_2": "vllm_omni.model_executor.models.wan2_2.family",
     "lance": "vllm_omni.model_executor.models.lance.family",
@@ -65,6 +66,8 @@ ARCHITECTURES = {
     "CausalWanPipeline": "vllm_omni.model_executor.models.causal_wan.pipeline:CausalWanPipeline",
     "DiffusersPipeline": "vllm_omni.model_executor.models.diffusers_pipeline.pipeline:"
     "DiffusersPipeline",
+    "DreamXWorldPipeline": "vllm_omni.model_executor.models.dreamx_world.pipeline:"
+    "DreamXWorldPipeline",
     "LancePipeline": "vllm_omni.model_executor.models.lance.pipeline:LancePipeline",
     "LingBotPretrainPipeline": (
         "vllm_omni.model_executor.models.lingbot_world.pretrain:LingBotPretrainPipeline"
@@ -91,7 +94,7 @@ AR_ARCHITECTURES = {
 }
 """The same for autoregressive models, for which vLLM's own defaults apply."""
 
-MODEL_TYPES = (ROOT_MODEL_TYPE, "null_image", "null_world", "t2v")
+MODEL_TYPES = (ROOT_MODEL_TYPE, "null_image", "null_world", "t2v", "ti2v")
 """Values of `model_type` in the `config.json` at the root of a checkpoint directory, by which
 `vllm serve DIR` selects this package. `t2v` is the original Wan's.
 """

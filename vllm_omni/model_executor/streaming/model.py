@@ -187,6 +187,10 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         """Whether the second, tiny decoder decodes a chunk, because it would be late."""
         return TINY_VAE in request.degradations
 
+    def decoder_of(self, request: DiffusionRequest[Session, Chunk]) -> ChunkLatentsDecoder | None:
+        """Return the decoder of a chunk: `decoder`, or one like it with options of the request."""
+        return self.decoder
+
     def value_layout(self, shape: SessionShape) -> Any:
         """Return the layout of `StreamingSession.own` on this rank, or None without such a
         state."""
@@ -313,17 +317,15 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         self, request: DiffusionRequest[Session, Chunk]
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         session, chunk, meta = request.session, request.work, self.result_meta(request)
-        decoder = None if session.shape.output == "latents" else self.decoder
+        decoder = None if session.shape.output == "latents" else self.decoder_of(request)
         if decoder is None or not decoder.can_be_tiny(session.decoder_cache):
             # the result names only the degradations that took place
             request.degradations = tuple(name for name in request.degradations if name != TINY_VAE)
         if session.shape.output == "latents":
             return meta, {"latents": chunk.latents}
-        assert self.decoder is not None, (
-            "ranks of the last stage decode: one, or all of them together"
-        )
+        assert decoder is not None, "ranks of the last stage decode: one, or all of them together"
         chunk.decoded_from = session.decoder_cache
-        frames, chunk.decoder_cache = self.decoder.decode_frames(
+        frames, chunk.decoder_cache = decoder.decode_frames(
             chunk.latents,
             (session.shape.height, session.shape.width),
             chunk.decoded_from,

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_omni.model_executor.models.lingbot_world import camera as cam
+from vllm_omni.model_executor.models.wan.camera_inputs import read_intrinsics, read_poses
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.testing.parity.lingbot_trajectory import prepare_trajectory
 
@@ -186,15 +187,15 @@ def poses_with(index: tuple[int, ...], value: float) -> torch.Tensor:
 )
 def test_bad_poses_are_named(poses: torch.Tensor, code: str, message: str) -> None:
     with pytest.raises(RequestFailed, match=message) as failure:
-        cam.read_poses(poses, 9)
+        read_poses(poses, 9)
     assert failure.value.code == code
 
 
 def test_poses_of_any_layout_and_float_type_are_read() -> None:
     wanted = torch.stack([pose(x=i) for i in range(9)])
-    assert torch.equal(cam.read_poses(wanted.mT.contiguous().mT, 9), wanted)
-    assert torch.equal(cam.read_poses(wanted.half(), 9), wanted)
-    assert cam.read_poses(poses_with((0, 0, 3), -0.0), 9).dtype == torch.float64
+    assert torch.equal(read_poses(wanted.mT.contiguous().mT, 9), wanted)
+    assert torch.equal(read_poses(wanted.half(), 9), wanted)
+    assert read_poses(poses_with((0, 0, 3), -0.0), 9).dtype == torch.float64
 
 
 @pytest.mark.parametrize(
@@ -212,7 +213,7 @@ def test_poses_of_any_layout_and_float_type_are_read() -> None:
     ids=["[4]", "[N,4]", "[3,3]", "[N,3,3]", "[N,4,4]", "[1,4]"],
 )
 def test_intrinsics_come_in_several_shapes(intrinsics: torch.Tensor) -> None:
-    assert cam.read_intrinsics(intrinsics, 9).tolist() == [[416.0, 417.0, 418.0, 240.0]] * 9
+    assert read_intrinsics(intrinsics, 9).tolist() == [[416.0, 417.0, 418.0, 240.0]] * 9
 
 
 @pytest.mark.parametrize(
@@ -233,7 +234,7 @@ def test_intrinsics_come_in_several_shapes(intrinsics: torch.Tensor) -> None:
 )
 def test_bad_intrinsics_are_named(intrinsics: torch.Tensor, code: str, message: str) -> None:
     with pytest.raises(RequestFailed, match=message) as failure:
-        cam.read_intrinsics(intrinsics, 9)
+        read_intrinsics(intrinsics, 9)
     assert failure.value.code == code
 
 
@@ -246,8 +247,8 @@ def test_fuzzed_poses_are_read_or_refused(data: Any) -> None:
     poses[0, row, column] = data.draw(st.floats(allow_nan=True, allow_infinity=True))
     intrinsics = torch.tensor([data.draw(st.floats(width=32)), 417.0, 418.0, 240.0])
     try:
-        path = cam.read_poses(poses, 9)
-        scaled = cam.scale_intrinsics(cam.read_intrinsics(intrinsics, 9), 16, 16)
+        path = read_poses(poses, 9)
+        scaled = cam.scale_intrinsics(read_intrinsics(intrinsics, 9), 16, 16)
     except RequestFailed:
         return
     rays = cam.camera_map(cam.relative_poses(path)[:2], scaled[:2], 16, 16)
@@ -267,7 +268,7 @@ def test_a_path_in_chunks_equals_the_originals_whole_path() -> None:
         (range(3, 6), slice(9, 21)),
         (range(6, 9), slice(21, 33)),
     ):
-        path = cam.per_latent(cam.read_poses(clip[pixels], len(clip[pixels])), frames)
+        path = cam.per_latent(read_poses(clip[pixels], len(clip[pixels])), frames)
         parts.append(cam.scaled_translations(cam.relative_poses(path, before), scale))
         before = path[-1]
     torch.testing.assert_close(torch.cat(parts), whole.relative_N44.double(), atol=1e-5, rtol=0)

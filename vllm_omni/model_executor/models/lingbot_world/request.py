@@ -21,6 +21,7 @@ from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.models.lingbot_world import camera as cam
 from vllm_omni.model_executor.models.lingbot_world.config import ControlType, LingBotOptions
 from vllm_omni.model_executor.models.lingbot_world.state import ChunkInputs, LingBotSession
+from vllm_omni.model_executor.models.wan.camera_inputs import read_intrinsics, read_poses
 from vllm_omni.model_executor.streaming.request import (
     check_tensors,
     check_unchanged,
@@ -173,7 +174,7 @@ def _read_camera(
         )
     intrinsics = request.tensors.get("intrinsics")
     if intrinsics is not None:
-        given = cam.per_latent(cam.read_intrinsics(intrinsics, pixel_frames), frames)
+        given = cam.per_latent(read_intrinsics(intrinsics, pixel_frames), frames)
         intrinsics_F4 = cam.scale_intrinsics(given, shape.height, shape.width)
     elif actions is not None:
         focal = None if world is None else world.focal
@@ -199,7 +200,7 @@ def _read_camera(
             before = origin
     else:
         assert poses is not None
-        path = cam.per_latent(cam.read_poses(poses, pixel_frames), frames)
+        path = cam.per_latent(read_poses(poses, pixel_frames), frames)
         tail = cam.CameraTail.at(path[-1], None if last is None else last.start)
         if start_44 is not None:
             tail = replace(tail, start=cam.WorldStart(start_44, path[0].clone()))

@@ -53,8 +53,19 @@ def cut_image(image_HWC: torch.Tensor, height: int, width: int) -> torch.Tensor:
     Matrix-Game.
     """
     cut = Image.fromarray(image_HWC.cpu().numpy()).crop(middle_box(image_HWC, height, width))
-    resized = torch.from_numpy(np.array(cut.resize((width, height), Image.Resampling.BILINEAR)))
-    return (resized.permute(2, 0, 1)[None, :, None].float() / 255) * 2 - 1
+    return pixels_of(resize_image(torch.from_numpy(np.array(cut)), height, width))
+
+
+def resize_image(image_HWC: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Resize a uint8 image, bilinear with antialiasing, by Pillow on the host. The aspect ratio is
+    not kept."""
+    image = Image.fromarray(image_HWC.cpu().numpy())
+    return torch.from_numpy(np.array(image.resize((width, height), Image.Resampling.BILINEAR)))
+
+
+def pixels_of(image_HWC: torch.Tensor) -> torch.Tensor:
+    """Return a uint8 image as the VAE takes it, [1, 3, 1, H, W] in [-1, 1], fp32."""
+    return (image_HWC.permute(2, 0, 1)[None, :, None].float() / 255) * 2 - 1
 
 
 def middle_box(image_HWC: torch.Tensor, height: int, width: int) -> tuple[int, int, int, int]:

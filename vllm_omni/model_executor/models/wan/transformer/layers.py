@@ -36,6 +36,7 @@ from vllm_omni.model_executor.layers.linear.linear import (
 from vllm_omni.model_executor.layers.linear.quantized_input import Input, quantized
 from vllm_omni.model_executor.models.wan.architecture import WanConfig
 from vllm_omni.model_executor.models.wan.transformer.fused_ops import FusedOps
+from vllm_omni.model_executor.models.wan.transformer.timesteps import TimestepEmbeddings
 
 
 class AttentionItem(WindowItem, Protocol):
@@ -92,7 +93,7 @@ class SelfAttention(nn.Module):
         """Write K/V of `layer` into the windows, then attend. Return None after the write if
         `write_only`."""
         q, k, v = self.qkv(x_BTD).chunk(3, dim=-1)
-        squares_q, squares_k = _squares_of_all_ranks(self.fused_ops, self.parallel, q, k)
+        squares_q, squares_k = squares_of_all_ranks(self.fused_ops, self.parallel, q, k)
         q = self.fused_ops.rms_rope(q, squares_q, self.norm_q.weight, *rope, self.dim, self.eps)
         buffers = exchange.buffers(items, layer)
         if buffers is None:
@@ -156,7 +157,7 @@ class CrossAttention(nn.Module):
         return torch.stack((self._normed(k, self.norm_k), v)).unflatten(-1, (-1, self.head_dim))
 
     def _normed(self, x_TD: torch.Tensor, norm: ChannelWeight) -> torch.Tensor:
-        (squares,) = _squares_of_all_ranks(self.fused_ops, self.parallel, x_TD)
+        (squares,) = squares_of_all_ranks(self.fused_ops, self.parallel, x_TD)
         return self.fused_ops.rms_scale(x_TD, squares, norm.weight, self.dim, self.eps)
 
     def forward(self, x_BTD: Input, items: Sequence[AttentionItem], index: int) -> torch.Tensor:
@@ -200,8 +201,8 @@ class OutputHead(nn.Module):
         patch = config.patch_size[1] * config.patch_size[2]
         self.head = nn.Linear(config.dim, config.out_channels * patch)
 
-    def forward(self, x_BTD: torch.Tensor, time_BD: torch.Tensor) -> torch.Tensor:
-        shift, scale = (self.modulation.float() + time_BD.unsqueeze(1)).unsqueeze(2).unbind(1)
+    def forward(self, x_BTD: torch.Tensor, times: TimestepEmbeddings) -> torch.Tensor:
+        shift, scale = times.plus(self.modulation)
         hidden = self.fused_ops.modulated_norm(x_BTD, shift, scale, self.eps, torch.float32)
         return linear_fp32(self.head, hidden)
 
@@ -250,7 +251,7 @@ def linear_fp32(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def _squares_of_all_ranks(
+def squares_of_all_ranks(
     fused_ops: FusedOps, parallel: ParallelContext, *parts: torch.Tensor
 ) -> Sequence[torch.Tensor | None]:
     """Sum squares over the channels of all ranks in one collective. Return None if a rank has all

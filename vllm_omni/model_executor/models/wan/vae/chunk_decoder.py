@@ -150,7 +150,7 @@ class ChunkDecoder:
             _JOINED_CELLS, largest_cells * max(1, _JOINED_CELLS // largest_cells)
         )
         self.tiny = tiny
-        self._rounding = rounding
+        self.rounding = rounding
         self._restarts = continuation == "restart"
         self._num_retained = max(
             RESTART_LATENTS if self._restarts else 0, REACH if tiny is not None else 0
@@ -206,7 +206,7 @@ class ChunkDecoder:
         """Return `decode` as uint8 frames [T, H, W, 3], or None on ranks other than the first if
         ranks decode bands."""
         pixels, state = self.decode(latents_CFhw.unsqueeze(0), before, tiny=tiny)
-        frames = to_uint8(pixels, self._rounding)
+        frames = to_uint8(pixels, self.rounding)
         if tiny or not isinstance(self.main, StreamingWanVAE) or self.main.bands is None:
             return frames, state
         return self.main.bands.join_frames(frames), state
@@ -216,7 +216,7 @@ class ChunkDecoder:
     ) -> list[tuple[torch.Tensor, DecoderState]]:
         """Return `decode_together` as uint8 frames [T, H, W, 3]."""
         decoded = self.decode_together([latents.unsqueeze(0) for latents in latents_CFhw], before)
-        return [(to_uint8(pixels, self._rounding), state) for pixels, state in decoded]
+        return [(to_uint8(pixels, self.rounding), state) for pixels, state in decoded]
 
     def most_streams(self, before: DecoderState | None, latents_CFhw: torch.Tensor) -> int:
         """Return how many chunks like this one can be decoded together (`decode_together`). 1

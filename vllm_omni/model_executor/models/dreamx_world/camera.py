@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Convert held keys or a client's poses to the matrices of the camera branch.
+
+A pose is camera-to-world, 4x4, with OpenCV axes (x right, y down, z forward). A latent frame has
+the pose of its first video frame. The network receives each view matrix (world to camera) relative
+to a reference pose, multiplied by the focal lengths, and its inverse. Everything is computed in
+fp64 and rounded once to fp32.
+"""
+
+# P video frames of a chunk, F latent frames of a chunk
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_omni.actions import CAMERA_SPACE, ActionFrames
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.interfaces import DiffusionRequest
+from vllm_omni.model_executor.models.dreamx_world.config import (
+    FOCAL_PIXELS,
+    REFERENCE_SIZE,
+    DreamXOptions,
+)
+from vllm_omni.model_executor.models.wan.camera_inputs import read_intrinsics, read_poses
+from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
+from vllm_omni.model_executor.streaming.request import read_action_frames
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.worlds.movement import inverse_poses, rotation
+
+ACTION_SPACE = CAMERA_SPACE
+"""The eight keys, or poses."""
+
+
+@dataclass(frozen=True, eq=False)
+class CameraState:
+    """State of a session's camera between two chunks. Immutable, fp64 on the host."""
+
+    pose_44: torch.Tensor
+    """Pose of the last video frame, from which keys continue."""
+    reference_44: torch.Tensor
+    """Pose that the next chunk's poses are relative to."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"camera.pose": self.pose_44, "camera.reference": self.reference_44}
+
+    def to(self, device: torch.device | str) -> "CameraState":
+        """Return this state, which stays on the host."""
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkCamera:
+    """The camera of one chunk."""
+
+    matrices_2F44: torch.Tensor
+    """The projection P of each latent frame and its inverse, fp32."""
+    after: CameraState
+    """State after the chunk."""
+
+
+def read_camera(
+    request: DiffusionRequest,
+    chunk_index: int,
+    before: CameraState | None,
+    plan: ChunkPlan,
+    options: DreamXOptions,
+) -> ChunkCamera:
+    """Read the keys or poses of a chunk.
+
+    Args:
+        request: The request.
+        chunk_index: Index of the chunk.
+        before: State of the camera. None: the session starts.
+        plan: Chunks of the session.
+        options: Options of the server.
+
+    Raises:
+        RequestFailed: `invalid_camera`, `non_finite_pose` or `invalid_action`.
+    """
+    frames, pixels = plan.frames(chunk_index), plan.pixel_frames(chunk_index)
+    firsts = [plan.rate.first_frame(frame) - pixels.start for frame in frames]
+    poses, params = request.tensors.get("poses"), request.params
+    if poses is None:
+        if "intrinsics" in request.tensors:
+            raise RequestFailed(
+                "invalid_camera", "intrinsics belong to the tensor `poses`; keys take none"
+            )
+        keys = read_action_frames(params, request.tensors, ACTION_SPACE, plan, chunk_index)
+        start = torch.eye(4, dtype=torch.float64) if before is None else before.pose_44
+        path_P44 = walk(keys, start, options.key_step, options.key_degrees)
+    else:
+        _refuse_keys(params, request)
+        path_P44 = _read_path(poses, len(pixels), len(frames))
+    focal_F2 = _focal_lengths(request.tensors.get("intrinsics"), path_P44, firsts)
+    poses_F44 = path_P44 if len(path_P44) == len(frames) else path_P44[firsts]
+    reference_44 = poses_F44[0] if before is None else before.reference_44
+    views_F44 = inverse_poses(poses_F44) @ reference_44
+    after = CameraState(
+        path_P44[-1].clone(),
+        reference_44.clone() if options.camera_reference == "start" else poses_F44[-1].clone(),
+    )
+    return ChunkCamera(projections(views_F44, focal_F2), after)
+
+
+def walk(keys: ActionFrames, start_44: torch.Tensor, step: float, degrees: float) -> torch.Tensor:
+    """Move the camera by the keys of each video frame. The camera rotates, then moves along its own
+    axes.
+
+    Args:
+        keys: Held keys of each video frame.
+        start_44: Pose of the video frame before.
+        step: Movement of a key, in units of the poses.
+        degrees: Rotation of a key.
+
+    Returns:
+        Poses [P, 4, 4].
+    """
+    held = dict(zip(ACTION_SPACE.button_names, keys.buttons_NB.double().unbind(1), strict=True))
+    turns_P33 = rotation(1, degrees * (held["l"] - held["j"])) @ rotation(
+        0, degrees * (held["i"] - held["k"])
+    )
+    still = torch.zeros_like(held["w"])
+    moves_P3 = step * torch.stack((held["d"] - held["a"], still, held["w"] - held["s"]), dim=1)
+    pose_44, path = start_44, []
+    for turn_33, move_3 in zip(turns_P33, moves_P3, strict=True):
+        pose_44 = pose_44.clone()
+        pose_44[:3, :3] = pose_44[:3, :3] @ turn_33
+        pose_44[:3, 3] += pose_44[:3, :3] @ move_3
+        path.append(pose_44)
+    return torch.stack(path)
+
+
+def trained_focal(num_frames: int) -> torch.Tensor:
+    """Return the focal lengths of the training videos, divided by width and height, fp64 [F, 2]."""
+    width, height = REFERENCE_SIZE
+    row = torch.tensor([FOCAL_PIXELS / width, FOCAL_PIXELS / height], dtype=torch.float64)
+    return row.expand(num_frames, 2)
+
+
+def projections(views_F44: torch.Tensor, focal_F2: torch.Tensor) -> torch.Tensor:
+    """Return P = diag(fx, fy, 1, 1) V and its inverse, fp32 [2, F, 4, 4].
+
+    Args:
+        views_F44: View matrices V relative to the reference, fp64.
+        focal_F2: fx and fy, divided by width and height.
+    """
+    scale_F4 = torch.cat((focal_F2, torch.ones_like(focal_F2)), dim=1)
+    inverses_F44 = inverse_poses(views_F44) / scale_F4.unsqueeze(1)
+    return torch.stack((scale_F4.unsqueeze(2) * views_F44, inverses_F44)).float()
+
+
+def _refuse_keys(params: DiffusionParams, request: DiffusionRequest) -> None:
+    if params.actions is not None or "buttons" in request.tensors:
+        raise RequestFailed(
+            "invalid_camera", "send the tensor `poses` or `actions` (keys): one of the two"
+        )
+
+
+def _read_path(poses: torch.Tensor, num_pixels: int, num_frames: int) -> torch.Tensor:
+    """Check poses, one for each video frame or for each latent frame of a chunk."""
+    of_latents = poses.dim() == 3 and len(poses) == num_frames
+    path_P44 = read_poses(poses, num_frames if of_latents else num_pixels).clone()
+    # Nearly a rotation: its transpose is the inverse only after this.
+    left, _, right = torch.linalg.svd(path_P44[:, :3, :3])
+    path_P44[:, :3, :3] = left @ right
+    path_P44[:, 3] = torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64)
+    return path_P44
+
+
+def _focal_lengths(
+    intrinsics: torch.Tensor | None, path_P44: torch.Tensor, firsts: list[int]
+) -> torch.Tensor:
+    """Return fx and fy of each latent frame, divided by width and height. Default: as trained."""
+    if intrinsics is None:
+        return trained_focal(len(firsts))
+    values_P4 = read_intrinsics(intrinsics, len(path_P44))
+    size = torch.tensor(REFERENCE_SIZE, dtype=torch.float64)
+    focal_P2 = values_P4[:, :2] / size
+    return focal_P2 if len(path_P44) == len(firsts) else focal_P2[firsts]

@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The DreamX-World pipeline: chunks of four denoise steps and a context pass at t = 0.1.
+
+    x = noise(seed, chunk, 0)
+    for i, t in enumerate(timesteps):
+        v  = transformer(x, camera, t)                       denoise_step
+        x0 = x - sigma_i v                                   step_scheduler
+        x  = (1 - s) x0 + s noise(seed, chunk, i + 1)
+    transformer(x0, camera, 0.1)  # writes K/V               last denoise_step
+    frames = correct_colours(vae.decode(x0))                 post_decode
+    advance the session                                      commit
+
+In the first chunk, latent frame 0 of x is the start image's in every step, at timestep 0.
+Positions are those of the window's slots. Attention depends on differences of positions only, so
+frames keep their absolute positions and the sink frames move along (`SinkWindow`).
+
+`DreamXWorld` is the model and does not depend on the engine; vLLM loads `DreamXWorldPipeline`,
+which owns it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import torch
+
+from vllm_omni.actions import ACTION_TENSORS
+from vllm_omni.config import parse_options
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
+from vllm_omni.model_executor.layers.kv_cache.sink_window import (
+    SinkWindow,
+    sink_window_extra_nbytes,
+)
+from vllm_omni.model_executor.layers.kv_cache.window import KVWindow, kv_window_nbytes
+from vllm_omni.model_executor.layers.lora.target import AdapterTarget
+from vllm_omni.model_executor.models.dreamx_world.camera import (
+    ACTION_SPACE,
+    CameraState,
+    ChunkCamera,
+    read_camera,
+)
+from vllm_omni.model_executor.models.dreamx_world.checkpoint import (
+    CheckpointLayout,
+    adapter_target,
+    find_layout,
+    load_transformer,
+)
+from vllm_omni.model_executor.models.dreamx_world.config import (
+    DreamXConfig,
+    DreamXOptions,
+    check_sinks,
+    read_stream,
+    rounded_timestep,
+)
+from vllm_omni.model_executor.models.dreamx_world.transformer import DreamXTransformer, PosedItem
+from vllm_omni.model_executor.models.wan.chunk_setup import (
+    WanChunkSetup,
+    build_autoencoders,
+    build_text_encoder,
+    load_parts,
+)
+from vllm_omni.model_executor.models.wan.images.files import cut_image
+from vllm_omni.model_executor.models.wan.images.image_condition import image_warmup
+from vllm_omni.model_executor.models.wan.text_encoder.prompts import SharedPrompts
+from vllm_omni.model_executor.models.wan.vae.color_correction import CorrectingDecoder
+from vllm_omni.model_executor.schedules import ChunkNoise, FewStepSchedule
+from vllm_omni.model_executor.streaming.model import (
+    ChunkLatentsDecoder,
+    StreamingModel,
+    build_transformer,
+)
+from vllm_omni.model_executor.streaming.request import (
+    check_tensors,
+    check_unchanged,
+    check_unused,
+    read_image,
+    read_seed,
+)
+from vllm_omni.model_executor.streaming.session import (
+    SessionScalars,
+    SessionShape,
+    StreamingChunk,
+    StreamingSession,
+)
+from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.tensors.saved import SavedTensors
+
+_TENSORS = ("image", "poses", "intrinsics", *ACTION_TENSORS)
+
+
+class DreamXSession(StreamingSession[KVWindow, CameraState]):
+    """A DreamX-World session. Its own value is the state of the camera."""
+
+    def restore_values(
+        self, retained: SessionScalars, saved: SavedTensors, device: torch.device
+    ) -> CameraState:
+        pose, reference = (
+            saved.take_tensor(f"camera.{name}", "cpu", torch.float64, [4, 4])
+            for name in ("pose", "reference")
+        )
+        return CameraState(pose, reference)
+
+
+@dataclass(eq=False, kw_only=True)
+class DreamXChunk(StreamingChunk[KVWindow, CameraState]):
+    """One chunk in flight. `own` is the state of the camera after it."""
+
+    schedule: FewStepSchedule
+    """Denoise steps of the chunk."""
+    color_correction: float
+    """Strength of the colour correction."""
+    camera: torch.Tensor | None = None
+    """Matrices of the camera (`PosedItem.camera`). None on the VAE stage."""
+    image: torch.Tensor | None = None
+    """Latents of the start image [C, 1, h, w], which is the chunk's first frame. None: a later
+    chunk."""
+
+
+class ChunkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`DiffusionParams.options` of one chunk."""
+
+    color_correction: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    """Strength of the colour correction of this chunk's frames. Default: the server's."""
+
+
+@dataclass(frozen=True)
+class ChunkInputs:
+    """A checked request."""
+
+    prompt: str
+    """Prompt of the chunk."""
+    seed: int
+    """Seed of the noise."""
+    image: torch.Tensor | None
+    """Start image of a session's first chunk, uint8 [H, W, 3] of any size."""
+    camera: ChunkCamera
+    """The camera of the chunk."""
+    color_correction: float
+    """Strength of the colour correction."""
+
+
+Request = DiffusionRequest[DreamXSession, DreamXChunk]
+
+
+def read_chunk(request: Request, served: DreamXOptions) -> ChunkInputs:
+    """Check the request of one chunk against its session. Raises `RequestFailed`."""
+    params, session = request.params, request.session
+    session.window.check_frames(session.next_frames())
+    check_unused(params, actions=True)
+    check_unchanged(params, session.shape, {})
+    check_tensors(request.tensors, _TENSORS)
+    first = session.chunk_index == 0
+    image = read_image(request.tensors.get("image"), first_chunk=first)
+    if image is not None and not first:
+        raise RequestFailed(
+            "invalid_image",
+            "a session has one start image; reset the session to start from another",
+        )
+    prompt = session.prompt if params.prompt is None else params.prompt
+    if not prompt:
+        raise RequestFailed(
+            "invalid_request", "prompt must not be empty; a session's first chunk needs one"
+        )
+    try:
+        strength = parse_options(ChunkOptions, params.options, "options").color_correction
+    except ValueError as error:
+        raise RequestFailed("invalid_request", str(error)) from error
+    return ChunkInputs(
+        prompt=prompt,
+        seed=read_seed(params, session.seed),
+        image=image,
+        camera=read_camera(request, session.chunk_index, session.own, session.plan, served),
+        color_correction=served.color_correction if strength is None else strength,
+    )
+
+
+class DreamXSetup(WanChunkSetup[DreamXConfig, DreamXOptions]):
+    """Arguments of `DreamXWorld`, from `hf_config(...)["dreamx_world"]`."""
+
+    read_stream = staticmethod(read_stream)
+
+    layout: CheckpointLayout
+
+
+class DreamXWorld(StreamingModel[DreamXSession, DreamXChunk]):
+    """Implements `SupportsStepExecution` for the part of the model that this rank holds."""
+
+    session_type = DreamXSession
+    session_windows = True
+    action_space = ACTION_SPACE
+
+    config: DreamXConfig
+    options: DreamXOptions
+
+    def __init__(self, setup: DreamXSetup) -> None:
+        super().__init__(setup)
+        rounded = setup.options.rounds_timesteps(setup.dtype)
+        self.schedule = setup.options.schedule(rounded=rounded)
+        context = setup.options.context_timestep
+        self.context_timestep = rounded_timestep(context) if rounded else context
+        self.text_encoder = build_text_encoder(setup)
+        self.image_encoder = None
+        self.transformer = build_transformer(setup, DreamXTransformer)
+        # On every rank with layers: the first ones read the image's latents, the last ones keep
+        # them.
+        self.vae, self.tiny_vae, decoder = build_autoencoders(
+            setup, encodes=not setup.parallel.is_vae_stage, rounding="truncate"
+        )
+        self.decoder = (
+            None
+            if decoder is None
+            else CorrectingDecoder(decoder, setup.options.color_correction, compiled=setup.compiled)
+        )
+        self.prompts = SharedPrompts(self.transformer.cross_attention_kv)
+        self._wants_tiny_vae = setup.wants_tiny_vae
+
+    def load_checkpoint(self, layout: CheckpointLayout) -> None:
+        def load() -> None:
+            load_transformer(self.transformer, layout.open_transformer(), self.config)
+
+        load_parts(self, layout, load, self._wants_tiny_vae)
+
+    def adapter_targets(self) -> dict[str, AdapterTarget]:
+        return {"transformer": adapter_target(self.transformer, self.config)}
+
+    # -- sessions ----------------------------------------------------------------------------------
+
+    def read_shape(self, params: DiffusionParams) -> SessionShape:
+        shape = super().read_shape(params)
+        self.vae.check_height(shape.height)
+        try:
+            check_sinks(self.plan_of(shape))
+        except ValueError as error:
+            raise RequestFailed("invalid_request", str(error)) from error
+        return shape
+
+    def window_nbytes(self, shape: SessionShape) -> int:
+        sizes, plan = self._window_sizes(shape), self.plan_of(shape)
+        total = kv_window_nbytes(window_frames=plan.window_frames, **sizes)
+        if self._moves_sinks(shape):
+            total += sink_window_extra_nbytes(sink_frames=plan.sink_frames, **sizes)
+        return total
+
+    def make_window(self, shape: SessionShape) -> KVWindow:
+        plan = self.plan_of(shape)
+        sizes = {
+            **self._window_sizes(shape),
+            "window_frames": plan.window_frames,
+            "sink_frames": plan.sink_frames,
+            "device": self.transformer.device,
+            "rings": self.transformer.rings,
+        }
+        return SinkWindow(moving=True, **sizes) if self._moves_sinks(shape) else KVWindow(**sizes)
+
+    def _moves_sinks(self, shape: SessionShape) -> bool:
+        plan = self.plan_of(shape)
+        return 0 < plan.sink_frames < plan.window_frames
+
+    def _window_sizes(self, shape: SessionShape) -> dict[str, Any]:
+        tokens = self.config.tokens_per_frame(shape.height, shape.width)
+        return {**self.transformer.window_sizes(tokens), "storage": self.kv_dtype}
+
+    def own_bytes(self, shape: SessionShape) -> int:
+        return 2 * 16 * torch.float64.itemsize
+
+    def warmup_inputs(self) -> list[Inputs]:
+        return image_warmup(self.omni, self.action_space)
+
+    # -- one chunk ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def prepare_encode(self, request: Request) -> None:
+        session, device = request.session, self.transformer.device
+        inputs = read_chunk(request, self.options)
+        frames, shape = session.next_frames(), session.shape
+        cells = self.config.latent_size(shape.height, shape.width)
+        size = (self.config.out_channels, len(frames), *cells)
+        given: dict[str, Any] = {
+            "prompt": inputs.prompt,
+            "seed": inputs.seed,
+            "own": inputs.camera.after,
+            "color_correction": inputs.color_correction,
+        }
+        if self.text_encoder is None:
+            request.state = DreamXChunk.to_decode(
+                frames, self.schedule, size, session.window, **given
+            )
+            request.num_steps = 1  # not used on a VAE stage
+            return
+        noise = ChunkNoise(size, inputs.seed, session.chunk_index, device)
+        latents, image = noise.draw(0), None
+        if inputs.image is not None:
+            with request.timer.stage("image"):
+                pixels = cut_image(inputs.image, shape.height, shape.width).to(device)
+                image = self.vae.encode(pixels, None)[0][0].float()
+            latents[:, :1] = image
+        with request.timer.stage("text"):
+            known = (
+                inputs.prompt == session.prompt
+                and session.cross_kv is not None
+                and request.same_adapters
+            )
+            text = None if known else self.text_encoder.encode(inputs.prompt, device)
+        request.state = DreamXChunk(
+            frames=frames,
+            schedule=self.chunk_schedule(request, self.schedule),
+            latents=latents,
+            noise=noise,
+            rope=self.transformer.rope(frames, size),
+            text=text,
+            window=session.window,
+            cross_kv=session.cross_kv if known else None,
+            camera=self.transformer.camera(inputs.camera.matrices_2F44, size),
+            image=image,
+            **given,
+        )
+        request.clean_passes = self.clean_passes(request.work, session.plan)
+        request.num_steps = request.work.schedule.num_steps + request.clean_passes
+
+    def start_step(self, request: Request) -> None:
+        """Compute the prompt's K/V and move the sink frames, once per chunk. Collective under
+        tensor parallelism."""
+        chunk = request.work
+        if chunk.cross_kv is None:
+            assert chunk.text is not None
+            chunk.cross_kv = self.prompts.get(chunk.prompt, chunk.text)
+        if request.step == 0 and isinstance(chunk.window, SinkWindow):
+            chunk.window.open(chunk.frames)
+
+    def items(self, request: Request) -> list[PosedItem]:
+        chunk = request.work
+        assert chunk.cross_kv is not None and chunk.camera is not None
+        step = chunk.denoise_index(request.step)
+        given = step is not None and chunk.image is not None
+        item = PosedItem(
+            latents=chunk.latents,
+            timestep=self.context_timestep if step is None else chunk.schedule.timesteps[step],
+            clean_tokens=chunk.window.tokens_per_frame if given else 0,
+            frames=chunk.frames,
+            rope=chunk.rope,
+            cross_kv=chunk.cross_kv,
+            window=chunk.window,
+            camera=chunk.camera,
+        )
+        return [item]
+
+    @torch.no_grad()
+    def step_scheduler(self, batch: Sequence[Request], prediction: torch.Tensor) -> None:
+        super().step_scheduler(batch, prediction)
+        for request in batch:
+            if request.work.image is not None:
+                request.work.latents[:, :1] = request.work.image
+
+    def decoder_of(self, request: Request) -> ChunkLatentsDecoder | None:
+        if self.decoder is None:
+            return None
+        return self.decoder.with_strength(request.work.color_correction)
+
+
+class DreamXWorldPipeline(CheckpointPipeline[CheckpointLayout]):
+    """Owns a `DreamXWorld`. vLLM's model loader builds it and loads its weights."""
+
+    def find_layout(self, path: Path) -> CheckpointLayout:
+        return find_layout(path)
+
+    def build_model(self, served: ServedCheckpoint[CheckpointLayout]) -> DreamXWorld:
+        return DreamXWorld(DreamXSetup.served(served.hf_config.dreamx_world, served))
