@@ -25,10 +25,10 @@ from vllm_omni.model_executor.models.wan.transformer.fused_ops import FusedOps
 from vllm_omni.model_executor.models.wan.transformer.layers import (
     OutputHead,
     embed_time,
-    linear_fp32,
     unpatchify,
 )
-from vllm_omni.model_executor.models.wan.transformer.transformer import WanBlock, WanTransformer
+from vllm_omni.model_executor.models.wan.transformer.timesteps import TimestepEmbeddings
+from vllm_omni.model_executor.models.wan.transformer.transformer import WanTransformer
 from vllm_omni.model_executor.models.wan2_2.config import Wan22Config
 
 
@@ -76,55 +76,9 @@ class VideoItem:
         return range(self.inputs.shape[1])
 
 
-@dataclass(frozen=True)
-class TimestepEmbeddings:
-    """Embeddings of a forward pass's timesteps, with K vectors each: 1 for the head, 6 for a
-    block."""
-
-    row_BKD: torch.Tensor
-    """Embedding of each batch entry's timestep, fp32."""
-    clean_KD: torch.Tensor | None = None
-    """Embedding of timestep 0, fp32. None: no token is clean."""
-    clean_BT1: torch.Tensor | None = None
-    """Whether each token is clean. None: no token is clean."""
-
-    def plus(self, table_1KD: torch.Tensor) -> list[torch.Tensor]:
-        """Return the sum of each of the table's K vectors and the time embedding, broadcastable to
-        [B, T, D]. `self` has K vectors or one."""
-        table = table_1KD.float()
-        items = (table + self.row_BKD).unsqueeze(2).unbind(1)
-        if self.clean_BT1 is None or self.clean_KD is None:
-            return list(items)
-        clean = (table[0] + self.clean_KD).unbind(0)
-        return [
-            torch.where(self.clean_BT1, one, item) for one, item in zip(clean, items, strict=True)
-        ]
-
-
-class TimedBlock(WanBlock):
-    """A transformer block in which a token uses the timestep of its batch entry or, if the token is
-    clean, timestep 0."""
-
-    def modulate(self, time: TimestepEmbeddings) -> list[torch.Tensor]:
-        return time.plus(self.modulation)
-
-
-class TimedHead(OutputHead):
-    """An output head in which a token uses the timestep of its batch entry or, if the token is
-    clean, timestep 0."""
-
-    def forward(self, x_BTD: torch.Tensor, times: TimestepEmbeddings) -> torch.Tensor:  # type: ignore[override]
-        shift, scale = times.plus(self.modulation)
-        return linear_fp32(
-            self.head, self.fused_ops.modulated_norm(x_BTD, shift, scale, self.eps, torch.float32)
-        )
-
-
 class Wan22Transformer(WanTransformer[Wan22Config]):
     """This rank's part of one network. Parameters are uninitialised, in torch's default dtype and
     device."""
-
-    block_type = TimedBlock
 
     def __init__(
         self,
@@ -145,7 +99,7 @@ class Wan22Transformer(WanTransformer[Wan22Config]):
             prefix=prefix,
         )
         if self.parallel.last_stage:
-            self.head = TimedHead(config, fused_ops)
+            self.head = OutputHead(config, fused_ops)
         self.requires_grad_(False)
 
     def channels(self, item: VideoItem) -> torch.Tensor:

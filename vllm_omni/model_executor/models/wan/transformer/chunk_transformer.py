@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Final, Protocol
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
+from vllm_omni.model_executor.device_async import to_device
 from vllm_omni.model_executor.layers.attention.attention import stack
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs, Inputs
@@ -31,6 +32,7 @@ from vllm_omni.model_executor.models.wan.transformer.layers import (
     embed_time,
     unpatchify,
 )
+from vllm_omni.model_executor.models.wan.transformer.timesteps import TimestepEmbeddings
 from vllm_omni.model_executor.models.wan.transformer.transformer import Config, WanTransformer
 
 _KEPT_TIMESTEPS = 128
@@ -74,6 +76,9 @@ class ChunkItem:
     """[layers, 2, S, N, H] from `cross_attention_kv`, for the layers of this stage."""
     window: GraphView
     """K/V window, written at `frames`."""
+    clean_tokens: int = 0
+    """Leading tokens of the chunk, over all ranks, at timestep 0 instead of `timestep`, because
+    they are clean from the start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,12 +163,9 @@ class ChunkTransformer(WanTransformer[Config]):
         Returns:
             [B, 16, F, h, w] fp32 on the last stage; hidden states on earlier stages.
         """
-        times = [self._time(batch_item.timestep) for batch_item in items]
-        time_BD = stack([time for time, _ in times])
-        time_B6D = stack([modulation for _, modulation in times])
+        inputs = self._time_inputs(items)
         if self.graphs is None:
-            return self._predict(items, hidden_BTD, time_BD, time_B6D, kv_only)
-        inputs = {"time": time_BD, "modulation": time_B6D}
+            return self._predict(items, hidden_BTD, inputs, kv_only)
         if hidden_BTD is not None:
             inputs["hidden"] = hidden_BTD
         for number, batch_item in enumerate(items):
@@ -171,13 +173,13 @@ class ChunkTransformer(WanTransformer[Config]):
                 f"{number} {name}": tensor for name, tensor in self._moving(batch_item).items()
             }
         if len(items) > 1 and sum(tensor.nbytes for tensor in inputs.values()) > _MOST_JOINED_BYTES:
-            return self._predict(items, hidden_BTD, time_BD, time_B6D, kv_only)
+            return self._predict(items, hidden_BTD, inputs, kv_only)
         # a closed window drops its memory
         held = [replace(batch_item, window=copy.copy(batch_item.window)) for batch_item in items]
 
         def predict(own: Inputs) -> torch.Tensor:
             placed = [self._placed(number, item, own) for number, item in enumerate(held)]
-            return self._predict(placed, own.get("hidden"), own["time"], own["modulation"], kv_only)
+            return self._predict(placed, own.get("hidden"), own, kv_only)
 
         kind = None  # the same chunks are rarely batched together again
         if len(items) == 1:
@@ -229,20 +231,49 @@ class ChunkTransformer(WanTransformer[Config]):
         self,
         items: Sequence[Any],
         hidden_BTD: torch.Tensor | None,
-        time_BD: torch.Tensor,
-        time_B6D: torch.Tensor,
+        times: Inputs,
         kv_only: bool,
     ) -> torch.Tensor:
-        """Run `forward` from the time embeddings."""
+        """Run `forward` from the result of `_time_inputs`."""
         latents = items[0].latents
         num_tokens = self.num_tokens(latents)
-        x = self.through_blocks(items, hidden_BTD, time_B6D, num_tokens, kv_only=kv_only)
+        marks_BT1 = times.get("clean tokens")
+        block_times = TimestepEmbeddings(
+            times["modulation"], times.get("clean modulation"), marks_BT1
+        )
+        head_times = TimestepEmbeddings(
+            times["time"].unsqueeze(1), times.get("clean time"), marks_BT1
+        )
+        x = self.through_blocks(items, hidden_BTD, block_times, num_tokens, kv_only=kv_only)
         if not self.parallel.last_stage:
             return x
         if kv_only:
             return latents.new_zeros(len(items), *latents.shape)
-        patches = self.parallel.gather_tokens(self.head(x, time_BD), num_tokens)
+        patches = self.parallel.gather_tokens(self.head(x, head_times), num_tokens)
         return unpatchify(patches, latents.shape[1:])
+
+    def _time_inputs(self, items: Sequence[Any]) -> Inputs:
+        """Return the time embeddings of a batch by name: `time` [B, D] and `modulation` [B, 6, D].
+
+        If a batch entry has clean tokens, also those of timestep 0, [1, D] and [6, D], and whether
+        each token of this rank is clean, bool [B, T, 1].
+        """
+        times = [self._time(item.timestep) for item in items]
+        inputs = {
+            "time": stack([time for time, _ in times]),
+            "modulation": stack([modulation for _, modulation in times]),
+        }
+        if any(item.clean_tokens for item in items):
+            clean_D, clean_6D = self._time(0.0)
+            own = self.parallel.token_slice(self.num_tokens(items[0].latents))
+            tokens_T = torch.arange(own.start, own.stop)
+            marks = torch.stack([tokens_T < item.clean_tokens for item in items]).unsqueeze(-1)
+            inputs |= {
+                "clean time": clean_D.unsqueeze(0),
+                "clean modulation": clean_6D,
+                "clean tokens": to_device(marks, self.device),
+            }
+        return inputs
 
     def _time(self, timestep: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return e [D] and its six modulation vectors E [6, D] of a timestep, fp32, cached for

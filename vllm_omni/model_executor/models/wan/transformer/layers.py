@@ -36,6 +36,7 @@ from vllm_omni.model_executor.layers.linear.linear import (
 from vllm_omni.model_executor.layers.linear.quantized_input import Input, quantized
 from vllm_omni.model_executor.models.wan.architecture import WanConfig
 from vllm_omni.model_executor.models.wan.transformer.fused_ops import FusedOps
+from vllm_omni.model_executor.models.wan.transformer.timesteps import TimestepEmbeddings
 
 
 class AttentionItem(WindowItem, Protocol):
@@ -200,8 +201,8 @@ class OutputHead(nn.Module):
         patch = config.patch_size[1] * config.patch_size[2]
         self.head = nn.Linear(config.dim, config.out_channels * patch)
 
-    def forward(self, x_BTD: torch.Tensor, time_BD: torch.Tensor) -> torch.Tensor:
-        shift, scale = (self.modulation.float() + time_BD.unsqueeze(1)).unsqueeze(2).unbind(1)
+    def forward(self, x_BTD: torch.Tensor, times: TimestepEmbeddings) -> torch.Tensor:
+        shift, scale = times.plus(self.modulation)
         hidden = self.fused_ops.modulated_norm(x_BTD, shift, scale, self.eps, torch.float32)
         return linear_fp32(self.head, hidden)
 

@@ -4,8 +4,7 @@ pass of a batch.
 
 It owns parameters and their order of use on this rank (a tensor-parallel part, a pipeline stage, or
 a part of the tokens). It has no sessions, requests or schedules. A family defines the input
-channels (`WanTransformer.channels`), the modulation by time (`WanBlock.modulate`) and additions to
-its blocks (`WanBlock.after_self_attention`).
+channels (`WanTransformer.channels`) and additions to its blocks (`WanBlock.after_self_attention`).
 
 Precision: linear layers run in the model's dtype. The residual stream (by default), modulation,
 gates, normalisation, rotation, the time MLPs and the head run in fp32.
@@ -46,6 +45,7 @@ from vllm_omni.model_executor.models.wan.transformer.layers import (
     SelfAttention,
     patchify,
 )
+from vllm_omni.model_executor.models.wan.transformer.timesteps import TimestepEmbeddings
 
 Config = TypeVar("Config", bound=WanConfig)
 
@@ -115,14 +115,6 @@ class WanBlock(nn.Module):
         )
         self.ffn = FeedForward(config, parallel, fused_ops, quant_config, f"{prefix}.ffn")
 
-    def modulate(self, time: Any) -> Sequence[torch.Tensor]:
-        """Return shift, scale and gate of attention and of the FFN, each broadcastable to [B, T,
-        D].
-
-        `time` is the six modulation vectors of each timestep, fp32 [B, 6, D], in this class.
-        """
-        return (self.modulation.float() + time).unsqueeze(2).unbind(1)
-
     def after_self_attention(
         self,
         x_BTD: torch.Tensor,
@@ -156,7 +148,7 @@ class WanBlock(nn.Module):
         x_BTD: torch.Tensor,
         update: Update | None,
         items: Sequence[WanItem],
-        time: Any,
+        time: TimestepEmbeddings,
         rope: tuple[torch.Tensor, torch.Tensor],
         exchange: WindowAttention,
         write_only: bool,
@@ -166,7 +158,7 @@ class WanBlock(nn.Module):
         The next block adds the update, because one pass can then add and normalise. If
         `write_only`, stop after K/V are written.
         """
-        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulate(time)
+        shift1, scale1, gate1, shift2, scale2, gate2 = time.plus(self.modulation)
         dtype, quantized, x = self.norm3.weight.dtype, takes_quantized(self.self_attn.qkv), x_BTD
         if update is None:
             hidden = self.fused_ops.modulated_norm(x, shift1, scale1, self.eps, dtype, quantized)
@@ -340,7 +332,7 @@ class WanTransformer(StageNetwork, Generic[Config]):
         self,
         items: Sequence[Any],
         hidden_BTD: torch.Tensor | None,
-        time: Any,
+        time: TimestepEmbeddings,
         num_tokens: int,
         *,
         kv_only: bool = False,
@@ -352,7 +344,7 @@ class WanTransformer(StageNetwork, Generic[Config]):
         Args:
             items: Batch entries with equal F, h, w.
             hidden_BTD: Result of the previous stage.
-            time: Argument of `WanBlock.modulate`.
+            time: Embeddings of the timesteps, of six vectors each.
             num_tokens: L.
             kv_only: The last stage stops after its last K/V write.
 
