@@ -54,8 +54,9 @@ class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw
     """Device of the text encoder. `cpu` saves device memory (10.6 GiB for umt5-xxl). Default: the
     device of the transformer."""
     decoder: Literal["wan", "tiny"] = "wan"
-    """Decoder of the latents: Wan's VAE, or the tiny autoencoder TAEHV (`taew2_1.pth` in the
-    checkpoint's directory), which is much cheaper and only approximates Wan's VAE."""
+    """Decoder of the latents: Wan's VAE, or the tiny autoencoder TAEHV (`taew2_1.pth` or, of models
+    with Wan 2.2's VAE, `taew2_2.pth` in the checkpoint's directory), which is much cheaper and only
+    approximates Wan's VAE."""
     cuda_graphs: bool | None = None
     """Replay repeated forward passes as CUDA graphs, which takes the host a fraction of the launch
     time. Default: true on CUDA for at most 2560 channels per GPU, because wider networks keep the

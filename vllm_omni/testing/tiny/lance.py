@@ -8,10 +8,8 @@ visibly.
 
 from pathlib import Path
 
-import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from vllm_omni.model_executor.checkpoint.tensor_names import Rules, rename
 from vllm_omni.model_executor.models.lance.checkpoint import (
     IMAGE_FOLDER,
     LAYOUTS,
@@ -20,24 +18,21 @@ from vllm_omni.model_executor.models.lance.checkpoint import (
 )
 from vllm_omni.model_executor.models.lance.config import LanceConfig, VisionConfig
 from vllm_omni.model_executor.models.lance.network.transformer import LancePositionEmbedding3D
-from vllm_omni.model_executor.models.lance.network.vae import LanceVAEConfig
 from vllm_omni.model_executor.models.lance.weights import (
     BUNDLED_VISION,
     POSITIONS,
     network_shapes,
-    vae_shapes,
     vision_shapes,
 )
 from vllm_omni.testing.tiny.wan import (
-    OUTER_NAMES,
-    RESIDUAL_NAMES,
-    VAE_GAINS,
+    VAE_2_2,
     Tensors,
     normal,
     random_tensors,
     save_tensors,
     start_folder,
     write_component,
+    write_original_vae,
 )
 
 VIDEO_LATENT_FRAMES = 5
@@ -82,7 +77,6 @@ _VISION = {
     "window_size": 112,
     "fullatt_block_indexes": [1],
 }
-_VAE = LanceVAEConfig(base_dim=4, decoder_base_dim=4)
 
 
 def make_tiny(out: Path, seed: int, layout: str) -> None:
@@ -96,7 +90,7 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
         folder = out / VISION_FOLDER
         write_component(folder, {"model_type": "qwen2_5_vl", **_VISION}, "config.json")
         save_tensors(_vision_tensors(seed), folder / "vit.safetensors")
-    torch.save(_vae_tensors(seed), out / "Wan2.2_VAE.pth")
+    write_original_vae(out, seed, VAE_2_2)
     directories = [folder for folder in (IMAGE_FOLDER, VIDEO_FOLDER) if (out / folder).is_dir()]
     root = {"model_name": "Lance", "checkpoint_directories": directories}
     write_component(out, root, "config.json")
@@ -183,20 +177,3 @@ def _network_tensors(config: LanceConfig, seed: int) -> Tensors:
 
 def _vision_tensors(seed: int) -> Tensors:
     return random_tensors(vision_shapes(VisionConfig.from_dict(_VISION)), seed, norms="norm|ln_q")
-
-
-def _vae_tensors(seed: int) -> Tensors:
-    """Return the tensors under Wan's own names."""
-    tensors = random_tensors(vae_shapes(_VAE), seed, offset=0.02, gains=VAE_GAINS)
-    return {rename(name, WAN_NAMES): tensor for name, tensor in tensors.items()}
-
-
-WAN_NAMES: Rules = (
-    *RESIDUAL_NAMES,
-    (r"\.down_blocks\.(\d+)\.downsampler\.", r".downsamples.\1.downsamples.2."),
-    (r"\.up_blocks\.(\d+)\.upsampler\.", r".upsamples.\1.upsamples.3."),
-    (r"\.down_blocks\.(\d+)\.resnets\.", r".downsamples.\1.downsamples."),
-    (r"\.up_blocks\.(\d+)\.resnets\.", r".upsamples.\1.upsamples."),
-    *OUTER_NAMES,
-)
-"""diffusers' names of Wan 2.2's VAE -> Wan's own."""

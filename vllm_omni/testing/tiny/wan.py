@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from vllm_omni.model_executor.models.wan.architecture import (
     CLIP_HEAD_DIM,
     CLIP_VIT_H,
     UMT5_XXL,
+    WAN_2_2_VAE,
     VAEConfig,
     clip_tokens,
 )
@@ -34,6 +36,7 @@ from vllm_omni.testing.tiny.wan_tokenizer import write_tokenizer
 Tensors = dict[str, torch.Tensor]
 
 VAE = VAEConfig(base_dim=4)
+VAE_2_2 = replace(WAN_2_2_VAE, base_dim=4, decoder_base_dim=None)
 CLIP = {
     **CLIP_VIT_H,
     "hidden_size": CLIP_HEAD_DIM,
@@ -52,7 +55,7 @@ TEXT = {
     "num_heads": 4,
 }
 
-RESIDUAL_NAMES: Rules = (
+_RESIDUAL_NAMES: Rules = (
     (r"\.(down_blocks\.\d+|resnets\.\d+)\.norm1\.", r".\1.residual.0."),
     (r"\.(down_blocks\.\d+|resnets\.\d+)\.conv1\.", r".\1.residual.2."),
     (r"\.(down_blocks\.\d+|resnets\.\d+)\.norm2\.", r".\1.residual.3."),
@@ -60,7 +63,7 @@ RESIDUAL_NAMES: Rules = (
     (r"\.conv_shortcut\.", ".shortcut."),
 )
 """diffusers' names of the layers of a VAE's residual blocks -> Wan's."""
-OUTER_NAMES: Rules = (
+_OUTER_NAMES: Rules = (
     (r"\.down_blocks\.", ".downsamples."),
     (r"\.mid_block\.resnets\.0\.", ".middle.0."),
     (r"\.mid_block\.attentions\.0\.", ".middle.1."),
@@ -73,7 +76,7 @@ OUTER_NAMES: Rules = (
 )
 """diffusers' names of a VAE's other modules -> Wan's."""
 _WAN_VAE_NAMES: Rules = (
-    *RESIDUAL_NAMES,
+    *_RESIDUAL_NAMES,
     *(
         (rf"\.up_blocks\.{n // 4}\.resnets\.{n % 4}\.", f".upsamples.{n}.")
         for n in range(16)
@@ -83,9 +86,18 @@ _WAN_VAE_NAMES: Rules = (
         (rf"\.up_blocks\.{level}\.upsamplers\.0\.", f".upsamples.{4 * level + 3}.")
         for level in range(3)
     ),
-    *OUTER_NAMES,
+    *_OUTER_NAMES,
 )
-"""The inverse of `component_names.VAE_RULES`."""
+"""The inverse of `component_names.VAE_RULES` for Wan 2.1."""
+WAN_2_2_VAE_NAMES: Rules = (
+    *_RESIDUAL_NAMES,
+    (r"\.down_blocks\.(\d+)\.downsampler\.", r".downsamples.\1.downsamples.2."),
+    (r"\.up_blocks\.(\d+)\.upsampler\.", r".upsamples.\1.upsamples.3."),
+    (r"\.down_blocks\.(\d+)\.resnets\.", r".downsamples.\1.downsamples."),
+    (r"\.up_blocks\.(\d+)\.resnets\.", r".upsamples.\1.upsamples."),
+    *_OUTER_NAMES,
+)
+"""The same for Wan 2.2."""
 
 _WAN_TEXT_NAMES: Rules = (
     (r"^shared\.", "token_embedding."),
@@ -118,9 +130,11 @@ def write_original_components(out: Path, seed: int, vae: VAEConfig = VAE) -> Non
 
 
 def write_original_vae(out: Path, seed: int, vae: VAEConfig = VAE) -> None:
+    """Write `Wan2.1_VAE.pth`, or `Wan2.2_VAE.pth` for a VAE of that release."""
+    release, names = ("2.2", WAN_2_2_VAE_NAMES) if vae.is_residual else ("2.1", _WAN_VAE_NAMES)
     torch.save(
-        {rename(name, _WAN_VAE_NAMES): t for name, t in _vae_tensors(seed, vae).items()},
-        out / "Wan2.1_VAE.pth",
+        {rename(name, names): t for name, t in _vae_tensors(seed, vae).items()},
+        out / f"Wan{release}_VAE.pth",
     )
 
 
@@ -147,11 +161,11 @@ def write_diffusers_clip(out: Path, seed: int) -> None:
     save_tensors(tensors, out / "image_encoder" / "model.safetensors")
 
 
-def write_diffusers_vae(out: Path, seed: int) -> None:
+def write_diffusers_vae(out: Path, seed: int, vae: VAEConfig = VAE) -> None:
     write_component(
-        out / "vae", {"_class_name": "AutoencoderKLWan", **VAE.to_dict()}, "config.json"
+        out / "vae", {"_class_name": "AutoencoderKLWan", **vae.to_dict()}, "config.json"
     )
-    save_tensors(_vae_tensors(seed), out / "vae" / "diffusion_pytorch_model.safetensors")
+    save_tensors(_vae_tensors(seed, vae), out / "vae" / "diffusion_pytorch_model.safetensors")
 
 
 def write_diffusers_components(out: Path, seed: int, flow_shift: float) -> None:
@@ -299,8 +313,10 @@ def normal(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
     )
 
 
-def write_tiny_vae(path: Path, seed: int, channels: Sequence[int] = (8, 8, 4, 4)) -> None:
-    """Write a narrow TAEHV decoder with random weights."""
+def write_tiny_vae(
+    path: Path, seed: int, channels: Sequence[int] = (8, 8, 4, 4), vae: VAEConfig = VAE
+) -> None:
+    """Write a narrow TAEHV decoder of the latents of `vae` with random weights."""
     with torch.device("meta"):
-        shapes = shapes_of(TinyVAEDecoder(channels))
+        shapes = shapes_of(TinyVAEDecoder(channels, vae))
     torch.save(random_tensors(shapes, seed, offset=0.02), path)

@@ -17,9 +17,11 @@ from vllm_omni.model_executor.checkpoint.loading import rename
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext, checkpoint_slots
 from vllm_omni.model_executor.models.lance.config import LanceConfig, VisionConfig
 from vllm_omni.model_executor.models.lance.network.transformer import LanceNetwork
-from vllm_omni.model_executor.models.lance.network.vae import VAE_RULES, LanceVAEConfig
 from vllm_omni.model_executor.models.lance.weights import network_shapes, vae_shapes, vision_shapes
-from vllm_omni.testing.tiny.lance import WAN_NAMES, make_tiny
+from vllm_omni.model_executor.models.wan.architecture import WAN_2_2_VAE
+from vllm_omni.model_executor.models.wan.checkpoint.component_names import VAE_RULES
+from vllm_omni.testing.tiny.lance import make_tiny
+from vllm_omni.testing.tiny.wan import WAN_2_2_VAE_NAMES
 
 GOLDEN = golden_folder("lance")
 SMALL = {"max_image_pixels": 64 * 96}
@@ -44,13 +46,13 @@ def test_the_released_decoder_matches_the_table(frames: int, tensors: int, total
 
 
 def test_the_released_vision_tower_and_autoencoder_match_their_tables() -> None:
-    vision, vae = dict(vision_shapes(VisionConfig())), dict(vae_shapes(LanceVAEConfig()))
+    vision, vae = dict(vision_shapes(VisionConfig())), dict(vae_shapes(WAN_2_2_VAE))
     assert (len(vision), elements(vision)) == (390, 668_684_288)
     assert (len(vae), elements(vae)) == (196, 704_688_668)
     assert 1021 + len(vision) == 1411
     real = json.loads((GOLDEN / "report_vae_vit.json").read_text())["real_keys"]
     assert {rename(name, VAE_RULES): tuple(shape) for name, shape in real.items()} == vae
-    assert {rename(name, WAN_NAMES): shape for name, shape in vae.items()} == {
+    assert {rename(name, WAN_2_2_VAE_NAMES): shape for name, shape in vae.items()} == {
         n: tuple(shape) for n, shape in real.items()
     }
 

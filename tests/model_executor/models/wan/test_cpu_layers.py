@@ -11,7 +11,7 @@ from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanRMS_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_omni.model_executor.models.lance.network.vae import LanceVAEConfig, LanceWanVAE
+from vllm_omni.model_executor.models.lance.network.vae import LanceWanVAE
 from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAEConfig
 from vllm_omni.model_executor.models.wan.vae_layers import (
     CPURMSNorm,
@@ -19,6 +19,7 @@ from vllm_omni.model_executor.models.wan.vae_layers import (
     use_cpu_layers,
 )
 from vllm_omni.model_executor.models.wan2_2.vae import VideoVAE
+from vllm_omni.testing.tiny.wan import VAE_2_2
 
 ORDER = 2e-6  # fp32 sums of 108 products of about 0.1 in another order
 
@@ -142,7 +143,7 @@ def test_no_family_convolves_over_three_dimensions_on_a_cpu() -> None:
     2.2 and Lance.
     """
     stream = StreamingWanVAE(VAEConfig(base_dim=4))
-    lance = LanceWanVAE(LanceVAEConfig(base_dim=4, decoder_base_dim=4))
+    lance = LanceWanVAE(VAE_2_2)
     wan22 = VideoVAE(WAN_2_2)
     with CountConvolutions() as counted:
         _, cache = stream.encode(random(1, 3, 1, 16, 16), None)

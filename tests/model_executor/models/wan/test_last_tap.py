@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A single frame needs only the last temporal tap of a causal convolution."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
 
-from vllm_omni.model_executor.models.lance.network.vae import LanceVAEConfig, LanceWanVAE
+from vllm_omni.model_executor.models.lance.network.vae import LanceWanVAE
+from vllm_omni.model_executor.models.wan.architecture import WAN_2_2_VAE
 from vllm_omni.model_executor.models.wan.last_tap import LastTapConv3d
 
 CONVOLUTIONS = {
@@ -30,7 +33,7 @@ def test_a_convolution_equals_diffusers(kind: str, frames: int, remembered: int)
 
 def small_vae() -> LanceWanVAE:
     torch.manual_seed(1)
-    return LanceWanVAE(LanceVAEConfig(base_dim=8, decoder_base_dim=8))
+    return LanceWanVAE(replace(WAN_2_2_VAE, base_dim=8, decoder_base_dim=None))
 
 
 @torch.no_grad()

@@ -285,9 +285,8 @@ def test_a_config_round_trips_through_the_diffusers_keys():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"is_residual": True}, "'is_residual' must be False"),
-        ({"decoder_base_dim": 128}, "'decoder_base_dim' must be null"),
-        ({"patch_size": 2}, "'patch_size' must be None"),
+        ({"attn_scales": [0.5]}, "attn_scales = \\[0.5\\]"),
+        ({"patch_size": 2}, "'in_channels' must be 12 with patch_size 2, got 3"),
         ({"z_dim": 48}, "need z_dim = 48 values, got 16"),
         ({"scale_factor_spatial": 16}, "scale_factor_spatial is 16"),
         ({"tiling": True}, "unknown keys tiling"),

@@ -46,7 +46,6 @@ from vllm_omni.model_executor.models.lance.config import (
 from vllm_omni.model_executor.models.lance.network.pack import BranchCache
 from vllm_omni.model_executor.models.lance.network.transformer import LanceNetwork
 from vllm_omni.model_executor.models.lance.network.vae import (
-    LanceVAEConfig,
     LanceWanVAE,
     from_tokens,
     to_uint8,
@@ -79,6 +78,7 @@ from vllm_omni.model_executor.models.lance.weights import (
     load_vae,
     load_vision,
 )
+from vllm_omni.model_executor.models.wan.architecture import WAN_2_2_VAE, VAEConfig
 from vllm_omni.model_executor.step_cache import step_cache_meta
 from vllm_omni.model_executor.vllm_model import (
     CheckpointPipeline,
@@ -97,7 +97,7 @@ class LanceSetup:
 
     config: LanceConfig
     """Architecture."""
-    vae_config: LanceVAEConfig
+    vae_config: VAEConfig
     """Architecture of the autoencoder."""
     tokenizer: Path
     """Path of `tokenizer.json`."""
@@ -157,7 +157,7 @@ class LanceSetup:
             graphs = graphs.disabled("several ranks share the layers")
         return cls(
             config=lance_config(checkpoint),
-            vae_config=LanceVAEConfig(base_dim=base, decoder_base_dim=decoder_base),
+            vae_config=replace(WAN_2_2_VAE, base_dim=base, decoder_base_dim=decoder_base),
             tokenizer=layout.tokenizer,
             options=options,
             parallel=parallel,

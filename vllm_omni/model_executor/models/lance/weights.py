@@ -23,8 +23,10 @@ from vllm_omni.model_executor.models.lance.config import (
     VisionConfig,
 )
 from vllm_omni.model_executor.models.lance.network.transformer import LanceNetwork, LinearWeight
-from vllm_omni.model_executor.models.lance.network.vae import VAE_RULES, LanceVAEConfig, LanceWanVAE
+from vllm_omni.model_executor.models.lance.network.vae import LanceWanVAE
 from vllm_omni.model_executor.models.lance.network.vision import VisionTower
+from vllm_omni.model_executor.models.wan.architecture import VAEConfig
+from vllm_omni.model_executor.models.wan.checkpoint.component_names import VAE_RULES
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -102,7 +104,7 @@ def vision_shapes(config: VisionConfig) -> Mapping[str, Shape]:
 
 
 @cache
-def vae_shapes(config: LanceVAEConfig) -> Mapping[str, Shape]:
+def vae_shapes(config: VAEConfig) -> Mapping[str, Shape]:
     """Return name -> shape of the autoencoder (196 when released), diffusers' names."""
     with torch.device("meta"):
         return shapes_of(LanceWanVAE(config).vae)

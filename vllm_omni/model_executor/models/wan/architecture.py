@@ -68,6 +68,8 @@ class ChunkTransformerConfig(WanConfig):
 
     native_size: ClassVar[tuple[int, int]] = (480, 832)
     """Height and width in pixels that the released models were trained at."""
+    pixels_per_cell: ClassVar[int] = VAE_SPATIAL
+    """Pixels per latent cell along each side, of the autoencoder that the model is made for."""
 
     window_frames: int | None = None
     """Recommended K/V window in latent frames, including sink frames. None: not specified."""
@@ -80,14 +82,14 @@ class ChunkTransformerConfig(WanConfig):
         """Convert a size in pixels to latent cells.
 
         Raises:
-            ValueError: Height or width is not a multiple of 16.
+            ValueError: Height or width is not a multiple of two cells.
         """
-        multiple = VAE_SPATIAL * self.patch_size[1]
+        multiple = self.pixels_per_cell * self.patch_size[1]
         if height % multiple or width % multiple or min(height, width) < multiple:
             raise ValueError(
                 f"height and width must be multiples of {multiple} pixels, got {height}x{width}"
             )
-        return height // VAE_SPATIAL, width // VAE_SPATIAL
+        return height // self.pixels_per_cell, width // self.pixels_per_cell
 
     def tokens_per_frame(self, height: int, width: int) -> int:
         """Return the tokens per latent frame of a video of `height` x `width` pixels."""
@@ -260,6 +262,22 @@ _LATENTS_STD = (
     *(2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743),
     *(3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160),
 )
+_LATENTS_MEAN_2_2 = (
+    *(-0.2289, -0.0052, -0.1323, -0.2339, -0.2799, 0.0174, 0.1838, 0.1557),
+    *(-0.1382, 0.0542, 0.2813, 0.0891, 0.1570, -0.0098, 0.0375, -0.1825),
+    *(-0.2246, -0.1207, -0.0698, 0.5109, 0.2665, -0.2108, -0.2158, 0.2502),
+    *(-0.2055, -0.0322, 0.1109, 0.1567, -0.0729, 0.0899, -0.2799, -0.1230),
+    *(-0.0313, -0.1649, 0.0117, 0.0723, -0.2839, -0.2083, -0.0520, 0.3748),
+    *(0.0152, 0.1957, 0.1433, -0.2944, 0.3573, -0.0548, -0.1681, -0.0667),
+)
+_LATENTS_STD_2_2 = (
+    *(0.4765, 1.0364, 0.4514, 1.1677, 0.5313, 0.4990, 0.4818, 0.5013),
+    *(0.8158, 1.0344, 0.5894, 1.0901, 0.6885, 0.6165, 0.8454, 0.4978),
+    *(0.5759, 0.3523, 0.7135, 0.6804, 0.5833, 1.4146, 0.8986, 0.5659),
+    *(0.7069, 0.5338, 0.4889, 0.4917, 0.4069, 0.4999, 0.6866, 0.4093),
+    *(0.5709, 0.6065, 0.6415, 0.4944, 0.5726, 1.2042, 0.5458, 1.6887),
+    *(0.3971, 1.0600, 0.3943, 0.5537, 0.5444, 0.4089, 0.7468, 0.7744),
+)
 
 LaterCondition = Literal["streamed", "second_chunk", "fresh_grey"]
 """Conditioning of chunks after the image's, of F latent frames each:
@@ -270,23 +288,17 @@ LaterCondition = Literal["streamed", "second_chunk", "fresh_grey"]
   extension of vLLM-Omni's pull request 3701).
 """
 
-_IMPLEMENTED = {
-    "attn_scales": [],
-    "dropout": 0.0,
-    "in_channels": 3,
-    "out_channels": 3,
-    "is_residual": False,
-    "patch_size": None,
-}
+_IMPLEMENTED: dict[str, Any] = {"attn_scales": [], "dropout": 0.0}
 """Keys of a diffusers VAE config with their required values; other values mean another network."""
+_PIXEL_CHANNELS = 3
 
 
 @dataclass(frozen=True)
 class VAEConfig:
-    """Architecture of the autoencoder. The defaults are Wan 2.1."""
+    """Architecture of the autoencoder. The defaults are Wan 2.1; `WAN_2_2_VAE` is Wan 2.2."""
 
     base_dim: int = 96
-    """Channels of the first level."""
+    """Channels of the encoder's first level, and of the decoder's last one."""
     z_dim: int = 16
     """Latent channels."""
     dim_mult: tuple[int, ...] = (1, 2, 4, 4)
@@ -299,6 +311,12 @@ class VAEConfig:
     """Mean of each latent channel, for normalisation."""
     latents_std: tuple[float, ...] = _LATENTS_STD
     """Standard deviation of each latent channel, for normalisation."""
+    decoder_base_dim: int | None = None
+    """Channels of the decoder's last level. None: `base_dim`."""
+    is_residual: bool = False
+    """Whether each level has a shortcut without parameters around it, as in Wan 2.2."""
+    patch_size: int | None = None
+    """Side of the pixel cells that the network's frames hold in their channels. None: 1."""
 
     def __post_init__(self) -> None:
         if len(self.temporal_downsample) != len(self.dim_mult) - 1:
@@ -314,9 +332,19 @@ class VAEConfig:
             )
 
     @property
+    def patch(self) -> int:
+        """Pixels per side of a cell of the network's frames."""
+        return self.patch_size or 1
+
+    @property
+    def frame_channels(self) -> int:
+        """Channels of the network's frames."""
+        return _PIXEL_CHANNELS * self.patch**2
+
+    @property
     def spatial_factor(self) -> int:
         """Pixels per latent cell along each side."""
-        return int(2 ** len(self.temporal_downsample))
+        return self.patch * int(2 ** len(self.temporal_downsample))
 
     @property
     def temporal_factor(self) -> int:
@@ -331,15 +359,10 @@ class VAEConfig:
             ValueError: There are unknown keys, or the architecture is not supported.
         """
         values = {key: value for key, value in config.items() if not key.startswith("_")}
-        for key, implemented in _IMPLEMENTED.items():
-            if values.pop(key, implemented) != implemented:
-                raise ValueError(
-                    f"VAE config {key!r} must be {implemented!r} (Wan 2.1), got {config[key]!r}"
-                )
-        if values.pop("decoder_base_dim", None) not in (None, values.get("base_dim", cls.base_dim)):
-            raise ValueError(
-                f"VAE config 'decoder_base_dim' must be null, got {config['decoder_base_dim']!r}"
-            )
+        check_implemented(values, "VAE config", {key: (v,) for key, v in _IMPLEMENTED.items()})
+        for key in _IMPLEMENTED:
+            values.pop(key, None)
+        channels = {name: values.pop(f"{name}_channels", None) for name in ("in", "out")}
         factors = {
             name: values.pop(f"scale_factor_{name}", None) for name in ("spatial", "temporal")
         }
@@ -353,7 +376,15 @@ class VAEConfig:
         arguments: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
         }
+        if arguments.get("decoder_base_dim") == arguments.get("base_dim", cls.base_dim):
+            arguments.pop("decoder_base_dim", None)
         vae = cls(**arguments)
+        for name, number in channels.items():
+            if number not in (None, vae.frame_channels):
+                raise ValueError(
+                    f"VAE config '{name}_channels' must be {vae.frame_channels} with patch_size "
+                    f"{vae.patch_size}, got {number}"
+                )
         for name, factor in (("spatial", vae.spatial_factor), ("temporal", vae.temporal_factor)):
             if factors[name] not in (None, factor):
                 raise ValueError(
@@ -365,6 +396,11 @@ class VAEConfig:
         """Return the diffusers config keys of this architecture, JSON types only."""
         return {
             **_IMPLEMENTED,
+            "in_channels": self.frame_channels,
+            "out_channels": self.frame_channels,
+            "is_residual": self.is_residual,
+            "patch_size": self.patch_size,
+            "decoder_base_dim": self.decoder_base_dim,
             "base_dim": self.base_dim,
             "z_dim": self.z_dim,
             "dim_mult": list(self.dim_mult),
@@ -375,3 +411,15 @@ class VAEConfig:
             "scale_factor_spatial": self.spatial_factor,
             "scale_factor_temporal": self.temporal_factor,
         }
+
+
+WAN_2_2_VAE = VAEConfig(
+    base_dim=160,
+    decoder_base_dim=256,
+    z_dim=48,
+    latents_mean=_LATENTS_MEAN_2_2,
+    latents_std=_LATENTS_STD_2_2,
+    is_residual=True,
+    patch_size=2,
+)
+"""The released autoencoder of Wan 2.2: 16 x 16 pixels and 4 frames per latent cell."""

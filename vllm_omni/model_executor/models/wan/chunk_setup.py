@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan 2.1's frozen components in a streaming model: their configuration, construction and loading.
+"""Wan's frozen components in a streaming model: their configuration, construction and loading.
 
 A model that uses them has the attributes of `WanParts`. `WanChunkSetup` reads no weights except the
 widths of the tiny decoder.
@@ -41,7 +41,7 @@ Options = TypeVar("Options", bound=StreamingOptions)
 
 @dataclass(frozen=True, kw_only=True)
 class WanChunkSetup(StreamingSetup[Config, Options], Generic[Config, Options]):
-    """Setup of a pipeline with Wan 2.1's frozen components. A family adds its own fields."""
+    """Setup of a pipeline with Wan's frozen components. A family adds its own fields."""
 
     vae_config: VAEConfig
     """Architecture of the VAE."""
@@ -164,7 +164,9 @@ def build_autoencoders(
         fuse=partial(fused_decoder, cuda_graphs=setup.cuda_graphs and bands is not None),
     )
     channels = setup.tiny_vae_channels  # read on every rank: each refuses a bad file
-    tiny = TinyVAEDecoder(channels, dtype=dtype) if decodes and channels is not None else None
+    tiny = None
+    if decodes and channels is not None:
+        tiny = TinyVAEDecoder(channels, setup.vae_config, dtype=dtype)
     if not decodes:
         return ChunkAutoencoders(vae, tiny, None)
     if tiny is not None and setup.options.decoder == "tiny":

@@ -60,8 +60,8 @@ class StreamedUpsample(WanResample):
         feat_cache: list[Any] | None = None,
         feat_idx: list[int] | None = None,
     ) -> torch.Tensor:
-        """Upsample [B, C, T, H, W] to [B, C / 2, T or 2 T, 2 H, 2 W]. The first latent of a stream
-        is not upsampled in time."""
+        """Upsample [B, C, T, H, W] to [B, O, T or 2 T, 2 H, 2 W]; O is C / 2 in Wan 2.1, C in 2.2.
+        The first latent of a stream is not upsampled in time."""
         frames = x_BCTHW.transpose(1, 2).flatten(0, 1)
         if self.mode == "upsample3d":
             if (

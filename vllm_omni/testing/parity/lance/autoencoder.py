@@ -4,12 +4,15 @@ checkpoint's names.
 """
 
 import json
+from dataclasses import replace
 
 import torch
 
 from vllm_omni.model_executor.checkpoint.loading import rename
 from vllm_omni.model_executor.layers.collectives.parallel import checkpoint_slots
-from vllm_omni.model_executor.models.lance.network.vae import VAE_RULES, LanceVAEConfig, LanceWanVAE
+from vllm_omni.model_executor.models.lance.network.vae import LanceWanVAE
+from vllm_omni.model_executor.models.wan.architecture import WAN_2_2_VAE
+from vllm_omni.model_executor.models.wan.checkpoint.component_names import VAE_RULES
 from vllm_omni.testing.parity.comparison import GoldenScenario, fill_slots, read_tensors
 from vllm_omni.testing.parity.lance.recorded import VAE, Fp32Judge
 
@@ -20,7 +23,8 @@ def run_vae(scenario: GoldenScenario) -> None:
     """Compare encoding and decoding of the recorded clips."""
     weights, _ = read_tensors(scenario.directory / VAE_WEIGHTS)
     vae = LanceWanVAE(
-        LanceVAEConfig(
+        replace(
+            WAN_2_2_VAE,
             base_dim=weights["encoder.conv1.weight"].shape[0],
             decoder_base_dim=weights["decoder.conv1.weight"].shape[0] // 4,
             z_dim=weights["conv2.weight"].shape[0],
@@ -47,7 +51,7 @@ def run_report(scenario: GoldenScenario) -> None:
     """Compare the names and shapes of the full-size VAE with the released checkpoint."""
     recorded = json.loads(scenario.path.read_text())
     with torch.device("meta"):
-        slots = checkpoint_slots(LanceWanVAE(LanceVAEConfig()).vae)
+        slots = checkpoint_slots(LanceWanVAE(WAN_2_2_VAE).vae)
     real = {rename(name, VAE_RULES): tuple(shape) for name, shape in recorded["real_keys"].items()}
     wrong = [
         name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor names of Wan 2.1's frozen components, as tables.
+"""Tensor names of Wan's frozen components, as tables.
 
 Components use Wan's own names (`.pth`) or those of diffusers and transformers. `loading.py` loads
 with these tables, and `layout.py` reads sizes with them.
@@ -7,7 +7,7 @@ with these tables, and `layout.py` reads sizes with them.
 
 from vllm_omni.model_executor.checkpoint.loading import Rules
 
-VAE_COMMON_RULES: Rules = (
+VAE_RULES: Rules = (
     (r"^conv1\.", "quant_conv."),
     (r"^conv2\.", "post_quant_conv."),
     (r"^(encoder|decoder)\.conv1\.", r"\1.conv_in."),
@@ -21,13 +21,16 @@ VAE_COMMON_RULES: Rules = (
     (r"\.residual\.3\.", ".norm2."),
     (r"\.residual\.6\.", ".conv2."),
     (r"\.shortcut\.", ".conv_shortcut."),
-)
-"""Names that the VAEs of Wan 2.1 and 2.2 have in common."""
-
-VAE_RULES: Rules = (
-    *VAE_COMMON_RULES,
+    # Wan 2.2: a list per level, of residual blocks and a resampling layer.
+    (
+        r"\.downsamples\.(\d+)\.downsamples\.\d+\.(resample|time_conv)\.",
+        r".down_blocks.\1.downsampler.\2.",
+    ),
+    (r"\.downsamples\.(\d+)\.downsamples\.(\d+)\.", r".down_blocks.\1.resnets.\2."),
+    (r"\.upsamples\.(\d+)\.upsamples\.\d+\.(resample|time_conv)\.", r".up_blocks.\1.upsampler.\2."),
+    (r"\.upsamples\.(\d+)\.upsamples\.(\d+)\.", r".up_blocks.\1.resnets.\2."),
+    # Wan 2.1: one list. Per level, the decoder's has three residual blocks and an upsampler.
     (r"\.downsamples\.(\d+)\.", r".down_blocks.\1."),
-    # Per level, the decoder's flat list has three residual blocks and an upsampler.
     *(
         (rf"\.upsamples\.{4 * level + block}\.", f".up_blocks.{level}.resnets.{block}.")
         for level in range(4)
@@ -38,7 +41,8 @@ VAE_RULES: Rules = (
         for level in range(3)
     ),
 )
-"""Wan's VAE names -> diffusers' `AutoencoderKLWan`. Diffusers' own names pass unchanged."""
+"""Names in the files of Wan 2.1's and 2.2's VAEs -> diffusers' `AutoencoderKLWan`. Diffusers' own
+names pass unchanged."""
 
 TEXT_RULES: Rules = (
     (r"^encoder\.embed_tokens\.", "shared."),

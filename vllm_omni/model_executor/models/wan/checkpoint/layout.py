@@ -12,7 +12,7 @@ stage that does not decode needs no VAE. Each model family adds the location of 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -30,6 +30,7 @@ from vllm_omni.model_executor.models.wan.architecture import (
     CLIP_HEAD_DIM,
     CLIP_VIT_H,
     UMT5_XXL,
+    WAN_2_2_VAE,
     ChunkTransformerConfig,
     VAEConfig,
     clip_tokens,
@@ -42,8 +43,10 @@ from vllm_omni.model_executor.models.wan.checkpoint.component_names import (
 
 Component = Literal["transformer", "vae", "text_encoder", "tokenizer", "image_encoder"]
 
+VAERelease = Literal["2.1", "2.2"]
+"""Release of Wan whose autoencoder a model is made for."""
+
 COMPONENT_PLACES: dict[str, tuple[str, ...]] = {
-    "vae": ("Wan2.1_VAE.pth", "Wan2.1_VAE.safetensors", "vae"),
     "text_encoder": (
         "models_t5_umt5-xxl-enc-bf16.pth",
         "models_t5_umt5-xxl-enc-bf16.safetensors",
@@ -58,8 +61,15 @@ COMPONENT_PLACES: dict[str, tuple[str, ...]] = {
 }
 
 ASSETS_FOLDER = "assets"
-TINY_VAE_FILE = "taew2_1.pth"
-_TINY_VAE_PLACES = (TINY_VAE_FILE, "taew2_1.safetensors")
+TINY_VAE_FILES: dict[VAERelease, str] = {"2.1": "taew2_1.pth", "2.2": "taew2_2.pth"}
+"""File of the tiny decoder of each autoencoder's latents; also as `.safetensors`."""
+TINY_VAE_FILE = TINY_VAE_FILES["2.1"]
+
+
+def component_places(release: VAERelease) -> dict[str, tuple[str, ...]]:
+    """Return the places of each component, in order of preference."""
+    stem = f"Wan{release}_VAE"
+    return {"vae": (f"{stem}.pth", f"{stem}.safetensors", "vae"), **COMPONENT_PLACES}
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,8 @@ class WanComponents:
 
     download_name: ClassVar[str]
     """Name for `vllm-omni download`."""
+    vae_release: ClassVar[VAERelease] = "2.1"
+    """Release of Wan whose autoencoder the family uses."""
 
     root: Path
     """Folder that holds the components."""
@@ -91,8 +103,8 @@ class WanComponents:
         return cls(
             root=root,
             transformer=transformer,
-            **find_components(root),
-            tiny_vae=find_tiny_vae(root),
+            **find_components(root, cls.vae_release),
+            tiny_vae=find_tiny_vae(root, cls.vae_release),
             **own,
         )
 
@@ -104,7 +116,8 @@ class WanComponents:
         """Raise ValueError (one line) unless the named components exist with their weights."""
         missing = [part for part in components if not self._present(part)]
         if missing:
-            buffers = {part: COMPONENT_PLACES.get(part, ("*.safetensors",)) for part in missing}
+            places = component_places(self.vae_release)
+            buffers = {part: places.get(part, ("*.safetensors",)) for part in missing}
             wanted = "; ".join(f"{part}: {' or '.join(names)}" for part, names in buffers.items())
             raise ValueError(
                 f"{self.root} lacks {', '.join(missing)} (looked for {wanted}; also below "
@@ -143,11 +156,17 @@ class WanComponents:
         the released one."""
         if self.vae is not None and (self.vae / "config.json").exists():
             return VAEConfig.from_dict(read_json(self.vae / "config.json"))
+        released = WAN_2_2_VAE if self.vae_release == "2.2" else VAEConfig()
         if self.vae is None or self.vae.is_dir():
-            return VAEConfig()
+            return released
         shapes = StoredShapes(self.vae, VAE_RULES)
-        return VAEConfig(
-            base_dim=shapes["encoder.conv_in.weight"][0], z_dim=shapes["post_quant_conv.weight"][0]
+        base_dim = shapes["encoder.conv_in.weight"][0]
+        decoder_base_dim = shapes["decoder.norm_out.gamma"][0]
+        return replace(
+            released,
+            base_dim=base_dim,
+            decoder_base_dim=None if decoder_base_dim == base_dim else decoder_base_dim,
+            z_dim=shapes["post_quant_conv.weight"][0],
         )
 
     def text_config(self) -> dict[str, Any]:
@@ -351,14 +370,16 @@ def find_transformer(
     return path, path.parent if has_components(path.parent) and not has_components(path) else path
 
 
-def find_components(root: Path) -> dict[str, Path | None]:
-    """Return the paths of the components of `COMPONENT_PLACES` in `root` or its assets. None
+def find_components(root: Path, release: VAERelease = "2.1") -> dict[str, Path | None]:
+    """Return the paths of the components of `component_places` in `root` or its assets. None
     means missing."""
-    return {part: _own_or_shared(root, names) for part, names in COMPONENT_PLACES.items()}
+    places = component_places(release)
+    return {part: _own_or_shared(root, names) for part, names in places.items()}
 
 
-def find_tiny_vae(root: Path) -> Path | None:
-    return _own_or_shared(root, _TINY_VAE_PLACES)
+def find_tiny_vae(root: Path, release: VAERelease = "2.1") -> Path | None:
+    file = Path(TINY_VAE_FILES[release])
+    return _own_or_shared(root, (file.name, file.with_suffix(".safetensors").name))
 
 
 def check_tiny_vae(layout: WanComponents, wanted_by: str) -> None:
@@ -369,13 +390,18 @@ def check_tiny_vae(layout: WanComponents, wanted_by: str) -> None:
     """
     if layout.tiny_vae is None:
         raise ValueError(
-            f"{layout.root} lacks {TINY_VAE_FILE}, which {wanted_by} needs (madebyollin/taehv)"
+            f"{layout.root} lacks {TINY_VAE_FILES[layout.vae_release]}, which {wanted_by} needs "
+            "(madebyollin/taehv)"
         )
 
 
 def has_components(root: Path) -> bool:
-    """Whether `root` holds at least one component."""
-    return any(position is not None for position in find_components(root).values())
+    """Whether `root` holds at least one component, of either release."""
+    return any(
+        position is not None
+        for release in TINY_VAE_FILES
+        for position in find_components(root, release).values()
+    )
 
 
 class StoredShapes(dict[str, Shape]):

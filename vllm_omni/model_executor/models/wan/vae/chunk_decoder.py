@@ -17,13 +17,13 @@ uninterrupted stream. The accuracy of a restart depends on the decoder:
 
 # C channels, F latent frames, h, w latent cells, T video frames, H, W pixels
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from vllm_omni.model_executor.models.wan.vae.latents import LATENT_CHANNELS, VAE_SPATIAL
 from vllm_omni.model_executor.models.wan.vae.taehv import REACH
 from vllm_omni.model_executor.models.wan.vae.tiny_vae import TinyVAEDecoder
 from vllm_omni.model_executor.models.wan.vae.vae import (
@@ -49,7 +49,7 @@ class DecoderState:
     cache: VAECache | None
     """Features of the decoder that made the last frames. None: the next decoder restarts."""
     newest: torch.Tensor | None = None
-    """The last latents [1, 16, F, h, w], fp32, as many as a restart needs. None: no restart can
+    """The last latents [1, C, F, h, w], fp32, as many as a restart needs. None: no restart can
     happen."""
     tiny: bool = False
     """Whether the tiny decoder made the last frames."""
@@ -79,10 +79,8 @@ _TINY, _NEWEST = "tiny.", "newest"
 class DecoderLayout:
     """Shapes of a stream's `DecoderState` on this rank."""
 
-    height: int
-    """Pixels."""
-    width: int
-    """Pixels."""
+    latents: tuple[int, int, int]
+    """Channels, height and width of the whole frames' latents."""
     main: CacheLayout | None
     """Cache of Wan's decoder. None: it has no cache here."""
     tiny: CacheLayout | None
@@ -106,9 +104,9 @@ class DecoderLayout:
                 raise RequestFailed(
                     "invalid_snapshot", f"the snapshot's tensor decoder.{_NEWEST} is {shape}"
                 )
-            cells = (self.height // VAE_SPATIAL, self.width // VAE_SPATIAL)
+            channels, *cells = self.latents
             newest = saved.take_tensor(
-                _NEWEST, device, torch.float32, (1, LATENT_CHANNELS, retained, *cells)
+                _NEWEST, device, torch.float32, (1, channels, retained, *cells)
             )
         if saved.names(_TINY):
             if self.tiny is not None:
@@ -263,8 +261,7 @@ class ChunkDecoder:
         """Return the layout of the state of a stream of `height` x `width` pixels, without running
         anything."""
         return DecoderLayout(
-            height,
-            width,
+            self._latents(height, width),
             None if self._restarts else self.main.decoder_cache_layout(height, width),
             None if self.tiny is None else self.tiny.decoder_cache_layout(height, width),
         )
@@ -274,5 +271,9 @@ class ChunkDecoder:
         running anything."""
         caches = [] if self._restarts else [self.main.decoder_cache_nbytes(height, width)]
         caches += [] if self.tiny is None else [self.tiny.decoder_cache_nbytes(height, width)]
-        cells = (height // VAE_SPATIAL) * (width // VAE_SPATIAL)
-        return max(caches, default=0) + 4 * LATENT_CHANNELS * self._num_retained * cells
+        latents = self._num_retained * math.prod(self._latents(height, width))
+        return max(caches, default=0) + torch.float32.itemsize * latents
+
+    def _latents(self, height: int, width: int) -> tuple[int, int, int]:
+        config = self.main.config
+        return config.z_dim, height // config.spatial_factor, width // config.spatial_factor

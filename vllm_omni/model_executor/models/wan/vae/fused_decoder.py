@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanResidualUpBlock
 from torch import nn
 from torch.nn import functional
 
@@ -51,7 +51,7 @@ def fused_decoder(
         cuda_graphs: Replay latent frames as CUDA graphs.
     """
     passes = fastest_passes(decoder.conv_in.weight)
-    if passes is None:
+    if passes is None or isinstance(decoder.up_blocks[0], WanResidualUpBlock):
         return None
     return FusedDecoder(decoder, bands, passes, DecoderGraphs() if cuda_graphs else None)
 

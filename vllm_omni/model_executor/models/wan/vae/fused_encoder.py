@@ -11,7 +11,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_wan import WanResample, WanResidualBlock
+from diffusers.models.autoencoders.autoencoder_kl_wan import (
+    WanResample,
+    WanResidualBlock,
+    WanResidualDownBlock,
+)
 from torch import nn
 
 from vllm_omni.model_executor.models.wan.vae.fused_layers import (
@@ -29,7 +33,9 @@ from vllm_omni.model_executor.models.wan.vae.stacked_frames import PendingSum
 def fused_encoder(encoder: Any) -> "FusedEncoder | None":
     """Return the fused form of a built `WanEncoder3d`, or None if `fastest_passes` has none."""
     passes = fastest_passes(encoder.conv_in.weight)
-    return None if passes is None else FusedEncoder(encoder, passes)
+    if passes is None or isinstance(encoder.down_blocks[0], WanResidualDownBlock):
+        return None
+    return FusedEncoder(encoder, passes)
 
 
 class FusedEncoder(FusedLayers):

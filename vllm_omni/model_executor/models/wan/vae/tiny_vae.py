@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny streaming decoder of Wan 2.1 latents (TAEHV layout, `taew2_1.pth`): about 25 times
-cheaper, not exact.
+"""A tiny streaming decoder of Wan latents (TAEHV layout, `taew2_1.pth` or `taew2_2.pth`): about 25
+or 200 times cheaper, not exact.
 
 Every latent frame becomes 4 video frames; a stream's first latent yields only the last of them. The
 layers come from `taehv.py`. The encoder in the file is not used.
@@ -8,33 +8,51 @@ layers come from `taehv.py`. The encoder in the file is not used.
 
 # C channels, T frames, h, w latent cells
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from vllm_omni.model_executor.checkpoint.loading import load_strict, shapes_of
-from vllm_omni.model_executor.checkpoint.tensor_files import open_tensors
+from vllm_omni.model_executor.checkpoint.tensor_files import (
+    AdaptedSource,
+    Shape,
+    open_tensors,
+    unchanged,
+)
+from vllm_omni.model_executor.models.wan.architecture import VAEConfig
 from vllm_omni.model_executor.models.wan.checkpoint.layout import WanComponents, check_tiny_vae
 from vllm_omni.model_executor.models.wan.vae import taehv
 from vllm_omni.model_executor.models.wan.vae.vae import CacheLayout, VAECache, lay_channels_last
 
 CHANNELS = (256, 128, 64, 64)
 """Released widths: one per level, and that of the end."""
-_LATENT_CHANNELS = 16
+_WAN_2_1 = VAEConfig()
 
 
 class TinyVAEDecoder(nn.Module):
-    """The decoder with an explicit cache. Parameter names are TAEHV's. `dtype` is that of weights,
-    activations and cache."""
+    """The decoder with an explicit cache. Parameter names are TAEHV's.
+
+    Args:
+        channels: Widths of the layers, one per level, and that of the end.
+        config: Autoencoder whose latents it decodes: their channels, and the side of the pixel
+            cells.
+        dtype: Type of weights, activations and cache.
+    """
 
     def __init__(
-        self, channels: Sequence[int] = CHANNELS, *, dtype: torch.dtype = torch.float32
+        self,
+        channels: Sequence[int] = CHANNELS,
+        config: VAEConfig = _WAN_2_1,
+        *,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.channels = tuple(channels)
-        self.decoder = taehv.decoder(_LATENT_CHANNELS, channels, 3).to(dtype)
+        self.channels, self.config = tuple(channels), config
+        self.decoder = taehv.decoder(config.z_dim, channels, config.frame_channels).to(dtype)
         self.dtype = dtype
         self.requires_grad_(False)
         lay_channels_last(self)
@@ -47,23 +65,27 @@ class TinyVAEDecoder(nn.Module):
         """Decode the next latents of a stream.
 
         Args:
-            latents_1CTHW: [1, 16, n, h, w], normalised, any float dtype.
+            latents_1CTHW: [1, C, n, h, w], normalised, any float dtype.
             cache: Result of the previous call. None: the stream starts.
 
         Returns:
-            Pixels [1, 3, T, 8h, 8w] in [-1, 1] with T = 4n (4n - 3 at the start), and the next
-            cache.
+            Pixels [1, 3, T, H, W] in [-1, 1] with T = 4n (4n - 3 at the start) and H, W =
+            `VAEConfig.spatial_factor` * h, w, and the next cache.
         """
         x = latents_1CTHW[0].transpose(0, 1).to(self.dtype)
         x, retained = taehv.run_stream(self.decoder, x, cache)
         if cache is None:
             x = x[3:]  # the first latent frame has no past
+        # Each cell's pixels row by row, unlike in the frames of Wan's decoder.
+        x = functional.pixel_shuffle(x, self.config.patch)
         pixels_1CTHW = (x * 2 - 1).clamp_(-1.0, 1.0).transpose(0, 1).unsqueeze(0)
         return pixels_1CTHW, retained
 
     def decoder_cache_layout(self, height: int, width: int) -> CacheLayout:
         """Return the layout of the cache of a stream of `height` x `width` pixels."""
-        return CacheLayout(taehv.decoder_memory(self.channels, height // 8, width // 8), self.dtype)
+        factor = self.config.spatial_factor
+        memory = taehv.decoder_memory(self.channels, height // factor, width // factor)
+        return CacheLayout(memory, self.dtype)
 
     def decoder_cache_nbytes(self, height: int, width: int) -> int:
         return self.decoder_cache_layout(height, width).nbytes
@@ -79,7 +101,20 @@ def load_tiny_vae(decoder: TinyVAEDecoder, path: Path) -> None:
     """Load the decoder's half of a TAEHV file strictly. Raises ValueError."""
     source = open_tensors(path)
     encoder = [name for name in source.shapes if name.startswith("encoder.")]
-    load_strict(decoder, source, shapes_of(decoder), what="tiny VAE", ignored=encoder)
+    shapes = shapes_of(decoder)
+    adapted = AdaptedSource(source, partial(_released_form, shapes=shapes))
+    load_strict(decoder, adapted, shapes, what="tiny VAE", ignored=encoder)
+
+
+def _released_form(
+    name: str, shapes: Mapping[str, Shape]
+) -> Mapping[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """Return the conversion of a stored tensor.
+
+    A file may hold more channels of a layer that grows frames; the last ones are used."""
+    if not name.endswith(".conv.weight") or name not in shapes:
+        return {name: unchanged}
+    return {name: lambda stored: stored[-shapes[name][0] :]}
 
 
 def load_wanted(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Wan 2.1 video autoencoder for streams: pixels and latents arrive in parts, and the feature
-cache is explicit.
+"""The Wan video autoencoders (2.1's and 2.2's) for streams: pixels and latents arrive in parts, and
+the feature cache is explicit.
 
 The networks are diffusers' `WanEncoder3d` and `WanDecoder3d`. This module owns the feature cache of
 their causal convolutions, which diffusers stores inside its model and clears in every call. Here a
@@ -30,6 +30,8 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import (
     WanCausalConv3d,
     WanDecoder3d,
     WanEncoder3d,
+    patchify,
+    unpatchify,
 )
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
@@ -148,8 +150,7 @@ class VAECache:
 
 
 class StreamingWanVAE(nn.Module):
-    """Encoder and/or decoder of a Wan 2.1 VAE with an explicit cache. Parameter names are
-    diffusers'.
+    """Encoder and/or decoder of a Wan VAE with an explicit cache. Parameter names are diffusers'.
 
     In half precision on CUDA with Triton, both are fused (`FusedEncoder`, `FusedDecoder`) with the
     same weights and caches; `compiled` and `frames_per_call` apply only to other decoders.
@@ -197,9 +198,11 @@ class StreamingWanVAE(nn.Module):
         common: dict[str, Any] = {
             "dim_mult": list(config.dim_mult),
             "num_res_blocks": config.num_res_blocks,
+            "is_residual": config.is_residual,
         }
         if encoder:
             self.encoder = WanEncoder3d(
+                in_channels=config.frame_channels,
                 dim=config.base_dim,
                 z_dim=2 * config.z_dim,
                 temperal_downsample=list(config.temporal_downsample),
@@ -209,9 +212,10 @@ class StreamingWanVAE(nn.Module):
         if decoder:
             self.post_quant_conv = WanCausalConv3d(config.z_dim, config.z_dim, 1).to(dtype)
             self.decoder = WanDecoder3d(
-                dim=config.base_dim,
+                dim=config.decoder_base_dim or config.base_dim,
                 z_dim=config.z_dim,
                 temperal_upsample=list(reversed(config.temporal_downsample)),
+                out_channels=config.frame_channels,
                 **common,
             )
             stream_upsamplers(self.decoder)
@@ -273,11 +277,11 @@ class StreamingWanVAE(nn.Module):
 
         Args:
             pixels_1CTHW: [1, 3, T, H, W] in [-1, 1]; T = 1 + 4n at the start, 4n later; H and W
-                multiples of 8.
+                multiples of `VAEConfig.spatial_factor`.
             cache: Result of the previous call. None: the stream starts.
 
         Returns:
-            The normalised posterior mean [1, 16, n (+1), H/8, W/8], float32, and the next cache.
+            The normalised posterior mean [1, C, n (+1), h, w], float32, and the next cache.
         """
         first = 1 if cache is None else 0
         group = self.config.temporal_factor
@@ -296,7 +300,7 @@ class StreamingWanVAE(nn.Module):
         shapes = _cache_shapes(self.config, "encoder", height, width)
         assert self._encode_latent is not None, "this VAE was built without an encoder"
         features = None if cache is None else list(cache.features)
-        pixels_1CTHW = pixels_1CTHW.to(self.dtype)
+        pixels_1CTHW = patchify(pixels_1CTHW.to(self.dtype), self.config.patch)
         latents = []
         for part in pixels_1CTHW.split(
             [first] * first + [group] * ((frames - first) // group), dim=2
@@ -315,13 +319,14 @@ class StreamingWanVAE(nn.Module):
         """Decode the next latents of a stream.
 
         Args:
-            latents_BCTHW: [B, 16, n, h, w], normalised, any float dtype, n >= 1. B > 1 requires
+            latents_BCTHW: [B, C, n, h, w], normalised, any float dtype, n >= 1. B > 1 requires
                 `takes_streams`, and that no stream starts (`VAECache.joined`).
             cache: Result of the previous call. None: the stream starts.
 
         Returns:
-            Pixels [B, 3, T, 8h, 8w] in [-1, 1] in the VAE's dtype with T = 4n (4n - 3 at the
-            start), and the next cache. With `bands`, both hold only this rank's rows.
+            Pixels [B, 3, T, H, W] in [-1, 1] in the VAE's dtype with T = 4n (4n - 3 at the start)
+            and H, W = `VAEConfig.spatial_factor` * h, w, and the next cache. With `bands`, both
+            hold only this rank's rows.
         """
         factor = self.config.spatial_factor
         if self.bands is not None:
@@ -341,7 +346,8 @@ class StreamingWanVAE(nn.Module):
         assert features is not None, "decode needs at least one latent frame"
         if self._fused is not None:
             features = self._fused.kept(features)
-        return torch.cat(pixels, dim=2).clamp_(-1.0, 1.0), VAECache(tuple(features))
+        frames = unpatchify(torch.cat(pixels, dim=2), self.config.patch)
+        return frames.clamp_(-1.0, 1.0), VAECache(tuple(features))
 
     def encoder_cache_layout(self, height: int, width: int) -> CacheLayout:
         """Return the layout of the encoder cache of a stream of `height` x `width` pixels, without
@@ -421,7 +427,8 @@ def _plain_decoder(decoder: Any, compiled: bool, frames_per_call: int | None) ->
     def decode(
         x_1CTHW: torch.Tensor, features: list[Any] | None, shapes: tuple[Shape, ...]
     ) -> tuple[torch.Tensor, list[Any]]:
-        return _step(decoder if features is None else later, x_1CTHW, features, shapes)
+        network = partial(decoder, first_chunk=True) if features is None else later
+        return _step(network, x_1CTHW, features, shapes)
 
     return decode
 
@@ -552,19 +559,23 @@ def _cache_shapes(config: VAEConfig, part: Part, height: int, width: int) -> tup
     device."""
     with torch.device("meta"), torch.no_grad():
         vae = StreamingWanVAE(config, encoder=part == "encoder", decoder=part == "decoder")
-        network = vae.encoder if part == "encoder" else vae.decoder
+        network: Any = vae.encoder if part == "encoder" else vae.decoder
         features: list[Any] = [None] * sum(
             isinstance(module, WanCausalConv3d) for module in network.modules()
         )
         if part == "encoder":
+            size = (height // config.patch, width // config.patch)
             components = [
-                torch.empty(1, 3, frames, height, width) for frames in (1, config.temporal_factor)
+                torch.empty(1, config.frame_channels, frames, *size)
+                for frames in (1, config.temporal_factor)
             ]
+            first = network
         else:
             cells = (height // config.spatial_factor, width // config.spatial_factor)
             components = [torch.empty(1, config.z_dim, 1, *cells) for _ in range(2)]
-        for item in components:
-            network(item, feat_cache=features, feat_idx=[0])
+            first = partial(network, first_chunk=True)
+        for run, item in zip((first, network), components, strict=True):
+            run(item, feat_cache=features, feat_idx=[0])
     # Convolutions of one frame (the shortcuts) cache nothing: their slots are the unused ones at
     # the end.
     return tuple(tuple(feature.shape) for feature in features if feature is not None)
