@@ -25,6 +25,7 @@ MODEL = "vllm_omni.model_executor.model_options:ModelOptions"
 STREAMING = "vllm_omni.model_executor.streaming.options:StreamingOptions"
 MODELS = {
     "LingBot World": "vllm_omni.model_executor.models.lingbot_world.config:LingBotOptions",
+    "ABot-World": "vllm_omni.model_executor.models.abot_world.config:AbotWorldOptions",
     "Causal Wan": "vllm_omni.model_executor.models.causal_wan.config:CausalWanOptions",
     "Wan 2.2": "vllm_omni.model_executor.models.wan2_2.config:Wan22Options",
     "Lance": "vllm_omni.model_executor.models.lance.config:LanceOptions",

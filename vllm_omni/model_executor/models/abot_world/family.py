@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `abot_world` family, described for the command line, config parser and endpoints."""
+
+from vllm_omni.config import OmniConfig
+from vllm_omni.model_executor.models.abot_world.checkpoint import (
+    LAYOUTS,
+    find_layout,
+    hf_config,
+    is_checkpoint,
+)
+from vllm_omni.model_executor.models.abot_world.config import (
+    FPS,
+    PRESETS,
+    AbotWorldConfig,
+    AbotWorldStream,
+    read_stream,
+    space_of,
+)
+from vllm_omni.model_executor.models.capabilities import Capabilities, Refusals
+from vllm_omni.model_executor.models.wan.checkpoint.layout import check_tiny_vae
+from vllm_omni.model_executor.models.wan.splits import check_split, parallel_decode_refusal
+from vllm_omni.model_executor.models.wan.vae.latents import VAE_TEMPORAL
+from vllm_omni.model_executor.streaming.degradations import ladder_refusals
+from vllm_omni.model_executor.streaming.family import streaming_family
+
+_SPATIAL = AbotWorldConfig.pixels_per_cell
+_MULTIPLE = 2 * _SPATIAL
+
+
+def _check_parallel(stream: AbotWorldStream, omni: OmniConfig, ranks: int, stages: int) -> None:
+    ulysses = stream.options.sequence_parallel
+    check_split(stream.config, omni, ranks, stages, sequence_parallel=ulysses)
+
+
+def _refusals(stream: AbotWorldStream, omni: OmniConfig, stages: int) -> Refusals:
+    return Refusals(
+        vae_stage=None,
+        vae_parallel=parallel_decode_refusal(stream.options.decoder),
+        kv_growth=None,
+        **ladder_refusals(stream),
+    )
+
+
+FAMILY = streaming_family(
+    name="abot_world",
+    title="ABot-World-0: a world played with eight keys, from an image and reference images",
+    architecture="AbotWorldPipeline",
+    detect=is_checkpoint,
+    hf_config=hf_config,
+    layouts=LAYOUTS,
+    read=read_stream,
+    presets=PRESETS,
+    check_tiny_decoder=lambda path, option: check_tiny_vae(find_layout(path), option),
+    refusals=_refusals,
+    check_parallel=_check_parallel,
+    action_space=lambda stream: space_of(stream.config),
+    info=lambda _: {"fps": FPS, "vae_stride": (VAE_TEMPORAL, _SPATIAL, _SPATIAL)},
+    capabilities=lambda config, omni: Capabilities(fps=FPS, size_multiple=(_MULTIPLE, _MULTIPLE)),
+    takes_adapters=True,
+    session_windows=True,
+)
