@@ -14,8 +14,13 @@ from vllm_omni.model_executor.models.registry import family_names
 if TYPE_CHECKING:
     from vllm_omni.testing.parity.comparison import ComparisonReport
 
-FAMILIES = tuple(name for name in family_names() if find_spec(f"{__name__}.{name}") is not None)
-"""Families of the registry that have a module here."""
+_SHARED = ("wan22_vae",)
+"""Networks of several families, with a module here."""
+FAMILIES = (
+    *(name for name in family_names() if find_spec(f"{__name__}.{name}") is not None),
+    *_SHARED,
+)
+"""Families of the registry that have a module here, and `wan22_vae`, which several of them use."""
 
 
 def verify(family: str, golden: Path) -> "ComparisonReport":
