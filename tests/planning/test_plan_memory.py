@@ -5,14 +5,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from vllm_omni.entrypoints.cli.errors import CommandError
 from vllm_omni.entrypoints.cli.main import make_parser
 from vllm_omni.model_executor.models.registry import get_family
+from vllm_omni.model_executor.models.wan.architecture import WAN_2_2_VAE
+from vllm_omni.model_executor.models.wan.vae.tiny_vae import CHANNELS, TinyVAEDecoder
+from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, cache_nbytes
 from vllm_omni.planning.memory import GPU_BYTES, plan_memory, splits, weight_bytes, window_bytes
 from vllm_omni.planning.models import known_names, model_of, size_names
 from vllm_omni.planning.report import WEIGHT_ITEMSIZES
-from vllm_omni.planning.stream_model import ParallelSplit
+from vllm_omni.planning.stream_model import BF16, WAN_2_2_AUTOENCODER, ParallelSplit
 
 H200 = GPU_BYTES["H200"]
 
@@ -69,6 +73,33 @@ def test_a_chunk_holds_the_camera_modulation_of_all_layers(name: str, gib: float
     plain = plan_memory(replace(model, camera=False), H200, ParallelSplit())
     camera = plan_memory(model, H200, ParallelSplit())
     assert camera.session_bytes - plain.session_bytes == pytest.approx(gib * 2**30, rel=2e-3)
+
+
+def test_the_autoencoder_of_wan_2_2_has_the_bytes_of_its_network() -> None:
+    """At 480x832 in bf16; the area of a frame scales the caches."""
+    memory, decoder = WAN_2_2_AUTOENCODER, WAN_2_2_AUTOENCODER.tiny
+    assert decoder is not None
+    caches = [
+        cache_nbytes(WAN_2_2_VAE, part, 480, 832, torch.bfloat16) for part in ("decoder", "encoder")
+    ]
+    assert [memory.decoder_cache, memory.encoder_cache] == pytest.approx(caches, rel=1e-3)
+    with torch.device("meta"):
+        whole = StreamingWanVAE(WAN_2_2_VAE)
+        encoder = StreamingWanVAE(WAN_2_2_VAE, decoder=False)
+        tiny = TinyVAEDecoder(CHANNELS, WAN_2_2_VAE, dtype=torch.bfloat16)
+    parameters = [
+        sum(parameter.numel() for part in parts for parameter in part.parameters())
+        for parts in ((whole,), (encoder, tiny))
+    ]
+    assert [memory.weights, decoder.weights] == pytest.approx(
+        [BF16 * count for count in parameters], rel=5e-3
+    )
+    assert decoder.decoder_cache == pytest.approx(tiny.decoder_cache_nbytes(480, 832), rel=1e-3)
+    model = replace(
+        model_of("causal_wan_1_3b"), latent_cell=16, height=704, width=1280, autoencoder=memory
+    )
+    assert model.tokens_per_frame == 880
+    assert model.area * memory.decoder_cache == pytest.approx(3067 * 2**20, rel=1e-3)
 
 
 def test_a_vae_stage_takes_the_decoder_from_the_first_gpu() -> None:

@@ -75,7 +75,7 @@ def _with_preset(
     fields = {field: values[option] for option, field in _OPTIONS.items() if option in values}
     fields["denoise"] = min(model.denoise, values.get("max_steps", model.denoise))
     if values.get("decoder") == "tiny":
-        fields["autoencoder"] = TINY_DECODER
+        fields["autoencoder"] = model.autoencoder.tiny or TINY_DECODER
     fields["text_on_cpu"] = values.get("text_encoder_device") == "cpu"
     if chosen.quantization and model.dim >= chosen.quantized_channels:
         fields["weight_itemsize"] = 1.0

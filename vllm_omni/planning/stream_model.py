@@ -13,7 +13,6 @@ from vllm_omni.model_executor.presets import DEFAULT_PRESET, PresetName
 
 BF16 = 2
 """Bytes of one bf16 value."""
-_LATENT_CELL = 8
 _VAE_PIXELS = 480 * 832
 _TEXT_LENGTH = 512
 _TEXT_WEIGHTS = 11.4e9
@@ -24,7 +23,7 @@ _TEXT_WEIGHTS = 11.4e9
 class AutoencoderMemory:
     """Memory of the autoencoder at 480x832, or at the model's fixed token grid.
 
-    Defaults: Wan's VAE, bf16.
+    Defaults: Wan 2.1's VAE, bf16.
     """
 
     decoder_cache: float = 1801 * 2**20
@@ -40,10 +39,23 @@ class AutoencoderMemory:
 
     Measured on one H200: peak less held memory. Longer chunks need proportionally more.
     """
+    tiny: "AutoencoderMemory | None" = None
+    """Memory with the tiny decoder (`omni.model.decoder` `tiny`). None: `TINY_DECODER`."""
 
 
 TINY_DECODER: Final = AutoencoderMemory(decoder_cache=64 * 2**20, workspace=1.3e9)
-"""Wan's VAE with the tiny decoder (`omni.model.decoder` `tiny`), measured in the same way."""
+"""Wan 2.1's VAE with the tiny decoder, measured in the same way."""
+WAN_2_2_AUTOENCODER: Final = AutoencoderMemory(
+    decoder_cache=1359 * 2**20,
+    encoder_cache=448 * 2**20,
+    weights=1.41e9,
+    workspace=4.0e9,
+    tiny=AutoencoderMemory(
+        decoder_cache=16 * 2**20, encoder_cache=448 * 2**20, weights=0.32e9, workspace=1.3e9
+    ),
+)
+"""Wan 2.2's VAE, bf16. Caches and weights are exact. Workspaces are not measured: they
+are those of Wan 2.1."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +128,8 @@ class StreamModel:
     """Sum of the input and output widths of all matrices, for the size of adapters."""
     frames_per_latent: int = 4
     """Video frames per latent frame."""
+    latent_cell: int = 8
+    """Pixels per latent cell along each side."""
     grid_tokens: int = 0
     """Tokens per latent frame where the size of the video does not change them; 0 by default."""
     linears: int = 0
@@ -133,8 +147,8 @@ class StreamModel:
 
     @property
     def tokens_per_frame(self) -> int:
-        return self.grid_tokens or self.height // (2 * _LATENT_CELL) * (
-            self.width // (2 * _LATENT_CELL)
+        return self.grid_tokens or self.height // (2 * self.latent_cell) * (
+            self.width // (2 * self.latent_cell)
         )
 
     @property

@@ -21,6 +21,7 @@ def transformer_sizes(
     return {
         "height": height,
         "width": width,
+        "latent_cell": config.pixels_per_cell,
         "dim": config.dim,
         "ffn_dim": config.ffn_dim,
         "heads": config.num_heads,
