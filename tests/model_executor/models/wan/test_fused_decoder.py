@@ -7,7 +7,7 @@ test_stack_kernels.py tests the passes as kernels.
 
 import pytest
 import torch
-from vae_streams import assert_caches_close, decode_stream, plainly_fused, random_vae
+from vae_streams import RELEASES, assert_caches_close, decode_stream, plainly_fused, random_vae
 
 from vllm_omni.model_executor.models.wan.vae.fused_decoder import fused_decoder
 from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAECache
@@ -17,14 +17,19 @@ TOLERANCE = 1e-5
 CUTS = [1, 1, 3]
 
 
-@pytest.fixture(scope="module")
-def plain() -> StreamingWanVAE:
-    return random_vae()
+@pytest.fixture(scope="module", params=RELEASES)
+def release(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def fused() -> StreamingWanVAE:
-    return random_vae(fuse=plainly_fused)
+def plain(release: str) -> StreamingWanVAE:
+    return random_vae(release=release)
+
+
+@pytest.fixture(scope="module")
+def fused(release: str) -> StreamingWanVAE:
+    return random_vae(release=release, fuse=plainly_fused)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +47,9 @@ def test_frames_and_cache_equal_the_plain_decoder(
         assert expected.std() > 0.1, "frames with contrast"
         torch.testing.assert_close(pixels, expected, atol=TOLERANCE, rtol=0)
         assert_caches_close(cache, expected_cache)
-        assert cache.nbytes == fused.decoder_cache_nbytes(24, 40) == expected_cache.nbytes
+        factor = fused.config.spatial_factor
+        nbytes = fused.decoder_cache_nbytes(3 * factor, 5 * factor)
+        assert cache.nbytes == nbytes == expected_cache.nbytes
 
 
 def test_splits_change_no_bit(fused: StreamingWanVAE, latents: torch.Tensor) -> None:
@@ -85,7 +92,7 @@ def test_a_cache_holds_only_its_features(fused: StreamingWanVAE, latents: torch.
 
 
 def test_streams_together_equal_each_alone(fused: StreamingWanVAE, latents: torch.Tensor) -> None:
-    assert fused.takes_streams
+    assert fused.takes_streams == (not fused.config.is_residual)
     streams = [latents.roll(shift, dims=4) for shift in range(3)]
     caches = [fused.decode(of_one[:, :, :1], None)[1] for of_one in streams]
     pixels, joined = fused.decode(
@@ -98,9 +105,10 @@ def test_streams_together_equal_each_alone(fused: StreamingWanVAE, latents: torc
         assert sum(feature.untyped_storage().nbytes() for feature in own.features) == own.nbytes
 
 
-def test_weights_that_are_loaded_later_are_used(latents: torch.Tensor) -> None:
+def test_weights_that_are_loaded_later_are_used(release: str, latents: torch.Tensor) -> None:
     """Values derived from weights are recomputed."""
-    changed, fused = random_vae(seed=3), random_vae(fuse=plainly_fused)
+    changed = random_vae(seed=3, release=release)
+    fused = random_vae(release=release, fuse=plainly_fused)
     fused.decode(latents[:, :, :1], None)
     fused.load_state_dict(changed.state_dict())
     torch.testing.assert_close(
@@ -108,5 +116,30 @@ def test_weights_that_are_loaded_later_are_used(latents: torch.Tensor) -> None:
     )
 
 
-def test_a_cpu_uses_the_plain_decoder() -> None:
-    assert fused_decoder(random_vae(dtype=torch.bfloat16).decoder, None) is None
+def test_a_cpu_uses_the_plain_decoder(release: str) -> None:
+    vae = random_vae(release=release, dtype=torch.bfloat16)
+    assert fused_decoder(vae.decoder, None) is None
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@torch.inference_mode()
+def test_the_fused_decoder_on_a_gpu_is_as_accurate_as_the_plain_one(
+    release: str, latents: torch.Tensor
+) -> None:
+    """Both in bf16, against fp32; and splits of a stream change no bit."""
+    exact = random_vae(base_dim=32, release=release).decode(latents, None)[0]
+    with torch.device("cuda"):
+        fused = random_vae(base_dim=32, release=release, dtype=torch.bfloat16)
+        plain = random_vae(
+            base_dim=32, release=release, dtype=torch.bfloat16, fuse=lambda decoder, bands: None
+        )
+    assert fused_decoder(fused.decoder, None) is not None
+    found, as_before = (vae.decode(latents.cuda(), None)[0].cpu() for vae in (fused, plain))
+    error, usual = (
+        float((pixels.float() - exact).norm() / exact.norm()) for pixels in (found, as_before)
+    )
+    assert error < 1.25 * usual, (error, usual)
+    whole, cut = fused.decode(latents.cuda(), None), decode_stream(fused, latents.cuda(), CUTS)
+    assert torch.equal(whole[0], cut[0])
+    assert whole[1].equal(cut[1])

@@ -7,7 +7,13 @@ test_stack_kernels.py tests the passes as kernels.
 
 import pytest
 import torch
-from vae_streams import assert_caches_close, encode_stream, plainly_fused_encoder, random_vae
+from vae_streams import (
+    RELEASES,
+    assert_caches_close,
+    encode_stream,
+    plainly_fused_encoder,
+    random_vae,
+)
 
 from vllm_omni.model_executor.models.wan.vae.fused_encoder import fused_encoder
 from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE
@@ -17,23 +23,28 @@ TOLERANCE = 1e-4
 CUTS = [1, 4, 8]
 
 
-def an_encoder(**options: object) -> StreamingWanVAE:
-    return random_vae(encoder=True, decoder=False, **options)
+def an_encoder(release: str, **options: object) -> StreamingWanVAE:
+    return random_vae(release=release, encoder=True, decoder=False, **options)
+
+
+@pytest.fixture(scope="module", params=RELEASES)
+def release(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def plain() -> StreamingWanVAE:
-    return an_encoder()
+def plain(release: str) -> StreamingWanVAE:
+    return an_encoder(release)
 
 
 @pytest.fixture(scope="module")
-def fused() -> StreamingWanVAE:
-    return an_encoder(fuse_encoder=plainly_fused_encoder)
+def fused(release: str) -> StreamingWanVAE:
+    return an_encoder(release, fuse_encoder=plainly_fused_encoder)
 
 
 @pytest.fixture(scope="module")
 def pixels() -> torch.Tensor:
-    return torch.randn(1, 3, sum(CUTS), 24, 40, generator=torch.Generator().manual_seed(1)).clamp(
+    return torch.randn(1, 3, sum(CUTS), 48, 80, generator=torch.Generator().manual_seed(1)).clamp(
         -1, 1
     )
 
@@ -48,7 +59,7 @@ def test_latents_and_cache_equal_the_plain_encoder(
         assert expected.std() > 0.1, "latents with contrast"
         torch.testing.assert_close(latents, expected, atol=TOLERANCE, rtol=TOLERANCE)
         assert_caches_close(cache, expected_cache)
-        assert cache.nbytes == fused.encoder_cache_nbytes(24, 40) == expected_cache.nbytes
+        assert cache.nbytes == fused.encoder_cache_nbytes(48, 80) == expected_cache.nbytes
 
 
 def test_splits_change_no_bit(fused: StreamingWanVAE, pixels: torch.Tensor) -> None:
@@ -96,8 +107,9 @@ def test_a_cache_holds_only_its_features(fused: StreamingWanVAE, pixels: torch.T
         assert sum(storages.values()) == cache.nbytes
 
 
-def test_weights_that_are_loaded_later_are_used(pixels: torch.Tensor) -> None:
-    changed, fused = an_encoder(seed=3), an_encoder(fuse_encoder=plainly_fused_encoder)
+def test_weights_that_are_loaded_later_are_used(release: str, pixels: torch.Tensor) -> None:
+    changed = an_encoder(release, seed=3)
+    fused = an_encoder(release, fuse_encoder=plainly_fused_encoder)
     before = fused.encode(pixels[:, :, :1], None)[0]
     fused.load_state_dict(changed.state_dict())
     expected, latents = (vae.encode(pixels[:, :, :5], None)[0] for vae in (changed, fused))
@@ -105,18 +117,22 @@ def test_weights_that_are_loaded_later_are_used(pixels: torch.Tensor) -> None:
     torch.testing.assert_close(latents, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_a_cpu_uses_the_plain_encoder() -> None:
-    assert fused_encoder(an_encoder(dtype=torch.bfloat16).encoder) is None
+def test_a_cpu_uses_the_plain_encoder(release: str) -> None:
+    assert fused_encoder(an_encoder(release, dtype=torch.bfloat16).encoder) is None
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @torch.inference_mode()
-def test_the_fused_encoder_on_a_gpu_is_as_accurate_as_the_plain_one(pixels: torch.Tensor) -> None:
-    exact = an_encoder(base_dim=32).encode(pixels, None)[0]
+def test_the_fused_encoder_on_a_gpu_is_as_accurate_as_the_plain_one(
+    release: str, pixels: torch.Tensor
+) -> None:
+    exact = an_encoder(release, base_dim=32).encode(pixels, None)[0]
     with torch.device("cuda"):
-        fused = an_encoder(base_dim=32, dtype=torch.bfloat16)
-        plain = an_encoder(base_dim=32, dtype=torch.bfloat16, fuse_encoder=lambda encoder: None)
+        fused = an_encoder(release, base_dim=32, dtype=torch.bfloat16)
+        plain = an_encoder(
+            release, base_dim=32, dtype=torch.bfloat16, fuse_encoder=lambda encoder: None
+        )
     assert fused_encoder(fused.encoder) is not None
     found, as_before = (vae.encode(pixels.cuda(), None)[0].cpu() for vae in (fused, plain))
     error, usual = (

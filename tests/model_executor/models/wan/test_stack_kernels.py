@@ -11,7 +11,11 @@ import torch
 from helpers.triton_interpreter import interpret
 
 from vllm_omni.model_executor.models.wan.vae import stacked_frames
-from vllm_omni.model_executor.models.wan.vae.stacked_frames import FrameLayout, PendingSum
+from vllm_omni.model_executor.models.wan.vae.stacked_frames import (
+    DuplicatedPixels,
+    FrameLayout,
+    PendingSum,
+)
 from vllm_omni.model_executor.models.wan.vae.winograd import product_dtype
 
 CASES: list[dict[str, Any]] = [
@@ -95,6 +99,29 @@ CASES += [
         {"bias": True, "shuffled": True, "want_sum": True, "edge_rows": 1},
     )
 ]
+CASES += [
+    {
+        "channels": channels,
+        "streams": 2,
+        "frames": frames,
+        "size": (4, 6),
+        "gamma": True,
+        "bias": True,
+        "shuffled": True,
+        "want_sum": True,
+        "duplicated": (factor, repeats, last),
+        "layout": layout,
+    }
+    for channels, frames, factor, repeats, last, layout in (
+        (8, 2, 2, 8, False, FrameLayout.COMBINED),
+        (8, 1, 2, 8, True, FrameLayout.ALONE),
+        (6, 4, 1, 2, False, FrameLayout.COMBINED),
+        (6, 3, 1, 2, False, FrameLayout.IN_TURN),
+        (12, 4, 2, 4, False, FrameLayout.SIDE_BY_SIDE),
+        (12, 1, 1, 2, True, FrameLayout.ALONE),
+    )
+]
+"""With copies of the input of a level of Wan 2.2."""
 
 
 def check_pass(kernels: Any, case: dict[str, Any], dtype: torch.dtype, device: str) -> None:
@@ -118,12 +145,25 @@ def check_pass(kernels: Any, case: dict[str, Any], dtype: torch.dtype, device: s
         x = random(count + 2, streams, height, width, channels).to(product_dtype(dtype)) / 16
     bias = random(channels) if options.pop("bias", False) else None
     residual = random(frames, height, width, channels) if options.pop("residual", False) else None
+    duplicated = options.pop("duplicated", None)
+    if duplicated is not None:
+        factor, repeats, last = duplicated
+        below = random(
+            frames if last else frames // factor,
+            height // 2,
+            width // 2,
+            4 * factor * channels // repeats,
+        )
     options["gamma"] = random(channels) + 2 if options.pop("gamma") else None
     past = random(streams, 2, height, width, channels)
 
     def activation(dtype: torch.dtype) -> PendingSum:
         of_x = product_dtype(dtype) if products else dtype
-        terms = [None if term is None else term.to(dtype, copy=True) for term in (bias, residual)]
+        terms: list[Any] = [
+            None if term is None else term.to(dtype, copy=True) for term in (bias, residual)
+        ]
+        if duplicated is not None:
+            terms[1] = DuplicatedPixels(below.to(dtype), factor, repeats, last)
         return PendingSum(x.to(of_x, copy=True), *terms, shuffled=shuffled, products=products)
 
     exact = {

@@ -3,10 +3,12 @@
 weights.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from vllm_omni.model_executor.models.wan.architecture import WAN_2_2_VAE
 from vllm_omni.model_executor.models.wan.vae.fused_decoder import FusedDecoder
 from vllm_omni.model_executor.models.wan.vae.fused_encoder import FusedEncoder
 from vllm_omni.model_executor.models.wan.vae.fused_layers import FusedPasses
@@ -45,9 +47,24 @@ def assert_caches_close(cache: VAECache, expected: VAECache) -> None:
         torch.testing.assert_close(feature, wanted, atol=1e-4, rtol=1e-4)
 
 
-def random_vae(seed: int = 0, base_dim: int = 4, **options: Any) -> StreamingWanVAE:
+RELEASES = {
+    "2.1": VAEConfig(),
+    "2.2": replace(
+        WAN_2_2_VAE,
+        z_dim=VAEConfig.z_dim,
+        latents_mean=VAEConfig.latents_mean,
+        latents_std=VAEConfig.latents_std,
+    ),
+}
+"""Both networks, with the latent channels of 2.1."""
+
+
+def random_vae(
+    seed: int = 0, base_dim: int = 4, release: str = "2.1", **options: Any
+) -> StreamingWanVAE:
     """A decoder, or the parts in `options`, with random weights that give frames with contrast."""
-    vae = StreamingWanVAE(VAEConfig(base_dim=base_dim), **{"encoder": False, **options})
+    config = replace(RELEASES[release], base_dim=base_dim, decoder_base_dim=None)
+    vae = StreamingWanVAE(config, **{"encoder": False, **options})
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in vae.named_parameters():
         scale = 0.6 / parameter[0].numel() ** 0.5 if parameter.dim() > 1 else 0.6

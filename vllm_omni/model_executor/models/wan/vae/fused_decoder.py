@@ -11,6 +11,7 @@ where it is used.
 # [N, H, W, C] in memory
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,7 @@ from vllm_omni.model_executor.models.wan.vae.fused_layers import (
 )
 from vllm_omni.model_executor.models.wan.vae.split_decode import RowBands
 from vllm_omni.model_executor.models.wan.vae.stacked_frames import (
+    DuplicatedPixels,
     FrameLayout,
     PendingSum,
     subpixel,
@@ -51,7 +53,7 @@ def fused_decoder(
         cuda_graphs: Replay latent frames as CUDA graphs.
     """
     passes = fastest_passes(decoder.conv_in.weight)
-    if passes is None or isinstance(decoder.up_blocks[0], WanResidualUpBlock):
+    if passes is None:
         return None
     return FusedDecoder(decoder, bands, passes, DecoderGraphs() if cuda_graphs else None)
 
@@ -84,7 +86,7 @@ class FusedDecoder(FusedLayers):
             shapes: Shapes of one stream's features.
 
         Returns:
-            Frames [B, 3, T, H, W] with T = 4 (1 at the start), and the features. The features are
+            Frames [B, C, T, H, W] with T = 4 (1 at the start), and the features. The features are
             valid until the next decode of other streams (`kept`).
         """
         self.derive()
@@ -118,8 +120,16 @@ def _frames_of_levels(decoder: Any) -> Iterator[tuple[nn.Module, int]]:
     frames = 1
     for level in decoder.up_blocks:
         yield level.resnets, frames
-        if level.upsamplers is not None and level.upsamplers[0].mode == "upsample3d":
+        upsampler = _upsampler(level)
+        if upsampler is not None and upsampler.mode == "upsample3d":
             frames *= 2
+
+
+def _upsampler(level: Any) -> Any:
+    """Return the upsampling layer of a level of either release, or None in the last level."""
+    if isinstance(level, WanResidualUpBlock):
+        return level.upsampler
+    return None if level.upsamplers is None else level.upsamplers[0]
 
 
 class _LatentPass(FramesPass):
@@ -142,10 +152,18 @@ class _LatentPass(FramesPass):
         at, _ = self.convolve(decoder.conv_in, PendingSum(rows_last(x_BCTHW)))
         at = self.middle(decoder.mid_block, at)
         for level in decoder.up_blocks:
-            for block in level.resnets:
-                at = self.residual(block, at)
-            if level.upsamplers is not None:
-                at = self._upsample(level.upsamplers[0], at)
+            at, x = self.residuals(level.resnets, at)
+            upsampler = _upsampler(level)
+            if upsampler is not None:
+                at = self._upsample(upsampler, at)
+            if isinstance(level, WanResidualUpBlock) and level.avg_shortcut is not None:
+                shortcut = level.avg_shortcut
+                at = replace(
+                    at,
+                    residual=DuplicatedPixels(
+                        x, shortcut.factor_t, shortcut.repeats, last=self.first
+                    ),
+                )
         return self._pixels(at)
 
     def _upsample(self, layer: StreamedUpsample, at: PendingSum) -> PendingSum:

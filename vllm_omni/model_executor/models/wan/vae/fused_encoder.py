@@ -33,9 +33,7 @@ from vllm_omni.model_executor.models.wan.vae.stacked_frames import PendingSum
 def fused_encoder(encoder: Any) -> "FusedEncoder | None":
     """Return the fused form of a built `WanEncoder3d`, or None if `fastest_passes` has none."""
     passes = fastest_passes(encoder.conv_in.weight)
-    if passes is None or isinstance(encoder.down_blocks[0], WanResidualDownBlock):
-        return None
-    return FusedEncoder(encoder, passes)
+    return None if passes is None else FusedEncoder(encoder, passes)
 
 
 class FusedEncoder(FusedLayers):
@@ -57,7 +55,7 @@ class FusedEncoder(FusedLayers):
             shapes: Shapes of one stream's features.
 
         Returns:
-            Moments [B, 32, 1, H/8, W/8], and the features.
+            Moments [B, 2 C, 1, h, w], and the features.
         """
         first = features is None
         if features is None:
@@ -67,11 +65,16 @@ class FusedEncoder(FusedLayers):
 
 def _frames_of_blocks(encoder: Any) -> Iterator[tuple[nn.Module, int]]:
     """Yield each residual block, with the number of frames there per later latent frame."""
+    layers = [
+        layer
+        for layer in encoder.modules()
+        if isinstance(layer, WanResidualBlock | WanResample)
+        and not any(layer is block for block in encoder.mid_block.resnets)
+    ]
     frames = 2 ** sum(
-        isinstance(layer, WanResample) and layer.mode == "downsample3d"
-        for layer in encoder.down_blocks
+        isinstance(layer, WanResample) and layer.mode == "downsample3d" for layer in layers
     )
-    for layer in encoder.down_blocks:
+    for layer in layers:
         if isinstance(layer, WanResidualBlock):
             yield layer, frames
         elif layer.mode == "downsample3d":
@@ -89,14 +92,24 @@ class _LatentPass(FramesPass):
         encoder = self.whole.encoder
         at, _ = self.convolve(encoder.conv_in, PendingSum(rows_last(x_BCTHW)))
         for layer in encoder.down_blocks:
-            at = (
-                self.residual(layer, at)
-                if isinstance(layer, WanResidualBlock)
-                else self._downsample(layer, at)
-            )
+            if isinstance(layer, WanResidualBlock):
+                at = self.residual(layer, at)
+            elif isinstance(layer, WanResidualDownBlock):
+                at = self._level(layer, at)
+            else:
+                at = self._downsample(layer, at)
         at = self.middle(encoder.mid_block, at)
         at, _ = self.convolve(encoder.conv_out, at, gamma=encoder.norm_out.gamma.flatten())
         return by_streams(self.whole.passes.add_up(at), self.streams)
+
+    def _level(self, level: WanResidualDownBlock, at: PendingSum) -> PendingSum:
+        """Run a level of Wan 2.2 with its shortcut, the mean over cells of the level's input."""
+        blocks: Any = level.resnets
+        at, x_NHWC = self.residuals(blocks, at)
+        if level.downsampler is not None:
+            at = self._downsample(level.downsampler, at)
+        shortcut = rows_last(level.avg_shortcut(by_streams(x_NHWC, self.streams)))
+        return PendingSum(self.whole.passes.add_up(at), residual=shortcut)
 
     def _downsample(self, layer: WanResample, at: PendingSum) -> PendingSum:
         """Use the original layers: the cells of their convolutions do not overlap, so they move

@@ -224,13 +224,25 @@ class FramesPass:
         return self.layers.convolve(layer, frames, layout, self.streams), total
 
     def residual(self, block: WanResidualBlock, at: PendingSum) -> PendingSum:
-        at, total = self.convolve(block.conv1, at, gamma=block.norm1.gamma.flatten(), want_sum=True)
-        assert total is not None
-        at, _ = self.convolve(block.conv2, at, gamma=block.norm2.gamma.flatten())
-        if isinstance(block.conv_shortcut, WanCausalConv3d):
-            shortcut = block.conv_shortcut
-            total = functional.linear(total, shortcut.weight.flatten(1), shortcut.bias)
-        return replace(at, residual=total)
+        return self.residuals([block], at)[0]
+
+    def residuals(
+        self, blocks: Iterable[WanResidualBlock], at: PendingSum
+    ) -> tuple[PendingSum, torch.Tensor]:
+        """Run residual blocks and return the result and the sum that the first one received."""
+        first: torch.Tensor | None = None
+        for block in blocks:
+            gamma1, gamma2 = block.norm1.gamma.flatten(), block.norm2.gamma.flatten()
+            at, total = self.convolve(block.conv1, at, gamma=gamma1, want_sum=True)
+            assert total is not None
+            first = total if first is None else first
+            at, _ = self.convolve(block.conv2, at, gamma=gamma2)
+            if isinstance(block.conv_shortcut, WanCausalConv3d):
+                shortcut = block.conv_shortcut
+                total = functional.linear(total, shortcut.weight.flatten(1), shortcut.bias)
+            at = replace(at, residual=total)
+        assert first is not None, "a level has residual blocks"
+        return at, first
 
     def middle(self, mid_block: Any, at: PendingSum) -> PendingSum:
         """Run the middle block of diffusers' encoder or decoder."""

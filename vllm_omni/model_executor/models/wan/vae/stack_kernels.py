@@ -12,6 +12,7 @@ import torch
 
 from vllm_omni.model_executor.layers.triton_or_names import tl, triton
 from vllm_omni.model_executor.models.wan.vae.stacked_frames import (
+    DuplicatedPixels,
     FrameLayout,
     PendingSum,
     StackedFrames,
@@ -61,6 +62,9 @@ def _stack_kernel(  # type: ignore[no-untyped-def]
     SHUFFLED: tl.constexpr,
     RESULTS: tl.constexpr,
     INPUTS: tl.constexpr,
+    FACTOR: tl.constexpr,
+    GROWN: tl.constexpr,
+    REPEATS: tl.constexpr,
 ):
     """Add up, normalise and lay out frames.
 
@@ -68,7 +72,8 @@ def _stack_kernel(  # type: ignore[no-untyped-def]
     above a frame. RESULTS holds the weights that turn products into frames, one row per frame and
     one column per product; None if `x_ptr` holds frames. INPUTS holds the weights by which
     `FrameLayout.COMBINED` combines frames, one row per combination and one column per frame,
-    including the two past ones; None for other layouts.
+    including the two past ones; None for other layouts. REPEATS, FACTOR and GROWN are those of
+    `DuplicatedPixels`; 0 if `residual_ptr` holds whole frames.
     """
     pixel = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     stream = tl.program_id(1).to(tl.int64)
@@ -78,8 +83,8 @@ def _stack_kernel(  # type: ignore[no-untyped-def]
     at = pixel[:, None] * C + channel[None, :]
     frame = P * C
     source, source_frame = at, frame
+    row, column = pixel // width, pixel % width
     if SHUFFLED:
-        row, column = pixel // width, pixel % width
         across = width // 2 + 1
         cell = (row // 2 + row % 2) * across + column // 2 + column % 2
         source = (cell * 4 + (row % 2) * 2 + column % 2)[:, None] * C + channel[None, :]
@@ -117,7 +122,13 @@ def _stack_kernel(  # type: ignore[no-untyped-def]
             y = tl.load(x_ptr + n * source_frame + source, mask=mask, other=0.0).to(tl.float32)
         if BIAS:
             y += bias
-        if RESIDUAL:
+        if REPEATS > 0:
+            copy = t % GROWN + FACTOR - GROWN
+            cells = (channel[None, :] * FACTOR + copy) * 4 + ((row % 2) * 2 + column % 2)[:, None]
+            below = (n // GROWN) * (P // 4) + (row // 2) * (width // 2) + column // 2
+            duplicated = below[:, None] * (C * FACTOR * 4 // REPEATS) + cells // REPEATS
+            y += tl.load(residual_ptr + duplicated, mask=mask, other=0.0).to(tl.float32)
+        elif RESIDUAL:
             y += tl.load(residual_ptr + n * frame + at, mask=mask, other=0.0).to(tl.float32)
         if SUM:
             quantized = y.to(sum_ptr.dtype.element_ty)
@@ -221,6 +232,10 @@ def _launch(
     layout: FrameLayout | None,
 ) -> None:
     x, bias, residual = activation.x, activation.bias, activation.residual
+    factor = grown = repeats = 0
+    if isinstance(residual, DuplicatedPixels):
+        factor, grown, repeats = residual.factor, residual.grown, residual.repeats
+        residual = residual.x
     assert all(each is None or each.is_contiguous() for each in (x, bias, residual, past, gamma))
     streams, _, height, width, channels = past.shape
     frames, pixels = activation.frames // streams, height * width
@@ -254,5 +269,8 @@ def _launch(
         SHUFFLED=activation.shuffled,
         RESULTS=results,
         INPUTS=inputs,
+        FACTOR=factor,
+        GROWN=grown,
+        REPEATS=repeats,
         num_warps=_WARPS,
     )

@@ -37,6 +37,37 @@ class FrameLayout(Enum):
 
 
 @dataclass(frozen=True, eq=False)
+class DuplicatedPixels:
+    """The shortcut around an upsampling level of Wan 2.2: copies of the level's input, which the
+    next pass makes.
+
+    Each channel of `x` is repeated, and the channels are then read as [C, factor, 2, 2]: channel of
+    the result, and frame, row and column inside the cell of `x`.
+    """
+
+    x: torch.Tensor
+    """[N', H/2, W/2, C']."""
+    factor: int
+    """Frames of one frame, 1 or 2."""
+    repeats: int
+    """Copies of each channel, `4 * factor * C / C'`."""
+    last: bool
+    """Whether only the last of the frames of each frame counts: at a stream's first latent."""
+
+    @property
+    def grown(self) -> int:
+        """Return the frames of the result per frame of `x`."""
+        return 1 if self.last else self.factor
+
+    def spread(self) -> torch.Tensor:
+        """Return [N, H, W, C]."""
+        _, height, width, _ = self.x.shape
+        x = self.x.repeat_interleave(self.repeats, dim=-1).unflatten(-1, (-1, self.factor, 2, 2))
+        x = x[:, :, :, :, self.factor - self.grown :]  # [N', H/2, W/2, C, frames, 2, 2]
+        return x.permute(0, 4, 1, 5, 2, 6, 3).reshape(-1, 2 * height, 2 * width, x.shape[3])
+
+
+@dataclass(frozen=True, eq=False)
 class PendingSum:
     """A tensor [N, H, W, C] as a sum that the next pass computes: `x + bias + residual`.
 
@@ -48,7 +79,7 @@ class PendingSum:
     C]."""
     bias: torch.Tensor | None = None
     """[C]."""
-    residual: torch.Tensor | None = None
+    residual: torch.Tensor | DuplicatedPixels | None = None
     """[N, H, W, C]."""
     shuffled: bool = False
     """Whether `x` is the result of a `subpixel` convolution."""
@@ -123,7 +154,10 @@ def _sum_fp32(activation: PendingSum) -> torch.Tensor:
     if activation.products:
         results = total.new_tensor(OF_FRAMES[len(total) - 2].results)
         total = torch.einsum("tj,jb...->bt...", results, total).flatten(0, 1)
-    for term in (activation.bias, activation.residual):
+    residual = activation.residual
+    if isinstance(residual, DuplicatedPixels):
+        residual = residual.spread()
+    for term in (activation.bias, residual):
         if term is not None:
             total = total + term.float()
     return total
