@@ -24,6 +24,8 @@ from vllm_omni.outputs import RequestFailed
 MAX_ENTRIES: Final = 64
 """Maximum number of entries in the `actions` of one request."""
 ACTION_TENSORS: Final = ("buttons", "axes", "scroll")
+MAX_IMAGES: Final = 16
+"""Maximum number of named images of a session."""
 _IMAGES: Final = "images."
 MAX_HELD: Final = 256
 """Maximum number of buttons of a frame: the number of virtual-key codes of a keyboard."""
@@ -32,6 +34,8 @@ _LARGEST: Final = 1e6
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=32)]
 Value = Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
 Use = Literal["none", "optional", "required"]
+NamedSources = Annotated[dict[Name, Any], msgspec.Meta(max_length=MAX_IMAGES)]
+"""Named images of a client's message, as files or `data:` URLs."""
 
 
 class Button(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
