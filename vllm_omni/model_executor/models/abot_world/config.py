@@ -38,7 +38,11 @@ REFERENCES: Final = ("head", "left", "right", "front", "back")
 """Names of the reference images, in the order of their slots."""
 KEY_PLANES: Final = 4
 """Input planes per key: one for each video frame of a latent frame."""
-_STEPS, _SHIFT = (1000, 750, 500, 250), 5.0
+WINDOW_FRAMES: Final = 21
+"""Latent frames that a chunk sees, including its own."""
+STEPS: Final = (1000, 750, 500, 250)
+"""Denoise steps of a chunk."""
+_SHIFT: Final = 5.0
 _CONTEXT_POSITIONS = 1024
 _LARGEST_POSITION = 256
 _SLOT_DISTANCE = 256
@@ -174,7 +178,7 @@ class AbotWorldOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
 
     def schedule(self) -> FewStepSchedule:
         """Return the denoise steps, computed in fp32 as in the original."""
-        indices = [1000 - step for step in _STEPS]
+        indices = [1000 - step for step in STEPS]
         steps = few_step_schedule("exact", _SHIFT, indices, np.float32)
         return with_most_steps(steps, self.max_steps)
 
@@ -193,7 +197,9 @@ def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> AbotWorldStr
         raise ValueError(
             f"omni.model: this model has no sink frames, got sink_frames {options.sink_frames}"
         )
-    plan = resolve_chunks(options, config, chunk_frames=3, window_frames=21, sink_frames=0)
+    plan = resolve_chunks(
+        options, config, chunk_frames=3, window_frames=WINDOW_FRAMES, sink_frames=0
+    )
     return StreamModelSetup(config, options, plan, options.schedule().num_steps)
 
 

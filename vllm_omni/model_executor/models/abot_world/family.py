@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `abot_world` family, described for the command line, config parser and endpoints."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.abot_world.checkpoint import (
     LAYOUTS,
     find_layout,
     hf_config,
     is_checkpoint,
+    transformer_shapes,
 )
 from vllm_omni.model_executor.models.abot_world.config import (
     FPS,
     PRESETS,
+    STEPS,
+    WINDOW_FRAMES,
     AbotWorldConfig,
     AbotWorldStream,
     read_stream,
@@ -18,10 +24,17 @@ from vllm_omni.model_executor.models.abot_world.config import (
 )
 from vllm_omni.model_executor.models.capabilities import Capabilities, Refusals
 from vllm_omni.model_executor.models.wan.checkpoint.layout import check_tiny_vae
+from vllm_omni.model_executor.models.wan.plan import check_world, transformer_sizes
 from vllm_omni.model_executor.models.wan.splits import check_split, parallel_decode_refusal
 from vllm_omni.model_executor.models.wan.vae.latents import VAE_TEMPORAL
 from vllm_omni.model_executor.streaming.degradations import ladder_refusals
 from vllm_omni.model_executor.streaming.family import streaming_family
+from vllm_omni.planning.stream_model import (
+    WAN_2_2_AUTOENCODER,
+    Changes,
+    FamilyPlan,
+    StreamModel,
+)
 
 _SPATIAL = AbotWorldConfig.pixels_per_cell
 _MULTIPLE = 2 * _SPATIAL
@@ -41,6 +54,30 @@ def _refusals(stream: AbotWorldStream, omni: OmniConfig, stages: int) -> Refusal
     )
 
 
+def _named(name: str, changes: Changes) -> StreamModel:
+    return _planned(name, AbotWorldConfig(), changes)
+
+
+def _of_checkpoint(directory: str, checkpoint: Mapping[str, Any], changes: Changes) -> StreamModel:
+    config = AbotWorldConfig.from_checkpoint(checkpoint["transformer"])
+    return _planned(directory, config, changes)
+
+
+def _planned(name: str, config: AbotWorldConfig, changes: Changes) -> StreamModel:
+    """Return the model for `vllm-omni plan`. Sessions have no cache of the encoder."""
+    check_world("abot_world", changes)
+    fields = {
+        "window": config.window_frames or WINDOW_FRAMES,
+        "sinks": 0,
+        "denoise": len(STEPS),
+        "latent_cell": _SPATIAL,
+        "pinned_tokens": config.reference_tokens,
+        "autoencoder": WAN_2_2_AUTOENCODER.tiny,
+        **changes,
+    }
+    return StreamModel(name, **transformer_sizes(config, transformer_shapes(config)) | fields)
+
+
 FAMILY = streaming_family(
     name="abot_world",
     title="ABot-World-0: a world played with eight keys, from an image and reference images",
@@ -58,4 +95,5 @@ FAMILY = streaming_family(
     capabilities=lambda config, omni: Capabilities(fps=FPS, size_multiple=(_MULTIPLE, _MULTIPLE)),
     takes_adapters=True,
     session_windows=True,
+    plan=FamilyPlan(sizes=("abot_world",), named=_named, of_checkpoint=_of_checkpoint),
 )
