@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from helpers.process_groups import process_group
 from helpers.rank_processes import run_ranks
-from vae_streams import decode_stream, plainly_fused, random_vae
+from vae_streams import RELEASES, decode_stream, plainly_fused, random_vae
 
 from vllm_omni.model_executor.layers.cuda_graphs import Replay
 from vllm_omni.model_executor.models.wan.vae.decoder_graphs import DecoderGraphs
@@ -50,9 +50,14 @@ class HostGraphs:
         return output, replay
 
 
+@pytest.fixture(scope="module", params=RELEASES)
+def release(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def plain() -> StreamingWanVAE:
-    return random_vae(fuse=plainly_fused)
+def plain(release: str) -> StreamingWanVAE:
+    return random_vae(release=release, fuse=plainly_fused)
 
 
 @pytest.fixture
@@ -70,9 +75,11 @@ def assert_stream(
     assert torch.equal(got[0], wanted[0]) and got[1].equal(wanted[1])
 
 
-def test_two_graphs_serve_every_stream(plain: StreamingWanVAE, host: HostGraphs) -> None:
+def test_two_graphs_serve_every_stream(
+    plain: StreamingWanVAE, host: HostGraphs, release: str
+) -> None:
     """One for first latent frames, captured with the first stream, and one for later ones."""
-    graphed = random_vae(fuse=host.decoder)
+    graphed = random_vae(release=release, fuse=host.decoder)
     for seed in (1, 2):
         assert_stream(
             decode_stream(graphed, latents(seed), CUTS), decode_stream(plain, latents(seed), CUTS)
@@ -82,9 +89,11 @@ def test_two_graphs_serve_every_stream(plain: StreamingWanVAE, host: HostGraphs)
     assert host.replays == 2 * sum(CUTS) + 1 - eager
 
 
-def test_a_cache_is_not_changed_by_other_decodes(plain: StreamingWanVAE, host: HostGraphs) -> None:
+def test_a_cache_is_not_changed_by_other_decodes(
+    plain: StreamingWanVAE, host: HostGraphs, release: str
+) -> None:
     """Streams alternate, and a chunk may be decoded again from the same cache."""
-    graphed = random_vae(fuse=host.decoder)
+    graphed = random_vae(release=release, fuse=host.decoder)
     caches: dict[int, Any] = {1: None, 2: None}
     expected: dict[int, Any] = {1: None, 2: None}
     for part in range(3):
@@ -99,8 +108,8 @@ def test_a_cache_is_not_changed_by_other_decodes(plain: StreamingWanVAE, host: H
     assert caches[1].equal(expected[1]), "unchanged by the other stream"
 
 
-def test_other_sizes_run_eagerly(plain: StreamingWanVAE, host: HostGraphs) -> None:
-    graphed = random_vae(fuse=host.decoder)
+def test_other_sizes_run_eagerly(plain: StreamingWanVAE, host: HostGraphs, release: str) -> None:
+    graphed = random_vae(release=release, fuse=host.decoder)
     graphed.decode(latents(), None)
     replays = host.replays
     assert_stream(
@@ -120,7 +129,7 @@ def test_loaded_weights_are_captured_again(host: HostGraphs) -> None:
     assert host.captures == 4
 
 
-def test_a_frame_that_cannot_be_captured_runs_once(plain: StreamingWanVAE) -> None:
+def test_a_frame_that_cannot_be_captured_runs_once(plain: StreamingWanVAE, release: str) -> None:
     """Also on one of several ranks alone, because each launch exchanges rows with the other
     ranks.
     """
@@ -135,16 +144,18 @@ def test_a_frame_that_cannot_be_captured_runs_once(plain: StreamingWanVAE) -> No
         raise RuntimeError("no capture here")
 
     graphs, passes = DecoderGraphs(refuse), FusedPasses(counted, add_up)
-    graphed = random_vae(fuse=lambda decoder, bands: FusedDecoder(decoder, bands, passes, graphs))
+    graphed = random_vae(
+        release=release, fuse=lambda decoder, bands: FusedDecoder(decoder, bands, passes, graphs)
+    )
     graphed.decode(latents(), None)
     launches = 0
     assert_stream(
         graphed.decode(latents(2)[:, :, :1], None), plain.decode(latents(2)[:, :, :1], None)
     )
     once = launches
-    random_vae(fuse=lambda decoder, bands: FusedDecoder(decoder, bands, passes)).decode(
-        latents(2)[:, :, :1], None
-    )
+    random_vae(
+        release=release, fuse=lambda decoder, bands: FusedDecoder(decoder, bands, passes)
+    ).decode(latents(2)[:, :, :1], None)
     assert launches == 2 * once
 
 
@@ -169,7 +180,7 @@ def test_frames_of_another_height_run_eagerly_on_every_rank(tmp_path: Any) -> No
     run_ranks(_check_heights, (2, str(tmp_path / "rendezvous")), 2)
 
 
-def _check_on_devices(rank: int, size: int, rendezvous: str) -> None:
+def _check_on_devices(rank: int, size: int, rendezvous: str, release: str) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
     try:
@@ -179,6 +190,7 @@ def _check_on_devices(rank: int, size: int, rendezvous: str) -> None:
             vaes = [
                 random_vae(
                     base_dim=16,
+                    release=release,
                     bands=bands,
                     dtype=torch.bfloat16,
                     fuse=lambda decoder, bands, graphs=graphs: fused_decoder(
@@ -201,7 +213,7 @@ def _check_on_devices(rank: int, size: int, rendezvous: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.several_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_bands_on_gpus_equal_plain_launches(tmp_path: Any) -> None:
+def test_bands_on_gpus_equal_plain_launches(tmp_path: Any, release: str) -> None:
     """CUDA graphs with NCCL's exchanges between them."""
     size = min(4, torch.cuda.device_count())
-    run_ranks(_check_on_devices, (size, str(tmp_path / "rendezvous")), size)
+    run_ranks(_check_on_devices, (size, str(tmp_path / "rendezvous"), release), size)

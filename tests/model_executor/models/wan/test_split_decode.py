@@ -3,6 +3,7 @@
 process per rank).
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from helpers.process_groups import process_group
 from helpers.rank_processes import run_ranks
-from vae_streams import decode_stream, plainly_fused
+from vae_streams import RELEASES, decode_stream, plainly_fused
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
@@ -25,6 +26,7 @@ from vllm_omni.model_executor.models.wan.vae.vae import (
 from vllm_omni.outputs import RequestFailed
 
 CONFIG = VAEConfig(base_dim=4)
+WAN_2_2 = replace(RELEASES["2.2"], base_dim=4, decoder_base_dim=None)
 WIDTH = 6
 TOLERANCE = 1e-5
 """Pixels in [-1, 1]; kernels sum a band of another height in another order (not bit for bit:
@@ -33,8 +35,10 @@ measured 1e-6).
 CUTS = [1, 3, 2]
 
 
-def build(bands: RowBands | None = None, **options: Any) -> StreamingWanVAE:
-    vae = StreamingWanVAE(CONFIG, encoder=False, bands=bands, **options)
+def build(
+    bands: RowBands | None = None, config: VAEConfig = CONFIG, **options: Any
+) -> StreamingWanVAE:
+    vae = StreamingWanVAE(config, encoder=False, bands=bands, **options)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in vae.named_parameters():
         scale = 0.6 / parameter[0].numel() ** 0.5 if parameter.dim() > 1 else 0.6
@@ -48,22 +52,25 @@ def latents(height: int) -> torch.Tensor:
     return torch.randn(1, 16, sum(CUTS), height, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-def check_bands(bands: RowBands, heights: list[int], options: dict[str, Any]) -> None:
+def check_bands(
+    bands: RowBands, heights: list[int], options: dict[str, Any], config: VAEConfig = CONFIG
+) -> None:
     """Streams of several heights on one decoder, in parts: pixels, cache, its bytes, and joined
     frames.
     """
-    whole, mine = build(), build(bands, **options)
+    whole, mine = build(config=config), build(bands, config, **options)
+    factor = config.spatial_factor
     assert dict(mine.named_parameters()).keys() == dict(whole.named_parameters()).keys()
     for height in heights:
         expected, expected_cache = decode_stream(whole, latents(height), CUTS)
         pixels, cache = decode_stream(mine, latents(height), CUTS)
         rows = bands.rows(height)
-        ours = slice(8 * rows.start, 8 * rows.stop)
+        ours = slice(factor * rows.start, factor * rows.stop)
         assert expected.std() > 0.1, "frames with contrast"
         torch.testing.assert_close(pixels, expected[:, :, :, ours], atol=TOLERANCE, rtol=0)
-        assert cache.nbytes == mine.decoder_cache_nbytes(8 * height, 8 * WIDTH)
+        assert cache.nbytes == mine.decoder_cache_nbytes(factor * height, factor * WIDTH)
         assert cache.nbytes == cache_nbytes(
-            CONFIG, "decoder", 8 * len(rows), 8 * WIDTH, torch.float32
+            config, "decoder", factor * len(rows), factor * WIDTH, torch.float32
         )
         for feature, of_all in zip(cache.features, expected_cache.features, strict=True):
             start = rows.start * of_all.shape[3] // height
@@ -149,6 +156,8 @@ def test_bands_support_partial_calls_fused_passes_and_memory_layouts(tmp_path: P
         tmp_path / "rendezvous",
         (check_bands, [4], {"frames_per_call": 1}),
         (check_bands, [4, 5], {"fuse": plainly_fused}),
+        (check_bands, [5], {}, WAN_2_2),
+        (check_bands, [4], {"fuse": plainly_fused}, WAN_2_2),
         (check_one_piece,),
         (check_layout,),
     )
@@ -167,6 +176,11 @@ def test_every_rank_needs_a_row() -> None:
     with pytest.raises(RequestFailed, match="height must be at least 32, got 24") as failure:
         vae.check_height(24)
     assert failure.value.code == "unsupported_size"
+    bands = RowBands(1, 4, None, 16)  # type: ignore[arg-type]
+    wan22 = StreamingWanVAE(WAN_2_2, encoder=False, decoder=False, bands=bands)
+    wan22.check_height(64)
+    with pytest.raises(RequestFailed, match="height must be at least 64, got 48"):
+        wan22.check_height(48)
 
 
 def test_ranks_that_decode() -> None:

@@ -152,7 +152,7 @@ def build_autoencoders(
         continuation: See `ChunkDecoder`.
     """
     dtype, decodes = setup.options.vae_torch_dtype(setup.dtype), setup.parallel.decodes
-    bands = RowBands.of_parallel(setup.parallel)
+    bands = RowBands.of_parallel(setup.parallel, setup.vae_config.spatial_factor)
     vae = StreamingWanVAE(
         setup.vae_config,
         encoder=encodes,

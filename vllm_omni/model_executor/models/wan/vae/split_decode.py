@@ -31,6 +31,7 @@ from vllm_omni.model_executor.layers.cuda_graphs import (
     persistent_buffer,
     persistent_copy,
 )
+from vllm_omni.model_executor.models.wan.vae.latents import VAE_SPATIAL
 from vllm_omni.model_executor.models.wan.vae_layers import replace_layers
 from vllm_omni.outputs import RequestFailed, empty_result
 
@@ -50,21 +51,25 @@ class RowBands:
         size: Number of ranks.
         group: Process group used for decodes only. They may run on a CUDA stream concurrently with
             denoise steps, and collectives of both on one group would wait for each other.
+        row_pixels: Pixels of a latent row.
     """
 
-    def __init__(self, rank: int, size: int, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, rank: int, size: int, group: dist.ProcessGroup, row_pixels: int = VAE_SPATIAL
+    ) -> None:
         self.rank = rank
         self.size = size
         self.group = group
+        self.row_pixels = row_pixels
         self.latent_height = 0
         """Latent height of the stream that is being decoded."""
 
     @classmethod
-    def of_parallel(cls, parallel: ParallelContext) -> "RowBands | None":
+    def of_parallel(cls, parallel: ParallelContext, row_pixels: int) -> "RowBands | None":
         """Return this rank's band, or None if one rank decodes alone."""
         if parallel.decode_group is None:
             return None
-        return cls(parallel.rank, parallel.size, parallel.decode_group)
+        return cls(parallel.rank, parallel.size, parallel.decode_group, row_pixels)
 
     def rows(self, latent_height: int) -> range:
         """Return this rank's latent rows.
@@ -75,9 +80,9 @@ class RowBands:
         if latent_height < self.size:
             raise RequestFailed(
                 "unsupported_size",
-                f"{self.size} ranks share the VAE's decode by rows of 8 pixels: height must be "
-                "at least "
-                f"{8 * self.size}, got {8 * latent_height}",
+                f"{self.size} ranks share the VAE's decode by rows of {self.row_pixels} pixels: "
+                f"height must be at least {self.row_pixels * self.size}, "
+                f"got {self.row_pixels * latent_height}",
             )
         lengths = split_evenly(latent_height, self.size)
         start = sum(lengths[: self.rank])
