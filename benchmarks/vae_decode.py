@@ -2,13 +2,15 @@
 """The Wan VAE's decode as it is served (`StreamingWanVAE`), alone on one GPU: checked, then timed.
 
     python benchmarks/vae_decode.py
+    python benchmarks/vae_decode.py --release 2.2    # at 704x1280, and the tiny decoder's times
 
 Random weights, bf16, 480x832. Checks of the fused decoder: error against fp32 beside the plain
 decoder's, the same bits however a stream is cut, streams decoded together, two bands of rows (two
 threads in the place of two ranks), and a stream that goes on in the other decoder. Then medians of
 a decode of 12 frames, fused, plain and plain compiled, the kernels of the fused one, and its parts
-beside other ways to compute them. Ends with status 1 if a check fails. On a CPU (`--height 24
---width 40 --base-dim 4`) it makes the checks with the kernel's plain version, and no times.
+beside other ways to compute them (of Wan 2.1). Ends with status 1 if a check fails. On a CPU
+(`--height 48 --width 80 --base-dim 4`) it makes the checks with the kernel's plain version, and no
+times.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,11 +27,13 @@ from common import add_output_arguments, save
 from kernel_timing import milliseconds
 from torch.nn import functional
 
+from vllm_omni.model_executor.models.wan.architecture import WAN_2_2_VAE
 from vllm_omni.model_executor.models.wan.vae import stacked_frames
 from vllm_omni.model_executor.models.wan.vae.fused_decoder import FusedDecoder, fused_decoder
 from vllm_omni.model_executor.models.wan.vae.fused_layers import FusedPasses, convolved_each
 from vllm_omni.model_executor.models.wan.vae.split_decode import RowBands
 from vllm_omni.model_executor.models.wan.vae.stacked_frames import FrameLayout, PendingSum
+from vllm_omni.model_executor.models.wan.vae.tiny_vae import CHANNELS, TinyVAEDecoder
 from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAECache, VAEConfig
 from vllm_omni.model_executor.models.wan.vae.winograd import OF_FRAMES, product_dtype
 from vllm_omni.model_executor.models.wan.vae_layers import fold_memory, folded
@@ -62,18 +67,26 @@ def fuse(decoder: Any, bands: RowBands | None) -> FusedDecoder | None:
     )
 
 
+def config_of(release: str, base_dim: int | None) -> VAEConfig:
+    """The released network, or one of another width."""
+    config = WAN_2_2_VAE if release == "2.2" else VAEConfig()
+    if base_dim is None:
+        return config
+    return replace(config, base_dim=base_dim, decoder_base_dim=None)
+
+
 def build(
-    base_dim: int,
+    config: VAEConfig,
     dtype: torch.dtype = DTYPE,
     *,
     fused: bool = False,
     bands: RowBands | None = None,
     **options: Any,
 ) -> StreamingWanVAE:
-    """A decoder whose random weights depend on `base_dim` alone."""
+    """A decoder whose random weights depend on `config` alone."""
     with torch.device(DEVICE):
         vae = StreamingWanVAE(
-            VAEConfig(base_dim=base_dim),
+            config,
             encoder=False,
             dtype=dtype,
             bands=bands,
@@ -93,9 +106,10 @@ def with_random_weights(vae: StreamingWanVAE) -> StreamingWanVAE:
     return vae
 
 
-def stream(latents: int, height: int, width: int, seed: int = 1) -> torch.Tensor:
+def stream(config: VAEConfig, latents: int, height: int, width: int, seed: int = 1) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(1, 16, latents, height // 8, width // 8, generator=generator).to(DEVICE)
+    cells = height // config.spatial_factor, width // config.spatial_factor
+    return torch.randn(1, config.z_dim, latents, *cells, generator=generator).to(DEVICE)
 
 
 def decode(
@@ -152,11 +166,11 @@ class Checks:
 
 def check(args: argparse.Namespace, checks: Checks) -> None:
     size = args.height, args.width
-    latents = stream(3, *size)
+    latents = stream(args.config, 3, *size)
     exact, plain, fused = (
-        build(args.base_dim, torch.float32),
-        build(args.base_dim),
-        build(args.base_dim, fused=True),
+        build(args.config, torch.float32),
+        build(args.config),
+        build(args.config, fused=True),
     )
     expected, expected_cache = decode(exact, latents, [1, 1, 1])
     plain_pixels, plain_cache = decode(plain, latents, [1, 1, 1])
@@ -186,7 +200,7 @@ def check(args: argparse.Namespace, checks: Checks) -> None:
             1.2 * error + 1e-5,
         )
     del exact, expected_cache, plain_cache, plain
-    longer = stream(7, *size)
+    longer = stream(args.config, 7, *size)
     whole, whole_cache = fused.decode(longer, None)
     for cuts in ([1, 3, 3], [1] * 7, [2, 4, 1]):
         pixels, cache = decode(fused, longer, cuts)
@@ -197,8 +211,8 @@ def check(args: argparse.Namespace, checks: Checks) -> None:
 
 
 def check_bands(args: argparse.Namespace, checks: Checks) -> None:
-    latents = stream(3, args.height, args.width)
-    whole, _ = decode(build(args.base_dim, fused=True), latents, [1, 2])
+    latents = stream(args.config, 3, args.height, args.width)
+    whole, _ = decode(build(args.config, fused=True), latents, [1, 2])
     shared: list[torch.Tensor | None] = [None, None]
     barrier = threading.Barrier(2)
     parts: list[Any] = [None, None]
@@ -207,7 +221,7 @@ def check_bands(args: argparse.Namespace, checks: Checks) -> None:
         bands = ThreadBands(index, 2, None)  # type: ignore[arg-type]
         bands.shared, bands.barrier = shared, barrier
         try:
-            vae = build(args.base_dim, fused=True, bands=bands)
+            vae = build(args.config, fused=True, bands=bands)
             parts[index], _ = decode(vae, latents, [1, 2])
         except BaseException as failure:
             parts[index] = failure
@@ -230,10 +244,10 @@ def check_bands(args: argparse.Namespace, checks: Checks) -> None:
 
 
 def check_together(args: argparse.Namespace, checks: Checks, times: dict[str, Any]) -> None:
-    fused = build(args.base_dim, fused=True)
+    fused = build(args.config, fused=True)
     sizes = [(3, 128, 160), (4, 192, 320)] if DEVICE == "cuda" else [(3, args.height, args.width)]
     for count, height, width in sizes:
-        streams = [stream(4, height, width, seed) for seed in range(count)]
+        streams = [stream(args.config, 4, height, width, seed) for seed in range(count)]
         caches = [fused.decode(each[:, :, :1], None)[1] for each in streams]
         rest = [each[:, :, 1:] for each in streams]
         joined = torch.cat(rest)
@@ -261,12 +275,16 @@ def check_together(args: argparse.Namespace, checks: Checks, times: dict[str, An
 
 
 def time_decode(
-    name: str, vae: StreamingWanVAE, size: tuple[int, int], times: dict[str, Any], repeats: int = 7
+    name: str,
+    vae: StreamingWanVAE | TinyVAEDecoder,
+    size: tuple[int, int],
+    times: dict[str, Any],
+    repeats: int = 7,
 ) -> Callable[[], Any]:
     """12 frames behind a stream's first latent; also the peak of memory beside what was held
     before. Returns it.
     """
-    latents = stream(4, *size)
+    latents = stream(vae.config, 4, *size)
     first, rest = latents[:, :, :1], latents[:, :, 1:]
     _, cache = vae.decode(first, None)
 
@@ -291,12 +309,16 @@ def time_decode(
 
 def time_all(args: argparse.Namespace, times: dict[str, Any]) -> None:
     size = args.height, args.width
-    run = time_decode("12 frames, fused", build(args.base_dim, fused=True), size, times)
+    run = time_decode("12 frames, fused", build(args.config, fused=True), size, times)
     times["kernels of 12 frames, fused, ms"] = kernels(run)
     del run
-    band = build(args.base_dim, fused=True, bands=LonelyBands(0, 2, None))  # type: ignore[arg-type]
+    band = build(args.config, fused=True, bands=LonelyBands(0, 2, None))  # type: ignore[arg-type]
     time_decode("12 frames, fused, half the rows, no exchange", band, size, times, 5)
-    time_decode("12 frames, plain", build(args.base_dim), size, times, 3)
+    del band
+    time_decode("12 frames, plain", build(args.config), size, times, 3)
+    with torch.device(DEVICE):
+        tiny = TinyVAEDecoder(CHANNELS, args.config, dtype=DTYPE)
+    time_decode("12 frames, tiny decoder", tiny, size, times)
 
 
 def kernels(run: Callable[[], Any]) -> list[list[Any]]:
@@ -319,7 +341,7 @@ def time_parts(args: argparse.Namespace) -> dict[str, Any]:
     from vllm_omni.model_executor.models.wan.vae import stack_kernels
 
     found: dict[str, Any] = {}
-    dim = args.base_dim
+    dim = args.config.base_dim
     served = stack_kernels._BLOCK, stack_kernels._WARPS
     for channels, frames, scale in ((dim, 4, 1), (2 * dim, 4, 2), (4 * dim, 2, 4), (4 * dim, 1, 8)):
         height, width = args.height // scale, args.width // scale
@@ -424,13 +446,27 @@ def time_combined(
     return found
 
 
+def add_network_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--release", choices=("2.1", "2.2"), default="2.1", help="of Wan's VAE")
+    parser.add_argument("--height", type=int, help="default: 480, with release 2.2: 704")
+    parser.add_argument("--width", type=int, help="default: 832, with release 2.2: 1280")
+    parser.add_argument("--base-dim", type=int, help="default: the released widths")
+
+
+def parse_network(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments with the defaults of the release, and `config`."""
+    args = parser.parse_args()
+    height, width = (704, 1280) if args.release == "2.2" else (480, 832)
+    args.height, args.width = args.height or height, args.width or width
+    args.config = config_of(args.release, args.base_dim)
+    return args
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--height", type=int, default=480)
-    parser.add_argument("--width", type=int, default=832)
-    parser.add_argument("--base-dim", type=int, default=96)
+    add_network_arguments(parser)
     parser.add_argument(
         "--seconds",
         type=float,
@@ -439,26 +475,27 @@ def main() -> None:
     )
     parser.add_argument("--compile-seconds", type=float, default=40.0)
     add_output_arguments(parser)
-    args = parser.parse_args()
+    args = parse_network(parser)
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     checks, times, parts = Checks(), dict[str, Any](), dict[str, Any]()
     with torch.inference_mode():
         check(args, checks)
         check_bands(args, checks)
-        check_together(args, checks, times)
+        if args.release == "2.1":  # streams of 2.2 are decoded one by one
+            check_together(args, checks, times)
         if DEVICE == "cuda":
             time_all(args, times)
-            parts = time_parts(args)
+            parts = time_parts(args) if args.release == "2.1" else {}
             log("parts timed")
             if args.seconds - (time.monotonic() - START) > args.compile_seconds:
-                compiled = build(args.base_dim, compiled=True)
+                compiled = build(args.config, compiled=True)
                 time_decode(
                     "12 frames, plain compiled", compiled, (args.height, args.width), times, 5
                 )
     result = {"checks": checks.values, "failed": checks.failed, "times": times, "parts_ms": parts}
     result["seconds"] = round(time.monotonic() - START, 1)
-    save("vae_decode", {"result": result}, args)
+    save(f"vae_decode_{args.release}", {"result": result}, args)
     sys.exit(1 if checks.failed else 0)
 
 

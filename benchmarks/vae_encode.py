@@ -3,7 +3,8 @@
 checked, then timed.
 
     python benchmarks/vae_encode.py
-    python benchmarks/vae_encode.py --height 24 --width 40 --base-dim 4    # the checks, on a CPU
+    python benchmarks/vae_encode.py --release 2.2    # at 704x1280
+    python benchmarks/vae_encode.py --height 48 --width 80 --base-dim 4    # the checks, on a CPU
 
 Random weights, bf16, 480x832: the image and eight grey frames, the three latents of a world's first
 chunk. The fused encoder's error against fp32 beside the plain one's, the medians of both, and the
@@ -17,7 +18,15 @@ from typing import Any
 import torch
 from common import add_output_arguments, save
 from kernel_timing import milliseconds
-from vae_decode import DEVICE, DTYPE, kernels, relative, with_random_weights
+from vae_decode import (
+    DEVICE,
+    DTYPE,
+    add_network_arguments,
+    kernels,
+    parse_network,
+    relative,
+    with_random_weights,
+)
 
 from vllm_omni.model_executor.models.wan.vae import stacked_frames
 from vllm_omni.model_executor.models.wan.vae.fused_encoder import FusedEncoder, fused_encoder
@@ -31,11 +40,11 @@ def fuse(encoder: Any) -> FusedEncoder | None:
     return FusedEncoder(encoder, FusedPasses(stacked_frames.stack_frames, stacked_frames.add_up))
 
 
-def build(base_dim: int, dtype: torch.dtype = DTYPE, *, fused: bool = False) -> StreamingWanVAE:
-    """An encoder whose random weights depend on `base_dim` alone."""
+def build(config: VAEConfig, dtype: torch.dtype = DTYPE, *, fused: bool = False) -> StreamingWanVAE:
+    """An encoder whose random weights depend on `config` alone."""
     with torch.device(DEVICE):
         vae = StreamingWanVAE(
-            VAEConfig(base_dim=base_dim),
+            config,
             decoder=False,
             dtype=dtype,
             fuse_encoder=fuse if fused else lambda _: None,
@@ -47,11 +56,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--height", type=int, default=480)
-    parser.add_argument("--width", type=int, default=832)
-    parser.add_argument("--base-dim", type=int, default=96)
+    add_network_arguments(parser)
     add_output_arguments(parser)
-    args = parser.parse_args()
+    args = parse_network(parser)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     frames = torch.zeros(1, 3, 9, args.height, args.width)
     frames[:, :, 0] = (
@@ -60,15 +67,16 @@ def main() -> None:
     frames = frames.to(DEVICE)
     result: dict[str, Any] = {}
     with torch.inference_mode():
-        exact = build(args.base_dim, torch.float32).encode(frames, None)[0]
+        exact = build(args.config, torch.float32).encode(frames, None)[0]
         for name, fused in (("plain", False), ("fused", True)):
-            vae = build(args.base_dim, fused=fused)
+            vae = build(args.config, fused=fused)
             result[f"{name}_error"] = relative(vae.encode(frames, None)[0], exact)
             if DEVICE == "cuda":
                 result[f"{name}_ms"] = milliseconds(lambda vae=vae: vae.encode(frames, None))
         if DEVICE == "cuda":
+            result["fused_image_ms"] = milliseconds(lambda: vae.encode(frames[:, :, :1], None))
             result["fused_kernels_ms"] = kernels(lambda: vae.encode(frames, None))
-    save("vae_encode", {"result": result}, args)
+    save(f"vae_encode_{args.release}", {"result": result}, args)
     sys.exit(result["fused_error"] > 1.2 * result["plain_error"] + 1e-5)
 
 
