@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--references", type=int, default=len(REFERENCES))
     add_arguments(parser, name="abot_world", size=(704, 1280), warm_chunks=9)
     args = parser.parse_args()
-    args.variant, args.authors_fps = "0-5B-LF", AUTHORS_FPS
+    args.variant, args.prompt, args.authors_fps = "0-5B-LF", None, AUTHORS_FPS
     args.actions = [["w", "l"]] * 3
     args.image_tensors = [image_tensor(name) for name in REFERENCES[: args.references]]
     with tempfile.TemporaryDirectory() as folder:

@@ -84,6 +84,7 @@ def session_chunk(
         params = DiffusionParams(
             session_id=name,
             chunk_index=index,
+            prompt=args.prompt if index == 0 else None,
             seed=1,
             height=args.height,
             width=args.width,
@@ -213,7 +214,7 @@ def main() -> None:
     args = parser.parse_args()
     held = HELD[args.variant]
     args.actions, args.image_tensors = [held, [], held], ()
-    args.authors_fps = AUTHORS_FPS
+    args.prompt, args.authors_fps = None, AUTHORS_FPS
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "game"
         if args.tiny:

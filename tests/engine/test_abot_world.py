@@ -49,7 +49,9 @@ async def play(client: EngineClient, name: str, start: Any = None, **fields: Any
 
 def played(checkpoint: Path, **engine_args: Any) -> torch.Tensor:
     async def scenario() -> torch.Tensor:
-        async with running_engine(checkpoint, OMNI, **{"dtype": "float32", **engine_args}) as client:
+        async with running_engine(
+            checkpoint, OMNI, **{"dtype": "float32", **engine_args}
+        ) as client:
             return await play(client, "s")
 
     return asyncio.run(scenario())

@@ -251,7 +251,7 @@ def test_a_directory_takes_precedence_over_a_release(
 
 def test_an_unplannable_model_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     get_family("null_world").make_tiny(tmp_path, 0, get_family("null_world").layouts[0])
-    known = "`plan` knows lingbot_world, causal_wan, matrix_game and waypoint"
+    known = "`plan` knows lingbot_world, causal_wan, matrix_game, abot_world and waypoint"
     with pytest.raises(ValueError, match=f"is a null_world; {known}"):
         model_of(str(tmp_path))
 

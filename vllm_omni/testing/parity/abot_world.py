@@ -25,12 +25,7 @@ from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.layers.attention.rope import apply_rope, rope_tables
 from vllm_omni.model_executor.layers.kv_cache.pinned_window import PinnedWindow
 from vllm_omni.model_executor.models.abot_world.checkpoint import fold_keys, load_transformer
-from vllm_omni.model_executor.models.abot_world.config import SPACE, AbotWorldConfig, next_base
-from vllm_omni.model_executor.models.abot_world.pipeline import (
-    fit_image,
-    image_pixels,
-    stretch_image,
-)
+from vllm_omni.model_executor.models.abot_world.config import SPACE, AbotWorldConfig
 from vllm_omni.model_executor.models.abot_world.transformer import (
     AbotItem,
     AbotWorldTransformer,
@@ -38,6 +33,11 @@ from vllm_omni.model_executor.models.abot_world.transformer import (
 )
 from vllm_omni.model_executor.models.wan.architecture import WAN_2_2_VAE
 from vllm_omni.model_executor.models.wan.checkpoint.loading import load_vae
+from vllm_omni.model_executor.models.wan.images.files import (
+    fit_image,
+    image_pixels,
+    stretch_image,
+)
 from vllm_omni.model_executor.models.wan.transformer.fused_ops import gated_add
 from vllm_omni.model_executor.models.wan.transformer.layers import embed_time, patchify
 from vllm_omni.model_executor.models.wan.transformer.transformer import WanBlock
@@ -47,6 +47,7 @@ from vllm_omni.model_executor.schedules import (
     few_step_schedule,
     nearest_schedule,
 )
+from vllm_omni.model_executor.streaming.pinned import next_base
 from vllm_omni.testing.parity.comparison import ComparisonReport, GoldenScenario, run_scenarios
 from vllm_omni.testing.parity.rollouts import recorded_layers
 
@@ -299,12 +300,12 @@ class _Stages:
         self._seen: dict[str, torch.Tensor] = {}
         self._wanted = False
         for layer, block in model.blocks.items():
-            parts = {"self_attn": block.self_attn, "cross_attn": block.cross_attn}
+            parts: dict[str, Any] = {"self_attn": block.self_attn}
+            parts["cross_attn"] = block.cross_attn
             parts |= {"ffn": block.ffn, "out": block}
             for name, part in parts.items():
                 part.register_forward_hook(self._hook(f"block{layer}.{name}"))
-        for head in (module for name, module in model.named_children() if name == "head"):
-            head.register_forward_hook(self._hook("head"))
+        model.get_submodule("head").register_forward_hook(self._hook("head"))
 
     def _hook(self, name: str) -> Any:
         def keep(module: Any, inputs: Any, output: Any) -> None:

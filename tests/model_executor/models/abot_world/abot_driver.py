@@ -16,13 +16,13 @@ from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.abot_world.checkpoint import find_layout, hf_config
 from vllm_omni.model_executor.models.abot_world.pipeline import (
     AbotChunk,
-    AbotSession,
     AbotWorld,
     AbotWorldSetup,
 )
+from vllm_omni.model_executor.streaming.pinned import PinnedSession
 
 HEIGHT, WIDTH = 32, 64
-Request = DiffusionRequest[AbotSession, AbotChunk]
+Request = DiffusionRequest[PinnedSession, AbotChunk]
 
 
 def load_world(
@@ -51,12 +51,12 @@ def references(*names: str) -> dict[str, torch.Tensor]:
     return {image_tensor(name): random_image(10 + n) for n, name in enumerate(names)}
 
 
-def open_session(world: AbotWorld, session_id: str = "a", **params: Any) -> AbotSession:
+def open_session(world: AbotWorld, session_id: str = "a", **params: Any) -> PinnedSession:
     return world.new_session(DiffusionParams(session_id=session_id, **params))
 
 
 def make_request(
-    session: AbotSession, tensors: dict[str, torch.Tensor] | None = None, **params: Any
+    session: PinnedSession, tensors: dict[str, torch.Tensor] | None = None, **params: Any
 ) -> Request:
     """Make a chunk's request; a first chunk gets an image and two references."""
     if session.chunk_index == 0:
@@ -71,7 +71,7 @@ def make_request(
 
 def run_chunk(
     world: AbotWorld,
-    session: AbotSession,
+    session: PinnedSession,
     tensors: dict[str, torch.Tensor] | None = None,
     **params: Any,
 ) -> torch.Tensor:

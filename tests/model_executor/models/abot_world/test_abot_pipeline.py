@@ -24,8 +24,8 @@ from helpers.unreachable_weights import offloaded_out_of_reach
 from helpers.unused_params import IMAGE_AND_VIDEO_PARAMS
 
 from vllm_omni.inputs import DiffusionParams
-from vllm_omni.model_executor.models.abot_world import config
 from vllm_omni.model_executor.models.abot_world.pipeline import AbotWorld
+from vllm_omni.model_executor.streaming import pinned
 from vllm_omni.outputs import RequestFailed
 
 HELD = [["w", "l"], ["w"], ["a", "i"]]
@@ -39,7 +39,7 @@ def world(layouts: dict[str, Path]) -> AbotWorld:
 @pytest.fixture
 def near_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Positions restart after 13 frames instead of 256."""
-    monkeypatch.setattr(config.next_base, "__defaults__", (13,))
+    monkeypatch.setattr(pinned.next_base, "__defaults__", (13,))
 
 
 def run_chunks(world: AbotWorld, count: int, **params: Any) -> list[torch.Tensor]:

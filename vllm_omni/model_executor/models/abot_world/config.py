@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 import msgspec
 import numpy as np
 
-from vllm_omni.actions import ActionSpace, Button, NamedImage
+from vllm_omni.actions import CAMERA_SPACE, ActionSpace, NamedImage
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.wan.architecture import (
     IGNORED,
@@ -43,23 +43,9 @@ WINDOW_FRAMES: Final = 21
 STEPS: Final = (1000, 750, 500, 250)
 """Denoise steps of a chunk."""
 _SHIFT: Final = 5.0
-_CONTEXT_POSITIONS = 1024
-_LARGEST_POSITION = 256
 _SLOT_DISTANCE = 256
 
-SPACE: Final = ActionSpace(
-    buttons=(
-        Button("w", "forward", ("KeyW",)),
-        Button("a", "left", ("KeyA",)),
-        Button("s", "back", ("KeyS",)),
-        Button("d", "right", ("KeyD",)),
-        Button("i", "look up", ("KeyI", "ArrowUp")),
-        Button("j", "look left", ("KeyJ", "ArrowLeft")),
-        Button("k", "look down", ("KeyK", "ArrowDown")),
-        Button("l", "look right", ("KeyL", "ArrowRight")),
-    ),
-    prompt="optional",
-)
+SPACE: Final = ActionSpace(buttons=CAMERA_SPACE.buttons, prompt="optional")
 """Controls without reference images. The order of the buttons is that of the network's input."""
 
 
@@ -208,26 +194,3 @@ def space_of(config: AbotWorldConfig) -> ActionSpace:
     names = REFERENCES[: config.reference_slots]
     images = tuple(NamedImage(name, f"{name} of the character") for name in names)
     return msgspec.structs.replace(SPACE, images=images)
-
-
-def next_base(
-    base: int,
-    frames: range,
-    window_frames: int,
-    positions: Literal["carried", "window"],
-    largest: int = _LARGEST_POSITION,
-) -> int:
-    """Return the frame with position 0 during a chunk.
-
-    Args:
-        base: That of the previous chunk, 0 at the start.
-        frames: Latent frames of the chunk.
-        window_frames: Frames that a chunk sees, including its own.
-        positions: The option.
-        largest: Position after which carried positions restart.
-    """
-    oldest = max(0, frames.stop - window_frames)
-    if positions == "window":
-        return oldest
-    limit = min(largest, _CONTEXT_POSITIONS - window_frames - len(frames))
-    return oldest if frames.stop - base > limit else base

@@ -4,7 +4,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.abot_world.checkpoint import (
     LAYOUTS,
     find_layout,
@@ -18,7 +17,6 @@ from vllm_omni.model_executor.models.abot_world.config import (
     STEPS,
     WINDOW_FRAMES,
     AbotWorldConfig,
-    AbotWorldStream,
     read_stream,
     space_of,
 )
@@ -40,32 +38,10 @@ _SPATIAL = AbotWorldConfig.pixels_per_cell
 _MULTIPLE = 2 * _SPATIAL
 
 
-def _check_parallel(stream: AbotWorldStream, omni: OmniConfig, ranks: int, stages: int) -> None:
-    ulysses = stream.options.sequence_parallel
-    check_split(stream.config, omni, ranks, stages, sequence_parallel=ulysses)
-
-
-def _refusals(stream: AbotWorldStream, omni: OmniConfig, stages: int) -> Refusals:
-    return Refusals(
-        vae_stage=None,
-        vae_parallel=parallel_decode_refusal(stream.options.decoder),
-        kv_growth=None,
-        **ladder_refusals(stream),
-    )
-
-
-def _named(name: str, changes: Changes) -> StreamModel:
-    return _planned(name, AbotWorldConfig(), changes)
-
-
-def _of_checkpoint(directory: str, checkpoint: Mapping[str, Any], changes: Changes) -> StreamModel:
-    config = AbotWorldConfig.from_checkpoint(checkpoint["transformer"])
-    return _planned(directory, config, changes)
-
-
-def _planned(name: str, config: AbotWorldConfig, changes: Changes) -> StreamModel:
+def _planned(name: str, transformer: Mapping[str, Any], changes: Changes) -> StreamModel:
     """Return the model for `vllm-omni plan`. Sessions have no cache of the encoder."""
     check_world("abot_world", changes)
+    config = AbotWorldConfig.from_checkpoint(transformer)
     fields = {
         "window": config.window_frames or WINDOW_FRAMES,
         "sinks": 0,
@@ -88,12 +64,23 @@ FAMILY = streaming_family(
     read=read_stream,
     presets=PRESETS,
     check_tiny_decoder=lambda path, option: check_tiny_vae(find_layout(path), option),
-    refusals=_refusals,
-    check_parallel=_check_parallel,
+    refusals=lambda stream, omni, stages: Refusals(
+        vae_stage=None,
+        vae_parallel=parallel_decode_refusal(stream.options.decoder),
+        kv_growth=None,
+        **ladder_refusals(stream),
+    ),
+    check_parallel=lambda stream, omni, ranks, stages: check_split(
+        stream.config, omni, ranks, stages, sequence_parallel=stream.options.sequence_parallel
+    ),
     action_space=lambda stream: space_of(stream.config),
     info=lambda _: {"fps": FPS, "vae_stride": (VAE_TEMPORAL, _SPATIAL, _SPATIAL)},
     capabilities=lambda config, omni: Capabilities(fps=FPS, size_multiple=(_MULTIPLE, _MULTIPLE)),
     takes_adapters=True,
     session_windows=True,
-    plan=FamilyPlan(sizes=("abot_world",), named=_named, of_checkpoint=_of_checkpoint),
+    plan=FamilyPlan(
+        sizes=("abot_world",),
+        named=lambda name, changes: _planned(name, {}, changes),
+        of_checkpoint=lambda name, stored, changes: _planned(name, stored["transformer"], changes),
+    ),
 )

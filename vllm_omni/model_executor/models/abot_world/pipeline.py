@@ -14,17 +14,13 @@ The references take part in all passes of the first chunk. Later chunks see thei
 is the model and does not depend on the engine; vLLM loads `AbotWorldPipeline`, which owns it.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
-import msgspec
-import numpy as np
 import torch
-from PIL import Image, ImageOps
 
-from vllm_omni.actions import image_tensor
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.device_async import to_device
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
@@ -43,7 +39,6 @@ from vllm_omni.model_executor.models.abot_world.checkpoint import (
 from vllm_omni.model_executor.models.abot_world.config import (
     AbotWorldConfig,
     AbotWorldOptions,
-    next_base,
     read_stream,
     space_of,
 )
@@ -55,63 +50,27 @@ from vllm_omni.model_executor.models.wan.chunk_setup import (
     build_text_encoder,
     load_parts,
 )
+from vllm_omni.model_executor.models.wan.images.files import (
+    fit_image,
+    image_pixels,
+    stretch_image,
+)
 from vllm_omni.model_executor.models.wan.images.image_condition import image_warmup
 from vllm_omni.model_executor.models.wan.text_encoder.prompts import SharedPrompts
 from vllm_omni.model_executor.models.wan.vae.vae import Rounding
 from vllm_omni.model_executor.schedules import ChunkNoise, FewStepSchedule
 from vllm_omni.model_executor.streaming.model import StreamingModel, build_transformer
+from vllm_omni.model_executor.streaming.pinned import FramePositions, PinnedSession, next_base
 from vllm_omni.model_executor.streaming.request import read_latent_actions, read_played
 from vllm_omni.model_executor.streaming.session import (
-    SessionScalars,
     SessionShape,
     StreamingChunk,
-    StreamingSession,
 )
 from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint
-from vllm_omni.tensors.saved import SavedTensors
-
-
-@dataclass(frozen=True)
-class CarriedPositions:
-    """Where a session's frames stand relative to its references. Immutable."""
-
-    base: int
-    """Frame with position 0 in the last chunk."""
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {}
-
-    def to(self, device: torch.device | str) -> "CarriedPositions":
-        return self
-
-
-class AbotScalars(SessionScalars, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The result of `AbotSession.scalars`, as read from a file."""
-
-    base: Annotated[int, msgspec.Meta(ge=0, lt=1 << 33)]
-    """`CarriedPositions.base`."""
-
-
-class AbotSession(StreamingSession[PinnedWindow, CarriedPositions]):
-    """An ABot-World session."""
-
-    scalars_type: ClassVar[type[AbotScalars]] = AbotScalars
-
-    @property
-    def base(self) -> int:
-        return 0 if self.own is None else self.own.base
-
-    def value_scalars(self) -> dict[str, Any]:
-        return {"base": self.base}
-
-    def restore_values(
-        self, retained: Any, saved: SavedTensors, device: torch.device
-    ) -> CarriedPositions:
-        return CarriedPositions(retained.base)
 
 
 @dataclass(eq=False, kw_only=True)
-class AbotChunk(StreamingChunk[PinnedWindow, CarriedPositions]):
+class AbotChunk(StreamingChunk[PinnedWindow, FramePositions]):
     """One chunk in flight. `own` is `StreamingSession.own` after the chunk."""
 
     schedule: FewStepSchedule
@@ -120,15 +79,13 @@ class AbotChunk(StreamingChunk[PinnedWindow, CarriedPositions]):
     """Held keys of each latent frame, fp32 on the host."""
     keys: torch.Tensor | None = None
     """Result of `AbotWorldTransformer.embed_keys`, set before the first pass."""
-    given_frames: int = 0
-    """First latent frames that are given, here the start image."""
     references: torch.Tensor | None = None
     """Result of `AbotWorldTransformer.reference_patches`. None: not the first chunk or stage."""
     given: torch.Tensor | None = None
     """1.0 for each given reference, 0.0 for each missing one, fp32 [slots]."""
 
 
-Request = DiffusionRequest[AbotSession, AbotChunk]
+Request = DiffusionRequest[PinnedSession, AbotChunk]
 
 
 class AbotWorldSetup(WanChunkSetup[AbotWorldConfig, AbotWorldOptions]):
@@ -139,10 +96,10 @@ class AbotWorldSetup(WanChunkSetup[AbotWorldConfig, AbotWorldOptions]):
     layout: CheckpointLayout
 
 
-class AbotWorld(StreamingModel[AbotSession, AbotChunk]):
+class AbotWorld(StreamingModel[PinnedSession, AbotChunk]):
     """Implements `SupportsStepExecution` for the part of the model that this rank holds."""
 
-    session_type = AbotSession
+    session_type = PinnedSession
     session_windows = True
     rounding: ClassVar[Rounding] = "truncate"
     """How pixels are rounded to uint8, as in the original."""
@@ -201,11 +158,7 @@ class AbotWorld(StreamingModel[AbotSession, AbotChunk]):
         }
 
     def warmup_inputs(self) -> list[Inputs]:
-        (params, tensors), *later = image_warmup(self.omni, self.action_space)
-        side = self.config.reference_size
-        blank = torch.zeros(side, side, 3, dtype=torch.uint8)
-        names = map(image_tensor, self.action_space.image_names)
-        return [(params, {**tensors, **dict.fromkeys(names, blank)}), *later]
+        return image_warmup(self.omni, self.action_space)
 
     # -- one chunk ---------------------------------------------------------------------------------
 
@@ -228,7 +181,7 @@ class AbotWorld(StreamingModel[AbotSession, AbotChunk]):
         common: dict[str, Any] = {
             "prompt": inputs.prompt,
             "seed": inputs.seed,
-            "own": CarriedPositions(base),
+            "own": FramePositions(base),
             "keys_FK": held.float(),
         }
         if self.text_encoder is None:
@@ -270,15 +223,6 @@ class AbotWorld(StreamingModel[AbotSession, AbotChunk]):
 
     def batch_key(self, request: Request) -> Hashable:
         return super().batch_key(request), self._lead_tokens(request.work)
-
-    @torch.no_grad()
-    def step_scheduler(self, batch: Sequence[Request], prediction: torch.Tensor) -> None:
-        """As of every streaming model. Given frames stay as they are."""
-        given = [request.work.latents[:, : request.work.given_frames] for request in batch]
-        super().step_scheduler(batch, prediction)
-        for request, frames in zip(batch, given, strict=True):
-            if frames.shape[1]:
-                request.work.latents[:, : frames.shape[1]] = frames
 
     # -- parts of the above ------------------------------------------------------------------------
 
@@ -342,24 +286,6 @@ class AbotWorld(StreamingModel[AbotSession, AbotChunk]):
             given=chunk.given,
         )
         return [row]
-
-
-def fit_image(image_HWC: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Return a start image resized to cover `width` x `height` and cut about its centre, uint8."""
-    whole = Image.fromarray(image_HWC.cpu().numpy())
-    fitted = ImageOps.fit(whole, (width, height), Image.Resampling.LANCZOS)
-    return torch.from_numpy(np.array(fitted))
-
-
-def stretch_image(image_HWC: torch.Tensor, side: int) -> torch.Tensor:
-    """Return a reference image resized to a square regardless of its aspect ratio, uint8."""
-    whole = Image.fromarray(image_HWC.cpu().numpy())
-    return torch.from_numpy(np.array(whole.resize((side, side))))
-
-
-def image_pixels(image_HWC: torch.Tensor) -> torch.Tensor:
-    """Return a uint8 image as the VAE takes it, fp32 [1, 3, 1, H, W] in [-1, 1]."""
-    return (image_HWC.float() * (2 / 255) - 1).permute(2, 0, 1)[None, :, None].contiguous()
 
 
 class AbotWorldPipeline(CheckpointPipeline[CheckpointLayout]):
