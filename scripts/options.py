@@ -26,6 +26,7 @@ STREAMING = "vllm_omni.model_executor.streaming.options:StreamingOptions"
 MODELS = {
     "LingBot World": "vllm_omni.model_executor.models.lingbot_world.config:LingBotOptions",
     "DreamX-World": "vllm_omni.model_executor.models.dreamx_world.config:DreamXOptions",
+    "ABot-World": "vllm_omni.model_executor.models.abot_world.config:AbotWorldOptions",
     "Causal Wan": "vllm_omni.model_executor.models.causal_wan.config:CausalWanOptions",
     "Wan 2.2": "vllm_omni.model_executor.models.wan2_2.config:Wan22Options",
     "Lance": "vllm_omni.model_executor.models.lance.config:LanceOptions",

@@ -24,6 +24,9 @@ from vllm_omni.outputs import RequestFailed
 MAX_ENTRIES: Final = 64
 """Maximum number of entries in the `actions` of one request."""
 ACTION_TENSORS: Final = ("buttons", "axes", "scroll")
+MAX_IMAGES: Final = 16
+"""Maximum number of named images of a session."""
+_IMAGES: Final = "images."
 MAX_HELD: Final = 256
 """Maximum number of buttons of a frame: the number of virtual-key codes of a keyboard."""
 _LARGEST: Final = 1e6
@@ -31,6 +34,8 @@ _LARGEST: Final = 1e6
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=32)]
 Value = Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
 Use = Literal["none", "optional", "required"]
+NamedSources = Annotated[dict[Name, Any], msgspec.Meta(max_length=MAX_IMAGES)]
+"""Named images of a client's message, as files or `data:` URLs."""
 
 
 class Button(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,6 +73,22 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Units per pixel of mouse motion."""
 
 
+class NamedImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An image that a session takes in addition to its start image."""
+
+    name: Name
+    """Name in requests: letters, digits and underscores."""
+    title: str
+    """What the image shows, for display."""
+    use: Literal["optional", "required"] = "optional"
+    """Whether the first request of a session needs it."""
+
+
+def image_tensor(name: str) -> str:
+    """Return the name of a named image's tensor in requests to the engine."""
+    return f"{_IMAGES}{name}"
+
+
 class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The controls and inputs of a served model."""
 
@@ -87,6 +108,12 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     image: Use = "required"
     """Whether the first request of a session needs a start image; `none` means the model has
     none."""
+    images: tuple[NamedImage, ...] = ()
+    """Images that the first request of a session may have in addition, each under its name."""
+
+    @property
+    def image_names(self) -> tuple[str, ...]:
+        return tuple(image.name for image in self.images)
 
     @property
     def button_names(self) -> tuple[str, ...]:
@@ -152,6 +179,8 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             for what, use in (("a prompt", self.prompt), ("a start image", self.image))
             if use != "none"
         ]
+        if self.images:
+            parts.append(f"images {', '.join(self.image_names)}")
         return "; ".join([*parts, *(["camera poses"] if self.pose else []), self.describe()])
 
 

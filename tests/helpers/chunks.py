@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drives a streaming model in this process as the runner does: steps, chunks, pipeline stages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -68,7 +68,8 @@ def run_staggered(
     make_request: Callable[[Any, int], Any],
     chunks: int = 3,
 ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
-    """Run three sessions alone, and in one batch, each started one step after the preceding one.
+    """Run three sessions alone, and in common batches, each started one step after the preceding
+    one. As in the runner, requests with equal `batch_key` share a batch.
 
     Args:
         model: The model.
@@ -96,8 +97,12 @@ def run_staggered(
             name = waiting.pop(0)
             live.append(make_request(sessions[name], "abc".index(name)))
             model.prepare_encode(live[-1])
-        mixed += len({request.step for request in live}) > 1
-        step(model, live)
+        batches: dict[Hashable, list[Any]] = {}
+        for request in live:
+            batches.setdefault(model.batch_key(request), []).append(request)
+        for batch in batches.values():
+            mixed += len({request.step for request in batch}) > 1
+            step(model, batch)
         for request in [request for request in live if request.step == request.num_steps]:
             name = request.session.session_id
             done[name].append(finish(model, request)[1]["latents"])

@@ -29,7 +29,7 @@ def plan(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 def test_models_have_the_parameters_of_their_checkpoints() -> None:
     expected = [18_544_332_864, 1_709_502_016, 1_418_996_800, 14_288_491_584, 1_619_242_304]
-    expected += [1_282_007_192, 1_282_007_192, 2_303_055_808]
+    expected += [5_270_329_536, 1_282_007_192, 1_282_007_192, 2_303_055_808]
     assert [model_of(name).parameters for name in size_names()] == expected
 
 
@@ -251,7 +251,7 @@ def test_a_directory_takes_precedence_over_a_release(
 
 def test_an_unplannable_model_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     get_family("null_world").make_tiny(tmp_path, 0, get_family("null_world").layouts[0])
-    known = "`plan` knows lingbot_world, causal_wan, matrix_game and waypoint"
+    known = "`plan` knows lingbot_world, causal_wan, matrix_game, abot_world and waypoint"
     with pytest.raises(ValueError, match=f"is a null_world; {known}"):
         model_of(str(tmp_path))
 

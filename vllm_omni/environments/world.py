@@ -28,7 +28,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, iterate
 
-from vllm_omni.actions import ActionFrame
+from vllm_omni.actions import ActionFrame, image_tensor
 from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 from vllm_omni.environments.action_spaces import action_frame, gymnasium_space, idle, with_rest
 from vllm_omni.inputs import DiffusionParams, engine_prompt
@@ -89,6 +89,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         *,
         prompt: str | Sequence[str],
         image: np.ndarray | None = None,
+        images: Mapping[str, np.ndarray] | None = None,
         height: int | None = None,
         width: int | None = None,
         max_steps: int | None = None,
@@ -101,6 +102,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
             num_envs: Number of environments.
             prompt: Prompt of all environments, or one per environment.
             image: Start image, uint8 [H, W, 3], for models that need one.
+            images: Named images of each episode (`ActionSpace.images`), in the same form.
             height: Height in pixels. Default: the model's.
             width: Width in pixels. Default: the model's.
             max_steps: Steps after which an episode is truncated. Default: never.
@@ -118,7 +120,10 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
                 "environments were requested; start it with additional_config omni.max_sessions"
             )
         self.num_envs = num_envs
-        self._llm, self._image, self._reward, self._max_steps = llm, image, reward, max_steps
+        self._images = {image_tensor(name): array for name, array in (images or {}).items()}
+        if image is not None:
+            self._images["image"] = image
+        self._llm, self._reward, self._max_steps = llm, reward, max_steps
         self._own_engine = False
         self._prompts = [prompt] * num_envs if isinstance(prompt, str) else list(prompt)
         if len(self._prompts) != num_envs:
@@ -343,10 +348,10 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
             )
             for episode in started
         ]
-        image = {} if self._image is None else {"image": torch.from_numpy(np.array(self._image))}
+        images = {name: torch.from_numpy(np.array(x)) for name, x in self._images.items()}
         for index, episode in zip(which, started, strict=True):
             self.episodes[index] = episode
-        self._run(which, params, image)
+        self._run(which, params, images)
 
     def _advance(self, which: list[int], actions: Sequence[ActionFrame]) -> None:
         """Run the next chunk of episodes."""

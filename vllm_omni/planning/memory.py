@@ -68,6 +68,11 @@ def window_bytes(model: StreamModel, frames: int) -> float:
     return float(model.kv_itemsize * frames * model.tokens_per_frame * elements)
 
 
+def _pinned_bytes(model: StreamModel) -> float:
+    """Bytes of the K/V of pinned tokens, with the second copy of their keys."""
+    return 3.0 * model.kv_itemsize * model.pinned_tokens * model.dim * model.layers
+
+
 def _cross_kv_bytes(model: StreamModel, split: ParallelSplit) -> float:
     """Bytes of the prompts' K/V: each chunk in flight may have a different prompt."""
     elements = 2 * model.context_length * model.dim * model.layers / split.layer_parts
@@ -85,7 +90,8 @@ def session_bytes(model: StreamModel, split: ParallelSplit, *, last_stage: bool 
         + (model.in_flight - 1) * model.chunk
     )
     windows = model.denoise if model.noise_matched and not split.temporal else 1
-    window = windows * window_bytes(model, frames) / (split.ranks * split.layer_parts)
+    stored = windows * window_bytes(model, frames) + _pinned_bytes(model)
+    window = stored / (split.ranks * split.layer_parts)
     decodes = last_stage and not split.vae_stage
     decoder = model.autoencoder.decoder_cache / split.decode_ranks if decodes else 0.0
     encoder = model.autoencoder.encoder_cache if model.image or model.video_input else 0.0

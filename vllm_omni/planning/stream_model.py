@@ -135,6 +135,9 @@ class StreamModel:
     """Video frames per latent frame."""
     latent_cell: int = 8
     """Pixels per latent cell along each side."""
+    pinned_tokens: int = 0
+    """Tokens outside the window that every chunk attends to, for example of reference images. Their
+    keys are stored twice."""
     grid_tokens: int = 0
     """Tokens per latent frame where the size of the video does not change them; 0 by default."""
     linears: int = 0

@@ -6,6 +6,7 @@ Each function takes milliseconds of CPU time, so call it on a thread.
 """
 
 import io
+from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -14,7 +15,12 @@ from PIL import Image, ImageOps
 from vllm_omni.entrypoints.errors import EndpointError
 from vllm_omni.entrypoints.openai.errors import ApiError, from_failure, invalid
 from vllm_omni.entrypoints.openai.protocol import Format
-from vllm_omni.entrypoints.realtime.connection.images import FORMATS, load_image, read_image
+from vllm_omni.entrypoints.realtime.connection.images import (
+    FORMATS,
+    load_image,
+    load_named_images,
+    read_image,
+)
 from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 
 MEDIA_TYPES: Final[dict[str, str]] = {
@@ -48,6 +54,18 @@ def read_start_image(source: Any, height: int, width: int, limits: EndpointLimit
         return load_image(source, height, width, limits)
     except EndpointError as error:
         raise _refused(error, "input_reference") from None
+
+
+def read_named_images(sources: Mapping[str, Any], limits: EndpointLimits) -> dict[str, np.ndarray]:
+    """Return named images as tensors of a request, in their original sizes.
+
+    Raises:
+        ApiError: 400.
+    """
+    try:
+        return load_named_images(sources, limits)
+    except EndpointError as error:
+        raise _refused(error, error.param or "images") from None
 
 
 def read_mask(data: bytes, height: int, width: int, limits: EndpointLimits) -> np.ndarray:

@@ -175,9 +175,14 @@ class OpenAIRoutes:
             body={
                 "application/json": _schema(
                     VideoRequest,
-                    {"input_reference": {"oneOf": [_REFERENCE, _CLIP, {"type": "null"}]}},
+                    {
+                        "input_reference": {"oneOf": [_REFERENCE, _CLIP, {"type": "null"}]},
+                        "images": {"type": "object", "additionalProperties": _REFERENCE},
+                    },
                 ),
-                "multipart/form-data": _schema(VideoRequest, {"input_reference": _BINARY}),
+                "multipart/form-data": _schema(
+                    VideoRequest, {"input_reference": _BINARY, "images[NAME]": _BINARY}
+                ),
             },
             reply=Video,
         )

@@ -30,6 +30,7 @@ _FAMILY_MODULES = {
     "causal_wan": "vllm_omni.model_executor.models.causal_wan.family",
     "matrix_game": "vllm_omni.model_executor.models.matrix_game.family",
     "dreamx_world": "vllm_omni.model_executor.models.dreamx_world.family",
+    "abot_world": "vllm_omni.model_executor.models.abot_world.family",
     "waypoint": "vllm_omni.model_executor.models.waypoint.family",
     "wan2_2": "vllm_omni.model_executor.models.wan2_2.family",
     "lance": "vllm_omni.model_executor.models.lance.family",
@@ -58,11 +59,12 @@ _ALIASES = (
     )
     | dict.fromkeys(("matrix_game_gta_drive", "matrix_game_templerun"), "matrix_game")
     | dict.fromkeys(("waypoint_360p", "waypoint_1_small", "waypoint_1_1_small"), "waypoint")
-    | {"qwen2_5_omni_3b": "qwen2_5_omni"}
+    | {"abot_world_0_5b_lf": "abot_world", "qwen2_5_omni_3b": "qwen2_5_omni"}
 )
 """Aliases of families. Most are names of releases (`models/<name>/hub.py`)."""
 
 ARCHITECTURES = {
+    "AbotWorldPipeline": "vllm_omni.model_executor.models.abot_world.pipeline:AbotWorldPipeline",
     "CausalWanPipeline": "vllm_omni.model_executor.models.causal_wan.pipeline:CausalWanPipeline",
     "DiffusersPipeline": "vllm_omni.model_executor.models.diffusers_pipeline.pipeline:"
     "DiffusersPipeline",
@@ -85,6 +87,7 @@ ARCHITECTURES = {
 """Model class by architecture name. vLLM's `ModelRegistry` imports it on first use."""
 
 AR_ARCHITECTURES = {
+    "AbotWorldPipeline": "vllm_omni.model_executor.models.abot_world.pipeline:AbotWorldPipeline",
     "Qwen2_5OmniTalkerForConditionalGeneration": (
         "vllm_omni.model_executor.models.qwen2_5_omni.talker:TalkerForConditionalGeneration"
     ),
@@ -96,7 +99,7 @@ AR_ARCHITECTURES = {
 
 MODEL_TYPES = (ROOT_MODEL_TYPE, "null_image", "null_world", "t2v", "ti2v")
 """Values of `model_type` in the `config.json` at the root of a checkpoint directory, by which
-`vllm serve DIR` selects this package. `t2v` is the original Wan's.
+`vllm serve DIR` selects this package. `t2v` and `ti2v` are the original Wan's.
 """
 
 

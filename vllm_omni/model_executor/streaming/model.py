@@ -310,7 +310,10 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
             if step is None:
                 continue
             assert chunk.noise is not None
+            given = chunk.latents[:, : chunk.given_frames]
             chunk.latents = chunk.schedule.advance(chunk.latents, flow, step, chunk.noise)
+            if chunk.given_frames:
+                chunk.latents[:, : chunk.given_frames] = given
 
     @torch.no_grad()
     def post_decode(

@@ -10,7 +10,13 @@ from typing import Any, Protocol
 
 import torch
 
-from vllm_omni.actions import ACTION_TENSORS, ActionFrames, ActionSpace, read_actions
+from vllm_omni.actions import (
+    ACTION_TENSORS,
+    ActionFrames,
+    ActionSpace,
+    image_tensor,
+    read_actions,
+)
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams, refuse_unused
 from vllm_omni.model_executor.interfaces import DiffusionRequest
@@ -153,6 +159,8 @@ class PlayedChunk:
     """Seed of the chunk."""
     image: torch.Tensor | None
     """Start image of a session's first chunk, uint8 [H, W, 3] of any size."""
+    images: Mapping[str, torch.Tensor]
+    """Its named images, in the same form."""
 
 
 def read_played(
@@ -173,7 +181,9 @@ def read_played(
         raise RequestFailed(
             "invalid_request", f"this model takes no options, got {sorted(params.options)[:3]}"
         )
-    check_tensors(request.tensors, ("image", *ACTION_TENSORS))
+    images = read_named_images(request.tensors, space, first_chunk=first_chunk)
+    named = map(image_tensor, space.image_names)
+    check_tensors(request.tensors, ("image", *named, *ACTION_TENSORS))
     image = request.tensors.get("image")
     if image is not None and not first_chunk:
         raise RequestFailed(
@@ -183,8 +193,49 @@ def read_played(
     needed = first_chunk and space.image == "required"
     prompt = session.prompt if params.prompt is None else params.prompt
     return PlayedChunk(
-        prompt or "", read_seed(params, session.seed), read_image(image, first_chunk=needed)
+        prompt or "", read_seed(params, session.seed), read_image(image, first_chunk=needed), images
     )
+
+
+def read_named_images(
+    tensors: Mapping[str, torch.Tensor], space: ActionSpace, *, first_chunk: bool
+) -> dict[str, torch.Tensor]:
+    """Validate the named images of a request, each uint8 [H, W, 3] of any size, by name.
+
+    Args:
+        tensors: Tensors of the request.
+        space: Inputs of the model.
+        first_chunk: Whether the chunk is the first one of its session.
+    """
+    prefix = image_tensor("")
+    sent = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
+    if unknown := sorted(set(sent) - set(space.image_names)):
+        raise RequestFailed(
+            "invalid_image",
+            f"unknown images {', '.join(unknown[:3])}; this model takes "
+            f"{', '.join(space.image_names) or 'no named images'}",
+        )
+    if sent and not first_chunk:
+        raise RequestFailed(
+            "invalid_image",
+            "a session's named images come with its first chunk; reset the session to change them",
+        )
+    for image in space.images:
+        tensor = sent.get(image.name)
+        if tensor is not None:
+            try:
+                read_image(tensor, first_chunk=False)
+            except RequestFailed as error:
+                raise RequestFailed(error.code, f"images.{image.name}: {error.message}") from error
+        elif first_chunk and image.use == "required":
+            raise RequestFailed(
+                "missing_image", f"a session's first chunk needs the image {image.name}"
+            )
+    return sent
 
 
 def read_image(image: torch.Tensor | None, *, first_chunk: bool) -> torch.Tensor | None:

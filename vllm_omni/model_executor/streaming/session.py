@@ -190,6 +190,8 @@ class StreamingChunk(Generic[Window, OwnValue]):
     """Cross-attention K/V of the prompt."""
     decoder_cache: Any = None
     """State of the decoder after the chunk."""
+    given_frames: int = 0
+    """First latent frames that are given, for example a start image. Denoise steps keep them."""
     omitted: bool = False
     """Whether the window leaves this chunk out, so that the next chunk takes its place."""
     decoded_from: Any = None

@@ -168,7 +168,9 @@ def write_diffusers_vae(out: Path, seed: int, vae: VAEConfig = VAE) -> None:
     save_tensors(_vae_tensors(seed, vae), out / "vae" / "diffusion_pytorch_model.safetensors")
 
 
-def write_diffusers_components(out: Path, seed: int, flow_shift: float) -> None:
+def write_diffusers_components(
+    out: Path, seed: int, flow_shift: float, vae: VAEConfig = VAE
+) -> None:
     """Write the directories `tokenizer`, `text_encoder`, `vae` and `scheduler` of a diffusers
     checkpoint.
     """
@@ -177,7 +179,7 @@ def write_diffusers_components(out: Path, seed: int, flow_shift: float) -> None:
         out / "text_encoder", UMT5Config(**TEXT, dtype="bfloat16").to_diff_dict(), "config.json"
     )
     save_tensors(text_tensors(seed), out / "text_encoder" / "model.safetensors")
-    write_diffusers_vae(out, seed)
+    write_diffusers_vae(out, seed, vae)
     scheduler = {
         "_class_name": "UniPCMultistepScheduler",
         "flow_shift": flow_shift,

@@ -3,6 +3,7 @@
 
 import asyncio
 import time
+from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -10,6 +11,8 @@ from fastapi import Request
 from fastapi.responses import FileResponse, JSONResponse
 from starlette.responses import Response
 
+from vllm_omni.actions import MAX_IMAGES, ActionSpace
+from vllm_omni.entrypoints.errors import EndpointError
 from vllm_omni.entrypoints.limits.access import owner_of
 from vllm_omni.entrypoints.openai.body import ParsedBody, read_body
 from vllm_omni.entrypoints.openai.client_threads import ClientThreads
@@ -18,8 +21,14 @@ from vllm_omni.entrypoints.openai.engine_requests import (
     plan_video,
     plan_video_edit,
 )
-from vllm_omni.entrypoints.openai.errors import ApiError, invalid, not_found, respond_to_errors
-from vllm_omni.entrypoints.openai.image_files import read_start_image
+from vllm_omni.entrypoints.openai.errors import (
+    ApiError,
+    from_failure,
+    invalid,
+    not_found,
+    respond_to_errors,
+)
+from vllm_omni.entrypoints.openai.image_files import read_named_images, read_start_image
 from vllm_omni.entrypoints.openai.limits import MediaLimits
 from vllm_omni.entrypoints.openai.protocol import (
     JobError,
@@ -34,6 +43,7 @@ from vllm_omni.entrypoints.openai.videos.clips import is_clip, read_clip
 from vllm_omni.entrypoints.openai.videos.jobs import VideoJobs
 from vllm_omni.entrypoints.openai.videos.store import JobRecord
 from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 
 POLL_AFTER_MS: Final = 500
 _VARIANTS: Final = {
@@ -62,8 +72,10 @@ class VideoRoutes:
     async def create(self, request: Request) -> Response:
         self._jobs.check_room()
         body = await read_body(request, self._limits.max_body_bytes)
+        sources = _named_images(body)
         source = _reference(body)
         requested = read_request(VideoRequest, body.fields, body.is_form)
+        self._check_names(sources)
         arrays: dict[str, np.ndarray] = {}
         if source is not None and is_clip(source):
             check_video_edit(requested, self._served)
@@ -80,7 +92,19 @@ class VideoRoutes:
                 arrays["image"] = await self._threads.image(
                     request, read_start_image, source, height, width, self._endpoint_limits
                 )
+        if sources:
+            arrays |= await self._threads.image(
+                request, read_named_images, sources, self._endpoint_limits
+            )
         return _response(await self._jobs.submit(plan, arrays, owner_of(request)))
+
+    def _check_names(self, sources: Mapping[str, Any]) -> None:
+        """Raise ApiError (400) unless the model takes named images of these names."""
+        world = self._served.world
+        try:
+            (StreamInfo(actions=ActionSpace()) if world is None else world).check_images(sources)
+        except EndpointError as error:
+            raise from_failure(error) from None
 
     @respond_to_errors
     async def retrieve(self, request: Request, video_id: str) -> Response:
@@ -201,17 +225,44 @@ def _unknown() -> ApiError:
     return not_found("no such video", "video_id")
 
 
+def _named_images(body: ParsedBody) -> dict[str, Any]:
+    """Return the images of the field `images` by name, each as bytes of a file or as a `data:` URL.
+    The field is removed from the body's fields."""
+    given = body.fields.pop("images", {})
+    if not isinstance(given, dict) or len(given) > MAX_IMAGES:
+        raise invalid(f"images must be at most {MAX_IMAGES} images by name", "images")
+    sources: dict[str, Any] = {}
+    for name, value in given.items():
+        sources[name] = value.get("image_url") if isinstance(value, dict) else value
+        if not isinstance(sources[name], str) or not sources[name].startswith("data:"):
+            raise invalid(
+                'an image must be {"image_url": "data:image/...;base64,..."}', f"images.{name}"
+            )
+    for key, uploads in body.files.items():
+        if name := _image_name(key):
+            if name in sources or len(uploads) > 1:
+                raise invalid(f"send one image of the name {name!r}", "images")
+            sources[name] = uploads[0]
+    return sources
+
+
+def _image_name(key: str) -> str:
+    """Return NAME of a form's key `images[NAME]`, else an empty text."""
+    return key[7:-1] if key.startswith("images[") and key.endswith("]") else ""
+
+
 def _reference(body: ParsedBody) -> Any:
     """Return the start image or clip, and remove it from the fields.
 
     Returns:
         Bytes of an uploaded file, a `data:` URL, or None.
     """
-    files = dict(body.files)
+    files = {key: uploads for key, uploads in body.files.items() if not _image_name(key)}
     uploads = files.pop("input_reference", [])
     if files:
         raise invalid(
-            f"Unknown file: {next(iter(files))!r}; allowed: input_reference", next(iter(files))
+            f"Unknown file: {next(iter(files))!r}; allowed: input_reference, images[NAME]",
+            next(iter(files)),
         )
     if len(uploads) > 1:
         raise invalid("send one input_reference", "input_reference")

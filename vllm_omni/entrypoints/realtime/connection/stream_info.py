@@ -6,7 +6,7 @@ A family defines its differences from the defaults in `ModelFamily.stream_info`.
 limits come from `OmniConfig`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -143,6 +143,31 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise EndpointError(
                 "missing_image", f"this model requires a start image; send {param}", param=param
             )
+
+    def check_images(self, names: Iterable[str], param: str = "images") -> None:
+        """Check whether a session may start with named images (`ActionSpace.images`).
+
+        Args:
+            names: Names of the images that the client sent.
+            param: Key of the images in the client's message.
+
+        Raises:
+            EndpointError: `invalid_image` or `missing_image`; the message lists the allowed names.
+        """
+        sent, allowed = set(names), ", ".join(self.actions.image_names) or "no named images"
+        if unknown := sorted(sent - set(self.actions.image_names)):
+            raise EndpointError(
+                "invalid_image",
+                f"unknown images {', '.join(unknown[:3])}; this model takes {allowed}",
+                param=param,
+            )
+        for image in self.actions.images:
+            if image.use == "required" and image.name not in sent:
+                raise EndpointError(
+                    "missing_image",
+                    f"this model requires the image {image.name} in {param}",
+                    param=param,
+                )
 
     @property
     def max_area(self) -> int:

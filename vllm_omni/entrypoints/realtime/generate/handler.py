@@ -167,6 +167,7 @@ class _Client(LiveClient):
         size = init.height_width() or (self.info.height, self.info.width)
         self.info.check_size(*size)
         self.info.check_image(init.first_frame is not None, "first_frame")
+        self.info.check_images(init.images)
         if init.first_frame is not None:
             self._image = await self.manager.off_loop(
                 load_image, init.first_frame, *size, self.limits
@@ -229,6 +230,7 @@ class _Client(LiveClient):
             ),
             start=SessionStart(
                 load_image=None if image is None else lambda height, width: image,
+                images=init.images,
                 seed=init.seed,
                 height=self._size[0],
                 width=self._size[1],

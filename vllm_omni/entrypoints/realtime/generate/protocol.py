@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from vllm_omni.actions import CAMERA_SPACE, ActionSpace
+from vllm_omni.actions import CAMERA_SPACE, ActionSpace, NamedSources
 from vllm_omni.entrypoints.errors import EndpointError
 from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.entrypoints.realtime.controls.action_messages import (
@@ -81,6 +81,8 @@ class InitMessage(msgspec.Struct, frozen=True, kw_only=True):
     """Accepted and ignored."""
     first_frame: Any = None
     """Start image: PNG, JPEG, WebP or GIF bytes, or a `data:` URL."""
+    images: NamedSources = {}
+    """Extension: named images, for models that take some, each in a form of `first_frame`."""
     size: str | None = None
     """Size of the frames, for example `"832x480"`. Default: the deployment's."""
     fps: Annotated[int, msgspec.Meta(ge=1, le=240)] | None = None
@@ -283,6 +285,10 @@ def parse_init(
             "invalid_image",
             "first_frame must be the image's bytes or a data: URL",
             param="first_frame",
+        )
+    if not all(isinstance(source, bytes | str) for source in init.images.values()):
+        raise EndpointError(
+            "invalid_image", "images must be bytes or data: URLs by name", param="images"
         )
     init.height_width()
     init.script(space)

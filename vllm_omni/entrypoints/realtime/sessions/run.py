@@ -11,7 +11,15 @@ import asyncio
 import dataclasses
 import time
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sized
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sized,
+)
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import count, islice
@@ -90,6 +98,8 @@ class SessionStart:
     load_image: Callable[[int, int], np.ndarray] | None = None
     """Returns the start image, uint8 `[H, W, 3]`, for `(height, width)`. Called on a thread. None:
     no image."""
+    images: Mapping[str, Any] = field(default_factory=dict)
+    """Named images (`ActionSpace.images`), each as file, `data:` URL or array."""
     seed: int | None = None
     """Seed of the noise; -1 draws one. Default: drawn."""
     height: int | None = None

@@ -28,6 +28,7 @@ from vllm_omni.entrypoints.errors import EndpointError
 from vllm_omni.entrypoints.limits.quotas import Quotas
 from vllm_omni.entrypoints.realtime.chunk_source import ChunkControls, ChunkSpan
 from vllm_omni.entrypoints.realtime.connection.drain import SessionDrain
+from vllm_omni.entrypoints.realtime.connection.images import load_named_images
 from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.entrypoints.realtime.connection.play_clock import PlayClock, PlayDeadline
 from vllm_omni.entrypoints.realtime.connection.session_engine import ChunkResult, SessionEngine
@@ -263,7 +264,7 @@ class Session:
         drain.check()  # before a restart may discard the session's state
         self.allowance.check_chunk()
         self.meter.request_started()
-        image, warnings = await self._start(run)
+        start_images, warnings = await self._start(run)
         planned, num_chunks = len(run.sizes), run.num_chunks
         # a live run is charged for each chunk
         self.allowance.charge_chunks(max(0, planned - run.completed))
@@ -290,7 +291,9 @@ class Session:
                 span = next(spans)
                 controls = source.sample(span)
                 run.controls.append(controls)
-                in_flight.append(loop.create_task(self._request_chunk(run, span, image, controls)))
+                in_flight.append(
+                    loop.create_task(self._request_chunk(run, span, start_images, controls))
+                )
             return False
 
         try:
@@ -332,11 +335,12 @@ class Session:
             await drain.save(self)
             drain.check(next_chunk_index=self.next_chunk)
 
-    async def _start(self, run: SessionRun) -> tuple[np.ndarray | None, tuple[str, ...]]:
-        """Prepare a run: check its position, plan its chunks and load the start image.
+    async def _start(self, run: SessionRun) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
+        """Prepare a run: check its position, plan its chunks and load the images of the start.
 
         Returns:
-            `(image, warnings)`. The image is None unless the session starts here.
+            `(images, warnings)`, the images as tensors of a request. There are none unless the
+            session starts here.
         """
         job, start, info = run.job, run.job.start, self._manager.info
         if start.restart and self.started and not run.completed:
@@ -348,7 +352,7 @@ class Session:
                     "the session has moved on since this request",
                     next_chunk_index=self.next_chunk,
                 )
-            return None, ()
+            return {}, ()
         if self.in_step and job.chunk_index not in (None, self.next_chunk):
             raise EndpointError(
                 "out_of_order",
@@ -367,6 +371,7 @@ class Session:
                     "session_evicted", "the session was closed to make room; start it again"
                 )
             info.check_image(start.load_image is not None, "image")
+            info.check_images(start.images)
         run.first_chunk = self.next_chunk if job.chunk_index is None else job.chunk_index
         run.sizes = job.source.plan(info, self._manager.limits, starts_session=not self.started)
         warnings = []
@@ -379,31 +384,36 @@ class Session:
                     f"{self.width}x{self.height}; reset it first",
                     param="extra_body",
                 )
-            if start.load_image is not None:
+            if start.load_image is not None or start.images:
                 warnings.append(
                     "image ignored: the session has started; send restart to start again"
                 )
             if start.seed not in (None, RANDOM_SEED, self.seed):
                 warnings.append("seed ignored: it is fixed when a session starts")
-            return None, tuple(warnings)
+            return {}, tuple(warnings)
         info.check_size(*size)
-        image = (
-            None
-            if start.load_image is None
-            else await self._manager.off_loop(start.load_image, *size)
-        )
+        limits, images = self._manager.limits, {}
+        if start.images:
+            images = await self._manager.off_loop(load_named_images, start.images, limits)
+        if start.load_image is not None:
+            images["image"] = await self._manager.off_loop(start.load_image, *size)
         await self._manager.wait_for_closed_sessions()
         self.height, self.width = size
         self.prompt, self.seed = None, chosen_seed(start.seed)
         untrained = (
             None if info.card is None else info.card.untrained_size(width=size[1], height=size[0])
         )
-        return image, () if untrained is None else (untrained,)
+        return images, () if untrained is None else (untrained,)
 
     async def _request_chunk(
-        self, run: SessionRun, span: ChunkSpan, image: np.ndarray | None, controls: ChunkControls
+        self,
+        run: SessionRun,
+        span: ChunkSpan,
+        start_images: dict[str, np.ndarray],
+        controls: ChunkControls,
     ) -> ChunkResult:
-        """Request one chunk of a run from the engine.
+        """Request one chunk of a run from the engine. `start_images` are tensors of its session's
+        first chunk.
 
         Raises:
             EndpointError: The engine refused or aborted the chunk.
@@ -416,8 +426,8 @@ class Session:
                 "intrinsics": controls.camera.intrinsics_N4,
             }
         is_start = not self.started and span.number == 0
-        if image is not None and is_start:
-            arrays["image"] = image
+        if is_start:
+            arrays |= start_images
         # After an abort only the engine knows its position. A new request then accepts any
         # position; a resumed request and one that names its chunk require theirs.
         insists = self.in_step or run.attempt > 1 or job.chunk_index is not None

@@ -362,6 +362,7 @@ class VideoClient(LiveClient):
         for prompt in (start.prompt, *(timed.prompt for timed in start.extra_params.prompts)):
             info.check_prompt(prompt)
         info.check_image(start.image_reference is not None, "image_reference")
+        info.check_images(start.images)
         image: np.ndarray | None = None
         if start.image_reference is not None:
             image = await self.manager.off_loop(
@@ -408,6 +409,7 @@ class VideoClient(LiveClient):
                 source=self._source,
                 start=SessionStart(
                     load_image=None if image is None else lambda height, width: image,
+                    images={name: given.image_url for name, given in start.images.items()},
                     seed=start.seed,
                     height=size[0],
                     width=size[1],

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 import numpy as np
 
-from vllm_omni.actions import CAMERA_SPACE, ActionSpace
+from vllm_omni.actions import CAMERA_SPACE, MAX_IMAGES, ActionSpace
 from vllm_omni.entrypoints.errors import EndpointError
 from vllm_omni.entrypoints.json_values import MAX_JSON_VALUES, has_too_many_values
 from vllm_omni.entrypoints.realtime.connection.limits import MIB, EndpointLimits
@@ -91,6 +91,8 @@ class StartMessage(msgspec.Struct, frozen=True, kw_only=True):
     """Seed of the noise. Default: drawn."""
     image_reference: ImageReference | None = None
     """Start image."""
+    images: Annotated[dict[str, ImageReference], msgspec.Meta(max_length=MAX_IMAGES)] = {}
+    """Extension: named images, for models that take some."""
     lora: Loras | None = None
     """LoRA adapters, `[{"name", "scale"}]`."""
     extra_params: ExtraParams = ExtraParams()

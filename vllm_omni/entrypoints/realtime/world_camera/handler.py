@@ -317,6 +317,7 @@ class _Client(ConnectionHandler):
             ),
             start=SessionStart(
                 load_image=load if image is not None else None,
+                images=message.images,
                 seed=extra.seed,
                 height=extra.height,
                 width=extra.width,

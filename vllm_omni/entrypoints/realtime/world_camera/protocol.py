@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Final
 import msgspec
 import numpy as np
 
-from vllm_omni.actions import ActionEntry, ActionSpace, as_entry
+from vllm_omni.actions import ActionEntry, ActionSpace, NamedSources, as_entry
 from vllm_omni.entrypoints.errors import EndpointError
 from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
@@ -128,6 +128,9 @@ class InferMessage(ClientMessage, frozen=True, kw_only=True):
     """Number that the next chunk of the session must have. Default: any."""
     image: Any = None
     """Start image."""
+    images: NamedSources = {}
+    """Named images, for models that take some (`actions.images` of `hello`), each in a form that
+    `image` may have."""
     prompt: str | None = None
     """Prompt. Default: unchanged."""
     camera: dict[str, Any] | None = None

@@ -20,6 +20,10 @@ number of committed frames:
 Each chunk sees exactly the keys that it sees in the original's buffer, which rolls to the left;
 `chronological` rebuilds that buffer for comparison. `sink_frames == window_frames` means global
 attention: nothing is evicted, and a session that outgrows its buffer is refused.
+
+Pinned tokens, for example of reference images, precede the slots of the frames. The session's first
+chunk brings them before the tokens of its frames, and every chunk sees them (`PinnedWindow`).
+
 `quantized_storage.py` defines how the buffer stores keys and values.
 """
 
@@ -45,8 +49,8 @@ from vllm_omni.tensors.saved import SavedTensors
 
 
 class KVWindow:
-    """K/V cache with a ring buffer, `[layers, 2, (window_frames + spare_frames) * tokens_per_frame,
-    heads, head_dim]`.
+    """K/V cache with a ring buffer, `[layers, 2, pinned_tokens + (window_frames + spare_frames) *
+    tokens_per_frame, heads, head_dim]`.
 
     Args:
         num_layers: Layers of this rank.
@@ -68,6 +72,7 @@ class KVWindow:
         first_frames: Frames that have memory at first. `grow` allocates more, and `stop_growing`
             shortens the window to those that have memory. Requires a window that evicts frames,
             without spare frames. Default: all frames.
+        pinned_tokens: Tokens before those of the first frame that every chunk sees.
     """
 
     def __init__(
@@ -86,6 +91,7 @@ class KVWindow:
         spare_frames: int = 0,
         rings: MemoryPool[Ring] | None = None,
         first_frames: int | None = None,
+        pinned_tokens: int = 0,
     ) -> None:
         if not 0 <= sink_frames <= window_frames or window_frames < 1:
             raise ValueError(
@@ -99,6 +105,8 @@ class KVWindow:
         self.max_attention_tokens = max_attention_tokens
         # global attention never overwrites a slot
         self.spare_frames = spare_frames if sink_frames < window_frames else 0
+        self.pinned_tokens = pinned_tokens
+        assert not pinned_tokens or (self.spare_frames == 0 and max_attention_tokens is None)
         self.committed_frames = 0
         self.valid_from = 0
         grows = first_frames is not None and num_layers > 0
@@ -106,7 +114,7 @@ class KVWindow:
         shape = (
             num_layers,
             2,
-            (window_frames + self.spare_frames) * tokens_per_frame,
+            pinned_tokens + (window_frames + self.spare_frames) * tokens_per_frame,
             num_heads,
             head_dim,
         )
@@ -150,7 +158,8 @@ class KVWindow:
         """Return the number of token slots for the stream's first `num_frames` frames, at most all
         of the window. None: all."""
         slots = self.window_frames + self.spare_frames
-        return self.tokens_per_frame * (slots if num_frames is None else min(num_frames, slots))
+        frames = slots if num_frames is None else min(num_frames, slots)
+        return self.pinned_tokens + self.tokens_per_frame * frames
 
     def missing_nbytes(self, end_frame: int) -> int:
         """Return the bytes that `grow(end_frame)` allocates."""
@@ -167,7 +176,7 @@ class KVWindow:
     @property
     def held_frames(self) -> int:
         """Return the frames that have memory."""
-        return self._ring.num_tokens // self.tokens_per_frame
+        return (self._ring.num_tokens - self.pinned_tokens) // self.tokens_per_frame
 
     def stop_growing(self, window_frames: int, sink_frames: int) -> None:
         """Shorten the window to `window_frames` frames, which have memory, `sink_frames` of them
@@ -214,22 +223,18 @@ class KVWindow:
     def write(self, layer: int, frames: range, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None:
         """Write the keys and values of a chunk into its slots, over those of its earlier denoise
         steps."""
-        size = self.tokens_per_frame
         if frames.start == 0:
             self.format.fit_scales(layer, k_TNH, v_TNH)
-        for offset, slot, count in self._runs(frames):
-            source = slice(offset * size, (offset + count) * size)
-            target = slice(slot * size, (slot + count) * size)
+        for source, target in self._token_runs(frames):
             self.format.store(layer, k_TNH[source], v_TNH[source], self.buffer[layer, :, target])
 
     def write_slot(self, layer: int, frames: range) -> KVSlot | None:
         """Return the memory that `write` would fill, if it is contiguous and `write` has no other
         effect; else None."""
-        runs, scales = self._runs(frames), self.format.layer_scales(layer)
+        runs, scales = self._token_runs(frames), self.format.layer_scales(layer)
         if len(runs) > 1 or (frames.start == 0 and scales is not None):
             return None
-        ((_, slot, count),) = runs
-        tokens = slice(slot * self.tokens_per_frame, (slot + count) * self.tokens_per_frame)
+        ((_, tokens),) = runs
         return KVSlot(self.buffer[layer, :, tokens], scales)
 
     def quantized_ahead(self, frames: range) -> Self | None:
@@ -248,10 +253,7 @@ class KVWindow:
 
     def write_quantized(self, layer: int, frames: range, quantized_2TNH: torch.Tensor) -> None:
         """Write keys and values that were already divided by `scales` and quantized."""
-        size = self.tokens_per_frame
-        for offset, slot, count in self._runs(frames):
-            source = slice(offset * size, (offset + count) * size)
-            target = slice(slot * size, (slot + count) * size)
+        for source, target in self._token_runs(frames):
             self.format.store_quantized(quantized_2TNH[:, source], self.buffer[layer, :, target])
 
     def visible(self, layer: int, frames: range) -> tuple[torch.Tensor, torch.Tensor]:
@@ -294,7 +296,7 @@ class KVWindow:
         """Return the slice of tokens that chunk `frames` sees, or None if they are not
         contiguous.
         """
-        valid = min(frames.stop, self.window_frames) * self.tokens_per_frame
+        valid = self._num_tokens(min(frames.stop, self.window_frames))
         limit = self.max_attention_tokens
         if self.spare_frames and frames.stop > self.window_frames:
             return None
@@ -347,11 +349,10 @@ class KVWindow:
         end = self.committed_frames + next_frames
         size = self.tokens_per_frame
         live = [frame for frame in self.visible_frames(end) if frame < self.committed_frames]
+        starts = {frame: self.pinned_tokens + self.slot(frame) * size for frame in live}
         named = {
-            f"kv.frame{frame}": self.buffer[
-                :, :, self.slot(frame) * size : (self.slot(frame) + 1) * size
-            ]
-            for frame in live
+            f"kv.frame{frame}": self.buffer[:, :, start : start + size]
+            for frame, start in starts.items()
         }
         return {**named, **self.format.tensors()} if live else named
 
@@ -411,6 +412,25 @@ class KVWindow:
                 runs.append((offset, slot, 1))
         return runs
 
+    def _token_runs(self, frames: range) -> list[tuple[slice, slice]]:
+        """Return (tokens of the chunk, tokens of the buffer) for each run of consecutive slots.
+
+        The first run of a session's first chunk includes the pinned tokens.
+        """
+        size, pinned = self.tokens_per_frame, self.pinned_tokens
+        lead = pinned if frames.start == 0 else 0
+        runs = [
+            (
+                slice(lead + offset * size, lead + (offset + count) * size),
+                slice(pinned + slot * size, pinned + (slot + count) * size),
+            )
+            for offset, slot, count in self._runs(frames)
+        ]
+        if lead:
+            (source, target), *others = runs
+            runs = [(slice(0, source.stop), slice(0, target.stop)), *others]
+        return runs
+
     def visible_frames(self, end_frame: int) -> list[int]:
         """Return the frames that a chunk ending at `end_frame` sees, oldest first."""
         ring = range(max(self.valid_from, self._oldest_ring_frame(end_frame)), end_frame)
@@ -425,7 +445,7 @@ class KVWindow:
     def token_positions(self, slots: list[int]) -> torch.Tensor:
         """Return the token positions of `slots`, on the buffer's device."""
         size = self.tokens_per_frame
-        starts = torch.tensor(slots, dtype=torch.int64).unsqueeze(1) * size
+        starts = torch.tensor(slots, dtype=torch.int64).unsqueeze(1) * size + self.pinned_tokens
         return to_device((starts + torch.arange(size)).flatten(), self.buffer.device)
 
     def _seen_slots(self, end_frame: int) -> tuple[int, ...]:
@@ -461,6 +481,7 @@ def kv_window_nbytes(
     dtype: torch.dtype,
     storage: torch.dtype | None = None,
     first_frames: int | None = None,
+    pinned_tokens: int = 0,
     device: torch.device | str = "cpu",
 ) -> int:
     """Return the bytes of a new `KVWindow` of these sizes.
@@ -468,10 +489,12 @@ def kv_window_nbytes(
     `window_frames` includes its spare frames. `device` determines the page size of a window that
     grows.
     """
-    numel = 2 * num_layers * window_frames * tokens_per_frame * num_heads * head_dim
+    tokens = pinned_tokens + window_frames * tokens_per_frame
+    numel = 2 * num_layers * tokens * num_heads * head_dim
     if first_frames is not None:
-        shape = (num_layers, 2, window_frames * tokens_per_frame, num_heads, head_dim)
-        itemsize, num_tokens = (storage or dtype).itemsize, first_frames * tokens_per_frame
+        shape = (num_layers, 2, tokens, num_heads, head_dim)
+        itemsize = (storage or dtype).itemsize
+        num_tokens = pinned_tokens + first_frames * tokens_per_frame
         pages = grown_nbytes(shape, itemsize, num_tokens, page_bytes(torch.device(device)))
         numel = pages // itemsize
     return kv_nbytes(dtype, storage, num_layers=num_layers, num_heads=num_heads, numel=numel)

@@ -94,7 +94,7 @@ export class App {
 
   // -- what the visitor does ------------------------------------------------------------------------------------------
 
-  /** choice: {image, prompt, seed, width, height}; startPose: where it was taken, if not the server knows; notice: what to
+  /** choice: {image, images, prompt, seed, width, height}; startPose: where it was taken, if not the server knows; notice: what to
    * say of the picture. */
   begin(choice) {
     if (!this.link.isUp) {
@@ -366,7 +366,9 @@ export class App {
     const { frames, inputAt } = this.isWalk ? this.#walk(numLatents, first) : this.game.take(numLatents);
     const prompt = this.#space.prompt === "none" ? null : first ? this.#choice.prompt : this.#nextPrompt;
     const isRecorded = this.recorder.isOn && !this.recorder.isClosing;
-    const start = first ? { ...(this.#choice.image ? { image: this.#choice.image } : {}), restart: true } : {};
+    const { image, images = {} } = this.#choice;
+    const named = Object.keys(images).length > 0 ? { images } : {};
+    const start = first ? { ...(image ? { image } : {}), ...named, restart: true } : {};
     const { seed, width, height, startPose } = this.#choice;
     const startBody = first ? { seed, width, height, ...(startPose ? { start_pose: startPose } : {}) } : {};
     this.world.ask({

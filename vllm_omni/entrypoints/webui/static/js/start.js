@@ -7,6 +7,7 @@ const MAX_SEED = 2 ** 31;
 const IMAGE_TYPES = ["image/png", "image/jpeg", "image/webp"];
 const HEIC = /^image\/hei[cf]|\.hei[cf]$/i;
 const LARGEST_SIDE = 2048; // larger pictures are scaled down here: no world is made at more
+const REFERENCE_SIDE = 1024; // of pictures that are sent besides: all of them share one message
 const SENT_QUALITY = 0.92;
 
 export class StartPanel {
@@ -18,10 +19,11 @@ export class StartPanel {
   #takesImage = true;
   #offer = offer();
   #limits = { max_image_bytes: Infinity };
+  #named = new Map(); // name -> picture of an image that the model takes besides
   #uploadUrl = null;
   #taken = null; // the file that was chosen last
 
-  /** onstart({image, prompt, seed, width, height}); ontrouble(text). */
+  /** onstart({image, images, prompt, seed, width, height}); ontrouble(text). */
   constructor(form, onstart, ontrouble) {
     this.#form = form;
     this.#gallery = form.querySelector(".gallery");
@@ -75,6 +77,7 @@ export class StartPanel {
     this.#form.querySelector(".prompt-field").hidden = !this.#takesPrompt;
     this.#takesImage = hello.actions.image !== "none";
     this.#gallery.hidden = !this.#takesImage;
+    this.#offerNamed(hello.actions.images ?? []);
     const offered = offer(hello, hello.actions.image === "optional");
     if (JSON.stringify(offered) === JSON.stringify(this.#offer)) return; // a connection that is back changes nothing
     this.#offer = offered;
@@ -105,8 +108,11 @@ export class StartPanel {
     const [width, height] = size.value.split("x").map(Number);
     try {
       const image = this.#takesImage ? await this.#image.bytes() : null;
+      const images = {};
+      for (const [name, picture] of this.#named) images[name] = new Uint8Array(await picture.arrayBuffer());
       return {
         image,
+        images,
         prompt: this.#takesPrompt ? prompt.value.trim() : "",
         seed: Math.abs(Math.trunc(Number(seed.value))) || 0,
         width,
@@ -119,16 +125,68 @@ export class StartPanel {
     }
   }
 
+  /** A place for each image that the model takes besides its start image. A click on a chosen one removes it. */
+  #offerNamed(images) {
+    const places = this.#form.querySelector(".references");
+    const names = images.map(({ name }) => name).join();
+    if (places.dataset.names === names) return; // a connection that is back changes nothing
+    places.dataset.names = names;
+    places.hidden = images.length === 0;
+    this.#named.clear();
+    for (const tile of places.querySelectorAll(".tile")) tile.remove();
+    places.append(...images.map((image) => this.#namedTile(image)));
+  }
+
+  #namedTile({ name, title }) {
+    const tile = Object.assign(document.createElement("label"), { className: "tile reference", title });
+    const input = Object.assign(document.createElement("input"), { type: "file", name: `image-${name}`, accept: IMAGE_TYPES.join() });
+    const shown = Object.assign(document.createElement("img"), { alt: "", width: 832, height: 480 });
+    const plus = Object.assign(document.createElement("span"), { className: "plus", textContent: "+" });
+    plus.setAttribute("aria-hidden", "true");
+    tile.append(input, shown, plus, Object.assign(document.createElement("span"), { className: "caption", textContent: name }));
+    const show = (picture) => {
+      if (shown.src) URL.revokeObjectURL(shown.src);
+      tile.classList.toggle("has-image", picture !== null);
+      tile.classList.toggle("is-chosen", picture !== null);
+      if (picture === null) this.#named.delete(name);
+      else this.#named.set(name, picture);
+      if (picture === null) shown.removeAttribute("src");
+      else shown.src = URL.createObjectURL(picture);
+    };
+    input.addEventListener("click", (event) => {
+      if (!this.#named.has(name)) return;
+      event.preventDefault();
+      input.value = "";
+      show(null);
+    });
+    input.addEventListener("change", async () => {
+      const picture = input.files[0] ? await this.#readable(input.files[0], REFERENCE_SIDE) : null;
+      if (picture) show(picture);
+      else input.value = "";
+    });
+    return tile;
+  }
+
+  /** The picture in a file, scaled down if it is too large; null, after a notice, if it is none. */
+  async #readable(file, side) {
+    if (HEIC.test(file.type) || HEIC.test(file.name)) {
+      this.ontrouble("Browsers cannot read HEIC pictures. Export it as JPEG; an iPhone does so with the setting “Most Compatible”.");
+      return null;
+    }
+    if (!IMAGE_TYPES.includes(file.type)) {
+      this.ontrouble("Use a PNG, JPEG or WebP picture.");
+      return null;
+    }
+    const picture = await fitting(file, this.#limits, side);
+    if (picture === null) this.ontrouble(`${file.name} is no picture that can be read.`);
+    return picture;
+  }
+
   /** Offer a file as the start image, if it is a picture; a large one is scaled down first. */
   async #take(file) {
     this.#taken = file;
-    if (HEIC.test(file.type) || HEIC.test(file.name)) {
-      return this.ontrouble("Browsers cannot read HEIC pictures. Export it as JPEG; an iPhone does so with the setting “Most Compatible”.");
-    }
-    if (!IMAGE_TYPES.includes(file.type)) return this.ontrouble("Use a PNG, JPEG or WebP picture.");
-    const picture = await fitting(file, this.#limits);
-    if (this.#taken !== file) return undefined; // another one was chosen meanwhile
-    if (picture === null) return this.ontrouble(`${file.name} is no picture that can be read.`);
+    const picture = await this.#readable(file, LARGEST_SIDE);
+    if (picture === null || this.#taken !== file) return undefined; // or another one was chosen meanwhile
     if (this.#uploadUrl) URL.revokeObjectURL(this.#uploadUrl);
     this.#uploadUrl = URL.createObjectURL(picture);
     const tile = this.#gallery.querySelector(".upload");
@@ -184,11 +242,11 @@ export class StartPanel {
 }
 
 /** The file itself, or a smaller picture of what it shows if it is too large to send; null if it cannot be read. */
-async function fitting(file, { max_image_bytes: mostBytes, max_image_pixels: mostPixels = Infinity }) {
+async function fitting(file, { max_image_bytes: mostBytes, max_image_pixels: mostPixels = Infinity }, side) {
   const picture = await createImageBitmap(file).catch(() => null);
   if (picture === null) return null;
   const { width, height } = picture;
-  const scale = Math.min(1, LARGEST_SIDE / Math.max(width, height), Math.sqrt(mostPixels / (width * height)));
+  const scale = Math.min(1, side / Math.max(width, height), Math.sqrt(mostPixels / (width * height)));
   if (scale === 1 && file.size <= mostBytes) return file;
   const canvas = new OffscreenCanvas(Math.max(1, Math.floor(width * scale)), Math.max(1, Math.floor(height * scale)));
   const context = canvas.getContext("2d");

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convert a client's image to the VAE's input: stretched (`prepare_image`) or cropped
-(`cut_image`)."""
+(`cut_image`), or in two steps (`fit_image` or `stretch_image`, then `image_pixels`)."""
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import nn
 
 
@@ -78,3 +78,21 @@ def middle_box(image_HWC: torch.Tensor, height: int, width: int) -> tuple[int, i
     )
     left, top = (columns - wide) / 2, (rows - high) / 2
     return round(left), round(top), round(left + wide), round(top + high)
+
+
+def fit_image(image_HWC: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Return a start image resized to cover `width` x `height` and cut about its centre, uint8."""
+    whole = Image.fromarray(image_HWC.cpu().numpy())
+    fitted = ImageOps.fit(whole, (width, height), Image.Resampling.LANCZOS)
+    return torch.from_numpy(np.array(fitted))
+
+
+def stretch_image(image_HWC: torch.Tensor, side: int) -> torch.Tensor:
+    """Return a reference image resized to a square regardless of its aspect ratio, uint8."""
+    whole = Image.fromarray(image_HWC.cpu().numpy())
+    return torch.from_numpy(np.array(whole.resize((side, side))))
+
+
+def image_pixels(image_HWC: torch.Tensor) -> torch.Tensor:
+    """Return a uint8 image as the VAE takes it, fp32 [1, 3, 1, H, W] in [-1, 1]."""
+    return (image_HWC.float() * (2 / 255) - 1).permute(2, 0, 1)[None, :, None].contiguous()

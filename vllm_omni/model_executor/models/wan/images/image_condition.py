@@ -22,7 +22,7 @@ from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
 import msgspec
 import torch
 
-from vllm_omni.actions import ActionSpace
+from vllm_omni.actions import ActionSpace, image_tensor
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.device_async import PendingScalar
@@ -369,6 +369,7 @@ class ImageStartedSession(StreamingSession[Window, World], Generic[Window, World
 def image_warmup(omni: OmniConfig, space: ActionSpace) -> list[Inputs]:
     """Return a first and a later chunk of the largest size: a later one decodes more frames."""
     image = torch.zeros(omni.height, omni.width, 3, dtype=torch.uint8)
+    images = dict.fromkeys(("image", *map(image_tensor, space.image_names)), image)
     prompt = None if space.prompt == "none" else "warm-up"
     first = DiffusionParams(session_id="warm-up", prompt=prompt, actions=[])
-    return [(first, {"image": image}), (msgspec.structs.replace(first, prompt=None), {})]
+    return [(first, images), (msgspec.structs.replace(first, prompt=None), {})]

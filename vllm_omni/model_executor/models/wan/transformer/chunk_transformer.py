@@ -79,6 +79,9 @@ class ChunkItem:
     clean_tokens: int = 0
     """Leading tokens of the chunk, over all ranks, at timestep 0 instead of `timestep`, because
     they are clean from the start."""
+    lead_tokens: int = 0
+    """Tokens of the chunk, over all ranks, before those of `latents`. `WanTransformer.embed`
+    creates them, and nothing is predicted for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +158,7 @@ class ChunkTransformer(WanTransformer[Config]):
         Collective under tensor and sequence parallelism.
 
         Args:
-            items: Chunks with equal F, h, w.
+            items: Chunks with equal F, h, w and `lead_tokens`.
             hidden_BTD: Result of the previous pipeline stage. None on the first stage.
             kv_only: No prediction is needed. The last stage stops after its last K/V write and
                 returns zeros.
@@ -235,8 +238,8 @@ class ChunkTransformer(WanTransformer[Config]):
         kv_only: bool,
     ) -> torch.Tensor:
         """Run `forward` from the result of `_time_inputs`."""
-        latents = items[0].latents
-        num_tokens = self.num_tokens(latents)
+        latents, lead_tokens = items[0].latents, items[0].lead_tokens
+        num_tokens = lead_tokens + self.num_tokens(latents)
         marks_BT1 = times.get("clean tokens")
         block_times = TimestepEmbeddings(
             times["modulation"], times.get("clean modulation"), marks_BT1
@@ -250,7 +253,7 @@ class ChunkTransformer(WanTransformer[Config]):
         if kv_only:
             return latents.new_zeros(len(items), *latents.shape)
         patches = self.parallel.gather_tokens(self.head(x, head_times), num_tokens)
-        return unpatchify(patches, latents.shape[1:])
+        return unpatchify(patches[:, lead_tokens:], latents.shape[1:])
 
     def _time_inputs(self, items: Sequence[Any]) -> Inputs:
         """Return the time embeddings of a batch by name: `time` [B, D] and `modulation` [B, 6, D].
@@ -265,7 +268,8 @@ class ChunkTransformer(WanTransformer[Config]):
         }
         if any(item.clean_tokens for item in items):
             clean_D, clean_6D = self._time(0.0)
-            own = self.parallel.token_slice(self.num_tokens(items[0].latents))
+            num_tokens = items[0].lead_tokens + self.num_tokens(items[0].latents)
+            own = self.parallel.token_slice(num_tokens)
             tokens_T = torch.arange(own.start, own.stop)
             marks = torch.stack([tokens_T < item.clean_tokens for item in items]).unsqueeze(-1)
             inputs |= {

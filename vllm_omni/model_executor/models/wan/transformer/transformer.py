@@ -325,6 +325,12 @@ class WanTransformer(StageNetwork, Generic[Config]):
         F, h, w]."""
         raise NotImplementedError
 
+    def embed(self, items: Sequence[Any], own: slice) -> torch.Tensor:
+        """Return the embedded tokens `own` of each batch entry on the first stage, [B, T, D]."""
+        tokens = stack([patchify(self.channels(item))[own] for item in items])
+        embedded: torch.Tensor = self.patch_embedding(tokens)
+        return embedded
+
     def cross_attention_kv(self, text_SE: torch.Tensor) -> torch.Tensor:
         """Return K/V [layers, 2, text_len, N, H] of this stage's blocks for text embeddings.
 
@@ -366,8 +372,7 @@ class WanTransformer(StageNetwork, Generic[Config]):
             [B, T, D].
         """
         if hidden_BTD is None:
-            own = self.parallel.token_slice(num_tokens)
-            x = self.patch_embedding(stack([patchify(self.channels(item))[own] for item in items]))
+            x = self.embed(items, self.parallel.token_slice(num_tokens))
             x = x.float() if self.residual_fp32 else x
         else:
             x = hidden_BTD

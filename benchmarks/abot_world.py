@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ABot-World-0 at full size with random weights, through the real engine: frames a second, first
+frame, stages.
+
+    # one GPU, 704x1280, window 21, 4 steps, five references, tiny decoder
+    python benchmarks/abot_world.py
+    python benchmarks/abot_world.py --quantization fp8_per_channel --kv-cache-dtype fp8
+    python benchmarks/abot_world.py --height 480 --width 832
+    python benchmarks/abot_world.py --tensor-parallel 2 \\
+        --model-options '{"sequence_parallel": true}'
+    python benchmarks/abot_world.py --references 0 --model-options '{"decoder": "wan"}'
+    # try it without a GPU
+    python benchmarks/abot_world.py --tiny --height 64 --width 96 --eager --chunks 10
+
+Random weights at real shapes take the time of real ones. Steady state is the median over the chunks
+after the window is full, end to end: controls in, uint8 frames out; each chunk is asked for while
+the one before is running. The first frame includes the encode of all images. The authors report 16
+frames a second on an RTX 5090 with FP8.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import save
+from matrix_game import add_arguments, run
+
+AUTHORS_FPS = 16.0
+TINY_VAE_CHANNELS = (256, 128, 64, 64)
+
+
+def write_checkpoint(root: Path) -> None:
+    """A checkpoint directory of the released architecture without weights (they come from
+    --load-format dummy), except those of the tiny decoder, whose widths are read from its file.
+    """
+    from vllm_omni.model_executor.models.wan.architecture import WAN_2_2_VAE
+    from vllm_omni.testing.tiny.wan import write_tiny_vae
+
+    root.mkdir(parents=True)
+    config = {"_class_name": "WanModel", "model_type": "ti2v", "act_control_in_dim": 32}
+    (root / "config.json").write_text(json.dumps(config))
+    write_tiny_vae(root / "taew2_2.pth", 0, TINY_VAE_CHANNELS, WAN_2_2_VAE)
+
+
+def main() -> None:
+    from vllm_omni.actions import image_tensor
+    from vllm_omni.model_executor.models.abot_world.config import REFERENCES
+    from vllm_omni.model_executor.models.registry import get_family
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--references", type=int, default=len(REFERENCES))
+    add_arguments(parser, name="abot_world", size=(704, 1280), warm_chunks=9)
+    args = parser.parse_args()
+    args.variant, args.prompt, args.authors_fps = "0-5B-LF", None, AUTHORS_FPS
+    args.actions = [["w", "l"]] * 3
+    args.image_tensors = [image_tensor(name) for name in REFERENCES[: args.references]]
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "world"
+        if args.tiny:
+            get_family("abot_world").make_tiny(model, 0, "original")
+        else:
+            write_checkpoint(model)
+        result = asyncio.run(run(model, args))
+    save(args.name, {"result": result}, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny ABot-World checkpoints, written once."""
+
+from pathlib import Path
+
+import pytest
+
+from vllm_omni.model_executor.models.abot_world.checkpoint import LAYOUTS
+from vllm_omni.testing.tiny.abot_world import make_tiny
+
+
+@pytest.fixture(scope="session")
+def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of each layout, in a folder of its name. Tests must not change them."""
+    found = {layout: tmp_path_factory.mktemp("abot") / layout for layout in LAYOUTS}
+    for layout, folder in found.items():
+        make_tiny(folder, 0, layout)
+    return found

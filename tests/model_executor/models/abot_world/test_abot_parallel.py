@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor, sequence and pipeline parallel runs give the results of one rank (fp32, gloo, two
+processes).
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from abot_driver import latents_of, latents_of_stages, load_world, open_session
+from helpers.process_groups import process_group
+from helpers.rank_processes import run_ranks
+
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
+
+TOLERANCE = 1e-4
+"""Five chunks in fp32; ranks only change the order of sums."""
+
+CHUNKS = [{"actions": [["w"], ["l"], ["a", "i"]]}, {"actions": [["s", "k"]] * 3}, {}, {}, {}]
+OPTIONS = {"positions": "window"}
+"""Positions of the references change with every chunk."""
+
+
+@pytest.fixture(scope="module")
+def one_rank(layouts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file with the latents of `CHUNKS`."""
+    file = tmp_path_factory.mktemp("one_rank") / "latents.pt"
+    torch.save(latents_of(load_world(layouts["original"], **OPTIONS), CHUNKS), file)
+    return file
+
+
+def _compare(
+    rank: int, rendezvous: str, checkpoint: str, one_rank: str, sequence_parallel: bool
+) -> None:
+    with process_group(rank, 2, rendezvous) as group:
+        parallel = ParallelContext(rank, 2, group, sequence_parallel=sequence_parallel)
+        world = load_world(Path(checkpoint), parallel, **OPTIONS)
+        latents = latents_of(world, CHUNKS)
+        torch.testing.assert_close(latents, torch.load(one_rank), atol=TOLERANCE, rtol=0)
+        assert open_session(world).window.buffer.shape[3] == 2
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
+def test_two_ranks_equal_one(
+    layouts: dict[str, Path], one_rank: Path, sequence_parallel: bool, tmp_path: Path
+) -> None:
+    """A first chunk has 26 tokens, of which 20 are references: the second rank has both kinds."""
+    rendezvous = str(tmp_path / "rendezvous")
+    checkpoint = str(layouts["original"])
+    run_ranks(_compare, (rendezvous, checkpoint, str(one_rank), sequence_parallel), 2)
+
+
+@pytest.mark.parametrize("partition", [(2, 2), (1, 3)], ids=str)
+def test_two_pipeline_stages_equal_one(
+    layouts: dict[str, Path], one_rank: Path, partition: tuple[int, ...]
+) -> None:
+    """Bit for bit."""
+    stages = [
+        load_world(
+            layouts["original"],
+            ParallelContext(stage=n, num_stages=2, partition=partition),
+            **OPTIONS,
+        )
+        for n in range(2)
+    ]
+    assert torch.equal(latents_of_stages(stages, CHUNKS), torch.load(one_rank))

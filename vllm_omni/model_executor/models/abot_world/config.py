@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Architecture of an ABot-World-0 checkpoint (`AbotWorldConfig`), its controls, reference images,
+options and schedule.
+
+The released `config.json` holds only the sizes of the Wan 2.2 TI2V-5B trunk. The window and the
+references are defaults of the original's code.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+import msgspec
+import numpy as np
+
+from vllm_omni.actions import CAMERA_SPACE, ActionSpace, NamedImage
+from vllm_omni.config import OmniConfig
+from vllm_omni.model_executor.models.wan.architecture import (
+    IGNORED,
+    RENAMED,
+    REQUIRED,
+    ChunkTransformerConfig,
+    read_architecture,
+)
+from vllm_omni.model_executor.presets import Preset, PresetName
+from vllm_omni.model_executor.schedules import (
+    FewStepSchedule,
+    few_step_schedule,
+    with_most_steps,
+)
+from vllm_omni.model_executor.streaming.chunk_plan import resolve_chunks
+from vllm_omni.model_executor.streaming.options import StreamingOptions
+from vllm_omni.model_executor.streaming.stream import StreamModelSetup
+
+FPS: Final = 16.0
+"""Frame rate in training, in frames per second."""
+REFERENCES: Final = ("head", "left", "right", "front", "back")
+"""Names of the reference images, in the order of their slots."""
+KEY_PLANES: Final = 4
+"""Input planes per key: one for each video frame of a latent frame."""
+WINDOW_FRAMES: Final = 21
+"""Latent frames that a chunk sees, including its own."""
+STEPS: Final = (1000, 750, 500, 250)
+"""Denoise steps of a chunk."""
+_SHIFT: Final = 5.0
+_SLOT_DISTANCE = 256
+
+SPACE: Final = ActionSpace(buttons=CAMERA_SPACE.buttons, prompt="optional")
+"""Controls without reference images. The order of the buttons is that of the network's input."""
+
+
+@dataclass(frozen=True)
+class AbotWorldConfig(ChunkTransformerConfig):
+    """Architecture of the transformer. The defaults are those of the released model."""
+
+    native_size: ClassVar[tuple[int, int]] = (704, 1280)
+    """Height and width that the released model was trained on."""
+    pixels_per_cell: ClassVar[int] = 16
+    """Pixels per latent cell along each side."""
+    dim: int = 3072
+    """Width of the network."""
+    ffn_dim: int = 14336
+    """Width of the feed-forward layers."""
+    in_channels: int = 48
+    """Input channels."""
+    out_channels: int = 48
+    """Channels of the predicted latents."""
+    num_heads: int = 24
+    """Attention heads."""
+    num_layers: int = 30
+    """Blocks."""
+    key_reduction: int = 16
+    """Side of the pixel cells that the action adapter folds into channels."""
+    reference_slots: int = len(REFERENCES)
+    """Reference images."""
+    reference_size: int = 512
+    """Height and width of the reference images, in pixels."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.in_channels != self.out_channels:
+            raise ValueError(
+                f"input and output channels must be equal, got {self.in_channels} and "
+                f"{self.out_channels}"
+            )
+        if self.sink_frames:
+            raise ValueError(
+                f"sink_size must be 0 with carried positions, got {self.sink_frames}; the "
+                "original refuses it too"
+            )
+        if not 0 <= self.reference_slots <= len(REFERENCES):
+            raise ValueError(
+                f"ref_num_slots must be 0 to {len(REFERENCES)}, got {self.reference_slots}"
+            )
+        self.latent_size(self.reference_size, self.reference_size)
+
+    @property
+    def tokens_per_reference(self) -> int:
+        return self.tokens_per_frame(self.reference_size, self.reference_size)
+
+    @property
+    def reference_tokens(self) -> int:
+        return self.reference_slots * self.tokens_per_reference
+
+    def reference_position(self, slot: int) -> int:
+        """Return the position in time of a reference image, before all frames."""
+        distance = max(self.tokens_per_reference, _SLOT_DISTANCE)
+        return -(self.reference_slots - slot) * distance
+
+    @classmethod
+    def from_checkpoint(cls, values: Mapping[str, Any]) -> "AbotWorldConfig":
+        """Read a transformer's `config.json` with the keys of either layout. An empty mapping means
+        the released model.
+
+        Raises:
+            ValueError: A key is unknown, or a value is not implemented.
+        """
+        skipped = [] if values.get("local_attn_size", -1) != -1 else ["local_attn_size"]
+        ignored = (*IGNORED, *skipped)
+        return cls(
+            **read_architecture(values, _RENAMED, _REQUIRED, ignored, cls.num_heads, cls.dim)
+        )
+
+
+_RENAMED = {
+    **RENAMED,
+    "downscale_factor_control_adapter": "key_reduction",
+    "ref_num_slots": "reference_slots",
+    "ref_resolution": "reference_size",
+}
+_REQUIRED: dict[str, tuple[Any, ...]] = {
+    **REQUIRED,
+    "_class_name": ("WanModel", "CausalWanModel", "ABotWorldTransformer3DModel"),
+    "model_type": ("ti2v", "ci2v"),
+    "act_control_in_dim": (len(SPACE.buttons) * KEY_PLANES,),
+    "use_relative_rope": (True,),
+    "timestep_shift": (_SHIFT,),
+}
+
+PRESETS: Final[Mapping[PresetName, Preset]] = {
+    "reference": Preset(),
+    "balanced": Preset(quantization="fp8", kv_cache_dtype="fp8"),
+    "realtime": Preset(model={"max_steps": 2}, quantization="fp8", kv_cache_dtype="fp8"),
+    "small": Preset(model={"text_encoder_device": "cpu"}, quantization="fp8", kv_cache_dtype="fp8"),
+}
+"""All presets have the tiny decoder, because it is the release's own."""
+
+
+class AbotWorldOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`StreamingOptions`, and ABot-World's own."""
+
+    presets: ClassVar[Mapping[PresetName, Preset]] = PRESETS
+
+    decoder: Literal["wan", "tiny"] = "tiny"
+    """Decoder of the latents: the tiny autoencoder TAEW2.2 (`taew2_2.pth` in the checkpoint's
+    directory), as released, or Wan's VAE (`wan`), which costs as much as the transformer."""
+    positions: Literal["carried", "window"] = "carried"
+    """Positions of frames relative to the reference images. `carried`: the index of the frame,
+    which restarts at the oldest visible frame before it exceeds 256. `window`: the oldest visible
+    frame of each chunk is at 0."""
+    reference_slots: Annotated[int, msgspec.Meta(ge=0, le=len(REFERENCES))] | None = None
+    """Number of reference images. A missing one takes its tokens, which are zeros, as in the
+    original. 0: no tokens, which the released model was not trained with. Default: 5."""
+
+    def schedule(self) -> FewStepSchedule:
+        """Return the denoise steps, computed in fp32 as in the original."""
+        indices = [1000 - step for step in STEPS]
+        steps = few_step_schedule("exact", _SHIFT, indices, np.float32)
+        return with_most_steps(steps, self.max_steps)
+
+
+AbotWorldStream = StreamModelSetup[AbotWorldConfig, AbotWorldOptions]
+
+
+def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> AbotWorldStream:
+    """Return the family's part of `hf_config` with the serving options. Raises ValueError."""
+    options = AbotWorldOptions.read_options(omni.model)
+    stated = dict(checkpoint["transformer"])
+    if options.reference_slots is not None:
+        stated["ref_num_slots"] = options.reference_slots
+    config = AbotWorldConfig.from_checkpoint(stated)
+    if options.sink_frames:
+        raise ValueError(
+            f"omni.model: this model has no sink frames, got sink_frames {options.sink_frames}"
+        )
+    plan = resolve_chunks(
+        options, config, chunk_frames=3, window_frames=WINDOW_FRAMES, sink_frames=0
+    )
+    return StreamModelSetup(config, options, plan, options.schedule().num_steps)
+
+
+def space_of(config: AbotWorldConfig) -> ActionSpace:
+    """Return the controls and inputs of a session."""
+    names = REFERENCES[: config.reference_slots]
+    images = tuple(NamedImage(name, f"{name} of the character") for name in names)
+    return msgspec.structs.replace(SPACE, images=images)

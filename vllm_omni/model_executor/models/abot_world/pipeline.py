@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ABot-World-0 pipeline: chunks of four denoise steps and a clean-context pass.
+
+    x = noise(seed, chunk, 0); in the first chunk, frame 0 is the start image
+    for i, t in enumerate(timesteps):
+        v  = transformer(x, references, keys, t)             denoise_step
+        x0 = x - sigma_i v                                   step_scheduler
+        x  = (1 - s) x0 + s noise(seed, chunk, i + 1); frame 0 is the start image again
+    transformer(x0, references, keys, 0)  # writes K/V       last denoise_step
+    frames = vae.decode(x0)                                  post_decode
+    advance the session and its base                         commit
+
+The references take part in all passes of the first chunk. Later chunks see their K/V. `AbotWorld`
+is the model and does not depend on the engine; vLLM loads `AbotWorldPipeline`, which owns it.
+"""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from vllm_omni.inputs import DiffusionParams
+from vllm_omni.model_executor.device_async import to_device
+from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
+from vllm_omni.model_executor.layers.kv_cache.pinned_window import (
+    PinnedWindow,
+    pinned_extra_nbytes,
+)
+from vllm_omni.model_executor.layers.kv_cache.window import kv_window_nbytes
+from vllm_omni.model_executor.layers.lora.target import AdapterTarget
+from vllm_omni.model_executor.models.abot_world.checkpoint import (
+    CheckpointLayout,
+    adapter_target,
+    find_layout,
+    load_transformer,
+)
+from vllm_omni.model_executor.models.abot_world.config import (
+    AbotWorldConfig,
+    AbotWorldOptions,
+    read_stream,
+    space_of,
+)
+from vllm_omni.model_executor.models.abot_world.transformer import AbotItem, AbotWorldTransformer
+from vllm_omni.model_executor.models.wan.chunk_setup import (
+    WanChunkSetup,
+    build_autoencoders,
+    build_image_encoder,
+    build_text_encoder,
+    load_parts,
+)
+from vllm_omni.model_executor.models.wan.images.files import (
+    fit_image,
+    image_pixels,
+    stretch_image,
+)
+from vllm_omni.model_executor.models.wan.images.image_condition import image_warmup
+from vllm_omni.model_executor.models.wan.text_encoder.prompts import SharedPrompts
+from vllm_omni.model_executor.models.wan.vae.vae import Rounding
+from vllm_omni.model_executor.schedules import ChunkNoise, FewStepSchedule
+from vllm_omni.model_executor.streaming.model import StreamingModel, build_transformer
+from vllm_omni.model_executor.streaming.pinned import FramePositions, PinnedSession, next_base
+from vllm_omni.model_executor.streaming.request import read_latent_actions, read_played
+from vllm_omni.model_executor.streaming.session import (
+    SessionShape,
+    StreamingChunk,
+)
+from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint
+
+
+@dataclass(eq=False, kw_only=True)
+class AbotChunk(StreamingChunk[PinnedWindow, FramePositions]):
+    """One chunk in flight. `own` is `StreamingSession.own` after the chunk."""
+
+    schedule: FewStepSchedule
+    """Denoise steps of the chunk."""
+    keys_FK: torch.Tensor
+    """Held keys of each latent frame, fp32 on the host."""
+    keys: torch.Tensor | None = None
+    """Result of `AbotWorldTransformer.embed_keys`, set before the first pass."""
+    references: torch.Tensor | None = None
+    """Result of `AbotWorldTransformer.reference_patches`. None: not the first chunk or stage."""
+    given: torch.Tensor | None = None
+    """1.0 for each given reference, 0.0 for each missing one, fp32 [slots]."""
+
+
+Request = DiffusionRequest[PinnedSession, AbotChunk]
+
+
+class AbotWorldSetup(WanChunkSetup[AbotWorldConfig, AbotWorldOptions]):
+    """Arguments of `AbotWorld`, from `hf_config(...)["abot_world"]`."""
+
+    read_stream = staticmethod(read_stream)
+
+    layout: CheckpointLayout
+
+
+class AbotWorld(StreamingModel[PinnedSession, AbotChunk]):
+    """Implements `SupportsStepExecution` for the part of the model that this rank holds."""
+
+    session_type = PinnedSession
+    session_windows = True
+    rounding: ClassVar[Rounding] = "truncate"
+    """How pixels are rounded to uint8, as in the original."""
+
+    config: AbotWorldConfig
+    options: AbotWorldOptions
+
+    def __init__(self, setup: AbotWorldSetup) -> None:
+        super().__init__(setup)
+        self.action_space = space_of(setup.config)
+        self.schedule = setup.options.schedule()
+        self.text_encoder = build_text_encoder(setup)
+        self.image_encoder = build_image_encoder(setup)
+        self.transformer = build_transformer(setup, AbotWorldTransformer)
+        # on every rank with layers: each needs the noisy latents, which hold the image
+        self.vae, self.tiny_vae, self.decoder = build_autoencoders(
+            setup, encodes=not setup.parallel.is_vae_stage, rounding=self.rounding
+        )
+        self.prompts = SharedPrompts(self.transformer.cross_attention_kv)
+        self._wants_tiny_vae = setup.wants_tiny_vae
+
+    def load_checkpoint(self, layout: CheckpointLayout) -> None:
+        def load() -> None:
+            load_transformer(self.transformer, layout.open_transformer(), self.config)
+
+        load_parts(self, layout, load, self._wants_tiny_vae)
+
+    def adapter_targets(self) -> dict[str, AdapterTarget]:
+        return {"transformer": adapter_target(self.transformer, self.config)}
+
+    # -- sessions ----------------------------------------------------------------------------------
+
+    def read_shape(self, params: DiffusionParams) -> SessionShape:
+        shape = super().read_shape(params)
+        self.vae.check_height(shape.height)
+        return shape
+
+    def window_nbytes(self, shape: SessionShape) -> int:
+        sizes = self._window_sizes(shape)
+        pinned = ("num_layers", "pinned_tokens", "num_heads", "head_dim", "dtype", "storage")
+        extra = pinned_extra_nbytes(**{name: sizes[name] for name in pinned})
+        return kv_window_nbytes(**sizes) + extra
+
+    def make_window(self, shape: SessionShape) -> PinnedWindow:
+        sizes = self._window_sizes(shape)
+        return PinnedWindow(sink_frames=0, rings=self.transformer.rings, **sizes)
+
+    def _window_sizes(self, shape: SessionShape) -> dict[str, Any]:
+        per_frame = self.config.tokens_per_frame(shape.height, shape.width)
+        return {
+            **self.transformer.window_sizes(per_frame),
+            "window_frames": self.plan_of(shape).window_frames,
+            "first_frames": self.first_frames(shape),
+            "storage": self.kv_dtype,
+            "device": self.transformer.device,
+        }
+
+    def warmup_inputs(self) -> list[Inputs]:
+        return image_warmup(self.omni, self.action_space)
+
+    # -- one chunk ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def prepare_encode(self, request: Request) -> None:
+        session, device = request.session, self.transformer.device
+        frames, shape = session.next_frames(), session.shape
+        session.window.check_frames(frames)
+        inputs = read_played(request, session, self.action_space)
+        held = read_latent_actions(
+            request.params, request.tensors, self.action_space, len(frames)
+        ).buttons_NB
+        size = (
+            self.config.out_channels,
+            len(frames),
+            *self.config.latent_size(shape.height, shape.width),
+        )
+        window = session.plan.window_frames
+        base = next_base(session.base, frames, window, self.options.positions)
+        common: dict[str, Any] = {
+            "prompt": inputs.prompt,
+            "seed": inputs.seed,
+            "own": FramePositions(base),
+            "keys_FK": held.float(),
+        }
+        if self.text_encoder is None:
+            request.state = AbotChunk.to_decode(
+                frames, self.schedule, size, session.window, **common
+            )
+            request.num_steps = 1  # not used on a VAE stage
+            return
+        noise = ChunkNoise(size, inputs.seed, session.chunk_index, device)
+        latents = noise.draw(0)
+        with request.timer.stage("image"):
+            if inputs.image is not None:
+                fitted = fit_image(inputs.image, shape.height, shape.width)
+                latents[:, :1] = self._encode(fitted)
+            first = session.chunk_index == 0
+            references = self._references(inputs.images) if first else {}
+        with request.timer.stage("text"):
+            known = (
+                inputs.prompt == session.prompt
+                and session.cross_kv is not None
+                and request.same_adapters
+            )
+            text = None if known else self.text_encoder.encode(inputs.prompt, device)
+        request.state = AbotChunk(
+            frames=frames,
+            schedule=self.chunk_schedule(request, self.schedule),
+            latents=latents,
+            noise=noise,
+            rope=self.transformer.chunk_rope(frames, size, lead=first),
+            text=text,
+            window=session.window,
+            cross_kv=session.cross_kv if known else None,
+            given_frames=0 if inputs.image is None else 1,
+            **references,
+            **common,
+        )
+        request.clean_passes = self.clean_passes(request.work, session.plan)
+        request.num_steps = request.work.schedule.num_steps + request.clean_passes
+
+    def batch_key(self, request: Request) -> Hashable:
+        return super().batch_key(request), self._lead_tokens(request.work)
+
+    # -- parts of the above ------------------------------------------------------------------------
+
+    def _encode(self, pixels_HWC: torch.Tensor) -> torch.Tensor:
+        """Return the latents [C, 1, h, w] of an image, uint8 [H, W, 3], fp32 on the device."""
+        pixels = to_device(image_pixels(pixels_HWC), self.transformer.device)
+        return self.vae.encode(pixels, None)[0][0].float()
+
+    def _references(self, images: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Return `references` and `given` of a session's first chunk, on the first stage. Missing
+        references are zeros."""
+        config = self.config
+        if not (self.parallel.first_stage and config.reference_slots):
+            return {}
+        side = config.reference_size
+        cells = config.latent_size(side, side)
+        slots = [
+            self._encode(stretch_image(images[name], side))[:, 0] if name in images else None
+            for name in self.action_space.image_names
+        ]
+        zeros = torch.zeros(config.in_channels, *cells, device=self.transformer.device)
+        latents = torch.stack([zeros if slot is None else slot for slot in slots])
+        given = torch.tensor([float(slot is not None) for slot in slots])
+        return {
+            "references": self.transformer.reference_patches(latents),
+            "given": to_device(given, self.transformer.device),
+        }
+
+    def _lead_tokens(self, chunk: AbotChunk) -> int:
+        return self.config.reference_tokens if chunk.frames.start == 0 else 0
+
+    def start_step(self, request: Request) -> None:
+        """Place the references, and compute K/V of the prompt and the keys unless they exist.
+        Collective under tensor parallelism."""
+        chunk = request.work
+        if chunk.cross_kv is None:
+            assert chunk.text is not None
+            chunk.cross_kv = self.prompts.get(chunk.prompt, chunk.text)
+        assert chunk.own is not None
+        chunk.window.place_pinned(chunk.own.base)
+        if chunk.keys is None and self.parallel.first_stage:
+            chunk.keys = self.transformer.embed_keys(chunk.keys_FK, chunk.latents.shape)
+
+    def items(self, request: Request) -> list[AbotItem]:
+        chunk = request.work
+        assert chunk.cross_kv is not None
+        step, lead = chunk.denoise_index(request.step), self._lead_tokens(chunk)
+        per_frame = chunk.window.tokens_per_frame
+        clean = 0 if step is None else lead + chunk.given_frames * per_frame
+        row = AbotItem(
+            latents=chunk.latents,
+            timestep=0.0 if step is None else chunk.schedule.timesteps[step],
+            clean_tokens=clean,
+            lead_tokens=lead,
+            frames=chunk.frames,
+            rope=chunk.rope,
+            cross_kv=chunk.cross_kv,
+            window=chunk.window,
+            keys=chunk.keys,
+            references=chunk.references,
+            given=chunk.given,
+        )
+        return [row]
+
+
+class AbotWorldPipeline(CheckpointPipeline[CheckpointLayout]):
+    """Owns an `AbotWorld`. vLLM's model loader builds it and loads its weights."""
+
+    def find_layout(self, path: Path) -> CheckpointLayout:
+        return find_layout(path)
+
+    def build_model(self, served: ServedCheckpoint[CheckpointLayout]) -> AbotWorld:
+        return AbotWorld(AbotWorldSetup.served(served.hf_config.abot_world, served))
