@@ -17,6 +17,7 @@ from helpers.waits import until, wait_until
 from vllm_omni.actions import ActionSpace
 from vllm_omni.entrypoints.realtime.webrtc.offer import MAX_OFFER_BYTES
 from vllm_omni.entrypoints.realtime.webrtc.options import IceServer, WebRtcOptions
+from vllm_omni.entrypoints.realtime.webrtc.pacer import ChunkPacer
 
 MakeEndpoint = Callable[..., EndpointServer]
 PATH = "/v1/realtime/webrtc"
@@ -140,6 +141,54 @@ def test_frames_arrive_through_the_track_and_inputs_through_the_channel(
     assert "rain" in [call.params.prompt for call in engine.chunks]
     wait_until(lambda: len(endpoint.manager) == 0)
     wait_until(lambda: endpoint.manager.guard.num_connections == 0)
+
+
+def test_an_input_acts_on_the_chunk_after_the_one_that_plays(make_endpoint: MakeEndpoint) -> None:
+    """Chunks are requested as late as playback allows: while a chunk of half a second starts to
+    play, the controls of the next one have not been sampled.
+    """
+    endpoint = make_endpoint(info={**NO_IMAGE, "fps": 24.0})
+
+    async def main() -> None:
+        async with viewer(endpoint.port) as one:
+            one.send(START)
+            for _ in range(4):  # the pace is known after some chunks
+                playing = await one.message("video.chunk_metadata")
+            one.send(
+                {
+                    "type": "session.interaction",
+                    "interaction": {"event_id": "rain", "event": {"prompt": "rain"}},
+                }
+            )
+            after = await one.message("video.chunk_metadata")
+            assert after["generation_chunk_index"] == playing["generation_chunk_index"] + 1
+            assert after.get("input_id") == "rain"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("wait_s", "needed_s"), [(0.1, 0.12), (0.4, 0.42)])
+def test_a_chunk_is_requested_when_the_video_in_hand_is_as_long_as_the_wait(
+    wait_s: float, needed_s: float
+) -> None:
+    """Frames that the engine is generating are in hand. The first chunk, which compiles, does not
+    count.
+    """
+    now_s, buffered_s = [0.0], [0.0]
+    pacer = ChunkPacer(lambda: buffered_s[0], 24.0, lambda: now_s[0])
+    assert pacer.needed_s is None
+    assert pacer.is_time
+    for wall_s in (9.0, wait_s, wait_s):
+        pacer.note_request(12)
+        now_s[0] += wall_s
+        pacer.note_chunk(now_s[0])
+    assert pacer.needed_s == pytest.approx(needed_s)
+    buffered_s[0] = needed_s + 0.01
+    assert not pacer.is_time
+    buffered_s[0] = needed_s - 0.01
+    assert pacer.is_time
+    pacer.note_request(12)
+    assert not pacer.is_time
 
 
 def test_a_player_without_a_data_channel_gets_a_session(
