@@ -62,11 +62,14 @@ def test_lost_packets_do_not_stop_the_picture(
     engine.noise = True
     server = make_server(info={"fps": 24.0, "width": 160, "height": 96})
     down, up = Network(0.02, 10, 50, 4e6), Network(0.02, 10, 50)
-    with running(UdpRelay(down, up)) as relay, browser.page() as page:
-        play(page, server.url, relay)
-        exactly(5)  # the bitrate finds the bandwidth
-        seen = freezes(page, 10)
-        assert page.errors == []
+    with running(UdpRelay(down, up)) as relay:
+        with browser.page() as page:
+            play(page, server.url, relay)
+            exactly(5)  # the bitrate finds the bandwidth
+            seen = freezes(page, 10)
+            assert page.errors == []
+        # if the end of the connection is lost, it is noticed after half a minute
+        wait_until(lambda: server.manager.guard.num_connections == 0, 60)
     assert relay.down.num_dropped > 0
     assert seen["stats"]["retransmittedPacketsReceived"] > 0
     assert len(seen["gaps_ms"]) > 50
