@@ -52,6 +52,8 @@ WALK = ("w", "wl", "w", "wj", "l", "w", "a", "j")
 """Keys held in turn, each for five latent frames, as in `village_in_browser.py`."""
 LATENTS_PER_KEY = 5
 LATENT_S = 0.25
+SQUARE = (1.2, -4.0)
+"""Where the walk starts, x and z in metres: the start image `square`, which looks north."""
 QUALITY = 95
 
 
@@ -63,13 +65,13 @@ def render_walk(num_frames: int, fps: float, width: int, height: int) -> np.ndar
     import torch
 
     from training.tiny_world.render import Renderer
-    from training.tiny_world.walks import free_places, key_bits, scripted_walks
+    from training.tiny_world.walks import key_bits, scripted_walks
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     num_latents = math.ceil(num_frames / (fps * LATENT_S)) + 2
     keys = [key_bits(WALK[at // LATENTS_PER_KEY % len(WALK)]) for at in range(num_latents)]
-    start_N2, yaw_N = free_places(1, torch.Generator().manual_seed(3))
-    walk = scripted_walks(start_N2, yaw_N, torch.tensor([keys], dtype=torch.uint8))
+    start_N2 = torch.tensor([SQUARE])
+    walk = scripted_walks(start_N2, torch.zeros(1), torch.tensor([keys], dtype=torch.uint8))
     at_T = torch.arange(num_frames) / (fps * LATENT_S)
     before_T = at_T.long()
 
