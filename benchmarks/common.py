@@ -13,6 +13,7 @@ import datetime
 import gc
 import gzip
 import hashlib
+import importlib.util
 import itertools
 import json
 import os
@@ -389,8 +390,10 @@ def versions() -> dict[str, str]:
 
 def fast_paths() -> list[dict[str, Any]]:
     """Return the recorded fast paths; a path that is off in one engine is off. Without an engine:
-    those of this machine.
+    those of this machine. Without vLLM: none.
     """
+    if importlib.util.find_spec("vllm") is None:
+        return []
     from vllm_omni.model_executor.fast_paths import machine_paths
     from vllm_omni.model_executor.layers.fast_path import joined
 

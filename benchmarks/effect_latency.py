@@ -15,6 +15,9 @@ parts, in milliseconds, add up to `effect_ms`:
     transfer_ms    the rest of the time until it arrived: network and the page's own delays
     decode_ms      until it was decoded (H.264 only)
     display_ms     in the playback buffer, until it was drawn
+
+`stalls` is how often playback waited for a chunk within `--seconds`, over all starts: a smaller
+playback buffer is worth nothing if the picture stops.
 """
 
 import argparse
@@ -51,6 +54,9 @@ LISTEN = f"""{PARTS}.then(({{ app }}) => {{
             display: shownAt - decodedAt }}); }}; }})"""  # noqa: E501
 
 
+STALLS = f"{PARTS}.then(({{ app }}) => app.player.numStalls)"
+
+
 def measure(page: Page, frame_format: str, settle_s: float, seconds: float) -> dict[str, Any]:
     """Start the world that the page offers first, walk, and return the samples."""
     page.wait_for("document.body.dataset.link === 'up'", 30)
@@ -62,8 +68,10 @@ def measure(page: Page, frame_format: str, settle_s: float, seconds: float) -> d
     keys = itertools.cycle(WALK)
     walk(page, settle_s, keys)
     page.run(LISTEN)
+    stalls = page.run(STALLS)
     walk(page, seconds, keys)
     return {
+        "stalls": page.run(STALLS) - stalls,
         "format": page.run(f"{PARTS}.then(({{ app }}) => app.world.format)"),
         "samples": page.run("window.seen"),
     }
@@ -92,6 +100,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "load_average": os.getloadavg()[0],
         "starts": len(starts),
         "changes_of_keys": len(samples),
+        "stalls": sum(start["stalls"] for start in starts),
+        "seconds": args.starts * args.seconds,
         "effect_ms": quantiles([sample["effect"] for sample in samples]),
         "effect_p95_ms": percentile_95([sample["effect"] for sample in samples]),
         "effect_ms_of_each_start": [

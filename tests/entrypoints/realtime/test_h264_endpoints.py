@@ -2,6 +2,7 @@
 """H.264 over the two WebSocket endpoints: one access unit per message, decoded as by WebCodecs."""
 
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,8 +11,9 @@ import av
 import msgspec
 import numpy as np
 import pytest
-from helpers.fake_engine import FIRST, LATER, Client, EndpointServer, infer
+from helpers.fake_engine import FIRST, LATER, Client, EndpointServer, FakeEngine, infer
 from helpers.live_clients import ExtendedClient
+from helpers.relay import Network, TcpRelay, running
 from helpers.waits import seconds
 from websockets.sync.client import connect
 
@@ -24,6 +26,7 @@ from vllm_omni.entrypoints.realtime.encoding.frames import (
 from vllm_omni.entrypoints.realtime.encoding.h264 import MAX_BITRATE, MIN_BITRATE, H264Encoder
 from vllm_omni.entrypoints.realtime.encoding.implementations import machine_implementations
 from vllm_omni.entrypoints.realtime.encoding.session_encoders import EncoderSpec, SessionEncoders
+from vllm_omni.entrypoints.realtime.world_camera.handler import PATHS
 
 MakeEndpoint = Callable[..., EndpointServer]
 SIZE = {"height": 32, "width": 48}
@@ -72,6 +75,47 @@ def test_requests_of_a_session_are_one_stream(client: Client) -> None:
     assert {message["chunk_frames"] for message in messages[FIRST:]} == {LATER}
     video_THWC = decode_units([message["video"] for message in messages])
     np.testing.assert_allclose(video_THWC[:, 20, 30, 1], np.arange(len(messages)), atol=3)
+
+
+def test_a_bad_network_lowers_the_bitrate_and_loses_no_frame(
+    make_endpoint: MakeEndpoint, engine: FakeEngine
+) -> None:
+    """Over 4 Mbit/s with 2 % loss and up to 50 ms jitter, every frame of noise, which would need
+    more, arrives in order, and the bitrate falls below the bandwidth.
+    """
+    engine.noise = True
+    endpoint = make_endpoint(info={"height": 96, "width": 160, "fps": 24.0})
+    network = Network(loss=0.02, jitter_ms=50, bits_per_s=4e6)
+    with (
+        running(TcpRelay(endpoint.port, network, network)) as relay,
+        Client(connect(f"ws://127.0.0.1:{relay.port}{PATHS[0]}", compression=None)) as client,
+    ):
+        numbers: list[int] = []
+        transfer: dict[str, float] = {}
+        for number in range(8):
+            body: dict[str, Any] = {"video_format": "h264", **transfer}
+            if number == 0:
+                body |= {"height": 96, "width": 160}
+            client.send(
+                infer(
+                    LATER if number else FIRST,
+                    image=None if number else np.zeros((96, 160, 3), np.uint8),
+                    request_id=f"request-{number}",
+                    extra_body=body,
+                )
+            )
+            messages = [client.receive()]
+            first_s = time.monotonic()
+            while not messages[-1]["final"]:
+                messages.append(client.receive())
+            transfer = {"transfer_ms": 1000 * (time.monotonic() - first_s)}
+            numbers += [message["first_frame"] for message in messages]
+        (session,) = endpoint.manager.sessions()
+        spec = EncoderSpec(codec="h264", fps=24.0)
+        encoder = session.encoders.get(spec)
+    assert numbers == list(range(FIRST + 7 * LATER))
+    assert isinstance(encoder, H264Encoder)
+    assert encoder.bits_per_s < 4_000_000
 
 
 def test_a_client_that_lost_frames_gets_a_key_frame(client: Client) -> None:

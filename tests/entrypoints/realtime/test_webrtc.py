@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.fake_engine import FIRST, EndpointServer, FakeEngine
+from helpers.fake_engine import FIRST, LATER, EndpointServer, FakeEngine
 from helpers.needs_aiortc import aiortc
+from helpers.relay import Network, UdpRelay, running
 from helpers.waits import until, wait_until
 
 from vllm_omni.actions import ActionSpace
 from vllm_omni.entrypoints.realtime.webrtc.offer import MAX_OFFER_BYTES
 from vllm_omni.entrypoints.realtime.webrtc.options import IceServer, WebRtcOptions
+from vllm_omni.entrypoints.realtime.webrtc.pacer import ChunkPacer
 
 MakeEndpoint = Callable[..., EndpointServer]
 PATH = "/v1/realtime/webrtc"
@@ -64,14 +66,17 @@ class Viewer:
                 return
             self.frames.put_nowait(frame.to_ndarray(format="rgb24"))
 
-    async def connect(self, port: int, path: str = PATH) -> None:
+    async def connect(self, port: int, path: str = PATH, relay: UdpRelay | None = None) -> None:
         await self.connection.setLocalDescription(await self.connection.createOffer())
         sdp = self.connection.localDescription.sdp
+        if relay is not None:
+            sdp = relay.rewrite_offer(sdp)
         status, body, headers = await asyncio.to_thread(call, port, "POST", path, sdp)
         assert status == 201, body
         self.location = headers["Location"]
         assert headers["Content-Type"].startswith("application/sdp")
-        answer = aiortc.RTCSessionDescription(body.decode(), "answer")
+        text = body.decode() if relay is None else relay.rewrite_answer(body.decode())
+        answer = aiortc.RTCSessionDescription(text, "answer")
         await self.connection.setRemoteDescription(answer)
 
     def send(self, message: dict[str, Any]) -> None:
@@ -93,10 +98,12 @@ class Viewer:
 
 
 @asynccontextmanager
-async def viewer(port: int, path: str = PATH, watches: bool = False) -> AsyncIterator[Viewer]:
+async def viewer(
+    port: int, path: str = PATH, watches: bool = False, relay: UdpRelay | None = None
+) -> AsyncIterator[Viewer]:
     one = Viewer(watches)
     try:
-        await one.connect(port, path)
+        await one.connect(port, path, relay)
         if not watches:
             async with asyncio.timeout(15):
                 await one.opened.wait()
@@ -140,6 +147,80 @@ def test_frames_arrive_through_the_track_and_inputs_through_the_channel(
     assert "rain" in [call.params.prompt for call in engine.chunks]
     wait_until(lambda: len(endpoint.manager) == 0)
     wait_until(lambda: endpoint.manager.guard.num_connections == 0)
+
+
+def test_lost_packets_are_sent_again(make_endpoint: MakeEndpoint) -> None:
+    """Over a network that loses 5 % of the packets in both directions, frames arrive in order
+    without a gap, and so do messages of the data channel.
+    """
+    endpoint = make_endpoint(info={**NO_IMAGE, "fps": 48.0})
+    network = Network(loss=0.05, delay_ms=5, jitter_ms=20)
+
+    async def main(relay: UdpRelay) -> None:
+        async with viewer(endpoint.port, relay=relay) as one:
+            one.send(START)
+            numbers = []
+            while len(numbers) < 6:
+                message = await one.message("video.chunk_metadata")
+                numbers.append(message["generation_chunk_index"])
+            assert numbers == list(range(6))
+            seen = [await one.brightness() for _ in range(FIRST + 4 * LATER)]
+            assert seen == sorted(seen)
+            assert max(np.diff(seen)) <= 4  # lost frames would be a step
+            # the end of the connection may be lost, too, and the server would wait for it
+            await asyncio.to_thread(call, endpoint.port, "DELETE", one.location)
+
+    with running(UdpRelay(network, network)) as relay:
+        asyncio.run(main(relay))
+        assert relay.down.num_dropped > 0
+
+
+def test_an_input_acts_on_the_chunk_after_the_one_that_plays(make_endpoint: MakeEndpoint) -> None:
+    """Chunks are requested as late as playback allows: while a chunk of half a second starts to
+    play, the controls of the next one have not been sampled.
+    """
+    endpoint = make_endpoint(info={**NO_IMAGE, "fps": 24.0})
+
+    async def main() -> None:
+        async with viewer(endpoint.port) as one:
+            one.send(START)
+            for _ in range(4):  # the pace is known after some chunks
+                playing = await one.message("video.chunk_metadata")
+            one.send(
+                {
+                    "type": "session.interaction",
+                    "interaction": {"event_id": "rain", "event": {"prompt": "rain"}},
+                }
+            )
+            after = await one.message("video.chunk_metadata")
+            assert after["generation_chunk_index"] == playing["generation_chunk_index"] + 1
+            assert after.get("input_id") == "rain"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("wait_s", "needed_s"), [(0.1, 0.12), (0.4, 0.42)])
+def test_a_chunk_is_requested_when_the_video_in_hand_is_as_long_as_the_wait(
+    wait_s: float, needed_s: float
+) -> None:
+    """Frames that the engine is generating are in hand. The first chunk, which compiles, does not
+    count.
+    """
+    now_s, buffered_s = [0.0], [0.0]
+    pacer = ChunkPacer(lambda: buffered_s[0], 24.0, lambda: now_s[0])
+    assert pacer.needed_s is None
+    assert pacer.is_time
+    for wall_s in (9.0, wait_s, wait_s):
+        pacer.note_request(12)
+        now_s[0] += wall_s
+        pacer.note_chunk(now_s[0])
+    assert pacer.needed_s == pytest.approx(needed_s)
+    buffered_s[0] = needed_s + 0.01
+    assert not pacer.is_time
+    buffered_s[0] = needed_s - 0.01
+    assert pacer.is_time
+    pacer.note_request(12)
+    assert not pacer.is_time
 
 
 def test_a_player_without_a_data_channel_gets_a_session(

@@ -410,6 +410,16 @@ def test_the_waiting_time_is_known_after_three_chunks(
         assert supply == pytest.approx(frames / 0.3)
 
 
+def test_frames_that_come_apart_shorten_the_waiting_time(module_page: Page) -> None:
+    """Playback starts with the first frame, so the last one may come later. The supply is that of
+    whole chunks.
+    """
+    code = """const pacer = new m.Pacer(); pacer.marginMs = 0;
+        for (let i = 0; i < 20; i++) pacer.add(400, 12, 250);
+        return [pacer.neededMs, pacer.supply()]"""
+    assert module_page.call("/omni/js/pacer.js", code) == [pytest.approx(250), pytest.approx(30)]
+
+
 def test_the_buffer_ignores_one_late_chunk_and_follows_a_slower_server(
     module_page: Page,
 ) -> None:
@@ -454,6 +464,16 @@ def test_frames_are_shown_evenly_and_in_order(module_page: Page) -> None:
     assert gaps_ms.min() > 45
     assert gaps_ms.max() < 70
     assert stalls == 1  # after the last frame
+
+
+def test_the_buffer_counts_the_frame_that_is_shown(module_page: Page) -> None:
+    """`bufferedMs` is the time until playback waits: a chunk that comes just within it does not
+    stop the picture, and one that comes a refresh later does.
+    """
+    code = """await push(0); run(0.4); const ms = player.bufferedMs; run(ms / 1000 - a[0] / 60);
+        const early = player.numStalls; await push(1); run(0.1); return [early, player.numStalls]"""
+    assert module_page.call("/omni/js/player.js", PLAY + code, 1) == [0, 0]
+    assert module_page.call("/omni/js/player.js", PLAY + code, -1) == [1, 1]
 
 
 def test_a_player_that_expects_no_more_does_not_stall(module_page: Page) -> None:

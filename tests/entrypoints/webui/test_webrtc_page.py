@@ -5,8 +5,10 @@ import helpers.needs_aiortc  # noqa: F401
 import pytest
 from browser import Browser
 from helpers.fake_engine import FakeEngine
-from helpers.waits import wait_until
+from helpers.relay import Network, UdpRelay, running
+from helpers.waits import exactly, wait_until
 from page_server import MakeServer
+from webrtc_driving import freezes, play
 
 from vllm_omni.actions import as_frame
 
@@ -48,3 +50,27 @@ def test_the_webrtc_page_shows_and_steers_a_world(
             page.errors.clear()  # the ticket was first refused
         assert page.errors == []
     wait_until(lambda: len(server.manager) == 0)
+
+
+def test_lost_packets_do_not_stop_the_picture(
+    browser: Browser, make_server: MakeServer, engine: FakeEngine
+) -> None:
+    """At 2 % loss in both directions, up to 50 ms jitter and 4 Mbit/s, no frame stays longer than
+    500 ms: lost packets are sent again, and the bitrate stays below the bandwidth although frames
+    of noise would need more. The long form is benchmarks/webrtc_loss.py.
+    """
+    engine.noise = True
+    server = make_server(info={"fps": 24.0, "width": 160, "height": 96})
+    down, up = Network(0.02, 10, 50, 4e6), Network(0.02, 10, 50)
+    with running(UdpRelay(down, up)) as relay:
+        with browser.page() as page:
+            play(page, server.url, relay)
+            exactly(5)  # the bitrate finds the bandwidth
+            seen = freezes(page, 10)
+            assert page.errors == []
+        # if the end of the connection is lost, it is noticed after half a minute
+        wait_until(lambda: server.manager.guard.num_connections == 0, 60)
+    assert relay.down.num_dropped > 0
+    assert seen["stats"]["retransmittedPacketsReceived"] > 0
+    assert len(seen["gaps_ms"]) > 50
+    assert max(seen["gaps_ms"]) < 500

@@ -127,7 +127,7 @@ def chunk_metadata(
     return metadata
 
 
-class _CommandedSource(LiveChunks):
+class CommandedSource(LiveChunks):
     """Samples a client's interactions for each chunk."""
 
     def __init__(
@@ -316,11 +316,13 @@ class VideoClient(LiveClient):
     endpoint = "realtime/video"
     format: str = protocol.FORMAT
     """Format of the frames, as `video.start` reports it."""
+    source_class: type[CommandedSource] = CommandedSource
+    """Samples the client's interactions."""
 
     def __init__(self, manager: SessionManager, websocket: WebSocket) -> None:
         super().__init__(manager, websocket)
         self._request_id: str | None = None
-        self._source: _CommandedSource | None = None
+        self.source: CommandedSource | None = None
         self._clock: MediaClock | None = None
         self._binaries = TextFrames()
         self._event_ids: OrderedDict[str, None] = OrderedDict()
@@ -402,11 +404,11 @@ class VideoClient(LiveClient):
             PromptSchedule(start.extra_params.prompts, fps),
             start.extra_params.start_pose,
         )
-        self._source = _CommandedSource(start, timed, script, info, size, num_chunks)
+        self.source = self.source_class(start, timed, script, info, size, num_chunks)
         self.start_job(
             SessionJob(
                 request_id=request_id,
-                source=self._source,
+                source=self.source,
                 start=SessionStart(
                     load_image=None if image is None else lambda height, width: image,
                     images={name: given.image_url for name, given in start.images.items()},
@@ -465,19 +467,19 @@ class VideoClient(LiveClient):
             await self._send_event(error, event_id)
 
     async def _interact(self, interaction: protocol.InteractionMessage) -> None:
-        assert self._source is not None
+        assert self.source is not None
         if interaction.event_id in self._event_ids:
             raise EndpointError("event_id_conflict", "event_id_conflict", param="event_id")
         self.info.check_prompt(interaction.prompt)
         if interaction.command is not None and not self.info.actions.pose:
             raise EndpointError("interaction_failed", "the served model takes no camera")
-        if interaction.command is not None and self._source.has_actions:
+        if interaction.command is not None and self.source.has_actions:
             raise EndpointError(
                 "interaction_failed", "actions steer this session; start one without for the camera"
             )
         if interaction.command is not None:
-            self._source.check_velocity(interaction.command)
-        if interaction.actions is not None and self._source.uses_poses:
+            self.source.check_velocity(interaction.command)
+        if interaction.actions is not None and self.source.uses_poses:
             raise EndpointError(
                 "interaction_failed",
                 "camera commands steer this session; start another to use actions",
@@ -492,7 +494,7 @@ class VideoClient(LiveClient):
         reply = {"type": "session.interaction.queued", "request_id": self._request_id}
         await self._send({**reply, "event_id": interaction.event_id})
         # after the receipt, because clients expect `queued` before any effect
-        self._source.take_interaction(interaction)
+        self.source.take_interaction(interaction)
 
     async def _stop(self) -> None:
         await self.stop()

@@ -5,24 +5,41 @@ Messages of the data channel are those of the WebSocket. Only the frames differ:
 and `video.chunk_metadata` has no binary message after it.
 """
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from starlette.websockets import WebSocket
 
+from vllm_omni.entrypoints.realtime.chunk_source import ChunkControls, ChunkSpan
 from vllm_omni.entrypoints.realtime.encoding.frames import EncodedPart
 from vllm_omni.entrypoints.realtime.encoding.session_encoders import EncoderSpec
 from vllm_omni.entrypoints.realtime.sessions.run import FinishedChunk
 from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
-from vllm_omni.entrypoints.realtime.video.handler import VideoClient, chunk_metadata
+from vllm_omni.entrypoints.realtime.video.handler import (
+    CommandedSource,
+    VideoClient,
+    chunk_metadata,
+)
+from vllm_omni.entrypoints.realtime.webrtc.pacer import ChunkPacer
 
 FORMAT: Final = "h264-track"
 _AHEAD_FRAMES: Final = 2
 """Frames of a chunk that may still wait to be sent when the next one is delivered."""
 
-SendUnits = Callable[[Sequence[EncodedPart], int], Any]
-"""Sends access units. Awaits until at most the given number of them wait."""
+
+class UnitTrack(Protocol):
+    """Sends access units at the times at which they play."""
+
+    @property
+    def buffered_s(self) -> float:
+        """Seconds until the picture waits for another access unit."""
+        ...
+
+    async def put(self, units: Sequence[EncodedPart], ahead: int) -> None:
+        """Queue access units. Return when at most `ahead` of them wait to be sent."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -33,6 +50,8 @@ class ChunkUnits:
     """The message `video.chunk_metadata`."""
     units: list[EncodedPart]
     """One access unit per frame."""
+    ready_s: float
+    """Monotonic time in seconds at which the last of them was encoded."""
 
     def __len__(self) -> int:
         return sum(len(unit.data) for unit in self.units)
@@ -50,7 +69,24 @@ class _UnitRenderer:
         units = chunk.encoders.encode(self._spec, frames)
         num_bytes = sum(len(unit.data) for unit in units)
         metadata = chunk_metadata(chunk, self._request_id, frames.stamps, num_bytes)
-        return [ChunkUnits(metadata, units)]
+        return [ChunkUnits(metadata, units, time.monotonic())]
+
+
+class _PacedSource(CommandedSource):
+    """Samples controls when the stream needs its next chunk, and not before."""
+
+    pacer: ChunkPacer
+
+    @property
+    def ready(self) -> bool:
+        return self.pacer.is_time
+
+    async def wait_until_ready(self) -> None:
+        await self.pacer.wait_until_time()
+
+    def sample(self, span: ChunkSpan) -> ChunkControls:
+        self.pacer.note_request(span.num_frames)
+        return super().sample(span)
 
 
 class WebRtcClient(VideoClient):
@@ -59,25 +95,30 @@ class WebRtcClient(VideoClient):
     Args:
         manager: Sessions of this process.
         websocket: The data channel.
-        send_units: Sends access units through the track.
+        track: Sends the frames.
     """
 
     endpoint = "realtime/webrtc"
     format = FORMAT
 
-    def __init__(
-        self, manager: SessionManager, websocket: WebSocket, send_units: SendUnits
-    ) -> None:
+    source_class = _PacedSource
+
+    def __init__(self, manager: SessionManager, websocket: WebSocket, track: UnitTrack) -> None:
         super().__init__(manager, websocket)
-        self._send_units = send_units
+        self._track = track
+        self._pacer: ChunkPacer | None = None
 
     def renderer(self, fps: float, request_id: str) -> _UnitRenderer:
+        assert isinstance(self.source, _PacedSource)
+        self._pacer = self.source.pacer = ChunkPacer(lambda: self._track.buffered_s, fps)
         return _UnitRenderer(fps, request_id)
 
     async def deliver(self, payload: ChunkUnits) -> None:
         """Send the metadata, then the frames at the times at which they play."""
         await self.connection.send(self.next_metadata(payload.metadata))
-        await self._send_units(payload.units, _AHEAD_FRAMES)
+        assert self._pacer is not None
+        self._pacer.note_chunk(payload.ready_s)
+        await self._track.put(payload.units, _AHEAD_FRAMES)
 
     def request_key_frame(self) -> None:
         """Start the next chunk with a key frame."""

@@ -69,6 +69,18 @@ class PacketTrack(MediaStreamTrack):
         self._start: tuple[float, int] | None = None  # (monotonic s, time_us) of a frame
         self._last_us = -1
         self._offset_us = 0  # added to the stamps, because times of a track must increase
+        self._newest: tuple[int, int] | None = None  # (time, playing time) of the last one
+
+    @property
+    def buffered_s(self) -> float:
+        """Seconds until the picture waits for another access unit."""
+        if self._newest is None:
+            return 0.0
+        time_us, period_us = self._newest
+        if self._start is None:  # none of them has been sent
+            return len(self._units) * period_us / 1e6
+        ends_s = self._start[0] + (time_us + period_us - self._start[1]) / 1e6
+        return max(0.0, ends_s - time.monotonic())
 
     async def put(self, units: Sequence[EncodedPart], ahead: int) -> None:
         """Queue access units.
@@ -78,6 +90,10 @@ class PacketTrack(MediaStreamTrack):
             ahead: Returns when at most this many of them wait to be sent.
         """
         self._units.extend(units)
+        for unit in units[-2:]:
+            time_us = unit.stamps[0].time_us
+            before_us = time_us if self._newest is None else self._newest[0]
+            self._newest = time_us, max(0, time_us - before_us)
         self._notify()
         while len(self._units) > ahead and self.readyState == "live":
             await self._changed.wait()

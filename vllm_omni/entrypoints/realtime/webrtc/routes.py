@@ -107,7 +107,7 @@ class WebRtcRoutes:
             peer = create(request, self._options.servers(), start)
             stack.push_async_callback(peer.close)
             answer = await peer.answer(offer)
-            client = WebRtcClient(manager, peer.websocket, peer.track.put)
+            client = WebRtcClient(manager, peer.websocket, peer.track)
             peer.on_key_frame = client.request_key_frame
             peer.on_bandwidth = client.set_bandwidth
             key = (principal_of(request), secrets.token_urlsafe(16))

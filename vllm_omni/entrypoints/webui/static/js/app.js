@@ -418,8 +418,11 @@ export class App {
     const files = message.codec === "h264" ? [message.video] : message.video;
     request.numBytes = files.reduce((sum, file) => sum + file.length, request.numBytes ?? 0);
     const pictures = message.codec === "h264" ? [this.decoder.decode(message)] : files.map(decodeJpeg);
-    request.numCame = (request.numCame ?? 0) + message.num_frames;
-    this.player.push(pictures, tag, request.numCame - message.num_frames, message.chunk_frames);
+    const first = request.numCame ?? 0;
+    request.numCame = first + message.num_frames;
+    const waitMs = performance.now() - request.sentAt - (first * 1000) / this.player.fps;
+    request.waitMs = Math.max(request.waitMs ?? 0, waitMs);
+    this.player.push(pictures, tag, first, message.chunk_frames);
     for (const warning of message.warnings ?? []) this.notices.show(warning);
   }
 
@@ -430,7 +433,7 @@ export class App {
     const isSteady = request.sentAt >= this.#steadySince;
     const wallMs = isSteady ? cameAt - request.sentAt : null;
     if (isSteady) {
-      this.pacer.add(wallMs, message.chunk_frames);
+      this.pacer.add(wallMs, message.chunk_frames, request.waitMs);
       this.player.setSupply(this.pacer.supply());
     }
     if (this.hasEngineFailed) {

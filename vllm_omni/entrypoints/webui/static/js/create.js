@@ -7,7 +7,7 @@ import { keyDialog } from "./dialogs.js";
 const POLL_MS = 500;
 const by = (id) => document.getElementById(id);
 const { prompt, file, size, seed, go } = by("form").elements;
-const askKey = keyDialog(by("key-dialog"));
+const askKey = keyDialog();
 let key = null;
 let mode = null;
 

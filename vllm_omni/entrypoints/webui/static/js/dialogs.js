@@ -3,18 +3,39 @@
 
 const REMEMBERED = "omni-api-key";
 
-/** Returns askKey(wasWrong) -> Promise of the key. A remembered key is kept for this tab only. */
-export function keyDialog(dialog) {
-  const { key, remember } = dialog.querySelector("form").elements;
+const element = (name, properties, ...children) => {
+  const made = Object.assign(document.createElement(name), properties);
+  made.append(...children);
+  return made;
+};
+
+/** Add the dialog to the page. Returns askKey(wasWrong) -> Promise of the key. A remembered key is kept for this tab only. */
+export function keyDialog() {
+  const key = element("input", { name: "key", type: "password", autocomplete: "current-password", required: true, autofocus: true });
+  const remember = element("input", { name: "remember", type: "checkbox" });
+  const wrong = element("p", { className: "wrong", role: "alert", hidden: true }, "That key was not accepted.");
+  const form = element(
+    "form",
+    { method: "dialog" },
+    element("h2", { id: "key-title" }, "This server needs an API key"),
+    wrong,
+    element("label", {}, "API key ", key),
+    element("label", { className: "check" }, remember, " Keep it until this tab is closed"),
+    element("button", { className: "main" }, "Connect"),
+    element("p", { className: "hint" }, "It is sent to this server only."),
+  );
+  const dialog = element("dialog", { id: "key-dialog" }, form);
+  dialog.setAttribute("aria-labelledby", "key-title");
+  document.body.append(dialog);
   return (wasWrong) => {
     const stored = sessionStorage.getItem(REMEMBERED);
     if (stored !== null && !wasWrong) return Promise.resolve(stored);
     sessionStorage.removeItem(REMEMBERED);
-    dialog.querySelector(".wrong").hidden = !wasWrong;
+    wrong.hidden = !wasWrong;
     key.value = "";
     dialog.showModal();
     return new Promise((resolve) => {
-      dialog.querySelector("form").addEventListener(
+      form.addEventListener(
         "submit",
         () => {
           if (remember.checked) sessionStorage.setItem(REMEMBERED, key.value);

@@ -21,7 +21,7 @@ const STATS_EVERY_MS = 250;
 const by = (id) => document.getElementById(id);
 const controls = new Controls();
 const game = new Game();
-const link = new Link(keyDialog(by("key-dialog")));
+const link = new Link(keyDialog());
 const app = new App(
   link,
   controls,

@@ -2,6 +2,9 @@
 // When to ask for the next chunk: as late as playback allows, so that the controls it carries are fresh, and never so
 // late that the picture waits. Knows only times.
 //
+// A chunk has two times. Playback needs the waiting time: how long after the request each frame came, less the time at which
+// it plays within its chunk. How many frames a server can supply follows from the time of the whole chunk.
+//
 // The waiting time is learned from a few recent chunks. The first chunk is a guess that the second one replaces (compiling,
 // encoding the start image); later a single value far above the others is no measure of what is usual.
 
@@ -10,17 +13,17 @@ const SPREAD = 3; // mean deviations of the waiting time that are allowed for
 const OUTLIER = 2.5; // times the median
 
 export class Pacer {
-  marginMs = 40; // what the visitor wants in hand besides
-  #waits = []; // [ms, frames], oldest first
+  marginMs = 20; // what the visitor wants in hand besides: about one refresh of the display
+  #waits = []; // [waiting ms, ms of the whole chunk, frames], oldest first
   #isGuess = true;
 
-  /** A chunk of `numFrames` came `wallMs` after it was asked for. */
-  add(wallMs, numFrames) {
+  /** A chunk of `numFrames` was complete `wallMs` after it was asked for. waitMs: the waiting time, if frames came apart. */
+  add(wallMs, numFrames, waitMs = wallMs) {
     if (this.#isGuess) {
       this.#isGuess = this.#waits.length === 0;
       this.#waits = [];
     }
-    this.#waits.push([wallMs, numFrames]);
+    this.#waits.push([waitMs, wallMs, numFrames]);
     if (this.#waits.length > KEPT) this.#waits.shift();
   }
 
@@ -52,10 +55,9 @@ export class Pacer {
     const sorted = this.#waits.toSorted(([one], [other]) => one - other);
     const [median] = sorted[(sorted.length - 1) >> 1];
     if (sorted.at(-1)[0] > OUTLIER * median) sorted.pop();
-    const mean = (values) => values.reduce((sum, value) => sum + value, 0) / sorted.length;
-    const meanMs = mean(sorted.map(([ms]) => ms));
-    const deviationMs = mean(sorted.map(([ms]) => Math.abs(ms - meanMs)));
-    const numFrames = mean(sorted.map(([, count]) => count));
-    return { meanMs, deviationMs, framesPerS: (numFrames * 1000) / meanMs };
+    const mean = (value) => sorted.reduce((sum, wait) => sum + value(wait), 0) / sorted.length;
+    const meanMs = mean(([ms]) => ms);
+    const deviationMs = mean(([ms]) => Math.abs(ms - meanMs));
+    return { meanMs, deviationMs, framesPerS: (mean(([, , count]) => count) * 1000) / mean(([, ms]) => ms) };
   }
 }

@@ -29,9 +29,10 @@ export class Player {
     this.#context = canvas.getContext("2d", { alpha: false });
   }
 
-  /** Milliseconds of video in hand at the present rate. */
+  /** Milliseconds until the picture would have to wait for another frame. The frame that is shown now counts, too. */
   get bufferedMs() {
-    return Math.max(0, ((this.#queue.length + this.#coming - this.#due) * 1000) / (this.fps * this.#rate));
+    const shownPart = this.#isStarved ? 0 : Math.max(0, 1 - this.#due);
+    return ((this.numBuffered + shownPart) * 1000) / (this.fps * this.#rate);
   }
 
   get numBuffered() {

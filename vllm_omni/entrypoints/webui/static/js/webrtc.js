@@ -166,7 +166,7 @@ function start(link, hello) {
 }
 
 if (by("begin")) {
-  const link = new Link(keyDialog(by("key-dialog")));
+  const link = new Link(keyDialog());
   let isStarted = false;
   link.addEventListener("up", ({ detail: { hello } }) => {
     if (isStarted) return;

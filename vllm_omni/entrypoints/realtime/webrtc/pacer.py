@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ChunkPacer`: requests chunks as late as playback allows, so that their controls are fresh.
+
+A client of the world camera's WebSocket requests each chunk itself. With WebRTC the server requests
+them, by the same rule as the page (`webui/static/js/pacer.js`): when the video in hand is as long
+as a chunk usually takes, plus three mean deviations, plus a margin.
+"""
+
+import asyncio
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+_KEPT: Final = 8
+_SPREAD: Final = 3
+_OUTLIER: Final = 2.5
+"""A single waiting time of more than this many medians is not used."""
+_MARGIN_S: Final = 0.02
+
+
+class ChunkPacer:
+    """Pace of one stream.
+
+    Args:
+        buffered_s: Returns for how many seconds the frames that were handed over still play.
+        fps: Playback rate in frames per second.
+        clock: Returns monotonic time in seconds.
+    """
+
+    def __init__(
+        self,
+        buffered_s: Callable[[], float],
+        fps: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._buffered_s, self._fps, self._clock = buffered_s, fps, clock
+        self._requests: deque[tuple[float, int]] = deque()  # (time, frames), not handed over
+        self._waits_s: deque[float] = deque(maxlen=_KEPT)
+        self._num_chunks = 0
+
+    @property
+    def needed_s(self) -> float | None:
+        """Video in seconds that must be in hand when a chunk is requested. None: not yet known."""
+        if not self._waits_s:
+            return None
+        waits_s = sorted(self._waits_s)
+        if waits_s[-1] > _OUTLIER * waits_s[(len(waits_s) - 1) // 2]:
+            waits_s.pop()
+        mean_s = statistics.fmean(waits_s)
+        deviation_s = statistics.fmean(abs(wait_s - mean_s) for wait_s in waits_s)
+        return mean_s + _SPREAD * deviation_s + _MARGIN_S
+
+    @property
+    def _excess_s(self) -> float:
+        """Seconds until the next chunk should be requested. Frames in the engine are in hand."""
+        if self.needed_s is None:
+            return 0.0
+        num_requested = sum(num_frames for _, num_frames in self._requests)
+        return self._buffered_s() + num_requested / self._fps - self.needed_s
+
+    @property
+    def is_time(self) -> bool:
+        """Whether to request the next chunk."""
+        return self._excess_s <= 0
+
+    async def wait_until_time(self) -> None:
+        while (excess_s := self._excess_s) > 0:
+            await asyncio.sleep(excess_s)
+
+    def note_request(self, num_frames: int) -> None:
+        """Note that a chunk is requested now."""
+        self._requests.append((self._clock(), num_frames))
+
+    def note_chunk(self, ready_s: float) -> None:
+        """Note that the oldest requested chunk is handed over.
+
+        Args:
+            ready_s: Monotonic time in seconds at which its frames were encoded.
+        """
+        requested_s, _ = self._requests.popleft()
+        if self._num_chunks == 1:
+            self._waits_s.clear()  # the first chunk compiles and encodes the start image
+        self._waits_s.append(max(0.0, ready_s - requested_s))
+        self._num_chunks += 1
