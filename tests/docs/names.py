@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 REPO = Path(__file__).parents[2]
-FOLDERS = ("vllm_omni", "tests", "benchmarks", "examples", "scripts")
+FOLDERS = ("vllm_omni", "tests", "benchmarks", "deploy", "examples", "scripts")
 _QUOTED = re.compile(r"(?<![`\w])`([^`\n]+)`(?!`)")
 _NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?:\(\))?")
 _PATH = re.compile(

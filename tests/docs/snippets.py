@@ -38,7 +38,7 @@ NOT_RUN = {
     "curl": "needs a running server",
     "docker": "needs a container runtime",
     "sudo": "changes the machine; files named behind it are read by "
-    "tests/examples/test_deploy_files.py",
+    "tests/deploy/test_deploy_files.py",
     "nvidia-smi": "needs a GPU",
     "torchrun": "needs several ranks",
     "ray": "needs a cluster",
@@ -76,6 +76,7 @@ def documents() -> list[Path]:
     patterns = (
         "*.md",
         "docs/**/*.md",
+        "deploy/**/*.md",
         "examples/**/*.md",
         "benchmarks/**/*.md",
         "vllm_omni/**/*.md",
