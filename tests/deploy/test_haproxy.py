@@ -14,8 +14,10 @@ import pytest
 from aiohttp import WSMsgType
 from helpers.echo_server import EchoServer
 from helpers.haproxy import CHECK_S, Proxy, needs_haproxy, running_proxy
+from helpers.http2 import http2_client
 from helpers.ports import port_for_a_server
 from helpers.waits import exactly_in_task, pause_task, seconds, until
+from websockets.frames import Frame, Opcode
 from yarl import URL
 
 pytestmark = needs_haproxy
@@ -534,15 +536,69 @@ def test_without_any_server_requests_get_503(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_metrics_of_a_server_are_for_private_networks(tmp_path: Path) -> None:
+def test_metrics_and_operators_routes_are_for_private_networks(tmp_path: Path) -> None:
     """Prometheus reads one server by its name, and the proxy's own metrics at another port."""
 
     async def scenario() -> None:
         edits: dict[str, Any] = {"src 127.0.0.0/8 10.0.0.0/8": "src 10.0.0.0/8"}
         async with proxied(tmp_path, edits=edits) as cluster:
-            assert await cluster.status("/metrics", **{SERVER_HEADER: "a"}) == 403
+            for path in (
+                "/metrics",
+                "/metrics/",
+                "/%6detrics",
+                "/omni/sessions",
+                "/omni/%73essions/walk/migrate",
+                "/omni/migrations/x?server=a",
+            ):
+                url = URL(cluster.url + path, encoded=True)
+                for headers in ({}, {SERVER_HEADER: "a"}):
+                    async with cluster.client.get(url, headers=headers) as response:
+                        assert response.status == 403, path
             url = f"http://127.0.0.1:{cluster.proxy.statistics_port}/metrics"
             async with cluster.client.get(url) as response:
                 assert "haproxy_server_status" in await response.text()
+
+    asyncio.run(scenario())
+
+
+def test_http_2_carries_requests_and_websockets(tmp_path: Path) -> None:
+    """Several of them share one connection, and each finds its server."""
+
+    def talk(proxy: Proxy) -> None:
+        with http2_client(proxy.tls_port, proxy.client_tls("h2", "http/1.1")) as client:
+            assert client.serves_websockets
+            sockets = {name: client.open_websocket(f"{ECHO}?server={name}") for name in "ab"}
+            for name, stream in sockets.items():
+                assert client.statuses[stream] == 200
+                assert client.headers[stream]["x-omni-server"] == name
+                assert client.headers[stream]["set-cookie"].startswith(f"{COOKIE}={name};")
+                assert client.read_until(stream, name.encode())
+            for name, stream in sockets.items():
+                client.write(stream, Frame(Opcode.TEXT, f"to {name}".encode()).serialize(mask=True))
+                assert client.read_until(stream, f"to {name}".encode())
+            request = client.send("POST", "/v1/images/generations", ("x-omni-server", "b"))
+            status, body = client.read_response(request)
+            assert status == 201 and b'"name": "b"' in body
+            assert client.read_response(client.send("GET", "/omni/ready"))[0] == 200
+
+    async def scenario() -> None:
+        async with proxied(tmp_path) as cluster:
+            await asyncio.to_thread(talk, cluster.proxy)
+            first = cluster.servers[0].seen[0]
+            assert first.headers["X-Forwarded-Proto"] == "https"
+            await asyncio.to_thread(cluster.proxy.wait_until_idle)
+
+    asyncio.run(scenario())
+
+
+def test_tls_without_http_2_carries_websockets(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with proxied(tmp_path) as cluster:
+            url = f"wss://localhost:{cluster.proxy.tls_port}{ECHO}"
+            tls = cluster.proxy.client_tls("http/1.1")
+            async with cluster.client.ws_connect(url, ssl=tls) as socket:
+                assert await socket.receive_str() in "ab"
+                await socket.send_str("hällo")
+                assert await socket.receive_str() == "hällo"
 
     asyncio.run(scenario())

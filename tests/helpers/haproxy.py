@@ -103,6 +103,15 @@ class Proxy:
 
         wait_until(is_there, saying=lambda: f"servers: {states()}\n{self.log[-2000:]}")
 
+    def wait_until_idle(self) -> None:
+        """Wait until no request and no WebSocket uses a server."""
+
+        def in_use() -> int:
+            rows = [row for row in self.statistics() if row["svname"] == "BACKEND"]
+            return sum(int(row["scur"]) for row in rows if row["# pxname"] in ("servers", "named"))
+
+        wait_until(lambda: in_use() == 0)
+
     def statistics(self) -> list[dict[str, str]]:
         """Return HAProxy's own table of its frontends, backends and servers."""
         text = fetch(f"http://127.0.0.1:{self.statistics_port}/;csv")
