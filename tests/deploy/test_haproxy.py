@@ -16,7 +16,7 @@ from helpers.echo_server import EchoServer
 from helpers.haproxy import CHECK_S, Proxy, needs_haproxy, running_proxy
 from helpers.http2 import http2_client
 from helpers.ports import port_for_a_server
-from helpers.waits import exactly_in_task, pause_task, seconds, until
+from helpers.waits import exactly_in_task, seconds, until
 from websockets.frames import Frame, Opcode
 from yarl import URL
 
@@ -255,8 +255,8 @@ def test_proxies_share_the_servers_of_sessions(tmp_path: Path) -> None:
                 home = await first.home("?session=walk")
                 other = "b" if home == "a" else "a"
                 assert await first.home("?session=walk", **{SERVER_HEADER: other}) == other
-                await until(lambda: proxies[1].table("named") == 1)
-                await pause_task(0.2)
+                key = f"server_key={other}\n"
+                await until(lambda: key in proxies[1].command("show table named"))
                 assert await second.home("?session=walk") == other
         for server in servers:
             await server.runner.cleanup()

@@ -126,11 +126,7 @@ def blocked_commands(script: str) -> list[list[str]]:
     for line in script.replace("\\\n", " ").splitlines():
         for command in commands(line):
             words = [word for word in command if not _ASSIGNMENT.match(word)]
-            serves = words[:2] in (
-                ["vllm", "serve"],
-                ["vllm-omni", "serve"],
-                ["vllm-omni", "router"],
-            )
+            serves = words[:2] in (["vllm", "serve"], ["vllm-omni", "serve"])
             if serving and not serves:
                 return [command]
             serving = serves and not line.rstrip().endswith("&")
