@@ -161,7 +161,7 @@ def names_of(tree: ast.AST) -> Iterator[str]:
 @cache
 def _ours() -> frozenset[str]:
     ours = {name for tree in trees().values() for name in names_of(tree)} | set(_of_tests())
-    scripts = (path.read_text() for path in _files() if path.suffix in (".js", ".cfg"))
+    scripts = (path.read_text() for path in _files() if path.suffix in (".js", ".cfg", ".yaml"))
     return frozenset(
         ours
         | {word for text in scripts for word in re.findall(r"\w+", text)}

@@ -37,6 +37,7 @@ NOT_RUN = {
     "apt": "installs system packages",
     "curl": "needs a running server",
     "docker": "needs a container runtime",
+    "kubectl": "needs a cluster; the manifests are read by tests/deploy/test_kubernetes.py",
     "sudo": "changes the machine; files named behind it are read by "
     "tests/deploy/test_deploy_files.py",
     "nvidia-smi": "needs a GPU",

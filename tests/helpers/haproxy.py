@@ -19,9 +19,11 @@ from pathlib import Path
 import psutil
 import pytest
 from helpers.ports import port_for_a_server
+from helpers.scripts import load_script
 from helpers.waits import PATIENCE, seconds, wait_until
 
 CONFIG = Path(__file__).parents[2] / "deploy" / "haproxy" / "haproxy.cfg"
+CONFIGURE = CONFIG.with_name("configure.py")
 BINARY = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin:/usr/local/sbin")
 
 needs_haproxy = pytest.mark.skipif(
@@ -176,7 +178,7 @@ class Proxy:
     ) -> str:
         certificate = self._folder / "server.pem"
         make_certificate(certificate, self._folder / "certificate.pem")
-        text = CONFIG.read_text()
+        text = load_script(CONFIGURE).configure(CONFIG.read_text(), servers)
         for old, new in {
             "maxconn 20000": "maxconn 4000",
             "bind :8000": f"bind 127.0.0.1:{self.port}",
@@ -186,7 +188,6 @@ class Proxy:
             "/run/haproxy/admin.sock mode 600 level admin": (
                 f"{self._folder}/admin.sock mode 600 level admin expose-fd listeners"
             ),
-            "-m str a b": f"-m str {' '.join(servers)}",
             "    peer proxy-1 127.0.0.1:10000": "\n".join(
                 f"    peer {name} {address}" for name, address in peers.items()
             ),
@@ -194,17 +195,6 @@ class Proxy:
         }.items():
             assert old in text, old
             text = text.replace(old, new)
-        for tracked in ("", " track servers/{name}"):
-            line = re.compile(rf"    server a \S+{tracked.format(name='a')}\n.*\n")
-            assert line.search(text)
-            text = line.sub(
-                "".join(
-                    f"    server {name} {address}{tracked.format(name=name)}\n"
-                    for name, address in servers.items()
-                ),
-                text,
-                count=1,
-            )
         return text
 
 
