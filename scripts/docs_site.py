@@ -21,6 +21,7 @@ PAGES = (
     "*.md",
     "docs/**/*.md",
     "benchmarks/*.md",
+    "deploy/**/*.md",
     "examples/**/*.md",
     "training/**/*.md",
     "vllm_omni/**/*.md",

@@ -27,6 +27,7 @@ def test_nothing_given_means_all_defaults() -> None:
         ({"scheduling": "lifo"}, "allowed values: 'deadline', 'fifo'"),
         ({"scheduling": 3}, "allowed values: 'deadline', 'fifo'"),
         ({"degradations": ["worse"]}, "allowed values: 'fewer_steps', 'tiny_vae'"),
+        ({"server_name": "a.b"}, "server_name"),
         ({"pipeline_partition": "even"}, "allowed values: 'measured'"),
     ],
 )

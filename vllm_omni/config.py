@@ -16,6 +16,8 @@ import msgspec
 DEFAULT_HEIGHT, DEFAULT_WIDTH = 480, 832
 """Default video size in pixels if neither the user, the world description nor the model sets
 one."""
+SERVER_NAME = r"^[A-Za-z0-9-]{1,63}\Z"
+"""Names of servers, as in a host name, so that they need no quotes in URLs and ids."""
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Degradation = Literal["fewer_steps", "tiny_vae"]
 T = TypeVar("T", bound=msgspec.Struct)
@@ -104,6 +106,10 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     quotas: str | None = None
     """Path of a TOML file with limits per API key (docs/how_to/operators.md). Default: all keys
     share the capacity."""
+    server_name: Annotated[str, msgspec.Meta(pattern=SERVER_NAME)] | None = None
+    """Name of this server behind a reverse proxy: up to 63 letters, digits and hyphens. Ids that
+    are valid on one server only, for example of videos, contain it, so that the proxy finds the
+    server (docs/how_to/data_parallel.md). Default: ids contain no name."""
     snapshot_period_s: Annotated[float, msgspec.Meta(ge=0.1, le=86_400)] | None = None
     """Seconds between periodic snapshots of each session that has changed, from which a server
     restores its sessions after a crash. The interval grows if snapshots would take more than 1.5 %

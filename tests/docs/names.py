@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 REPO = Path(__file__).parents[2]
-FOLDERS = ("vllm_omni", "tests", "benchmarks", "examples", "scripts")
+FOLDERS = ("vllm_omni", "tests", "benchmarks", "deploy", "examples", "scripts")
 _QUOTED = re.compile(r"(?<![`\w])`([^`\n]+)`(?!`)")
 _NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?:\(\))?")
 _PATH = re.compile(
@@ -161,7 +161,7 @@ def names_of(tree: ast.AST) -> Iterator[str]:
 @cache
 def _ours() -> frozenset[str]:
     ours = {name for tree in trees().values() for name in names_of(tree)} | set(_of_tests())
-    scripts = (path.read_text() for path in _files() if path.suffix == ".js")
+    scripts = (path.read_text() for path in _files() if path.suffix in (".js", ".cfg", ".yaml"))
     return frozenset(
         ours
         | {word for text in scripts for word in re.findall(r"\w+", text)}

@@ -37,8 +37,9 @@ NOT_RUN = {
     "apt": "installs system packages",
     "curl": "needs a running server",
     "docker": "needs a container runtime",
+    "kubectl": "needs a cluster; the manifests are read by tests/deploy/test_kubernetes.py",
     "sudo": "changes the machine; files named behind it are read by "
-    "tests/examples/test_deploy_files.py",
+    "tests/deploy/test_deploy_files.py",
     "nvidia-smi": "needs a GPU",
     "torchrun": "needs several ranks",
     "ray": "needs a cluster",
@@ -76,6 +77,7 @@ def documents() -> list[Path]:
     patterns = (
         "*.md",
         "docs/**/*.md",
+        "deploy/**/*.md",
         "examples/**/*.md",
         "benchmarks/**/*.md",
         "vllm_omni/**/*.md",
@@ -125,11 +127,7 @@ def blocked_commands(script: str) -> list[list[str]]:
     for line in script.replace("\\\n", " ").splitlines():
         for command in commands(line):
             words = [word for word in command if not _ASSIGNMENT.match(word)]
-            serves = words[:2] in (
-                ["vllm", "serve"],
-                ["vllm-omni", "serve"],
-                ["vllm-omni", "router"],
-            )
+            serves = words[:2] in (["vllm", "serve"], ["vllm-omni", "serve"])
             if serving and not serves:
                 return [command]
             serving = serves and not line.rstrip().endswith("&")

@@ -225,7 +225,9 @@ def test_the_readme_shows_the_two_commands() -> None:
     assert ["make", "test"] in shown
 
 
-@pytest.mark.parametrize("folder", ["vllm_omni", "benchmarks", "scripts", "examples", "docs"])
+@pytest.mark.parametrize(
+    "folder", ["vllm_omni", "benchmarks", "scripts", "deploy", "examples", "docs"]
+)
 def test_tests_that_are_named_exist(folder: str) -> None:
     """Docstrings and pages name tests that exist."""
     texts = [

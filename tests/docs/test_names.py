@@ -97,7 +97,7 @@ def flags() -> frozenset[str]:
     """Return the options of all programs that pages name.
 
     These are `vllm serve` with and without `--omni`, `vllm-omni`, this repository's scripts, pip,
-    Ray, Docker and pytest.
+    Ray, Docker, kubectl and pytest.
     """
     parsers: list[argparse.ArgumentParser] = [serve_parser(), docs._stock_parser(), make_parser()]
     found = {
@@ -110,6 +110,7 @@ def flags() -> frozenset[str]:
         "--shm-size",
     }
     found |= {"--rm", "--gpus", "--dist", "--durations", "--store-durations"}
+    found |= {"--from-file", "--from-literal"}
     # of every supported version of vLLM
     found |= {"--" + name.strip("_").replace("_", "-") for name in KNOWN_FIELDS}
     while parsers:
@@ -122,7 +123,8 @@ def flags() -> frozenset[str]:
                     if isinstance(each, argparse.ArgumentParser)
                 ]
     folders = [
-        docs.REPO / folder for folder in ("benchmarks", "examples", "scripts", "tests", "training")
+        docs.REPO / folder
+        for folder in ("benchmarks", "deploy", "examples", "scripts", "tests", "training")
     ]
     scripts = (
         path for folder in folders for path in folder.rglob("*.py") if path != Path(__file__)

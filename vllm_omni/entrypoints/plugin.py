@@ -18,8 +18,6 @@ from vllm_omni.entrypoints.engine.engine_watch import EngineWatch
 from vllm_omni.entrypoints.engine.environment import read_struct
 from vllm_omni.entrypoints.limits.access import BrowserAccess, configured_keys
 from vllm_omni.entrypoints.limits.body_timeout import BodyLimits, BodyTimeout
-from vllm_omni.entrypoints.limits.flood_delay import FloodDelay
-from vllm_omni.entrypoints.limits.handshake_guard import HandshakeGuard
 from vllm_omni.entrypoints.operations import OperatorFeatures
 from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.entrypoints.server import ENDPOINTS
@@ -50,9 +48,7 @@ class OmniEndpoints:
         self._limits = read_struct(EndpointLimits)
         open_paths = [path for endpoint in self._endpoints for path in endpoint.add_routes(app)]
         apply_at_startup(app, self._limits.frame_budget)
-        HandshakeGuard(self._limits.handshake_timeout_s).attach_to_app(app)
         app.add_middleware(BodyTimeout, limits=read_struct(BodyLimits))
-        app.add_middleware(FloodDelay)
         self._stop.attach_to_app(app)
         self._watch.attach_to_app(app)
         self._operations.attach_to_app(app)

@@ -105,6 +105,7 @@ class ServerContext:
         # vLLM lists these adapters at /v1/models. It stores them before it starts endpoint plugins.
         adapters = state.openai_serving_models.lora_requests
         sessions.adapters = lambda: adapters
+        sessions.server_name = omni.server_name
         served = replace(
             ServedModel.from_vllm_config(client.vllm_config, names), adapters=lambda: adapters
         )

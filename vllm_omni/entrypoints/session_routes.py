@@ -180,7 +180,7 @@ class SessionRoutes:
     @respond_to_errors
     async def _create(self, request: Request) -> Response:
         """Restore a session under an id that the server chooses."""
-        return await self._restore(request, new_session_id())
+        return await self._restore(request, new_session_id(self.migration.manager.server_name))
 
     @respond_to_errors
     async def _put(self, request: Request, session_id: str) -> Response:

@@ -34,6 +34,24 @@ def store_at(root: Path, **limits: Any) -> MediaStore:
     return MediaStore(MediaLimits(media_dir=str(root), **limits))
 
 
+def test_ids_contain_the_name_of_the_server(root: Path) -> None:
+    """A reverse proxy reads the name. Servers with and without names may share a directory."""
+    named = MediaStore(MediaLimits(media_dir=str(root)), "rack-7")
+    made = record(named)
+    assert made.id.startswith("video_rack-7.") and named.path(made.id, "mp4").parent == root
+    stem = named.path(made.id, "mp4").with_suffix("")
+    video = VideoFile(stem, 16.0, 1)
+    video.write_frames(np.zeros((1, 48, 64, 3), np.uint8))
+    video.finish()
+    assert sorted(path.name for path in root.glob("*.mp4")) == [f"{made.id}.mp4"]
+    other = store_at(root)
+    assert [found.id for found in other.records()] == [made.id]
+    file_id = named.add_file(b"x", "png")
+    assert file_id.startswith("file_rack-7.") and other.find_file(file_id) is not None
+    named.delete(made.id)
+    assert not list(root.glob("video_*"))
+
+
 def record(store: MediaStore, age_s: float = 0.0, **fields: Any) -> JobRecord:
     made = JobRecord(
         id=store.new_id(),

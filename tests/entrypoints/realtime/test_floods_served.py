@@ -6,7 +6,6 @@ their service.
 import contextlib
 import http.client
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,24 +19,8 @@ from helpers.waits import pause, seconds
 from session_calls import call, code_of, request
 from websockets.exceptions import ConnectionClosed
 
-from vllm_omni.entrypoints.limits.flood_delay import DELAY_S
 from vllm_omni.entrypoints.realtime.connection import codec
-from vllm_omni.entrypoints.realtime.generate import handler
 from vllm_omni.session_files.snapshot import MAX_TABLE_BYTES
-
-HANDSHAKE = "\r\n".join(
-    [
-        f"GET {handler.PATHS[0]} HTTP/1.1",
-        "Host: x",
-        f"Authorization: {AUTHORIZED['Authorization']}",
-        "Upgrade: websocket",
-        "Connection: Upgrade",
-        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
-        "Sec-WebSocket-Version: 13",
-        "",
-        "",
-    ]
-).encode()
 
 HELD_MS = 800.0
 """Longest delay allowed to another client while both run on two cores that other processes use.
@@ -78,32 +61,6 @@ def test_a_flood_of_small_frames_ends_its_own_socket_only(served: Served, data: 
         return max(*felt.health_ms, *felt.ping_ms)
 
     assert shortest_wait_ms(attack) < HELD_MS
-
-
-def opening_s(served: Served, address: str) -> float:
-    """Time to open a WebSocket from this loopback address."""
-    started_s = time.monotonic()
-    with socket.create_connection(("127.0.0.1", served.port), source_address=(address, 0)) as raw:
-        raw.sendall(HANDSHAKE)
-        assert raw.recv(1024).startswith(b"HTTP/1.1 101")
-    return time.monotonic() - started_s
-
-
-def test_the_next_socket_of_a_flooding_address_is_delayed(served: Served) -> None:
-    """The next handshake of a flooding address is delayed, and handshakes of other addresses are
-    not.
-    """
-    with socket.create_connection(
-        ("127.0.0.1", served.port), source_address=("127.0.0.7", 0)
-    ) as raw:
-        raw.sendall(HANDSHAKE)
-        raw.recv(1024)
-        raw.sendall(PING * 10_000)
-        with contextlib.suppress(ConnectionError):
-            while raw.recv(65536):
-                pass
-    assert opening_s(served, "127.0.0.8") < DELAY_S
-    assert opening_s(served, "127.0.0.7") >= DELAY_S
 
 
 def values(count: int) -> bytes:

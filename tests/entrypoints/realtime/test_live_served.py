@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The realtime endpoints of a real `vllm serve --omni`: its engine, its API key, the OpenAI video
-route and the router.
+route and HAProxy in front of it.
 """
 
 import base64
 import contextlib
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,10 +15,10 @@ import numpy as np
 import openai
 import pytest
 from helpers.fake_engine import FIRST, LATER, Client, infer
+from helpers.haproxy import needs_haproxy, running_proxy
 from helpers.live_clients import GenerateClient, VideoClient, png
-from helpers.ports import port_for_a_server
 from helpers.served import AUTHORIZED, HEIGHT, KEY, MAX_SESSIONS, WIDTH, Served
-from helpers.waits import pause, seconds, wait_until
+from helpers.waits import pause, wait_until
 from test_live_faults import vanish
 from websockets.sync.client import connect
 
@@ -139,43 +138,6 @@ def test_a_world_makes_a_video(served: Served) -> None:
     assert np.abs(frames_THWC[:, 40, 40, 0].astype(int) - np.arange(13)).max() <= 3
 
 
-@pytest.fixture
-def routed_port(served: Served) -> Iterator[int]:
-    """`vllm-omni router` in front of the one server."""
-    port = port_for_a_server()
-    command = [
-        sys.executable,
-        "-m",
-        "vllm_omni.entrypoints.cli.main",
-        "router",
-        "--host",
-        "127.0.0.1",
-    ]
-    command += [
-        "--port",
-        str(port),
-        "--backend",
-        f"http://127.0.0.1:{served.port}",
-        "--check-interval-s",
-        "0.2",
-    ]
-    router = subprocess.Popen(command)
-    try:
-        wait_until(lambda: is_ready(f"http://127.0.0.1:{port}/omni/ready"), 60)
-        yield port
-    finally:
-        router.terminate()
-        router.wait(seconds(10))
-
-
-def is_ready(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=seconds(5)) as response:
-            return response.status == 200
-    except OSError:
-        return False
-
-
 def first_chunk(port: int, session_id: str) -> np.ndarray:
     url = f"ws://127.0.0.1:{port}/v1/realtime/world/camera"
     extra = {"height": HEIGHT, "width": WIDTH, "video_format": "ndarray_u8", "seed": 3}
@@ -188,7 +150,11 @@ def first_chunk(port: int, session_id: str) -> np.ndarray:
     return frames_THWC
 
 
-def test_a_session_through_the_router_has_the_same_frames(served: Served, routed_port: int) -> None:
-    frames_THWC = first_chunk(routed_port, "routed")
+@needs_haproxy
+def test_a_session_through_haproxy_has_the_same_frames(served: Served, tmp_path: Path) -> None:
+    """HAProxy reads the readiness of a real server, and its sockets pass unchanged."""
+    with running_proxy(tmp_path, {"a": f"127.0.0.1:{served.port}"}) as proxy:
+        proxy.wait_until_checked(1)
+        frames_THWC = first_chunk(proxy.port, "proxied")
     assert frames_THWC.shape == (9, HEIGHT, WIDTH, 3)
     assert np.array_equal(frames_THWC, first_chunk(served.port, "direct"))

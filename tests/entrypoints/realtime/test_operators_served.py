@@ -27,7 +27,7 @@ from websockets.sync.client import connect
 
 SMALL_KEY = "a-key-with-a-small-quota"
 SMALL = {"Authorization": f"Bearer {SMALL_KEY}"}
-DEPLOY = Path(__file__).parents[3] / "examples" / "deploy"
+DEPLOY = Path(__file__).parents[3] / "deploy"
 TARGET_LABELS = {"instance", "job"}
 """Labels that Prometheus adds to every sample."""
 

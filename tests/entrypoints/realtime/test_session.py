@@ -6,6 +6,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import numpy as np
 import pytest
 from helpers.fake_engine import FIRST, LATER, FakeEngine, camera
@@ -30,9 +31,9 @@ from vllm_omni.entrypoints.realtime.sessions.run import (
     SessionRun,
     SessionStart,
 )
-from vllm_omni.entrypoints.realtime.sessions.session import Session
+from vllm_omni.entrypoints.realtime.sessions.session import Session, new_session_id
 from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
-from vllm_omni.inputs import DiffusionParams
+from vllm_omni.inputs import DiffusionParams, SessionId
 
 
 def job(
@@ -271,3 +272,11 @@ def test_deadlines_are_one_playing_time_apart(
 def test_deadlines_are_sent_only_to_an_engine_that_uses_them() -> None:
     params = sent(StreamInfo(height=32, width=48), 12.0)
     assert [(chunk.deadline_s, chunk.chunk_period_s) for chunk in params] == [(None, None)] * 3
+
+
+def test_the_ids_of_sessions_contain_the_name_of_the_server() -> None:
+    """A reverse proxy reads the name; ids stay valid and unguessable."""
+    plain, named = new_session_id(), new_session_id("rack-7")
+    assert len(plain) == 22 and "." not in plain
+    assert named.startswith("rack-7.") and len(named) == len("rack-7.") + 22
+    assert msgspec.convert(named, SessionId) == named

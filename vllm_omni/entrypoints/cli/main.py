@@ -10,11 +10,11 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 
-from vllm_omni.entrypoints.cli import bench, demo, doctor, plan, replay, router, serve
+from vllm_omni.entrypoints.cli import bench, demo, doctor, plan, replay, serve
 from vllm_omni.entrypoints.cli.checkpoints import download, make_tiny, make_world, verify
 from vllm_omni.entrypoints.cli.errors import CommandError
 
-_SUBCOMMANDS = (demo, verify, make_world, make_tiny, download, doctor, bench, router, replay, plan)
+_SUBCOMMANDS = (demo, verify, make_world, make_tiny, download, doctor, bench, replay, plan)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

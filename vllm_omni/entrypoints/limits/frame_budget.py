@@ -5,8 +5,8 @@ parsing.
 Every frame costs the event loop some microseconds, regardless of its size. Neither `--ws-max-size`
 nor the endpoints' message rate covers fragments, pings and pongs; a megabyte of them blocked every
 other connection for seconds. Frames of `SMALL_BYTES` and more are not counted, because their bytes
-are limited. A connection over the budget is closed with 1008 and a reason. `BudgetedProtocol`
-counts at uvicorn's sockets; the router counts at its own.
+are limited. A connection over the budget is closed with 1008 and a reason. A reverse
+proxy parses no frames, so `BudgetedProtocol` counts them at uvicorn's sockets.
 
 Why not an option: neither uvicorn nor `websockets` limits frames, and ASGI sees no fragments, pings
 or pongs. tests/seams/test_uvicorn.py detects a change of uvicorn's class.

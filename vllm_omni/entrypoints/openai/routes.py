@@ -96,7 +96,12 @@ class OpenAIRoutes:
 
     async def start_serving(self, server: ServerContext) -> None:
         jobs = self.connect_engine(
-            server.engine, server.served, server.media_limits, server.limits, server.threads
+            server.engine,
+            server.served,
+            server.media_limits,
+            server.limits,
+            server.threads,
+            server.omni.server_name,
         )
         server.room_checks.append(lambda: not (jobs.is_full or self.images.is_full))
         server.media_bytes = jobs.store.nbytes
@@ -108,6 +113,7 @@ class OpenAIRoutes:
         limits: MediaLimits,
         endpoint_limits: EndpointLimits,
         executor: Executor,
+        server_name: str | None = None,
     ) -> VideoJobs:
         """Connect the routes to the engine, before the server listens.
 
@@ -117,12 +123,13 @@ class OpenAIRoutes:
             limits: Limits of these routes.
             endpoint_limits: Limits that WebSocket endpoints have too, for example of images.
             executor: Threads that decode and encode media.
+            server_name: `omni.server_name`.
 
         Returns:
             The video jobs of this process.
         """
         self.served = served
-        store = MediaStore(limits)
+        store = MediaStore(limits, server_name)
         jobs = VideoJobs(engine, served, store, limits, executor)
         threads = ClientThreads(executor)
         self._images = ImageRoutes(engine, served, store, limits, endpoint_limits, threads)

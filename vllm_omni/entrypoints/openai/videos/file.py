@@ -20,14 +20,14 @@ class VideoFile:
     """Writes `<stem>.mp4`, `<stem>.webp` and `<stem>.jpg`.
 
     Args:
-        stem: Path without suffix.
+        stem: Path without suffix. It may contain dots.
         fps: Frames per second.
         num_frames: Pixel frames of the whole video, which determine the frames of the sheet.
     """
 
     def __init__(self, stem: Path, fps: float, num_frames: int) -> None:
         self._stem = stem
-        self._writer = Mp4Writer(stem.with_suffix(".mp4"), fps)
+        self._writer = Mp4Writer(self._path(".mp4"), fps)
         count = min(_SHEET_FRAMES, num_frames)
         self._wanted = {
             round(number * (num_frames - 1) / max(1, count - 1)) for number in range(count)
@@ -46,19 +46,18 @@ class VideoFile:
     def finish(self) -> int:
         """Complete the files. Return their size in bytes."""
         self._writer.close()
-        Image.fromarray(self._stills[0]).save(self._stem.with_suffix(".webp"), "WEBP", quality=80)
-        contact_sheet(np.stack(self._stills)).save(
-            self._stem.with_suffix(".jpg"), "JPEG", quality=85
-        )
-        return sum(
-            self._stem.with_suffix(suffix).stat().st_size for suffix in (".mp4", ".webp", ".jpg")
-        )
+        Image.fromarray(self._stills[0]).save(self._path(".webp"), "WEBP", quality=80)
+        contact_sheet(np.stack(self._stills)).save(self._path(".jpg"), "JPEG", quality=85)
+        return sum(self._path(suffix).stat().st_size for suffix in (".mp4", ".webp", ".jpg"))
 
     def abandon(self) -> None:
         """Remove the written files. Idempotent."""
         self._writer.abandon()
         for suffix in (".mp4", ".webp", ".jpg"):
-            self._stem.with_suffix(suffix).unlink(missing_ok=True)
+            self._path(suffix).unlink(missing_ok=True)
+
+    def _path(self, suffix: str) -> Path:
+        return self._stem.with_name(self._stem.name + suffix)
 
 
 def _still(frame_HWC: np.ndarray) -> np.ndarray:

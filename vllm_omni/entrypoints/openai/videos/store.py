@@ -40,7 +40,7 @@ logger = logging.getLogger("vllm." + __name__)
 Status = Literal["queued", "in_progress", "completed", "failed"]
 Ending = Literal["cancel", "delete"]
 
-_ID: Final = re.compile(r"^(video|file)_[A-Za-z0-9_-]{22}\Z")
+_ID: Final = re.compile(r"^(video|file)_([A-Za-z0-9-]{1,63}\.)?[A-Za-z0-9_-]{22}\Z")
 _PREFIX: Final = "vllm-omni-media-"
 _LEFTOVER_AGE_S: Final = 60.0
 _SUFFIXES: Final = ("json", "mp4", "webp", "jpg", "png", "jpeg", "ending")
@@ -97,8 +97,16 @@ class JobRecord(msgspec.Struct, kw_only=True):
 
 
 class MediaStore:
-    def __init__(self, limits: MediaLimits) -> None:
+    """Files and records of one process.
+
+    Args:
+        limits: Limits of the directory.
+        server_name: `omni.server_name`, which new ids contain.
+    """
+
+    def __init__(self, limits: MediaLimits, server_name: str | None = None) -> None:
         self._limits = limits
+        self._id_prefix = "" if server_name is None else f"{server_name}."
         self.root = _open_directory(limits.media_dir)
         self.owner = secrets.token_hex(8)
         own = self.root / f"{self.owner}.owner"
@@ -120,7 +128,7 @@ class MediaStore:
     # -- records -----------------------------------------------------------------------------------
 
     def new_id(self, kind: Literal["video", "file"] = "video") -> str:
-        return f"{kind}_{secrets.token_urlsafe(16)}"
+        return f"{kind}_{self._id_prefix}{secrets.token_urlsafe(16)}"
 
     def path(self, media_id: str, suffix: str) -> Path:
         assert _ID.match(media_id) and suffix in _SUFFIXES

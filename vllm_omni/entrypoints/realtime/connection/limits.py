@@ -76,9 +76,6 @@ class EndpointLimits(msgspec.Struct, frozen=True, kw_only=True):
     sessions_per_client: Count = 64
     """Maximum number of sessions of one API key, or of one address without keys. One more is
     `session_limit`. Default: 64."""
-    handshake_timeout_s: SecondsOrNever = 10.0
-    """Seconds in which a new connection must send the headers of its first request. 0: no limit.
-    Default: 10."""
     start_timeout_s: Seconds = 10.0
     """Seconds in which a client of `/v1/realtime/video` must send `session.start`. Default: 10."""
     slot_wait_s: Seconds = 15.0

@@ -189,7 +189,7 @@ class LiveClient(ConnectionHandler):
                 in the metrics.
             ClientDisconnected: The client disconnected while waiting.
         """
-        key = (self.connection.principal, session_id or new_session_id())
+        key = (self.connection.principal, session_id or new_session_id(self.manager.server_name))
         log_context.bind(session_id=key[1])
         deadline_s = time.monotonic() + self.limits.slot_wait_s
         receive_task: asyncio.Task[None] | None = None

@@ -100,9 +100,14 @@ class SessionHost(Protocol):
     async def wait_for_closed_sessions(self) -> None: ...
 
 
-def new_session_id() -> str:
-    """Return an unguessable id. Clients that know the id may continue the session."""
-    return secrets.token_urlsafe(16)
+def new_session_id(server_name: str | None = None) -> str:
+    """Return an unguessable id. Clients that know the id may continue the session.
+
+    Args:
+        server_name: `omni.server_name`, with which the id begins.
+    """
+    token = secrets.token_urlsafe(16)
+    return token if server_name is None else f"{server_name}.{token}"
 
 
 class Session:

@@ -91,6 +91,8 @@ class SessionManager:
             machine_implementations, limits.gpu_encoders
         )
         """Returns the implementations of the codecs. The first call blocks."""
+        self.server_name: str | None = None
+        """`omni.server_name`, with which new session ids begin."""
         self.held = HeldBytes()
         """Size of the undelivered and retained replies of all sessions."""
 

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import secrets
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,6 +23,7 @@ from vllm_omni.entrypoints.errors import EndpointError
 from vllm_omni.entrypoints.openai.errors import ApiError, not_found, respond_to_errors
 from vllm_omni.entrypoints.openai.protocol import ErrorReply
 from vllm_omni.entrypoints.realtime.connection.connection import principal_of
+from vllm_omni.entrypoints.realtime.sessions.session import new_session_id
 from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
 from vllm_omni.entrypoints.realtime.webrtc.handler import WebRtcClient
 from vllm_omni.entrypoints.realtime.webrtc.offer import (
@@ -110,7 +110,7 @@ class WebRtcRoutes:
             client = WebRtcClient(manager, peer.websocket, peer.track)
             peer.on_key_frame = client.request_key_frame
             peer.on_bandwidth = client.set_bandwidth
-            key = (principal_of(request), secrets.token_urlsafe(16))
+            key = (principal_of(request), new_session_id(manager.server_name))
             self._peers[key] = peer
             stack.callback(self._peers.pop, key, None)
             manager.spawn(self._serve(peer, client, stack.pop_all()))

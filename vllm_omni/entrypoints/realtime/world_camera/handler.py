@@ -75,7 +75,7 @@ class _Client(ConnectionHandler):
     ) -> None:
         super().__init__(manager, websocket)
         self._max_message_bytes = max_message_bytes
-        self._own_session_id = new_session_id()
+        self._own_session_id = new_session_id(manager.server_name)
         self._used: set[SessionKey] = set()
         self._requests: set[asyncio.Task[None]] = set()
 
@@ -377,7 +377,7 @@ class _Client(ConnectionHandler):
 
     async def _branch(self, message: protocol.BranchMessage) -> None:
         source = self._known(self._session_id(message))
-        new_id = message.new_session_id or new_session_id()
+        new_id = message.new_session_id or new_session_id(self.manager.server_name)
         branch = await self.manager.branch(source, self._key(new_id))
         if not message.disposable:
             self._attach(branch)

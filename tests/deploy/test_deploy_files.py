@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands, flags, variables, paths and exit statuses in `examples/deploy` exist.
+"""The commands, flags, variables, paths and exit statuses in `deploy` exist.
 
 tests/entrypoints/realtime/test_operators_served.py checks on a real server that it exports the
 metrics of the rules and the dashboard.
@@ -28,7 +28,7 @@ from vllm_omni.entrypoints.telemetry.logs import known_variables
 from vllm_omni.runtime.exit_codes import ENGINE_DIED
 
 REPO = Path(__file__).parents[2]
-DEPLOY = REPO / "examples" / "deploy"
+DEPLOY = REPO / "deploy"
 UNIT = DEPLOY / "vllm-omni.service"
 DOCKERFILES = sorted(DEPLOY.glob("Dockerfile.*"))
 KNOWN = {

@@ -2,7 +2,7 @@
 """`vllm serve --data-parallel-size 2` with real sockets and a real `kill -9`: stock vLLM ends every
 rank when one dies.
 
-`vllm-omni router` is tested in test_router.py and test_live_served.py.
+tests/deploy tests separate servers behind HAProxy.
 """
 
 import json

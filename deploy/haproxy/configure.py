@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write `haproxy.cfg`, beside this script, for other servers than its two examples.
+
+    python3 deploy/haproxy/configure.py a=127.0.0.1:8001 b=127.0.0.1:8002 > /etc/haproxy/haproxy.cfg
+
+Each argument is a server's `omni.server_name` and its address. The script needs only Python.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+TEMPLATE = Path(__file__).with_name("haproxy.cfg")
+_SERVER = re.compile(r"(?P<name>[A-Za-z0-9-]{1,63})=(?P<address>[^\s=]+:\d+)")
+_EXAMPLE = re.compile(r"^    server a \S+(?P<options>.*)\n    server b .*\n", re.M)
+
+
+def configure(template: str, servers: Mapping[str, str], options: str = "") -> str:
+    """Return a configuration for these servers.
+
+    Args:
+        template: Content of `haproxy.cfg`.
+        servers: `host:port` of each server by its name.
+        options: HAProxy's options of all servers, for example `resolvers cluster`.
+    """
+
+    def lines(example: re.Match[str]) -> str:
+        return "".join(
+            " ".join(
+                [
+                    "    server",
+                    name,
+                    address,
+                    *example["options"].replace("servers/a", f"servers/{name}").split(),
+                    *options.split(),
+                ]
+            )
+            + "\n"
+            for name, address in servers.items()
+        )
+
+    text, count = _EXAMPLE.subn(lines, template)
+    names = "acl is_known_server var(txn.server) -m str"
+    if count != 2 or f"{names} a b\n" not in text:
+        raise ValueError("the template has no longer the servers a and b in three places")
+    return text.replace(f"{names} a b\n", f"{names} {' '.join(servers)}\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("servers", nargs="+", metavar="NAME=HOST:PORT")
+    parser.add_argument(
+        "--server-options", default="", help='of every server, such as "resolvers cluster"'
+    )
+    return parser
+
+
+def main() -> None:
+    parser = make_parser()
+    args = parser.parse_args()
+    servers: dict[str, str] = {}
+    for text in args.servers:
+        match = _SERVER.fullmatch(text)
+        if match is None or match["name"] in servers:
+            parser.error(f"{text}: give a name and an address once, such as a=127.0.0.1:8001")
+        servers[match["name"]] = match["address"]
+    sys.stdout.write(configure(TEMPLATE.read_text(), servers, args.server_options))
+
+
+if __name__ == "__main__":
+    main()

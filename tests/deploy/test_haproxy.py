@@ -1,0 +1,604 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`deploy/haproxy/haproxy.cfg` in the real HAProxy, with small servers that return their names."""
+
+import asyncio
+import contextlib
+import itertools
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import WSMsgType
+from helpers.echo_server import EchoServer
+from helpers.haproxy import CHECK_S, Proxy, needs_haproxy, running_proxy
+from helpers.http2 import http2_client
+from helpers.ports import port_for_a_server
+from helpers.waits import exactly_in_task, seconds, until
+from websockets.frames import Frame, Opcode
+from yarl import URL
+
+pytestmark = needs_haproxy
+
+SERVER_HEADER, SESSION_HEADER = "X-Omni-Server", "X-Session-Id"
+COOKIE = "vllm_omni_server"
+NAMES = "abcdefgh"
+ECHO = "/v1/realtime/echo"
+
+
+class ProxiedServers:
+    """A proxy, its servers `a`, `b` and so on, and a client."""
+
+    def __init__(
+        self, proxy: Proxy, servers: list[EchoServer], client: aiohttp.ClientSession
+    ) -> None:
+        self.proxy, self.url, self.servers, self.client = proxy, proxy.url, servers, client
+
+    async def checked(self, up: int, total: int | None = None) -> None:
+        """Wait until the proxy knows that `up` servers have room, and that `total` are alive."""
+        await asyncio.to_thread(self.proxy.wait_until_checked, up, total)
+
+    async def who(self, path: str = "/v1/images/generations", **headers: str) -> str:
+        async with self.client.post(self.url + path, json={}, headers=headers) as response:
+            reply = await response.json()
+            assert response.status == 201, reply
+            assert response.headers[SERVER_HEADER] == reply["name"]
+            return str(reply["name"])
+
+    async def status(self, path: str, **headers: str) -> int:
+        async with self.client.get(self.url + path, headers=headers) as response:
+            return response.status
+
+    @contextlib.asynccontextmanager
+    async def socket(
+        self, query: str = "", **headers: str
+    ) -> AsyncIterator[tuple[aiohttp.ClientWebSocketResponse, str]]:
+        """Open a socket; yields `(socket, name of the server)`."""
+        async with self.client.ws_connect(
+            f"{self.url}{ECHO}{query}",
+            headers=headers,
+            protocols=["other", "chosen"],
+            max_msg_size=0,
+            autoping=False,
+        ) as socket:
+            yield socket, await socket.receive_str()
+
+    async def home(self, query: str = "", **headers: str) -> str:
+        """Return the server of a new socket."""
+        async with self.socket(query, **headers) as (_, name):
+            return name
+
+
+@contextlib.asynccontextmanager
+async def proxied(
+    folder: Path, num_servers: int = 2, edits: dict[str, str] | None = None
+) -> AsyncIterator[ProxiedServers]:
+    servers = [EchoServer(name) for name in NAMES[:num_servers]]
+    for server in servers:
+        await server.start()
+    addresses = {server.name: server.address for server in servers}
+    # The servers run in this event loop, so whatever waits for them runs on a thread.
+    proxy = await asyncio.to_thread(Proxy, folder, addresses, edits)
+    try:
+        async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as client:
+            cluster = ProxiedServers(proxy, servers, client)
+            await cluster.checked(num_servers)
+            yield cluster
+    finally:
+        proxy.stop()
+        for server in servers:
+            await server.runner.cleanup()
+
+
+def test_requests_pass_through_unchanged(tmp_path: Path) -> None:
+    """Method, path, query, body, status and headers are unchanged, and the server gets the client's
+    address, which a client cannot forge.
+    """
+
+    async def scenario() -> None:
+        async with proxied(tmp_path) as cluster:
+            body = bytes(3 << 20)
+            url = URL(f"{cluster.url}/v1/any%20thing?a=1&b=%2F", encoded=True)
+            sent = {"Authorization": "Bearer k", "X-Forwarded-For": "1.2.3.4"}
+            async with cluster.client.put(url, data=body, headers=sent) as response:
+                assert response.status == 201
+                assert (await response.json())["bytes"] == len(body)
+            request = next(server.seen[0] for server in cluster.servers if server.seen)
+            assert (request.method, request.raw_path) == ("PUT", "/v1/any%20thing?a=1&b=%2F")
+            assert request.headers["Authorization"] == "Bearer k"
+            assert request.headers.getall("X-Forwarded-For") == ["127.0.0.1"]
+            assert request.headers["X-Forwarded-Proto"] == "http"
+            assert request.headers["Host"] == cluster.url.removeprefix("http://")
+
+    asyncio.run(scenario())
+
+
+def test_streams_arrive_as_they_are_made(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with (
+            proxied(tmp_path) as cluster,
+            cluster.client.get(cluster.url + "/v1/stream") as response,
+        ):
+            parts = [part async for part in response.content.iter_any()]
+            assert b"".join(parts) == b"data: 0\n\ndata: 1\n\ndata: 2\n\n" and len(parts) >= 3
+
+    asyncio.run(scenario())
+
+
+def test_requests_without_a_session_spread(tmp_path: Path) -> None:
+    """The next request goes to the server with the fewest, and a full server gets none while
+    another has room. A client that leaves ends its request.
+    """
+
+    async def scenario() -> None:
+        async with proxied(tmp_path, 3) as cluster:
+            slow = [
+                asyncio.create_task(cluster.client.get(cluster.url + "/v1/slow").__aenter__())
+                for _ in range(6)
+            ]
+            await until(lambda: [len(server.seen) for server in cluster.servers] == [2, 2, 2])
+            cluster.servers[0].status, cluster.servers[2].status = "capacity", "draining"
+            await cluster.checked(1, 3)
+            assert {await cluster.who() for _ in range(4)} == {"b"}
+            for task in slow:
+                task.cancel()
+            await asyncio.wait(slow)
+            await until(lambda: [server.cancelled for server in cluster.servers] == [2, 2, 2])
+
+    asyncio.run(scenario())
+
+
+def test_a_named_session_returns_to_its_server(tmp_path: Path) -> None:
+    """The session is in the query, a header or the path, of sockets and requests, and its server
+    may be full.
+    """
+
+    async def scenario() -> None:
+        async with proxied(tmp_path, 3) as cluster:
+            homes = {f"s{n}": await cluster.home(f"?session=s{n}") for n in range(12)}
+            assert len(set(homes.values())) == 3
+            for server in cluster.servers:
+                server.status = "capacity"
+            await cluster.checked(0, 3)
+            for session, home in homes.items():
+                assert await cluster.home(**{SESSION_HEADER: session}) == home
+                assert await cluster.who(**{SESSION_HEADER: session}) == home
+                for path in (f"/v1/sessions/{session}/snapshot", f"/omni/sessions/{session}/x"):
+                    assert await cluster.who(path) == home
+            # A new name starts nowhere, because there is no room.
+            with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+                await cluster.home("?session=another")
+            assert refused.value.status == 503
+
+    asyncio.run(scenario())
+
+
+def test_a_new_name_starts_on_a_server_with_room(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with proxied(tmp_path, 3) as cluster:
+            cluster.servers[0].status = "capacity"
+            await cluster.checked(2, 3)
+            assert {await cluster.home(f"?session=s{n}") for n in range(20)} == {"b", "c"}
+
+    asyncio.run(scenario())
+
+
+def test_a_restarted_proxy_chooses_the_same_server(tmp_path: Path) -> None:
+    """For a name that is new to it, every proxy computes the same server."""
+
+    async def scenario() -> None:
+        async with proxied(tmp_path, 4) as cluster:
+            names = [f"?session=s{number}" for number in range(40)]
+            homes = [await cluster.home(name) for name in names]
+            assert min(homes.count(server.name) for server in cluster.servers) >= 3
+            await asyncio.to_thread(cluster.proxy.restart)
+            await cluster.checked(4)
+            assert cluster.proxy.table("named") == 0
+            assert [await cluster.home(name) for name in names] == homes
+            # The loss of a server moves only its own sessions.
+            await asyncio.to_thread(cluster.proxy.restart)
+            await cluster.servers[2].die()
+            await cluster.checked(3)
+            found = [await cluster.home(name) for name in names]
+            assert all(new == old for new, old in zip(found, homes, strict=True) if old != "c")
+
+    asyncio.run(scenario())
+
+
+def test_a_reload_keeps_the_servers_of_sessions_and_the_sockets(tmp_path: Path) -> None:
+    """The old process serves its sockets until they end; the new one knows every name."""
+
+    async def scenario() -> None:
+        async with (
+            proxied(tmp_path, 3) as cluster,
+            cluster.socket("?session=held") as (held, _),
+        ):
+            homes = {}
+            for number, name in enumerate("abcabc"):
+                moved = f"?session=m{number}&server={name}"
+                assert await cluster.home(moved) == name
+                homes[f"m{number}"] = name
+            old = cluster.proxy.process
+            await asyncio.to_thread(cluster.proxy.reload)
+            await cluster.checked(3)
+            await until(lambda: cluster.proxy.table("named") == 7)
+            for session, home in homes.items():
+                assert await cluster.home(f"?session={session}") == home
+            await held.send_str("still here")
+            assert await held.receive_str() == "still here"
+            old.kill()
+            old.wait()
+
+    asyncio.run(scenario())
+
+
+def test_proxies_share_the_servers_of_sessions(tmp_path: Path) -> None:
+    """A session that moved to another server is found there through each proxy."""
+
+    async def scenario() -> None:
+        servers = [EchoServer(name) for name in "ab"]
+        for server in servers:
+            await server.start()
+        addresses = {server.name: server.address for server in servers}
+        peers = {f"proxy-{n}": f"127.0.0.1:{port_for_a_server()}" for n in (1, 2)}
+        with contextlib.ExitStack() as stack:
+            proxies = [
+                stack.enter_context(running_proxy(tmp_path, addresses, None, peers, name))
+                for name in peers
+            ]
+            async with aiohttp.ClientSession() as client:
+                first, second = (ProxiedServers(proxy, servers, client) for proxy in proxies)
+                await first.checked(2)
+                await second.checked(2)
+                home = await first.home("?session=walk")
+                other = "b" if home == "a" else "a"
+                assert await first.home("?session=walk", **{SERVER_HEADER: other}) == other
+                key = f"server_key={other}\n"
+                await until(lambda: key in proxies[1].command("show table named"))
+                assert await second.home("?session=walk") == other
+        for server in servers:
+            await server.runner.cleanup()
+
+    # `running_proxy` waits for health checks of servers in this loop only in `checked`.
+    asyncio.run(scenario())
+
+
+def test_a_client_returns_to_the_server_of_its_handshake(tmp_path: Path) -> None:
+    """Programs use a header or the query, and browsers a cookie."""
+
+    async def scenario() -> None:
+        async with proxied(tmp_path, 4) as cluster:
+            async with cluster.socket() as (socket, name):
+                assert socket._response.headers[SERVER_HEADER] == name
+                cookie = socket._response.headers["Set-Cookie"]
+                assert cookie.startswith(f"{COOKIE}={name};") and "HttpOnly" in cookie
+                for headers in ({SERVER_HEADER: name}, {"Cookie": f"{COOKIE}={name}"}):
+                    for _ in range(3):
+                        assert await cluster.home(**headers) == name
+                assert await cluster.home(f"?server={name}") == name
+            async with cluster.client.post(cluster.url + "/v1/omni/ticket") as response:
+                assert response.headers["Set-Cookie"].startswith(
+                    f"{COOKIE}={response.headers[SERVER_HEADER]};"
+                )
+            # Other responses set no cookie, and the cookie does not bind image requests.
+            async with cluster.client.post(cluster.url + "/v1/images/generations") as response:
+                assert "Set-Cookie" not in response.headers
+            spread = {await cluster.who(Cookie=f"{COOKIE}={name}") for _ in range(8)}
+            assert len(spread) > 1
+
+    asyncio.run(scenario())
+
+
+def test_a_request_addresses_exactly_one_server(tmp_path: Path) -> None:
+    """Even if it is full, or its session belongs elsewhere. Another server never answers."""
+
+    async def scenario() -> None:
+        async with proxied(tmp_path, 3) as cluster:
+            cluster.servers[1].status = "capacity"
+            await cluster.checked(2, 3)
+            for server in cluster.servers:
+                assert await cluster.who(**{SERVER_HEADER: server.name}) == server.name
+                assert await cluster.who(f"/v1/x?server={server.name}") == server.name
+                url = cluster.url + "/omni/ready"
+                async with cluster.client.get(url, headers={SERVER_HEADER: server.name}) as reply:
+                    assert (await reply.json())["name"] == server.name
+            for headers in ({SERVER_HEADER: "zzz"}, {SERVER_HEADER: ""}):
+                assert await cluster.status("/v1/models", **headers) == 404
+            await cluster.servers[0].die()
+            assert await cluster.status("/v1/models", **{SERVER_HEADER: "a"}) == 503
+            await cluster.checked(1, 2)
+            assert await cluster.status("/v1/models", **{SERVER_HEADER: "a"}) == 503
+            assert await cluster.status("/health", **{SERVER_HEADER: "a"}) == 503
+
+    asyncio.run(scenario())
+
+
+def test_a_session_that_moved_is_found_on_its_new_server(tmp_path: Path) -> None:
+    """A request that names the session and the server moves the name for all later requests."""
+
+    async def scenario() -> None:
+        async with proxied(tmp_path, 3) as cluster:
+            for number in range(6):
+                session = f"a.walk-{number}"
+                home = await cluster.home(f"?session={session}")
+                other = next(server.name for server in cluster.servers if server.name != home)
+                assert await cluster.home(f"?session={session}&server={other}") == other
+                for _ in range(2):
+                    assert await cluster.home(f"?session={session}") == other
+                    assert await cluster.who(f"/v1/sessions/{session}/snapshot") == other
+
+    asyncio.run(scenario())
+
+
+def test_an_id_leads_to_the_server_that_made_it(tmp_path: Path) -> None:
+    """Videos, files, WebRTC connections and sessions whose ids the server chose."""
+
+    async def scenario() -> None:
+        async with proxied(tmp_path, 3) as cluster:
+            cluster.servers[2].videos.add("video_c.x")
+            for _ in range(3):
+                async with cluster.client.get(cluster.url + "/v1/videos/video_c.x") as response:
+                    assert (await response.json())["name"] == "c"
+            async with cluster.client.delete(cluster.url + "/v1/videos/video_c.x") as response:
+                assert response.status == 200
+            assert await cluster.status("/v1/videos/video_c.x") == 404
+            for server, letter in itertools.product(cluster.servers, "pqr"):
+                token = letter * 22
+                for path in (
+                    f"/v1/files/file_{server.name}.{token}",
+                    f"/v1/videos/video_{server.name}.{token}/content",
+                    f"/v1/realtime/webrtc/{server.name}.{token}",
+                    f"/v1/sessions/{server.name}.{token}/snapshot",
+                ):
+                    assert await cluster.who(path) == server.name, path
+            assert await cluster.status("/v1/videos/video_zzz.x") == 404
+
+    asyncio.run(scenario())
+
+
+def test_sockets_pass_everything_both_ways(tmp_path: Path) -> None:
+    """Text, large binaries, pings, the chosen subprotocol, and close codes of either side."""
+
+    async def scenario() -> None:
+        async with proxied(tmp_path) as cluster:
+            async with cluster.socket() as (socket, _):
+                assert socket.protocol == "chosen"
+                await socket.send_str("hällo")
+                assert await socket.receive_str() == "hällo"
+                payload = bytes(range(256)) * (40 << 10)
+                await socket.send_bytes(payload)
+                assert await socket.receive_bytes() == payload
+                await socket.ping(b"are you there")
+                message = await socket.receive()
+                assert (message.type, bytes(message.data)) == (WSMsgType.PONG, b"are you there")
+                await socket.send_str("end")
+                message = await socket.receive()
+                assert (message.type, message.data, message.extra) == (
+                    WSMsgType.CLOSE,
+                    4009,
+                    "taken over",
+                )
+            async with cluster.socket() as (socket, name):
+                await socket.close(code=3001)
+            server = cluster.servers[NAMES.index(name)].sockets[-1]
+            await until(lambda: server.close_code == 3001)
+            with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+                await cluster.client.ws_connect(cluster.url + "/v1/realtime/private")
+            assert refused.value.status == 401
+
+    asyncio.run(scenario())
+
+
+def test_a_dead_server_ends_only_its_own_sockets(tmp_path: Path) -> None:
+    """They end at once, its sessions start on another server, and it may come back."""
+
+    async def scenario() -> None:
+        async with proxied(tmp_path) as cluster:
+            async with (
+                cluster.socket("?server=a&session=s") as (lost, first),
+                cluster.socket("?server=b&session=t") as (retained, second),
+            ):
+                assert (first, second) == ("a", "b")
+                await cluster.servers[0].die()
+                message = await asyncio.wait_for(lost.receive(), seconds(5))
+                assert message.type in (WSMsgType.CLOSED, WSMsgType.ERROR)
+                await retained.send_str("still here")
+                assert await retained.receive_str() == "still here"
+            # Before the next health check, too.
+            assert await cluster.home("?session=s") == "b"
+            assert {await cluster.who() for _ in range(4)} == {"b"}
+            await cluster.checked(1, 1)
+            async with cluster.client.get(cluster.url + "/omni/ready") as response:
+                info = await response.json()
+                assert (response.status, info) == (
+                    200,
+                    {"status": "ready", "servers_with_room": 1},
+                )
+            await cluster.servers[0].start()
+            await cluster.checked(2)
+            assert await cluster.home("?session=s") == "b"  # its new session is there
+            assert {await cluster.who() for _ in range(4)} == {"a", "b"}
+            async with cluster.client.get(cluster.url + "/omni/ready") as response:
+                assert (await response.json())["servers_with_room"] == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_reached_a_server_is_not_repeated(tmp_path: Path) -> None:
+    """If the server dies, the client gets 502. A chunk must not be generated twice."""
+
+    async def scenario() -> None:
+        async with proxied(tmp_path) as cluster:
+            request = asyncio.create_task(cluster.client.get(cluster.url + "/v1/slow").__aenter__())
+            await until(lambda: any(server.seen for server in cluster.servers))
+            hit = next(server for server in cluster.servers if server.seen)
+            hit.seen[0].transport.abort()  # type: ignore[union-attr]
+            response = await request
+            assert response.status == 502
+            assert (await response.json())["error"]["code"] == "server_failed"
+            assert sum(len(server.seen) for server in cluster.servers) == 1
+            response.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_stopped_answering_is_disconnected(tmp_path: Path) -> None:
+    """A frozen process or a machine without power keeps its connections open, but fails checks."""
+
+    async def scenario() -> None:
+        edits = {"timeout check 5s": "timeout check 200ms"}
+        async with (
+            proxied(tmp_path, edits=edits) as cluster,
+            cluster.socket("?server=a") as (quiet, _),
+            cluster.socket("?server=b") as (lost, _),
+        ):
+            cluster.servers[1].status = "engine_dead"
+            message = await asyncio.wait_for(lost.receive(), seconds(5))
+            assert message.type in (WSMsgType.CLOSED, WSMsgType.ERROR)
+            await quiet.send_str("still here")
+            assert await quiet.receive_str() == "still here"
+
+    asyncio.run(scenario())
+
+
+def test_a_draining_server_keeps_its_sockets(tmp_path: Path) -> None:
+    """It finishes its chunks, and a client of one of its sessions still reaches it."""
+
+    async def scenario() -> None:
+        async with proxied(tmp_path) as cluster, cluster.socket("?session=s&server=a") as (held, _):
+            cluster.servers[0].status = "draining"
+            await cluster.checked(1, 2)
+            await exactly_in_task(5 * CHECK_S)
+            await held.send_str("still here")
+            assert await held.receive_str() == "still here"
+            assert await cluster.home("?session=s") == "a"
+            assert {await cluster.who() for _ in range(4)} == {"b"}
+
+    asyncio.run(scenario())
+
+
+def test_frames_that_arrive_with_the_handshake_reach_the_server(tmp_path: Path) -> None:
+    """RFC 6455 forbids them, but a proxy that parses no frames loses none. The server limits
+    them.
+    """
+    head = (
+        f"GET {ECHO.replace('echo', 'slow')} HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\n"
+        "Connection: Upgrade\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+        "Sec-WebSocket-Version: 13\r\n\r\n"
+    ).encode()
+
+    def send(port: int) -> bytes:
+        with socket.create_connection(("127.0.0.1", port), timeout=seconds(10)) as raw:
+            raw.sendall(head + b"\x89\x80\0\0\0\0")  # an empty ping
+            response = b""
+            while not response.endswith(b"\x8a\0"):  # its pong
+                part = raw.recv(1 << 16)
+                assert part, response
+                response += part
+            return response
+
+    async def scenario() -> None:
+        async with proxied(tmp_path, 1) as cluster:
+            reply = await asyncio.to_thread(send, cluster.proxy.port)
+            assert reply.startswith(b"HTTP/1.1 101 ")
+            assert cluster.servers[0].num_pings == 1
+
+    asyncio.run(scenario())
+
+
+def test_without_any_server_requests_get_503(tmp_path: Path) -> None:
+    """`/health` is 200 while a server lives, and `/omni/ready` while one has room."""
+
+    async def scenario() -> None:
+        async with proxied(tmp_path) as cluster:
+            assert await cluster.status("/health") == 200
+
+            async def statuses() -> dict[str, int]:
+                paths = ("/health", "/omni/ready", "/v1/models")
+                return {path: await cluster.status(path) for path in paths}
+
+            for server in cluster.servers:
+                server.status = "capacity"
+            await cluster.checked(0, 2)
+            assert await statuses() == {"/health": 200, "/omni/ready": 503, "/v1/models": 503}
+            for server in cluster.servers:
+                server.status = "engine_dead"
+            await cluster.checked(0, 0)
+            assert await statuses() == {"/health": 503, "/omni/ready": 503, "/v1/models": 503}
+            async with cluster.client.get(cluster.url + "/omni/ready") as response:
+                assert (await response.json())["status"] == "engine_dead"
+            with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+                await cluster.client.ws_connect(cluster.url + ECHO)
+            assert refused.value.status == 503
+
+    asyncio.run(scenario())
+
+
+def test_metrics_and_operators_routes_are_for_private_networks(tmp_path: Path) -> None:
+    """Prometheus reads one server by its name, and the proxy's own metrics at another port."""
+
+    async def scenario() -> None:
+        edits: dict[str, Any] = {"src 127.0.0.0/8 10.0.0.0/8": "src 10.0.0.0/8"}
+        async with proxied(tmp_path, edits=edits) as cluster:
+            for path in (
+                "/metrics",
+                "/metrics/",
+                "/%6detrics",
+                "/omni/sessions",
+                "/omni/%73essions/walk/migrate",
+                "/omni/migrations/x?server=a",
+            ):
+                url = URL(cluster.url + path, encoded=True)
+                for headers in ({}, {SERVER_HEADER: "a"}):
+                    async with cluster.client.get(url, headers=headers) as response:
+                        assert response.status == 403, path
+            url = f"http://127.0.0.1:{cluster.proxy.statistics_port}/metrics"
+            async with cluster.client.get(url) as response:
+                assert "haproxy_server_status" in await response.text()
+
+    asyncio.run(scenario())
+
+
+def test_http_2_carries_requests_and_websockets(tmp_path: Path) -> None:
+    """Several of them share one connection, and each finds its server."""
+
+    def talk(proxy: Proxy) -> None:
+        with http2_client(proxy.tls_port, proxy.client_tls("h2", "http/1.1")) as client:
+            assert client.serves_websockets
+            sockets = {name: client.open_websocket(f"{ECHO}?server={name}") for name in "ab"}
+            for name, stream in sockets.items():
+                assert client.statuses[stream] == 200
+                assert client.headers[stream]["x-omni-server"] == name
+                assert client.headers[stream]["set-cookie"].startswith(f"{COOKIE}={name};")
+                assert client.read_until(stream, name.encode())
+            for name, stream in sockets.items():
+                client.write(stream, Frame(Opcode.TEXT, f"to {name}".encode()).serialize(mask=True))
+                assert client.read_until(stream, f"to {name}".encode())
+            request = client.send("POST", "/v1/images/generations", ("x-omni-server", "b"))
+            status, body = client.read_response(request)
+            assert status == 201 and b'"name": "b"' in body
+            assert client.read_response(client.send("GET", "/omni/ready"))[0] == 200
+
+    async def scenario() -> None:
+        async with proxied(tmp_path) as cluster:
+            await asyncio.to_thread(talk, cluster.proxy)
+            first = cluster.servers[0].seen[0]
+            assert first.headers["X-Forwarded-Proto"] == "https"
+            await asyncio.to_thread(cluster.proxy.wait_until_idle)
+
+    asyncio.run(scenario())
+
+
+def test_tls_without_http_2_carries_websockets(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with proxied(tmp_path) as cluster:
+            url = f"wss://localhost:{cluster.proxy.tls_port}{ECHO}"
+            tls = cluster.proxy.client_tls("http/1.1")
+            async with cluster.client.ws_connect(url, ssl=tls) as socket:
+                assert await socket.receive_str() in "ab"
+                await socket.send_str("hällo")
+                assert await socket.receive_str() == "hällo"
+
+    asyncio.run(scenario())
