@@ -16,6 +16,8 @@ import msgspec
 DEFAULT_HEIGHT, DEFAULT_WIDTH = 480, 832
 """Default video size in pixels if neither the user, the world description nor the model sets
 one."""
+SERVER_NAME = r"^[A-Za-z0-9-]{1,63}\Z"
+"""Names of servers, as in a host name, so that they need no quotes in URLs and ids."""
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Degradation = Literal["fewer_steps", "tiny_vae"]
 T = TypeVar("T", bound=msgspec.Struct)
@@ -104,6 +106,14 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     quotas: str | None = None
     """Path of a TOML file with limits per API key (docs/how_to/operators.md). Default: all keys
     share the capacity."""
+    server_name: Annotated[str, msgspec.Meta(pattern=SERVER_NAME)] | None = None
+    """Name of this server behind a reverse proxy: up to 63 letters, digits and hyphens. Ids that
+    are valid on one server only, for example of videos, contain it, so that the proxy finds the
+    server (docs/how_to/data_parallel.md). Default: ids contain no name."""
+    fleet: str | None = None
+    """Path of a TOML file with the servers between which sessions may move
+    (docs/how_to/fleet.md). Requires `server_name` and the variable `VLLM_OMNI_OPERATOR_KEY`.
+    Default: sessions do not move."""
     snapshot_period_s: Annotated[float, msgspec.Meta(ge=0.1, le=86_400)] | None = None
     """Seconds between periodic snapshots of each session that has changed, from which a server
     restores its sessions after a crash. The interval grows if snapshots would take more than 1.5 %
@@ -124,6 +134,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise ValueError("target_fps and degradations require scheduling 'deadline'")
         if self.snapshot_period_s is not None and self.drain_snapshot_dir is None:
             raise ValueError("snapshot_period_s requires drain_snapshot_dir, where snapshots go")
+        if self.fleet is not None and self.server_name is None:
+            raise ValueError("fleet requires server_name, the name of this server in its file")
         if len(set(self.degradations)) != len(self.degradations):
             raise ValueError(f"degradations must differ, got {list(self.degradations)}")
         if self.pipeline == "temporal" and self.pipeline_partition is not None:
