@@ -46,6 +46,13 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     window."""
     session_idle_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
     """Seconds without a request after which a session may be closed to make room for another."""
+    suspend_idle_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] | None = None
+    """Seconds without a request after which a session may move to host memory if another one needs
+    its memory on the device. It moves back before its next chunk, so that `max_sessions` may be
+    larger than the number of sessions that the device holds. Requires a single rank. Default:
+    sessions stay on the device."""
+    max_suspended_bytes: Positive = 16 << 30
+    """Maximum size of the sessions in host memory together, in bytes, with `suspend_idle_s`."""
     max_requests_per_step: Positive = 4
     """Maximum number of requests that run a denoise step in one engine step."""
     batch_invariant: bool = True
@@ -110,6 +117,10 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Name of this server behind a reverse proxy: up to 63 letters, digits and hyphens. Ids that
     are valid on one server only, for example of videos, contain it, so that the proxy finds the
     server (docs/how_to/data_parallel.md). Default: ids contain no name."""
+    fleet: str | None = None
+    """Path of a TOML file with the servers between which sessions may move
+    (docs/how_to/fleet.md). Requires `server_name` and the variable `VLLM_OMNI_OPERATOR_KEY`.
+    Default: sessions do not move."""
     snapshot_period_s: Annotated[float, msgspec.Meta(ge=0.1, le=86_400)] | None = None
     """Seconds between periodic snapshots of each session that has changed, from which a server
     restores its sessions after a crash. The interval grows if snapshots would take more than 1.5 %
@@ -130,6 +141,10 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise ValueError("target_fps and degradations require scheduling 'deadline'")
         if self.snapshot_period_s is not None and self.drain_snapshot_dir is None:
             raise ValueError("snapshot_period_s requires drain_snapshot_dir, where snapshots go")
+        if self.suspend_idle_s is not None and self.kv_growth:
+            raise ValueError("suspend_idle_s: windows that grow (kv_growth) cannot be suspended")
+        if self.fleet is not None and self.server_name is None:
+            raise ValueError("fleet requires server_name, the name of this server in its file")
         if len(set(self.degradations)) != len(self.degradations):
             raise ValueError(f"degradations must differ, got {list(self.degradations)}")
         if self.pipeline == "temporal" and self.pipeline_partition is not None:
@@ -169,6 +184,11 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                 "omni.vae_stage reserves the last pipeline stage for the VAE: pass "
                 "--pipeline-parallel-size 2 or more"
             )
+        if self.suspend_idle_s is not None and pipeline_parallel_size > 1:
+            raise ValueError(
+                "omni.suspend_idle_s requires a single rank, because the clocks of ranks differ: "
+                f"remove the option, or --pipeline-parallel-size {pipeline_parallel_size}"
+            )
         if self.kv_growth and pipeline_parallel_size > 1:
             raise ValueError(
                 "omni.kv_growth: the stages of a pipeline cannot agree on the length of a window: "
@@ -190,6 +210,11 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         Raises:
             ValueError: They do not; the message gives the reason.
         """
+        if self.suspend_idle_s is not None and tensor_parallel_size > 1:
+            raise ValueError(
+                "omni.suspend_idle_s requires a single rank, because the clocks of ranks differ: "
+                f"remove the option, or --tensor-parallel-size {tensor_parallel_size}"
+            )
         if self.vae_parallel and tensor_parallel_size < 2:
             raise ValueError(
                 "omni.vae_parallel splits the VAE's decode over the ranks that share layers: pass "

@@ -15,7 +15,8 @@ lists buttons and `axis=value`, joined by `+`, for each latent frame. The server
 controls with the list of the model's controls.
 
 The client reconnects after a lost connection, waits for a server that is restarting (`--retry-s`),
-and sends the same request with the same id again to continue it.
+and sends the same request with the same id again to continue it. If the session moves to another
+server, the client follows it.
 """
 
 import argparse
@@ -27,6 +28,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import numpy as np
 from PIL import Image
@@ -109,6 +111,7 @@ def make_parser() -> argparse.ArgumentParser:
         default=180.0,
         help="seconds to wait for a server that is restarting (default: 180)",
     )
+    parser.set_defaults(query="")
     return parser
 
 
@@ -245,9 +248,14 @@ def responses(
 ) -> Iterator[dict[str, Any]]:
     """Yield each frame message of a request once, across reconnects. Raises WorldError."""
     next_frame: int | None = None
-    for attempt in range(MAX_RECONNECTS + 1):
+    first_chunk: int | None = request.get("chunk_index")
+    attempt, has_moved = 0, False
+    while attempt <= MAX_RECONNECTS:
         try:
-            with reopen_world(args, attempt) if attempt else open_world(args) as world:
+            with (
+                reopen_world(args, attempt) if attempt and not has_moved else open_world(args)
+            ) as world:
+                has_moved = False
                 hello = decode(bytes(world.recv())).value
                 request = {**request, **prompt_of(args, hello)}
                 world.send(encode(request))
@@ -255,12 +263,22 @@ def responses(
                     message = receive(world)
                     if message["type"] == "done":
                         return
+                    if message["type"] == "moved":
+                        follow(args, message)
+                        console.print(f"the session moves to the server {message['server']}")
+                        has_moved, chunk = True, message["next_chunk_index"]
+                        first = chunk if first_chunk is None else first_chunk
+                        rest = rest_of({**request, "chunk_index": first}, chunk, hello)
+                        if rest is None:
+                            return
+                        request, first_chunk = rest, chunk
+                        break
                     if message["type"] == "error":
                         if attempt and message["code"] == "out_of_order":
                             rest = rest_of(request, message["expected"], hello)
                             if rest is None:
                                 return
-                            request = rest
+                            request, first_chunk = rest, message["expected"]
                             console.print(
                                 "the server continues from its snapshot, chunk "
                                 f"{message['expected']}"
@@ -284,9 +302,11 @@ def responses(
                         next_frame is None or message["first_frame"] >= next_frame
                     ):
                         next_frame = message["first_frame"] + message["num_frames"]
+                        first_chunk = message["chunk_index"] if first_chunk is None else first_chunk
                         yield message
         except ConnectionClosed as error:
             console.print(f"connection lost ({error}); trying again")
+            attempt += 1
     raise WorldError(f"{args.server} went away {MAX_RECONNECTS + 1} times")
 
 
@@ -328,11 +348,22 @@ def rest_of(request: dict[str, Any], chunk: int, hello: dict[str, Any]) -> dict[
     return rest if len(poses_N44) > frames else None
 
 
+def follow(args: argparse.Namespace, moved: dict[str, Any]) -> None:
+    """Address the server that a session has moved to.
+
+    Without an address, a proxy at the same address finds the server by its name.
+    """
+    if "url" in moved:
+        args.server, args.query = moved["url"].replace("http", "ws", 1), ""
+    else:
+        args.query = "?" + urlencode({"server": moved["server"], "session": moved["session_id"]})
+
+
 def open_world(args: argparse.Namespace) -> ClientConnection:
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     try:
         return connect(
-            args.server.rstrip("/") + PATH,
+            args.server.rstrip("/") + PATH + args.query,
             max_size=None,
             compression=None,
             additional_headers=headers,

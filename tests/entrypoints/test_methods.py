@@ -7,6 +7,7 @@ from fastapi.testclient import TestClient
 from starlette.routing import Route
 
 from vllm_omni.entrypoints.engine.readiness import ReadyRoute
+from vllm_omni.entrypoints.fleet.routes import FleetRoutes
 from vllm_omni.entrypoints.openai.routes import OpenAIRoutes
 from vllm_omni.entrypoints.realtime.spectators.routes import SpectatorRoutes
 from vllm_omni.entrypoints.realtime.webrtc.routes import WebRtcRoutes
@@ -20,6 +21,7 @@ def app() -> FastAPI:
     OpenAIRoutes().add_routes(server)
     ReadyRoute().add_routes(server)
     SessionRoutes().add_routes(server)
+    FleetRoutes().add_routes(server)
     SpectatorRoutes().add_routes(server)
     WebRtcRoutes().add_routes(server)
     return server

@@ -13,7 +13,8 @@ from vllm_omni.entrypoints.engine.readiness import Readiness
 from vllm_omni.model_executor.layers.fast_path import FastPath
 from vllm_omni.outputs import RequestFailed
 
-STATS = {"sessions": 0, "max_sessions": 2, "bytes": 0, "max_bytes": 100}
+NONE_SUSPENDED = {"suspended": 0, "suspended_bytes": 0, "can_suspend": False}
+STATS = {"sessions": 0, "max_sessions": 2, "bytes": 0, "max_bytes": 100, **NONE_SUSPENDED}
 
 
 class StatsEngine(OmniEngine):
@@ -58,6 +59,9 @@ def send(
         ({"sessions": 1, "bytes": 50}, {}, "ready"),
         ({"sessions": 1, "bytes": 51}, {}, "capacity"),  # one more of that size does not fit
         ({"sessions": 1, "bytes": 51, "max_bytes": None}, {}, "ready"),
+        # one session in host memory, and the other may follow it
+        ({"sessions": 1, "bytes": 0, "suspended": 1}, {}, "ready"),
+        ({"sessions": 1, "bytes": 90, "can_suspend": True}, {}, "ready"),
         ({"sessions": 2, "bytes": 10}, {}, "capacity"),
         ({"sessions": 2, "bytes": 10}, {"can_make_room": True}, "ready"),  # one of them is idle
         # requests of a model without sessions are queued
@@ -88,7 +92,9 @@ def test_a_dead_engine_is_not_ready() -> None:
         503,
         {
             "status": "engine_dead",
-            **dict.fromkeys([*STATS, "age_s", "ranks", "fast_paths", "encoders"]),
+            **dict.fromkeys(
+                [*(STATS.keys() - {"can_suspend"}), "age_s", "ranks", "fast_paths", "encoders"]
+            ),
         },
     )
 
@@ -127,10 +133,10 @@ def test_an_engine_that_dies_during_a_probe_is_reported() -> None:
 def test_several_ranks_add_up_and_one_with_room_is_enough() -> None:
     """One of two data-parallel ranks may be full."""
     engine = StatsEngine(sessions=2, bytes=80)
-    engine.other_ranks = [{"sessions": 1, "max_sessions": 2, "bytes": 40, "max_bytes": 100}]
+    engine.other_ranks = [{**STATS, "sessions": 1, "bytes": 40}]
     code, reply = send(engine)
     assert (code, reply["status"]) == (200, "ready")
-    assert {name: reply[name] for name in STATS} == {
+    assert {name: reply[name] for name in ("sessions", "max_sessions", "bytes", "max_bytes")} == {
         "sessions": 3,
         "max_sessions": 4,
         "bytes": 120,

@@ -39,6 +39,7 @@ class Served:
         flags: Additional arguments of `vllm serve`.
         environ: Environment variables in addition to those of this process.
         real: Start a new Python, for tests of the server's processes.
+        port: Port of the server. Default: a free one.
     """
 
     def __init__(
@@ -48,8 +49,9 @@ class Served:
         *flags: str,
         environ: Mapping[str, str] | None = None,
         real: bool = False,
+        port: int | None = None,
     ) -> None:
-        self.port = port_for_a_server()
+        self.port = port or port_for_a_server()
         self._log = folder / f"server-{self.port}.log"
         omni = msgspec.json.encode({"omni": SIZES}).decode()
         arguments = ["serve", str(model), "--omni", "--host", "127.0.0.1", "--port", str(self.port)]

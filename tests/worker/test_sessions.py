@@ -9,7 +9,7 @@ import torch
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import SessionState
 from vllm_omni.outputs import RequestFailed
-from vllm_omni.worker.diffusion.sessions.store import SessionStore
+from vllm_omni.worker.diffusion.sessions.store import SessionStore, Suspension
 
 
 class Session(SessionState):
@@ -215,6 +215,9 @@ def test_all_sessions_are_moved_closed_and_listed(store: SessionStore) -> None:
         "max_sessions": 3,
         "bytes": 15,
         "max_bytes": 25,
+        "suspended": 0,
+        "suspended_bytes": 0,
+        "can_suspend": False,
         "chunks": {"a": 1, "b": 2, "c": 0},
     }
     store.to("cpu")
@@ -239,3 +242,77 @@ def test_pooled_memory_is_trimmed_for_live_sessions(store: SessionStore) -> None
     assert limits == [15, 5], "its memory may stay pooled"
     store.to("cpu")
     assert limits[-1] == 0, "sleep mode frees the pool"
+
+
+@pytest.fixture
+def moves(store: SessionStore, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """(session, device) of each move. The store may suspend 25 bytes after 5 s."""
+    store.max_sessions, store.suspension = 8, Suspension(5.0, 25, torch.device("cuda"))
+    moves: list[tuple[str, str]] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(
+        Session, "to", lambda self, device: moves.append((self.session_id, str(device)))
+    )
+    return moves
+
+
+def test_an_idle_session_makes_room_in_host_memory(
+    store: SessionStore, clock: Clock, moves: list[tuple[str, str]]
+) -> None:
+    """The least recently used one moves, and returns for its next chunk in exchange for another."""
+    for name in ("a", "b"):
+        store.make_room(10)
+        store.add_session(Session(name))
+    with pytest.raises(RequestFailed, match="capacity"):
+        store.make_room(10)  # neither has been idle for 5 s
+    clock.now = 5
+    assert store.stats()["can_suspend"]
+    store.make_room(10)
+    store.add_session(Session("c"))
+    assert moves == [("a", "cpu")]
+    assert (store.nbytes, store.suspended_nbytes, len(store)) == (20, 10, 3)
+    clock.now = 20
+    store.resume("a")
+    assert moves == [("a", "cpu"), ("b", "cpu"), ("a", "cuda")]
+    store.resume("a")  # is there
+    assert len(moves) == 3
+    store.close("b")
+    assert store.suspended_nbytes == 0
+
+
+def test_host_memory_is_bounded_and_a_chunk_in_flight_protects(
+    store: SessionStore, clock: Clock, moves: list[tuple[str, str]]
+) -> None:
+    """Two of three idle sessions fit; what does not is refused, and nothing is closed."""
+    for number, name in enumerate("abcd"):
+        clock.now = 10 * number
+        store.make_room(10)
+        store.add_session(Session(name))
+    assert [name for name, _ in moves] == ["a", "b"]
+    clock.now = 45
+    with pytest.raises(RequestFailed, match="capacity"):
+        store.make_room(10)
+    assert len(store) == 4
+    store.pin("c")
+    store.pin("d")
+    with pytest.raises(RequestFailed, match="capacity"):
+        store.resume("a")
+    assert store.suspended_nbytes == 20
+    # after `idle_s`, sessions are closed as ever, but only where that frees device memory
+    store.unpin("c")
+    clock.now = 1000
+    store.make_room(10)
+    assert "c" not in store
+    assert {"a", "b", "d"} <= set(store.stats()["chunks"])
+
+
+def test_sleep_leaves_suspended_sessions_on_the_host(
+    store: SessionStore, clock: Clock, moves: list[tuple[str, str]]
+) -> None:
+    for number, name in enumerate("abc"):
+        clock.now = 10 * number
+        store.make_room(10)
+        store.add_session(Session(name))
+    moves.clear()
+    store.to("cuda")
+    assert [name for name, _ in moves] == ["b", "c"]

@@ -15,6 +15,7 @@ RETRYABLE: Final = frozenset(
         "session_evicted",
         "capacity",
         "draining",
+        "moved",
         "busy",
         "cancelled",
         "timeout",

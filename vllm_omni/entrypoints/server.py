@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.websockets import WebSocket
 
 from vllm_omni.entrypoints.engine.readiness import ReadyRoute
+from vllm_omni.entrypoints.fleet.routes import FleetRoutes
 from vllm_omni.entrypoints.openai.adapter_route import AdapterRoute
 from vllm_omni.entrypoints.openai.routes import OpenAIRoutes
 from vllm_omni.entrypoints.realtime.connection.live_client import RealtimeEndpoint
@@ -79,6 +80,7 @@ ENDPOINTS: Final[tuple[Callable[[], ServerEndpoint], ...]] = (
     OpenAIRoutes,
     AdapterRoute,
     SessionRoutes,
+    FleetRoutes,  # after the endpoint that saves and restores sessions
     ReadyRoute,  # after every endpoint that appends to `room_checks`
     WebPage,
 )

@@ -23,6 +23,7 @@ from vllm_omni.entrypoints.openai.served import ServedModel
 from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.entrypoints.realtime.connection.session_engine import SessionEngine
 from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
+from vllm_omni.entrypoints.realtime.sessions.migration import SessionMigration
 from vllm_omni.entrypoints.realtime.sessions.recorder import SessionRecorder, recording_header
 from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
 
@@ -59,6 +60,8 @@ class ServerContext:
     """Requests and collective calls of this package."""
     room_checks: list[Callable[[], bool]] = field(default_factory=list)
     """The server accepts new work if all of them return True."""
+    migration: SessionMigration | None = None
+    """Saves and restores sessions. None: the model has no sessions."""
     media_bytes: Callable[[], int] = int
     """Returns the size of stored media files in bytes. It may block, so call it on a thread."""
 

@@ -38,20 +38,21 @@ from vllm_omni.entrypoints.realtime.connection.connection import (
 from vllm_omni.entrypoints.realtime.sessions.migration import SessionMigration
 from vllm_omni.entrypoints.realtime.sessions.session import Session, SessionKey, new_session_id
 from vllm_omni.entrypoints.server_context import ServerContext
+from vllm_omni.entrypoints.snapshot_upload import (
+    PART_BYTES,
+    max_snapshot_bytes,
+    receive_snapshot,
+)
 from vllm_omni.entrypoints.staging_directory import StagingDirectory
 from vllm_omni.inputs import SessionId
 from vllm_omni.runtime import log_context
-from vllm_omni.session_files.snapshot import LENGTH_BYTES, check_length
 
 logger = logging.getLogger("vllm." + __name__)
 
 MEDIA_TYPE: Final = "application/octet-stream"
 _ENDPOINT: Final = "sessions"
-_PART_BYTES: Final = 4 << 20
 _EXCHANGES: Final = 2
 """Maximum number of snapshots that the engine writes or reads at the same time; others wait."""
-_HEADER_BYTES: Final = 16 << 20
-"""Maximum size of a snapshot in addition to its tensors."""
 _UPLOADS: Final = 8
 """Maximum number of uploads at the same time, each as large as a session may be."""
 _UPLOADS_PER_CLIENT: Final = 2
@@ -99,10 +100,8 @@ class SessionRoutes:
         migration = SessionMigration(
             server.sessions, staging, persistent_dir, omni.snapshot_period_s
         )
-        (stats, *_) = await server.engine.session_stats()
-        if stats["max_bytes"] is not None:
-            world_size = server.client.vllm_config.parallel_config.world_size
-            self._max_bytes = stats["max_bytes"] * world_size + _HEADER_BYTES
+        self._max_bytes = await max_snapshot_bytes(server)
+        server.migration = migration
         self._migration = migration
         await asyncio.to_thread(migration.sweep)
         if count := await migration.take_over():
@@ -206,40 +205,12 @@ class SessionRoutes:
         path = self._new_path()
         try:
             with self._upload(client):
-                await self._receive(request, path)
+                await receive_snapshot(request, path, self._max_bytes)
             async with self._exchanges:
                 session = await migration.restore(key, client, path, _ENDPOINT)
         finally:
             path.unlink(missing_ok=True)
         return JSONResponse(_reply(session).model_dump(), 201)
-
-    async def _receive(self, request: Request, path: Path) -> None:
-        """Stream the body to a file. `BodyTimeout` limits the time.
-
-        Raises:
-            EndpointError: The body is too large.
-            RequestFailed: The header is too long. Its length is checked before the rest arrives.
-        """
-        limit = self._max_bytes
-        total, held, is_checked = 0, bytearray(), False
-        with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
-            stream = aiter(request.stream())
-            while True:
-                part = await anext(stream, None)
-                total += len(part or b"")
-                if limit is not None and total > limit:
-                    raise EndpointError(
-                        "snapshot_too_large", f"a session of this server has at most {limit} bytes"
-                    )
-                held += part or b""
-                if not is_checked and len(held) >= LENGTH_BYTES:
-                    check_length(int.from_bytes(held[:LENGTH_BYTES], "little"))
-                    is_checked = True
-                if held and (part is None or len(held) >= _PART_BYTES):
-                    await asyncio.to_thread(file.write, bytes(held))
-                    held.clear()
-                if part is None:
-                    return
 
     @contextlib.contextmanager
     def _upload(self, client: str) -> Iterator[None]:
@@ -314,7 +285,7 @@ class FileDownload(Response):
                         "headers": self.raw_headers,
                     }
                 )
-                while part := await asyncio.to_thread(file.read, _PART_BYTES):
+                while part := await asyncio.to_thread(file.read, PART_BYTES):
                     for start in range(0, len(part), _SENT_BYTES):
                         body = part[start : start + _SENT_BYTES]
                         async with asyncio.timeout(self._deadline_s):

@@ -157,7 +157,8 @@ class PipelineWorker:
 
     def session_stats(self) -> dict[str, Any]:
         """Return statistics like a worker's (`SessionStore.stats`). A pipeline has no sessions."""
-        return {"sessions": 0, "max_sessions": 0, "bytes": 0, "max_bytes": None, "chunks": {}}
+        counts = dict.fromkeys(("sessions", "max_sessions", "bytes", "suspended_bytes"), 0)
+        return {**counts, "suspended": 0, "can_suspend": False, "max_bytes": None, "chunks": {}}
 
     def fast_paths(self) -> list[dict[str, Any]]:
         """Return no fast paths: diffusers chooses its own implementations."""

@@ -32,7 +32,14 @@ from vllm_omni.outputs import RequestFailed
 logger = logging.getLogger("vllm." + __name__)
 
 _FRESH_S: Final = 0.25
-_COUNTED: Final = ("sessions", "max_sessions", "bytes", "max_bytes")
+_COUNTED: Final = (
+    "sessions",
+    "max_sessions",
+    "bytes",
+    "max_bytes",
+    "suspended",
+    "suspended_bytes",
+)
 _PATIENCE_S: Final = 0.5  # Kubernetes gives a probe one second by default
 
 
@@ -74,6 +81,10 @@ class ReadyReply(BaseModel):
     """Size of the sessions in bytes."""
     max_bytes: int | None = None
     """Maximum size of the sessions in bytes. None: no limit."""
+    suspended: int | None = None
+    """Number of these sessions that are in host memory (`omni.suspend_idle_s`)."""
+    suspended_bytes: int | None = None
+    """Size of the sessions in host memory in bytes, which `bytes` does not include."""
     age_s: float | None = None
     """Age of the numbers in seconds; more than one during a long engine step. None: no numbers yet.
     """
@@ -190,10 +201,10 @@ class Readiness:
 
 
 def _has_room(stats: Mapping[str, Any]) -> bool:
-    if not stats["sessions"]:
-        return True
-    one_more = stats["bytes"] / stats["sessions"]
+    on_device = stats["sessions"] - stats["suspended"]
+    one_more = stats["bytes"] / max(1, on_device)
     fits = stats["max_bytes"] is None or stats["bytes"] + one_more <= stats["max_bytes"]
+    fits = fits or stats["can_suspend"]
     return bool(stats["sessions"] < stats["max_sessions"] and fits)
 
 

@@ -50,6 +50,11 @@ _WORKING_READS: Final = (f"{SESSIONS_PATH}/", "/v1/hidden_states/")
 """Reads that do work: a snapshot occupies the engine, and hidden states are returned only once."""
 _OWNER: Final = "vllm_omni.owner"
 
+OPERATOR_SESSIONS_PATH: Final = "/omni/sessions"
+MIGRATIONS_PATH: Final = "/omni/migrations"
+_OPERATOR_PATHS: Final = (OPERATOR_SESSIONS_PATH, MIGRATIONS_PATH)
+"""Paths that require the operator's key instead of an API key (`entrypoints/fleet/routes.py`)."""
+
 READY_PATH: Final = "/omni/ready"
 OPEN_PATHS: Final = frozenset(
     {"/health", READY_PATH, "/ping", "/version", "/load", "/metrics", "/metrics/"}
@@ -169,6 +174,9 @@ class KeyGuard:
             return False  # startup and shutdown of the server
         path = route_path(scope)
         is_open = path in self._access.open_paths or path.startswith(SOCKET_PREFIX)
+        is_open = is_open or any(
+            path == operators or path.startswith(f"{operators}/") for operators in _OPERATOR_PATHS
+        )
         return scope.get("method") != "OPTIONS" and not is_open
 
 

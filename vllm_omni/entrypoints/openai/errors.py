@@ -45,6 +45,12 @@ _STATUS: Final = {
     "snapshot_too_large": 413,
     "session_limit": 429,
     "snapshot_storage": 500,
+    # moves between servers
+    "moved": 421,
+    "not_movable": 409,
+    "unknown_server": 400,
+    "unknown_migration": 404,
+    "move_failed": 502,
     "draining": 503,
     "busy": 503,
 }

@@ -9,15 +9,17 @@ import hashlib
 import importlib.resources
 import logging
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
 from starlette.responses import RedirectResponse, Response
 
+from vllm_omni.entrypoints.fleet.servers import Fleet
 from vllm_omni.entrypoints.server_context import ServerContext
 from vllm_omni.entrypoints.webui.address import PAGE_PATH, page_url
 from vllm_omni.worlds.description import description_file, read_description
@@ -33,6 +35,9 @@ CONTENT_TYPES: Final = {
     "jpg": "image/jpeg",
 }
 
+_CONNECT: Final = "connect-src 'self'"
+"""The WebSocket of this host, and its ticket."""
+
 HEADERS: Final = {
     "Content-Security-Policy": "; ".join(
         (
@@ -41,7 +46,7 @@ HEADERS: Final = {
             "style-src 'self'",
             "img-src 'self' blob: data:",
             "media-src 'self' blob:",
-            "connect-src 'self'",  # the WebSocket of this host, and its ticket
+            _CONNECT,
             "base-uri 'none'",
             "form-action 'none'",
             "frame-ancestors 'none'",
@@ -67,9 +72,13 @@ class StaticPage:
     """MIME type."""
     etag: str
     """Value of the header `ETag`."""
+    servers: Sequence[str] = ()
+    """Origins of other servers to which the page may connect, because its world may move there."""
 
     async def send(self, request: Request) -> Response:
-        headers = {**HEADERS, "ETag": self.etag}
+        policy = HEADERS["Content-Security-Policy"]
+        policy = policy.replace(_CONNECT, " ".join((_CONNECT, *self.servers)))
+        headers = {**HEADERS, "Content-Security-Policy": policy, "ETag": self.etag}
         if request.headers.get("if-none-match") == self.etag:
             return Response(status_code=304, headers=headers)
         return Response(self.body, media_type=self.content_type, headers=headers)
@@ -81,18 +90,31 @@ class WebPage:
 
     def __init__(self) -> None:
         self._is_world = True
+        self._servers: list[str] = []
 
     def add_routes(self, app: FastAPI) -> Iterable[str]:
-        return add_pages(app, Path(app.state.args.model), lambda: self._is_world)
+        world = Path(app.state.args.model)
+        return add_pages(app, world, lambda: self._is_world, self._servers)
 
     async def start_serving(self, server: ServerContext) -> None:
         self._is_world = server.is_world
+        fleet = Fleet.read(server.omni.fleet, server.omni.server_name)
+        self._servers += connect_sources(one.public_url for one in fleet.others.values())
         if (address := local_address(server.args)) is not None:
             logger.info("web page: %s", address)
 
 
+def connect_sources(urls: Iterable[str | None]) -> list[str]:
+    """Return the sources of a Content-Security-Policy for HTTP and WebSockets of servers."""
+    origins = ["{0.scheme}://{0.netloc}".format(urlsplit(url)) for url in urls if url is not None]
+    return [*origins, *(origin.replace("http", "ws", 1) for origin in origins)]
+
+
 def add_pages(
-    app: FastAPI, world: Path | None = None, is_world: Callable[[], bool] = lambda: True
+    app: FastAPI,
+    world: Path | None = None,
+    is_world: Callable[[], bool] = lambda: True,
+    servers: Sequence[str] = (),
 ) -> list[str]:
     """Add a route for every file under `static/`, which are all read now.
 
@@ -102,6 +124,7 @@ def add_pages(
             `world/`.
         is_world: Returns whether the model has sessions. Called for each request of the page,
             because other models have another page.
+        servers: Origins of other servers, which may be added later.
 
     Returns:
         Paths of the routes.
@@ -112,6 +135,7 @@ def add_pages(
             f"world/{name}": _page(name, description_file(world, name))
             for name in description.images
         }
+    pages = {name: replace(page, servers=servers) for name, page in pages.items()}
     by_path = {f"{PAGE_PATH}/{name}": page for name, page in pages.items()}
 
     async def to_slash(request: Request) -> Response:

@@ -45,7 +45,7 @@ from vllm_omni.worker.diffusion.agreement import RankAgreement
 from vllm_omni.worker.diffusion.decode import ChunkEnd
 from vllm_omni.worker.diffusion.roles import role_for
 from vllm_omni.worker.diffusion.roles.role import RankParts
-from vllm_omni.worker.diffusion.sessions.store import SessionStore
+from vllm_omni.worker.diffusion.sessions.store import SessionStore, Suspension
 from vllm_omni.worker.diffusion.surface import RunnerSurface
 
 
@@ -65,6 +65,10 @@ class DiffusionGPUModelRunner(RunnerSurface):
         self.sessions = SessionStore(
             self.omni.max_sessions, self.omni.session_idle_s, clock=self.agreement.clock
         )
+        if self.omni.suspend_idle_s is not None:
+            self.sessions.suspension = Suspension(
+                self.omni.suspend_idle_s, self.omni.max_suspended_bytes, self.device
+            )
         self.partition = self.omni.partition
         """Layers of each stage after the last move, or as loaded; () means as even as possible."""
 

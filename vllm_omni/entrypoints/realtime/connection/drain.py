@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SessionDrain`: graceful shutdown of the realtime endpoints.
 
-While draining, no new chunk starts. Chunks in flight are finished, rendered and delivered. Then
-every incomplete request ends with `draining` (close code 1013). If `save_to` is set, each session
-is saved exactly once: at the end of its run, because closing a live connection frees its session,
-or otherwise when it is idle. This module depends neither on signals nor on the engine.
+If `move_away` is set, sessions first move to other servers, and play until their turn comes. The
+rest is drained. While draining, no new chunk starts. Chunks in flight are finished, rendered and
+delivered. Then every incomplete request ends with `draining` (close code 1013). If `save_to` is
+set, each session is saved exactly once: at the end of its run, because closing a live connection
+frees its session, or otherwise when it is idle. This module depends neither on signals nor on the
+engine.
 """
 
 import asyncio
@@ -61,23 +63,39 @@ class SessionTable(Protocol[S_co]):
 class SessionDrain(Generic[S]):
     """Drains the sessions of one API server process.
 
-    `save_to` writes a session to persistent storage. Default: sessions are discarded.
+    `save_to` writes a session to persistent storage. Default: sessions are discarded. `move_away`
+    moves sessions to other servers as far as possible. Default: none is moved.
     """
 
     def __init__(self) -> None:
         self.save_to: Callable[[S], Awaitable[None]] | None = None
+        self.move_away: Callable[[], Awaitable[None]] | None = None
         self.is_draining = False
+        self.is_leaving = False
+        """Whether sessions are moving away, so that no new one may start."""
         self._started = asyncio.Event()
         self._saved: set[str] = set()
         self._saving: set[asyncio.Task[None]] = set()
 
-    def check(self, **details: Any) -> None:
-        """Check whether new work may start.
+    def check_new(self) -> None:
+        """Check whether a new session may start.
 
         Raises:
             EndpointError: `draining`.
         """
-        if self.is_draining:
+        self.check(is_refused=self.is_leaving or self.is_draining)
+
+    def check(self, is_refused: bool | None = None, **details: Any) -> None:
+        """Check whether new work of a session may start.
+
+        Args:
+            is_refused: Whether it may not. Default: the server is draining.
+            details: Keys of the error.
+
+        Raises:
+            EndpointError: `draining`.
+        """
+        if self.is_draining if is_refused is None else is_refused:
             raise EndpointError(
                 "draining",
                 "the server is stopping; continue on another one",
@@ -85,9 +103,9 @@ class SessionDrain(Generic[S]):
                 **details,
             )
 
-    async def unless_draining(self, waiting: Coroutine[Any, Any, None]) -> None:
-        """Await a coroutine until it ends or draining starts."""
-        tasks = [asyncio.ensure_future(waiting), asyncio.ensure_future(self._started.wait())]
+    async def unless_draining(self, *waiting: Coroutine[Any, Any, Any]) -> None:
+        """Await coroutines until one of them ends or draining starts."""
+        tasks = [asyncio.ensure_future(one) for one in (*waiting, self._started.wait())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -113,14 +131,17 @@ class SessionDrain(Generic[S]):
                 logger.warning("a session could not be saved: %s", error)
 
     async def drain_sessions(self, manager: SessionTable[S]) -> None:
-        """Drain: refuse new work, then finish and save the sessions that have started.
+        """Drain: refuse new work, move sessions away, then finish and save the others.
 
         Returns when all connections are closed. Clients that receive `draining` are closed with
         1013 by their own tasks. Otherwise the server's shutdown would close them with 1012.
         """
+        manager.guard.is_draining = True
+        if self.move_away is not None:
+            self.is_leaving = True
+            await self.move_away()
         self.is_draining = True
         self._started.set()
-        manager.guard.is_draining = True
         while any(_works(session) for session in manager.sessions()):
             await asyncio.sleep(_POLL_S)
         for session in manager.sessions():

@@ -216,7 +216,7 @@ class SessionMigration:
                     if self.periodic_snapshots is None:
                         path.unlink()
                     else:
-                        self.periodic_snapshots.adopt(session, path)
+                        self.periodic_snapshots.adopt(session, path, session.next_chunk)
                 except OSError as error:
                     logger.warning(
                         "%s is restored, but its file cannot be removed: %s", path, error
@@ -239,20 +239,23 @@ class SessionMigration:
             EndpointError: The engine could not save the session.
             OSError: The file could not be written.
         """
-        return await self.manager.engine.save_session_live(session.engine_id, path, _owner(session))
+        return await self.manager.engine.save_session_live(
+            session.engine_id, path, owner_of_session(session)
+        )
 
     async def _persist(self, session: Session) -> None:
         """Save one session during shutdown."""
         assert self.persistent_dir is not None
         final = self.persistent_dir.final_path(session.key)
         partial = self.persistent_dir.partial_path(final)
-        header = await self.save(session, partial, _owner(session))
+        header = await self.save(session, partial, owner_of_session(session))
         partial.replace(final)
         self.persistent_dir.periodic_path(session.key).unlink(missing_ok=True)
         logger.info("session_saved chunks=%d bytes=%d", header.chunk_index, final.stat().st_size)
 
 
-def _owner(session: Session) -> dict[str, str]:
+def owner_of_session(session: Session) -> dict[str, str]:
+    """Return the owner of a session as the header of a snapshot contains it."""
     principal, session_id = session.key
     owner: dict[str, str] = msgspec.to_builtins(SessionOwner(principal, session_id, session.client))
     return owner

@@ -8,7 +8,9 @@ session ends, its snapshot is removed. If the engine dies, the snapshots stay fo
 """
 
 import asyncio
+import contextlib
 import logging
+import shutil
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -16,7 +18,11 @@ from pathlib import Path
 from typing import Final
 
 from vllm_omni.entrypoints.errors import EndpointError
-from vllm_omni.entrypoints.realtime.sessions.persisted_sessions import PersistedSessions
+from vllm_omni.entrypoints.realtime.sessions.persisted_sessions import (
+    SUFFIX,
+    WITHHELD_SUFFIX,
+    PersistedSessions,
+)
 from vllm_omni.entrypoints.realtime.sessions.session import Session
 from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
 from vllm_omni.session_files.snapshot import SnapshotHeader
@@ -66,6 +72,7 @@ class PeriodicSnapshots:
             period_s,
         )
         self._saved: dict[str, _Saved] = {}
+        self._withheld: set[str] = set()
         self._trouble: str | None = None
         self._is_stretched = False
         self.task: asyncio.Task[None] | None = None
@@ -74,17 +81,51 @@ class PeriodicSnapshots:
         self._manager.on_engine_session_end.append(self.discard_snapshot)
         self.task = self._manager.spawn_background(self._run())
 
-    def adopt(self, session: Session, path: Path) -> None:
-        """Continue with the file that a session was restored from."""
+    def adopt(self, session: Session, path: Path, next_chunk: int) -> None:
+        """Continue with the file that a session was restored from.
+
+        Args:
+            session: The session.
+            path: The file, which is moved.
+            next_chunk: Number of the session's next chunk in the file.
+        """
         own = self._persistent_dir.periodic_path(session.key)
-        path.rename(own)
-        self._saved[session.engine_id] = _Saved(session.next_chunk, time.monotonic(), own)
+        try:
+            path.rename(own)
+        except OSError:  # in another file system
+            partial = self._persistent_dir.partial_path(own)
+            shutil.copyfile(path, partial)
+            partial.rename(own)
+            path.unlink()
+        self._saved[session.engine_id] = _Saved(next_chunk, time.monotonic(), own)
 
     def discard_snapshot(self, engine_id: str) -> None:
         """Remove the snapshot of a session that has ended, unless the engine is dead."""
+        self._withheld.discard(engine_id)
         saved = self._saved.pop(engine_id, None)
         if saved is not None and saved.path is not None and not self._manager.engine.is_dead:
             saved.path.unlink(missing_ok=True)
+
+    def withhold(self, session: Session) -> None:
+        """Take a session's snapshot out of the reach of other servers, and write no new one.
+
+        While a session moves, a server that restored its snapshot would create a second copy.
+        """
+        self._withheld.add(session.engine_id)
+        self._rename(session.engine_id, WITHHELD_SUFFIX)
+
+    def release(self, engine_id: str) -> None:
+        """Undo `withhold`, because the session stays."""
+        self._withheld.discard(engine_id)
+        self._rename(engine_id, SUFFIX)
+
+    def _rename(self, engine_id: str, suffix: str) -> None:
+        saved = self._saved.get(engine_id)
+        if saved is None or saved.path is None:
+            return
+        stem = saved.path.name.removesuffix(SUFFIX).removesuffix(WITHHELD_SUFFIX)
+        with contextlib.suppress(FileNotFoundError):
+            saved.path = saved.path.rename(saved.path.with_name(stem + suffix))
 
     async def _run(self) -> None:
         while not self._manager.drain.is_draining:
@@ -104,6 +145,8 @@ class PeriodicSnapshots:
         now_s, due = time.monotonic(), []
         for session in self._manager.sessions():
             saved = self._saved.get(session.engine_id)
+            if session.engine_id in self._withheld or not session.is_settled:
+                continue
             if saved is None and session.started:
                 due.append((0.0, session))
             elif (
@@ -131,8 +174,12 @@ class PeriodicSnapshots:
         except (EndpointError, OSError) as error:
             self._note_trouble(session, error)
             return 0.0
-        # the session has ended, or draining saves it
-        if session.engine_id != engine_id or self._manager.drain.is_draining:
+        # the session has ended, moves, or draining saves it
+        if (
+            session.engine_id != engine_id
+            or engine_id in self._withheld
+            or self._manager.drain.is_draining
+        ):
             partial.unlink(missing_ok=True)
             return cost_s
         partial.replace(final)

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`PersistedSessions`: the directory of snapshots that outlive their server process.
 
-It contains two kinds of files. `<digest>.session.safetensors` is a session that a server saved at
+It contains three kinds of files. `<digest>.session.safetensors` is a session that a server saved at
 shutdown. `<digest>.<owner>.session.safetensors` is a periodic snapshot that belongs to the process
-`owner` while that process lives. The digest is that of the session's key. Files are renamed into
-place, so they are always complete. This module depends neither on sessions nor on the engine.
+`owner` while that process lives. `<digest>.<owner>.withheld` is the last snapshot of a session that
+was moving to another server. It is never restored automatically, because the session may be live
+there; if its server was killed, an operator may restore it. The digest is that of the session's
+key. Files are renamed into place, so they are always complete. This module depends neither on
+sessions nor on the engine.
 """
 
 import contextlib
@@ -23,6 +26,7 @@ from vllm_omni.entrypoints.staging_directory import is_alive, open_regular
 logger = logging.getLogger("vllm." + __name__)
 
 SUFFIX: Final = ".session.safetensors"
+WITHHELD_SUFFIX: Final = ".withheld"
 _PARTIAL: Final = ".partial"
 _ABANDONED_S: Final = 600.0
 """Age in seconds at which an incomplete file of another machine is considered abandoned."""
@@ -54,6 +58,10 @@ class PersistedSessions:
     def partial_path(self, final: Path) -> Path:
         """Return the path at which a file is written before it is renamed to `final`."""
         return final.with_name(f"{final.name.removesuffix(SUFFIX)}.{self._owner}{_PARTIAL}")
+
+    def lost_path(self, key: SessionKey) -> Path:
+        """Return the path of the last snapshot of a session that may be live elsewhere."""
+        return self.folder / f"{_digest(key)}.{self._owner}{WITHHELD_SUFFIX}"
 
     def left_by_others(self) -> list[Path]:
         """Return the snapshots of ended processes, oldest first.
@@ -90,6 +98,19 @@ class PersistedSessions:
                     or now_s - partial.stat().st_mtime > _ABANDONED_S
                 ):
                     partial.unlink(missing_ok=True)
+        for path in self.folder.glob(f"*.*{WITHHELD_SUFFIX}"):
+            owner = path.name.removesuffix(WITHHELD_SUFFIX).partition(".")[2]
+            with contextlib.suppress(OSError):
+                if is_alive(self.folder, owner):
+                    continue
+                if now_s - path.stat().st_mtime > _LIFETIME_S:
+                    path.unlink()
+                    continue
+                logger.warning(
+                    "session_lost: %s is the last snapshot of a session that was moving when its "
+                    "server ended; if it is live on no server, restore it with PUT /v1/sessions",
+                    path,
+                )
         for path in self.folder.glob(f"*.*{SUFFIX}"):
             owner = path.name.removesuffix(SUFFIX).partition(".")[2]
             with contextlib.suppress(OSError):

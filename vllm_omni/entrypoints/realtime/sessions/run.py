@@ -235,6 +235,10 @@ class SessionRun:
     def has_follower(self) -> bool:
         return self._follower is not None
 
+    def is_followed_by(self, owner: object) -> bool:
+        """Return whether a connection receives the replies now."""
+        return self._follower is not None and self._follower.owner is owner
+
     @property
     def num_chunks(self) -> int | None:
         """Number of chunks. None: unlimited, until the run is cancelled."""

@@ -18,7 +18,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sized
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sized
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
@@ -35,6 +35,7 @@ from vllm_omni.entrypoints.realtime.connection.session_engine import ChunkResult
 from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 from vllm_omni.entrypoints.realtime.encoding.implementations import Implementations
 from vllm_omni.entrypoints.realtime.encoding.session_encoders import SessionEncoders
+from vllm_omni.entrypoints.realtime.sessions.pause import Destination, SessionPause
 from vllm_omni.entrypoints.realtime.sessions.rendering import render_replies
 from vllm_omni.entrypoints.realtime.sessions.run import (
     DeliveryLog,
@@ -95,6 +96,8 @@ class SessionHost(Protocol):
 
     def close_engine_session(self, engine_id: str) -> None: ...
 
+    def session_left(self, session: "Session") -> None: ...
+
     def engine_session_ended(self, engine_id: str) -> None: ...
 
     async def wait_for_closed_sessions(self) -> None: ...
@@ -143,12 +146,28 @@ class Session:
         self.audience = Audience(manager)
         """Spectators of the session."""
         self._clock = PlayClock()
+        self.destination: Destination | None = None
+        """Server on which the session continues. None: this one."""
+        self.is_visible = True
+        """Whether clients may use the session. False: it is on its way to this server."""
+        self.is_settled = True
+        """Whether no other server can still hold the session. Until then it is neither saved nor
+        moved on, so that it never exists twice."""
+        self.protected_until_s = 0.0
+        """Monotonic time in seconds before which the session is neither evicted nor closed."""
+        self._pause: SessionPause | None = None
+        self._pause_requested = asyncio.Event()
         self._next_request = asyncio.Lock()
         self._waiting = 0
+        self._holds = 0
 
     @property
     def is_busy(self) -> bool:
-        return self._waiting > 0
+        return self._waiting + self._holds > 0
+
+    @property
+    def is_pausing(self) -> bool:
+        return self._pause is not None
 
     @property
     def idle_s(self) -> float:
@@ -171,12 +190,92 @@ class Session:
     @contextlib.contextmanager
     def keep_alive(self) -> Iterator[None]:
         """Protect the session from eviction, then remove it from the table if it is empty."""
-        self._waiting += 1
+        self._holds += 1
         try:
             yield
         finally:
-            self._waiting -= 1
+            self._holds -= 1
             self._manager.remove_if_empty(self)
+
+    # -- pauses ------------------------------------------------------------------------------------
+
+    def pause(
+        self, work: Callable[[SessionPause], Awaitable[Destination | None]]
+    ) -> "asyncio.Task[Destination | None]":
+        """Run work at the next border between two chunks.
+
+        Args:
+            work: Runs while no request of the session is in the engine. Returns where the session
+                has gone, or None if it stays. If it raises, the session stays.
+
+        Returns:
+            A task with the result of the work.
+
+        Raises:
+            EndpointError: `session_busy`: the session is being paused already.
+        """
+        if self._pause is not None:
+            raise EndpointError("session_busy", "the session is being moved")
+        self._pause = SessionPause(work)
+        self._pause_requested.set()
+        return self._manager.spawn(self._wait_for_pause(self._pause))
+
+    async def _wait_for_pause(self, pause: SessionPause) -> Destination | None:
+        async def pause_when_idle() -> None:
+            async with self._next_request:
+                await self._run_pause(pause)
+
+        with self.keep_alive():
+            idle = asyncio.ensure_future(pause_when_idle())
+            first: list[asyncio.Future[Any]] = [idle, pause.done]
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            if not idle.done():
+                idle.cancel()  # a request that runs has taken the pause
+            return await pause.done
+
+    async def _run_pause(self, pause: SessionPause) -> None:
+        """Run the work of a pause. Requires `_next_request`."""
+        if pause.is_started:
+            return
+        try:
+            await pause.run()
+        finally:
+            self._pause = None
+            self._pause_requested.clear()
+
+    async def _pause_run(self, pause: SessionPause, run: SessionRun) -> None:
+        """Pause a request that runs.
+
+        Raises:
+            EndpointError: `moved` or `session_lost`: the session is not here any more.
+        """
+        pause.wait_until_delivered = partial(run.wait_for_reader, 0)
+        await self._run_pause(pause)
+        self._check_present()
+        error = None if pause.done.cancelled() else pause.done.exception()
+        if isinstance(error, EndpointError) and error.code == "session_lost":
+            raise EndpointError(error.code, error.message, **error.details)
+
+    def _check_present(self) -> None:
+        """Check that the session has not left.
+
+        Raises:
+            EndpointError: `moved`.
+        """
+        if self.destination is not None:
+            raise self.destination.as_error()
+
+    def leave(self, destination: Destination) -> None:
+        """Free the state, because the session continues on another server.
+
+        Undelivered replies stay for a client that reconnects here.
+        """
+        self.destination = destination
+        self._manager.session_left(self)
+        self._manager.engine_session_ended(self.engine_id)
+        self._manager.close_engine_session(self.engine_id)
+        self.engine_id = new_session_id()
+        self.started = False
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -189,6 +288,7 @@ class Session:
             EndpointError: `request_id_conflict`, `session_busy` or `draining`.
         """
         self.last_used_s = time.monotonic()
+        self._check_present()
         run = self.delivery_log.runs.get(job.request_id)
         if run is not None and run.job.digest != job.digest:
             raise EndpointError(
@@ -266,6 +366,7 @@ class Session:
         """
         limits, info, drain = self._manager.limits, self._manager.info, self._manager.drain
         source, unsent_chunks = run.job.source, run.job.replies.unsent_chunks
+        self._check_present()
         drain.check()  # before a restart may discard the session's state
         self.allowance.check_chunk()
         self.meter.request_started()
@@ -287,6 +388,7 @@ class Session:
                 len(in_flight) < (most_in_flight if self.in_step else 1)
                 and source.ready
                 and not drain.is_draining
+                and self._pause is None
             ):
                 started = run.completed + len(in_flight)
                 if started == num_chunks:
@@ -303,10 +405,14 @@ class Session:
 
         try:
             while run.completed != num_chunks:
+                if not in_flight and self._pause is not None:
+                    await self._pause_run(self._pause, run)
                 if not in_flight and not source.ready:
-                    await drain.unless_draining(source.wait_until_ready())
+                    await drain.unless_draining(
+                        source.wait_until_ready(), self._pause_requested.wait()
+                    )
                 is_held_back = fill()
-                if not in_flight and drain.is_draining:
+                if not in_flight and drain.is_draining and self._pause is None:
                     break
                 if not in_flight:
                     if is_held_back:
@@ -331,7 +437,7 @@ class Session:
             )
             if isinstance(error, EndpointError) and not refused:
                 self.in_step = False  # the engine ended the chunk without reporting its position
-            if isinstance(error, EndpointError):
+            if isinstance(error, EndpointError) and self.destination is None:
                 self.meter.chunks_aborted(error.code)
             await self._abort(run, in_flight, refused)
             raise
@@ -590,7 +696,7 @@ class Session:
                 if not task.cancelled():
                     task.exception()
             self.in_step = self.in_step and refused
-        if not self.started and not refused:
+        if not self.started and not refused and self.destination is None:
             self.discard_engine_session()  # the first chunk may still have been committed
 
     # -- the engine's state ------------------------------------------------------------------------

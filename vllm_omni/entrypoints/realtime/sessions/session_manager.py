@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Coroutine, Iterable
 from concurrent.futures import Executor
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 from vllm_omni.entrypoints.errors import EndpointError, WebSocketCloseCode
 from vllm_omni.entrypoints.limits.quotas import Quotas
@@ -40,10 +40,20 @@ logger = logging.getLogger("vllm." + __name__)
 T = TypeVar("T")
 
 _REMEMBERED_EVICTIONS: Final = 4096
+_REMEMBERED_MOVES: Final = 4096
 _OWN_ERRORS_S: Final = 0.5
 """Time in seconds for requests in flight to fail with their own ids before the connection closes.
 """
 _FAREWELL_S: Final = 1.5
+
+
+@runtime_checkable
+class FollowsSession(Protocol):
+    """A connection whose client continues a session on another server."""
+
+    async def session_moved(self, session: Session) -> None:
+        """Tell the client where a session continues, unless a request's end tells it."""
+        ...
 
 
 class SessionManager:
@@ -78,6 +88,7 @@ class SessionManager:
         self._executor = executor
         self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()
         self._evicted: OrderedDict[SessionKey, None] = OrderedDict()
+        self._moved: OrderedDict[SessionKey, Session] = OrderedDict()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._background: set[asyncio.Task[Any]] = set()
         self._closing: set[asyncio.Task[None]] = set()
@@ -103,7 +114,54 @@ class SessionManager:
         return self._sessions.get(key)
 
     def sessions(self) -> list[Session]:
-        return list(self._sessions.values())
+        """Return the sessions that clients may use."""
+        return [session for session in self._sessions.values() if session.is_visible]
+
+    # -- sessions that move ------------------------------------------------------------------------
+
+    def find_moved(self, key: SessionKey) -> Session | None:
+        """Return a session that continues on another server, with its undelivered replies."""
+        return self._moved.get(key)
+
+    def check_moved(self, key: SessionKey) -> None:
+        """Check that a session has not moved to another server.
+
+        Raises:
+            EndpointError: `moved`.
+        """
+        session = self._moved.get(key)
+        if session is not None and session.destination is not None:
+            raise session.destination.as_error()
+
+    def session_left(self, session: Session) -> None:
+        """Remember where a session has gone, and tell its clients that wait for no reply."""
+        self._moved[session.key] = session
+        while len(self._moved) > _REMEMBERED_MOVES:
+            self._moved.popitem(last=False)[1].delivery_log.discard()
+        for connection in list(session.connections):
+            if isinstance(connection, FollowsSession):
+                self.spawn(connection.session_moved(session))
+
+    def admit_moved(self, session: Session, key: SessionKey) -> None:
+        """Give a session that has arrived from another server its own key.
+
+        Raises:
+            EndpointError: `session_exists`.
+        """
+        if key in self._sessions:
+            raise EndpointError("session_exists", "a session with this id is live here")
+        del self._sessions[session.key]
+        session.key = key
+        self._sessions[key] = session
+        self._evicted.pop(key, None)
+        if (old := self._moved.pop(key, None)) is not None:
+            old.delivery_log.discard()
+        session.is_visible = True
+        session.last_used_s = time.monotonic()
+
+    def lose(self, session: Session) -> None:
+        """End a session that may be live on another server."""
+        self._evict(session, "lost")
 
     def with_adapter(self, model: str | None, lora: list[Lora] | None) -> list[Lora] | None:
         """Return a stream's adapters: its `lora`, and the adapter that its `model` names."""
@@ -132,7 +190,8 @@ class SessionManager:
             self._sweeper = self.spawn_background(self._sweep())
         session = self._sessions.get(key)
         if session is None:
-            self.drain.check()
+            self.check_moved(key)
+            self.drain.check_new()
             client = key[0] if client is None else client
             self._check_bounds(client)
             self.quotas.allowance_of(client).check_session()
@@ -174,7 +233,7 @@ class SessionManager:
 
         Unread replies stay, and their session pauses.
         """
-        for session in self._sessions.values():  # least recently used first
+        for session in (*self._moved.values(), *self._sessions.values()):  # least recent first
             if not self.is_over_budget:
                 return
             session.delivery_log.drop_delivered(0)
@@ -194,9 +253,9 @@ class SessionManager:
         return any(self._is_unused(session) for session in self._sessions.values())
 
     def _is_unused(self, session: Session) -> bool:
-        return not session.is_busy and (
-            not session.connections or session.idle_s >= self.info.session_idle_s
-        )
+        if session.is_busy or time.monotonic() < session.protected_until_s:
+            return False
+        return not session.connections or session.idle_s >= self.info.session_idle_s
 
     def _make_room(self) -> None:
         for session in self._sessions.values():  # least recently used first
@@ -243,9 +302,10 @@ class SessionManager:
             and self._sessions.get(session.key) is session
         ):
             del self._sessions[session.key]
-            session.delivery_log.discard()
+            if session.destination is None:
+                session.delivery_log.discard()
             with log_context.bound(session_id=session.session_id):
-                session.close("closed")
+                session.close("closed" if session.destination is None else "moved")
         elif session.started:
             self._evicted.pop(session.key, None)
 
@@ -281,10 +341,12 @@ class SessionManager:
             await asyncio.sleep(min(5.0, idle_s / 4))
             for session in list(self._sessions.values()):
                 is_pinged = time.monotonic() - session.pinged_s < idle_s
-                if not session.is_busy and session.idle_s >= (
-                    pinged_idle_s if is_pinged else idle_s
-                ):
+                is_idle = session.idle_s >= (pinged_idle_s if is_pinged else idle_s)
+                if is_idle and time.monotonic() >= session.protected_until_s:
                     self._evict(session, "idle")
+            for session in self._moved.values():
+                if session.idle_s >= idle_s:
+                    session.delivery_log.discard()
 
     def delivery_window(self, fps: float | None) -> DeliveryWindow:
         """Return the pace at which a client must read a run.

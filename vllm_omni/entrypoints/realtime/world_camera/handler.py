@@ -116,6 +116,13 @@ class _Client(ConnectionHandler):
             if session is not None:
                 session.connections.discard(self)
 
+    async def session_moved(self, session: Session) -> None:
+        """Send `moved`, unless a request of this client ends with it."""
+        if any(run.is_followed_by(self) for run in session.delivery_log.runs.values()):
+            return
+        assert session.destination is not None
+        await self._refuse(session.destination.as_error(), session_id=session.session_id)
+
     async def superseded(self) -> None:
         """Close this connection, because another one has resumed one of its sessions."""
         await self.connection.close(
@@ -341,8 +348,19 @@ class _Client(ConnectionHandler):
             ),
         )
 
+    def _find(self, session_id: str) -> Session | None:
+        """Return a session, or None if the server has none of this id.
+
+        Raises:
+            EndpointError: `moved`.
+        """
+        session = self.manager.find(self._key(session_id))
+        if session is None:
+            self.manager.check_moved(self._key(session_id))
+        return session
+
     async def _reset(self, message: protocol.ResetMessage) -> None:
-        session = self.manager.find(self._key(self._session_id(message)))
+        session = self._find(self._session_id(message))
         if session is not None:
             await session.reset()
         if message.protocol_version is None:
@@ -354,7 +372,7 @@ class _Client(ConnectionHandler):
             )
 
     async def _stop(self, message: protocol.StopMessage) -> None:
-        session = self.manager.find(self._key(self._session_id(message)))
+        session = self._find(self._session_id(message))
         if session is not None:
             await session.stop()
         await self._send(
@@ -368,7 +386,7 @@ class _Client(ConnectionHandler):
             await self.connection.close(WebSocketCloseCode.NORMAL, "stopped by the client")
 
     async def _close_session(self, message: protocol.CloseSession) -> None:
-        session = self.manager.find(self._key(self._session_id(message)))
+        session = self._find(self._session_id(message))
         if session is not None:
             await session.reset()
         await self._send({"type": "closed", "session_id": self._session_id(message)})
@@ -391,12 +409,22 @@ class _Client(ConnectionHandler):
         )
 
     async def _resume(self, message: protocol.ResumeMessage) -> None:
-        session = self._known(self._session_id(message))
-        missed = session.missed_since(message.last_chunk_id)
+        session_id = self._session_id(message)
+        # a session that has moved still has the replies that its client has not received
+        moved = self.manager.find_moved(self._key(session_id))
+        session = self._known(session_id) if moved is None else moved
+        try:
+            missed = session.missed_since(message.last_chunk_id)
+        except EndpointError:
+            self.manager.check_moved(session.key)
+            raise
         for other in list(session.connections - {self}):
             if isinstance(other, _Client):
                 self.manager.spawn(other.superseded())
-        self._attach(session)
+        if moved is None:
+            self._attach(session)
+        elif not missed:
+            self.manager.check_moved(session.key)
         session.last_used_s = time.monotonic()
         reply = {
             "type": "resumed",
@@ -416,9 +444,11 @@ class _Client(ConnectionHandler):
             except EndpointError as error:
                 if not was_finished or error is not run.error:
                     raise
+        if moved is not None:
+            self.manager.check_moved(session.key)
 
     def _known(self, session_id: str) -> Session:
-        session = self.manager.find(self._key(session_id))
+        session = self._find(session_id)
         if session is None:
             raise EndpointError(
                 "session_evicted", "the server has no such session; start again with an image"

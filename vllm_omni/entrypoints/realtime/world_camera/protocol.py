@@ -435,7 +435,7 @@ def error_message(
     error: EndpointError, request_id: str | None = None, session_id: str | None = None
 ) -> dict[str, Any]:
     message = {
-        "type": "error",
+        "type": "moved" if error.code == "moved" else "error",
         "code": error.code,
         "message": error.message,
         "retryable": error.retryable,

@@ -112,9 +112,25 @@ class Ring:
             self.memory.free()
         self.format.clear()
 
+    def sizes_on(self, device: torch.device) -> Hashable:
+        """Return the `sizes` of the same ring buffer on another device."""
+        return (self.buffer.shape, self.buffer.dtype, device, self.format.dtype, False)
+
     def another(self) -> Self:
         """Allocate a ring buffer of the same sizes, uninitialised."""
         return self._on(self.buffer.device, self.format.fork())
+
+    def copy_on(self, device: torch.device) -> Self:
+        """Return a copy on another device. A copy on the host is page-locked."""
+        format = self.format.fork()
+        format.to(device)
+        is_pinned = device.type == "cpu" and self.buffer.is_cuda
+        buffer = torch.empty(
+            self.buffer.shape, dtype=self.buffer.dtype, device=device, pin_memory=is_pinned
+        )
+        other = type(self)(buffer, format)
+        other._copy_tokens(self)
+        return other
 
     def to(self, device: torch.device | str) -> Self:
         """Return a copy on `device`. The format moves along."""

@@ -128,6 +128,7 @@ class KVWindow:
             return Ring(torch.zeros(shape, dtype=stored.storage, device=device), stored)
 
         self._rings = rings if num_layers else None
+        self._device_type = torch.device(device).type
         sizes = torch.Size(shape), storage or dtype, torch.device(device), dtype, grows
         self._ring = new_ring() if self._rings is None else self._rings.take_memory(sizes, new_ring)
         self._ring.grow(self._num_tokens(first_frames))
@@ -390,12 +391,29 @@ class KVWindow:
         return other
 
     def to(self, device: torch.device | str) -> None:
-        self._ring = self._ring.to(device)
-        self._rings = None  # no CUDA graph was captured with the new memory
+        """Move the keys and values.
+
+        While they are on the host, the memory on the device is in the pool, where another session
+        can use it with its CUDA graphs.
+        """
+        held, rings, device = self._ring, self._rings, torch.device(device)
+        same_type = held.buffer.device.type == device.type
+        if rings is None or held.memory is not None or same_type or not held.buffer.numel():
+            self._ring = held.to(device)
+            self._rings = None  # no CUDA graph was captured with the new memory
+            return
+        with torch.inference_mode():  # as its memory was made
+            if device.type == "cpu":
+                self._ring = held.copy_on(device)
+                rings.return_memory(held)
+            else:
+                self._ring = rings.take_memory(held.sizes_on(device), lambda: held.copy_on(device))
+                self._ring.copy_from(held)
 
     def close(self) -> None:
         """Return the memory to the pool. Idempotent."""
-        if self._rings is not None and self.buffer.numel():
+        is_at_home = self.buffer.device.type == self._device_type
+        if self._rings is not None and is_at_home and self.buffer.numel():
             self._rings.return_memory(self._ring)
         self._ring = Ring(self.buffer.new_empty(0), self.format)
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // One WebSocket to the world camera door that comes back by itself. Gets a ticket before each attempt, waits longer after
-// each failure, notices a silent peer. Knows messages only as maps.
+// each failure, notices a silent peer. Goes to another server of the fleet when told to. Knows messages only as maps.
 //
 // Events: `up` {hello, again}, `message` {message}, `down` {reason, retryMs, code}, `refused` {code, reason} (no more
 // attempts).
@@ -13,6 +13,7 @@ const LAST_RETRY_MS = 8000;
 const PING_MS = 5000;
 const SILENCE_MS = 20000;
 const GREETING_MS = 10000;
+const LAST_FOLLOWED_FAILURE = 4;
 
 /** Close codes after which trying again at once would be wrong, and what to tell. */
 const FINAL = {
@@ -32,6 +33,7 @@ export class Link extends EventTarget {
   #askedAt = null; // when a ping was sent that nothing has followed yet
   #askKey;
   #key = null;
+  #server = null; // {name, url, session} of the server to connect to; null = the one of the page
 
   /** askKey(wasWrong): Promise of the API key, asked for when the server wants one. */
   constructor(askKey) {
@@ -73,6 +75,14 @@ export class Link extends EventTarget {
     return encode(message);
   }
 
+  /** Connect at once to the server of a session. url: null = this page's, where a proxy finds the server by its name. */
+  follow(name, url, session) {
+    this.#server = { name, url, session };
+    this.#failures = 0;
+    if (this.#socket) this.#lost(this.#socket, `the world moves to ${name}`, 0);
+    else this.#retryNow();
+  }
+
   /** Connect anew, as after a loss. */
   reconnect() {
     this.#wanted = true;
@@ -85,7 +95,7 @@ export class Link extends EventTarget {
     let socket;
     try {
       const ticket = await this.#ticket();
-      const url = new URL("ws/realtime/world/camera", document.baseURI);
+      const url = this.#address("omni/ws/realtime/world/camera");
       url.protocol = url.protocol.replace("http", "ws");
       socket = new WebSocket(url, ticket ? [SUBPROTOCOL, `ticket.${ticket}`] : [SUBPROTOCOL]);
     } catch (error) {
@@ -99,10 +109,19 @@ export class Link extends EventTarget {
     this.#after(GREETING_MS, () => this.#lost(socket, "the server does not answer"));
   }
 
+  /** The address of a path on the server that this page belongs to, or on the one that its world has moved to. */
+  #address(path) {
+    const { name = null, url = null, session = null } = this.#server ?? {};
+    const root = url === null ? new URL("..", document.baseURI) : new URL(url.replace(/\/*$/, "/"));
+    const address = new URL(path, root);
+    if (name !== null && url === null) address.search = new URLSearchParams({ server: name, session });
+    return address;
+  }
+
   async #ticket() {
     for (let asked = false; ; asked = true) {
       const headers = this.#key === null ? {} : { Authorization: `Bearer ${this.#key}` };
-      const answer = await fetch(new URL("../v1/omni/ticket", document.baseURI), {
+      const answer = await fetch(this.#address("v1/omni/ticket"), {
         method: "POST",
         headers,
         cache: "no-store",
@@ -175,6 +194,7 @@ export class Link extends EventTarget {
   }
 
   #again(reason, waitMs = null, code = null) {
+    if (this.#failures >= LAST_FOLLOWED_FAILURE) this.#server = null; // it has gone; the page's own server may know more
     const ceiling = Math.min(LAST_RETRY_MS, FIRST_RETRY_MS * 2 ** this.#failures);
     const retryMs = waitMs ?? ceiling * (0.75 + Math.random() / 2);
     this.#failures += 1;

@@ -133,6 +133,8 @@ export class World extends EventTarget {
         return this.#frame(message);
       case "error":
         return this.#error(message);
+      case "moved":
+        return this.#moved(message);
       case "branched":
         this.#waiting?.resolve({ sessionId: message.session_id, nextChunk: message.next_chunk_index });
         this.#waiting = null;
@@ -190,6 +192,13 @@ export class World extends EventTarget {
   }
 
   // -- after a loss ---------------------------------------------------------------------------------------------------
+
+  /** The world goes on on another server. What is pending is asked for there again. */
+  #moved(message) {
+    if (message.session_id !== undefined && message.session_id !== this.sessionId) return;
+    if (!this.#link.isUp) return;
+    this.#link.follow(message.server, message.url ?? null, this.sessionId);
+  }
 
   #interrupt() {
     this.isHeld = this.sessionId !== null;

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Move a session of the trained world between two servers, again and again, and kill servers.
+
+    # 1,000 moves and 50 kills, on two quiet CPU cores
+    python benchmarks/moves.py --moves 1000 --kills 50
+
+The client plays as the web page does: one request of one chunk runs and one waits. After every
+second chunk the session moves. The pause is the time from the last frame before a move to the first
+frame after it, in addition to the usual time between two chunks, which is measured without moves.
+The frames are compared, bit for bit, with those of a session that did not move.
+
+A kill ends all processes of one server with SIGKILL at a random moment of a move. Then the server
+is started again, and the live copies of the session are counted.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections import Counter, deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from common import add_output_arguments, quantiles, save
+
+KEY = "operator-key-of-a-benchmark"
+HEIGHT, WIDTH = 96, 160
+NAMES = ("a", "b")
+SETTLED_S = 17.0
+"""Seconds after a kill in which an open move ends on both sides."""
+
+
+class Pair:
+    """Two servers between which sessions move."""
+
+    def __init__(self, folder: Path, period_s: float | None) -> None:
+        from vllm_omni.entrypoints.cli import demo
+        from vllm_omni.worlds import village_checkpoint
+
+        self._demo, self._model, self._folder = demo, village_checkpoint(), folder
+        self._period_s = period_s
+        self.ports = {name: demo.free_port(0) for name in NAMES}
+        self._file = folder / "fleet.toml"
+        self._file.write_text(
+            "".join(
+                f'[servers.{name}]\nurl = "{self.url(name)}"\npublic_url = "{self.url(name)}"\n'
+                for name in NAMES
+            )
+        )
+        os.environ["VLLM_OMNI_OPERATOR_KEY"] = KEY
+        self._stacks = {name: contextlib.ExitStack() for name in NAMES}
+        self.processes: dict[str, Any] = {}
+
+    def url(self, name: str) -> str:
+        return f"http://127.0.0.1:{self.ports[name]}"
+
+    def kept(self, name: str) -> Path:
+        """The directory of a server's snapshots that outlive it."""
+        return self._folder / f"kept-{name}"
+
+    def start(self, *names: str) -> None:
+        for name in names:
+            omni: dict[str, Any] = {"height": HEIGHT, "width": WIDTH, "server_name": name}
+            omni["fleet"] = str(self._file)
+            if self._period_s is not None:
+                omni["drain_snapshot_dir"] = str(self.kept(name))
+                omni["snapshot_period_s"] = self._period_s
+            flags = ("--additional-config", json.dumps({"omni": omni}))
+            log = self._folder / f"{name}.log"
+            self.processes[name] = self._stacks[name].enter_context(
+                self._demo.server(self._model, self.ports[name], HEIGHT, WIDTH, log, extra=flags)
+            )
+        for name in names:
+            self._demo.wait_until_healthy(self.processes[name], 600)
+
+    def kill(self, name: str) -> None:
+        popen = self.processes[name].popen
+        os.killpg(popen.pid, signal.SIGKILL)
+        popen.wait()
+        self._stacks[name].close()
+
+    def stop(self) -> None:
+        for stack in self._stacks.values():
+            stack.close()
+
+    def call(self, name: str, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+        sent = urllib.request.Request(self.url(name) + path, data, headers, method=method)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(sent, timeout=60) as response:
+                return response.status, json.load(response)
+        except urllib.error.HTTPError as refused:
+            return refused.code, json.load(refused)
+
+    def live(self, session_id: str) -> list[str]:
+        """The servers on which a session is live."""
+        found = []
+        for name in NAMES:
+            _, reply = self.call(name, "GET", "/omni/sessions")
+            found += [name for session in reply["sessions"] if session["name"] == session_id]
+        return found
+
+    def migrate(self, source: str, session_id: str) -> tuple[int, Any]:
+        (other,) = set(NAMES) - {source}
+        return self.call(source, "POST", f"/omni/sessions/{session_id}/migrate", {"to": other})
+
+
+class Player:
+    """A client that keeps two requests of one chunk in flight and follows its session."""
+
+    def __init__(self, pair: Pair, session_id: str) -> None:
+        self._pair, self.session_id = pair, session_id
+        self.server = "a"
+        self._pending: deque[dict[str, Any]] = deque()
+        self._numbers = itertools.count()
+        self._connect()
+
+    def _connect(self) -> None:
+        from websockets.sync.client import connect
+
+        from vllm_omni.entrypoints.realtime.connection.codec import decode
+
+        url = self._pair.url(self.server).replace("http", "ws") + "/v1/realtime/world/camera"
+        self._stack = contextlib.ExitStack()
+        self._socket = self._stack.enter_context(
+            connect(url, max_size=None, compression=None, proxy=None, close_timeout=0.05)
+        )
+        self._decode = decode
+        hello = decode(bytes(self._socket.recv())).value
+        self._sizes = hello["first_chunk_frames"], hello["chunk_frames"]
+        self._stride = hello["vae_stride"][0]
+
+    def _send(self, message: dict[str, Any]) -> None:
+        from vllm_omni.entrypoints.realtime.connection.codec import encode
+
+        self._socket.send(encode(message))
+
+    def ask(self) -> None:
+        """Request the next chunk."""
+        number = next(self._numbers)
+        chance = random.Random(number)
+        num_latents = -(-self._sizes[number > 0] // self._stride)
+        actions = [["w", *chance.choice(([], ["j"], ["l"]))] for _ in range(num_latents)]
+        message: dict[str, Any] = {
+            "endpoint": "infer",
+            "protocol_version": 1,
+            "session_id": self.session_id,
+            "request_id": uuid.uuid4().hex,
+            "chunk_index": number,
+            "actions": actions,
+            "extra_body": {"video_format": "ndarray_u8", "seed": 7},
+        }
+        if number == 0:
+            from vllm_omni.entrypoints.cli import demo
+            from vllm_omni.worlds import village_checkpoint
+            from vllm_omni.worlds.description import read_description
+
+            walk = demo.plan_walk(village_checkpoint(), read_description(village_checkpoint()))
+            message |= {"image": walk.image, "prompt": walk.prompt(range(1))}
+        self._pending.append(message)
+        self._send(message)
+
+    def chunk(self) -> tuple[int, str, float]:
+        """Receive one chunk: its number, the digest of its frames, the time of its first frame."""
+        digest, first_s = hashlib.sha256(), None
+        while True:
+            message = self._decode(bytes(self._socket.recv(timeout=60))).value
+            if message["type"] == "frame":
+                first_s = first_s or time.monotonic()
+                digest.update(message["video"].tobytes())
+                if message["final"]:
+                    self._pending.popleft()
+                    return message["chunk_index"], digest.hexdigest(), first_s
+            elif message["type"] == "moved":
+                self._follow(message["server"])
+            elif message["type"] == "error":
+                raise RuntimeError(f"{message['code']}: {message['message']}")
+
+    def _follow(self, server: str) -> None:
+        self._stack.close()
+        self.server = server
+        self._connect()
+        for message in self._pending:
+            self._send(message)
+
+    def end(self) -> None:
+        self._send({"endpoint": "close", "session_id": self.session_id})
+        self._stack.close()
+
+
+def play(pair: Pair, num_chunks: int, *, moves: bool) -> dict[str, Any]:
+    """Play a session. With `moves`, move it whenever its client has followed the last move."""
+    player = Player(pair, f"walk-{uuid.uuid4().hex}")
+    digests, times_s, servers, failed = [], [], [], Counter[str]()
+    hand_over_ms: list[float] = []
+    where = player.server
+    player.ask()
+    for number in range(num_chunks):
+        if number + 1 < num_chunks:
+            player.ask()
+        mover: threading.Thread | None = None
+        if moves and number and where == player.server:  # the client has followed
+
+            def move(source: str = where) -> None:
+                nonlocal where
+                status, reply = pair.migrate(source, player.session_id)
+                if status == 200:
+                    hand_over_ms.append(reply["pause_ms"])
+                    where = reply["server"]
+                else:
+                    failed[reply["error"]["code"]] += 1
+
+            mover = threading.Thread(target=move)
+            mover.start()
+        index, digest, arrived_s = player.chunk()
+        assert index == number, (index, number)
+        digests.append(digest)
+        times_s.append(arrived_s)
+        servers.append(player.server)
+        if mover is not None:
+            mover.join()
+    player.end()
+    return {
+        "digests": digests,
+        "gaps_ms": [1e3 * (b - a) for a, b in itertools.pairwise(times_s)],
+        "servers": servers,
+        "hand_over_ms": hand_over_ms,
+        "failed": failed,
+    }
+
+
+def measure_moves(pair: Pair, num_moves: int) -> dict[str, Any]:
+    """Play once without moves and once with them, and compare."""
+    num_chunks = 2 * num_moves + 2  # the client follows during every second chunk
+    still = play(pair, num_chunks, moves=False)
+    chunk_ms = statistics.median(still["gaps_ms"])
+    moved = play(pair, num_chunks, moves=True)
+    pauses_ms = [
+        gap_ms - chunk_ms
+        for gap_ms, (before, after) in zip(
+            moved["gaps_ms"], itertools.pairwise(moved["servers"]), strict=True
+        )
+        if before != after
+    ]
+    wrong = sum(a != b for a, b in zip(still["digests"], moved["digests"], strict=True))
+    return {
+        "chunk_ms": quantiles(still["gaps_ms"]),
+        "moves": len(moved["hand_over_ms"]),
+        "failed_moves": dict(moved["failed"]),
+        "chunks": len(moved["digests"]),
+        "lost_chunks": num_chunks - len(moved["digests"]),
+        "wrong_chunks": wrong,
+        "pause_beyond_a_chunk_ms": quantiles(pauses_ms),
+        "hand_over_ms": quantiles(moved["hand_over_ms"]),
+    }
+
+
+def measure_kills(pair: Pair, num_kills: int) -> dict[str, Any]:
+    """Kill either server in turn at a random moment of a move, and count the live copies."""
+    chance, results = random.Random(1), Counter[str]()
+    for number, victim in zip(range(num_kills), itertools.cycle(NAMES), strict=False):
+        player = Player(pair, f"kill-{number}")
+        player.ask()
+        player.chunk()
+        time.sleep(0.5)  # for a periodic snapshot
+        mover = threading.Thread(target=_move_quietly, args=(pair, player.session_id))
+        mover.start()
+        time.sleep(chance.uniform(0.0, 0.06))
+        pair.kill(victim)
+        mover.join()
+        pair.start(victim)
+        time.sleep(SETTLED_S)
+        live = pair.live(player.session_id)
+        kept = [path for name in NAMES for path in pair.kept(name).iterdir() if path.is_file()]
+        kept = [path for path in kept if path.suffix in (".withheld", ".safetensors")]
+        where = f"live on {live[0]}" if len(live) == 1 else f"live on {len(live)}"
+        results[f"killed {victim}: {where}" + (", snapshot kept" if not live and kept else "")] += 1
+        print(number, victim, where, flush=True)
+        for name in live:
+            pair.call(name, "DELETE", f"/v1/sessions/{player.session_id}")
+        for path in kept:
+            path.unlink(missing_ok=True)
+    return {"kills": num_kills, "results": dict(sorted(results.items()))}
+
+
+def _move_quietly(pair: Pair, session_id: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        pair.migrate("a", session_id)
+
+
+@contextlib.contextmanager
+def running_pair(period_s: float | None) -> Iterator[Pair]:
+    with tempfile.TemporaryDirectory() as folder:
+        pair = Pair(Path(folder), period_s)
+        try:
+            pair.start(*NAMES)
+            yield pair
+        finally:
+            pair.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--moves", type=int, default=1000, help="moves (default: %(default)s)")
+    parser.add_argument("--kills", type=int, default=50, help="kills (default: %(default)s)")
+    parser.add_argument("--note", help="a remark about the machine, for the result")
+    add_output_arguments(parser)
+    args = parser.parse_args()
+    result: dict[str, Any] = {} if args.note is None else {"note": args.note}
+    if args.moves:
+        with running_pair(None) as pair:
+            result["moved"] = measure_moves(pair, args.moves)
+            print(json.dumps(result["moved"], indent=2), flush=True)
+    if args.kills:
+        with running_pair(0.2) as pair:
+            result["killed"] = measure_kills(pair, args.kills)
+    save("moves", result, args)
+
+
+if __name__ == "__main__":
+    main()

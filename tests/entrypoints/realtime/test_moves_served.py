@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions that move between two real servers on real sockets."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from helpers.fake_engine import FIRST, LATER, camera
+from helpers.fleets import (
+    OPERATOR,
+    TestFleet,
+    end_session,
+    live_sessions,
+    migrate,
+    wait_for_engine_sessions,
+)
+from helpers.live_clients import png
+from helpers.quick_programs import run_python
+from helpers.served import AUTHORIZED, HEIGHT, KEY, WIDTH
+from helpers.waits import pause
+from session_calls import call, code_of, request, signatures
+from websockets.sync.client import connect
+
+SCRIPT = Path(__file__).parents[3] / "examples" / "online_serving" / "world_camera.py"
+SLOW = {"step_ms": 60.0}
+
+
+@pytest.fixture(scope="module")
+def fleet(null_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestFleet]:
+    fleet = TestFleet(null_world, tmp_path_factory.mktemp("fleet"))
+    try:
+        yield fleet
+    finally:
+        fleet.stop()
+
+
+def test_a_session_continues_bit_for_bit_on_another_server(fleet: TestFleet) -> None:
+    """A request of five chunks moves while it runs. The client receives every finished chunk, then
+    `moved`, and asks the other server for the rest.
+    """
+    path = camera(FIRST + 4 * LATER)
+    a, b = fleet["a"], fleet["b"]
+    with a.client() as client:
+        client.send(request(session_id="whole", cameras=path))
+        whole = signatures(client.frames())
+        end_session(client, "whole")
+        client.send(request(session_id="walk", cameras=path, options=SLOW, request_id="one"))
+        frames = [client.receive()]
+        status, reply = migrate(a, "walk", "b")
+        assert status == 200, reply
+        assert reply["server"] == "b"
+        while (message := client.receive())["type"] == "frame":
+            frames.append(message)
+        assert message["type"] == "moved"
+        assert message["server"] == "b"
+        assert message["url"] == f"http://127.0.0.1:{b.port}"
+        assert message["request_id"] == "one"
+        assert message["next_chunk_index"] == len(frames) == reply["next_chunk_index"]
+        assert 1 <= len(frames) < 5
+        assert "walk" not in live_sessions(a)
+        assert "walk" in live_sessions(b)
+        # who asks the first server is sent on
+        late = client.request(request(LATER, session_id="walk", image=None))
+        assert (late["type"], late["server"]) == ("moved", "b")
+    wait_for_engine_sessions(a, 0)
+    with b.client() as client:
+        resumed = client.request(
+            {"endpoint": "resume", "session_id": "walk", "last_chunk_id": len(frames) - 1}
+        )
+        assert (resumed["type"], resumed["next_chunk_index"]) == ("resumed", len(frames))
+        rest = {**path, "poses": path["poses"][FIRST + LATER * (len(frames) - 1) :]}
+        client.send(request(session_id="walk", cameras=rest, image=None))
+        assert signatures(frames) + signatures(client.frames()) == whole
+        end_session(client, "walk")
+
+
+def test_an_idle_session_moves_there_and_back(fleet: TestFleet) -> None:
+    """A client that waits for nothing is told too, and a session may return."""
+    a, b = fleet["a"], fleet["b"]
+    with a.client() as client, b.client() as other:
+        client.send(request(FIRST, session_id="idle"))
+        client.frames()
+        assert migrate(a, "idle", f"http://127.0.0.1:{b.port}")[0] == 200
+        moved = client.receive()
+        assert (moved["type"], moved["session_id"], moved["server"]) == ("moved", "idle", "b")
+        other.send(request(LATER, session_id="idle", image=None))
+        assert signatures(other.frames())[0][0] == FIRST
+        assert migrate(b, "idle", "a")[0] == 200
+        assert other.receive()["server"] == "a"
+        client.send(request(LATER, session_id="idle", image=None))
+        assert signatures(client.frames())[0][0] == FIRST + LATER
+        end_session(client, "idle")
+
+
+def test_a_client_that_was_away_receives_what_it_missed(fleet: TestFleet) -> None:
+    """Replies that were not delivered stay at the first server until the client returns."""
+    a = fleet["a"]
+    with a.client() as client:
+        client.send(request(FIRST + LATER, session_id="away"))
+        client.frames()
+    assert migrate(a, "away", "b")[0] == 200
+    with a.client() as client:
+        resumed = client.request(
+            {"endpoint": "resume", "session_id": "away", "last_chunk_id": 0, "request_id": "r"}
+        )
+        assert (resumed["type"], resumed["replayed"]) == ("resumed", 1)
+        assert client.receive()["chunk_index"] == 1
+        assert client.receive()["type"] == "moved"
+    with fleet["b"].client() as client:
+        end_session(client, "away")
+
+
+def test_refused_moves_leave_the_session(fleet: TestFleet) -> None:
+    """A server that is not listed or does not respond, a wrong key, an unknown session, and an id
+    that is in use over there.
+    """
+    a, b = fleet["a"], fleet["b"]
+    with a.client() as client, b.client() as other:
+        client.send(request(FIRST, session_id="stays"))
+        client.frames()
+        other.send(request(FIRST, session_id="stays"))
+        other.frames()
+        for to in ("http://127.0.0.1:1", "http://example.com", "c", "a"):
+            status, reply = migrate(a, "stays", to)
+            assert (status, reply["error"]["code"]) == (400, "unknown_server"), to
+        for headers in ({}, AUTHORIZED, {"Authorization": "Bearer wrong"}):
+            assert migrate(a, "stays", "b", headers)[0] == 401
+        assert migrate(a, "unknown", "b")[1]["error"]["code"] == "unknown_session"
+        assert migrate(a, "stays", "gone")[1]["error"]["code"] == "move_failed"
+        status, reply = migrate(a, "stays", "b")
+        assert status == 502
+        assert "live" in reply["error"]["message"]
+        client.send(request(LATER, session_id="stays", image=None))
+        assert signatures(client.frames())[0][0] == FIRST
+        end_session(client, "stays")
+        end_session(other, "stays")
+    wait_for_engine_sessions(b, 0)
+
+
+def test_a_session_whose_client_cannot_follow_stays(fleet: TestFleet) -> None:
+    """The streaming protocols have no message for it."""
+    a = fleet["a"]
+    url = f"ws://127.0.0.1:{a.port}/v1/realtime_video/generate"
+    with connect(url, additional_headers=AUTHORIZED, max_size=None) as socket:
+        init = {"type": "init", "prompt": "a path", "size": f"{WIDTH}x{HEIGHT}", "max_chunks": 500}
+        socket.send(msgspec.msgpack.encode({**init, "first_frame": png()}))
+        socket.recv(timeout=20)
+        (name,) = live_sessions(a)
+        status, reply = migrate(a, name, "b")
+        assert (status, reply["error"]["code"]) == (409, "not_movable")
+
+
+def test_the_routes_of_other_servers_require_the_operators_key(fleet: TestFleet) -> None:
+    b = fleet["b"]
+    for method, path in (
+        ("GET", "/omni/sessions"),
+        ("PUT", "/omni/migrations/x"),
+        ("POST", "/omni/migrations/x/commit"),
+        ("DELETE", "/omni/migrations/x"),
+    ):
+        for headers in ({}, AUTHORIZED):
+            assert call(b, method, path, None, {"Accept": "*/*", **headers})[0] == 401, path
+    for method, path in (
+        ("POST", "/omni/migrations/x/commit"),
+        ("DELETE", "/omni/migrations/x"),
+    ):
+        status, body, _ = call(b, method, path, None, OPERATOR)
+        assert (status, code_of(body)) == (404, "unknown_migration")
+
+
+def test_a_prepared_session_is_hidden_and_ends_without_a_commit(fleet: TestFleet) -> None:
+    """Only a commit makes a session live; after the end of a move a commit is refused."""
+    a, b = fleet["a"], fleet["b"]
+    with a.client() as client:
+        client.send(request(FIRST, session_id="half"))
+        client.frames()
+        end_session(client, "half")
+    wait_for_engine_sessions(a, 0)
+    status, body, _ = call(b, "PUT", "/omni/migrations/none", b"not a snapshot", OPERATOR)
+    assert (status, code_of(body)) == (400, "invalid_snapshot")
+    status, body, _ = call(b, "POST", "/omni/migrations/none/commit", None, OPERATOR)
+    assert (status, code_of(body)) == (404, "unknown_migration")
+    pause(0.1)
+    assert live_sessions(b) == set()
+
+
+def test_the_example_client_follows_its_session(fleet: TestFleet, tmp_path: Path) -> None:
+    """Its frames equal, bit for bit, those of a session that does not move."""
+    a, b = fleet["a"], fleet["b"]
+    arguments = ["--image", start_image(tmp_path), "--keys", "w*24", "--codec", "ndarray_u8"]
+    sizes = ["--width", WIDTH, "--height", HEIGHT]
+    still, moved = tmp_path / "still.npy", tmp_path / "moved.npy"
+    common = [SCRIPT, "--server", f"ws://127.0.0.1:{a.port}", "--api-key", KEY, *arguments, *sizes]
+    result = run_python(*common, "--output", still, "--num-calls", 12, limit_s=120)
+    assert result.returncode == 0, result.stderr
+    stop = threading.Event()
+    moves: list[int] = []
+    mover = threading.Thread(target=move_about, args=(fleet, stop, moves))
+    mover.start()
+    try:
+        result = run_python(*common, "--output", moved, "--num-calls", 12, limit_s=120)
+    finally:
+        stop.set()
+        mover.join()
+    assert result.returncode == 0, result.stderr
+    assert len(moves) >= 1
+    assert "the session moves to the server b" in result.stderr
+    assert np.array_equal(np.load(still), np.load(moved))
+    for server in (a, b):
+        for name in live_sessions(server):
+            call(server, "DELETE", f"/v1/sessions/{name}")
+
+
+def move_about(fleet: TestFleet, stop: threading.Event, moves: list[int]) -> None:
+    """Move each session that plays to the other server, again and again."""
+    while not stop.is_set():
+        for name, other in (("a", "b"), ("b", "a")):
+            for session in live_sessions(fleet[name]):
+                status, reply = migrate(fleet[name], session, other)
+                if status == 200:
+                    moves.append(reply["next_chunk_index"])
+        pause(0.05)
+
+
+def start_image(folder: Path) -> Path:
+    path = folder / "start.png"
+    path.write_bytes(png(WIDTH, HEIGHT))
+    return path

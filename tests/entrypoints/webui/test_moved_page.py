@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The web page follows its world to another server: headless Chromium and two real servers."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import Browser
+from helpers.fleets import TestFleet, live_sessions, migrate
+from helpers.served import KEY
+from helpers.waits import wait_until
+from page_driving import PARTS
+
+pytestmark = pytest.mark.nightly
+
+LAST_CHUNK = f"{PARTS}.then(({{ app }}) => app.world.lastChunk)"
+
+
+@pytest.fixture(scope="module")
+def fleet(null_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestFleet]:
+    fleet = TestFleet(
+        null_world,
+        tmp_path_factory.mktemp("fleet"),
+        flags=lambda ports: (
+            "--allowed-origins",
+            json.dumps([f"http://127.0.0.1:{port}" for port in ports.values()]),
+        ),
+    )
+    try:
+        yield fleet
+    finally:
+        fleet.stop()
+
+
+def test_the_page_follows_its_world(browser: Browser, fleet: TestFleet) -> None:
+    """It moves there and back while it is played, and once when its server stops. The page shows
+    each chunk once and reports no trouble.
+    """
+    a, b = fleet["a"], fleet["b"]
+    with browser.page(f"http://127.0.0.1:{a.port}/omni/") as page:
+        page.wait_for("document.querySelector('#key-dialog').open")
+        page.run("document.querySelector('#key-dialog input').focus()")
+        page.write(KEY)
+        page.click("#key-dialog .main")
+        page.wait_for("document.body.dataset.link === 'up'")
+        page.run(
+            f"{PARTS}.then(({{ app }}) => {{ window.chunks = []; window.trouble = [];"
+            "app.world.addEventListener('chunk', (e) => window.chunks.push(e.detail.message.chunk_index));"  # noqa: E501
+            "app.world.addEventListener('trouble', (e) => window.trouble.push(e.detail.text)); })"
+        )
+        page.click("#start .main")
+        page.wait_for("document.querySelector('#view').classList.contains('has-picture')", 60)
+        page.key("keyDown", "w")
+        for source, target, name in ((a, b, "b"), (b, a, "a")):
+            wait_until(lambda source=source: len(live_sessions(source)) == 1)
+            (session,) = live_sessions(source)
+            status, reply = migrate(source, session, name)
+            assert status == 200, reply
+            page.wait_for(f"{LAST_CHUNK}.then((n) => n >= {reply['next_chunk_index'] + 2})", 30)
+            assert live_sessions(target) == {session}
+        reached = page.run(LAST_CHUNK)
+        a.process.terminate()
+        page.wait_for(f"{LAST_CHUNK}.then((n) => n >= {reached + 3})", 30)
+        assert live_sessions(b) == {session}
+        page.key("keyUp", "w")
+        chunks = page.run("window.chunks")
+        assert chunks == list(range(len(chunks)))
+        assert page.run("window.trouble") == []
+        page.errors = [error for error in page.errors if "401" not in error]
+        assert not page.errors

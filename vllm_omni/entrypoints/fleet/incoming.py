@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`IncomingSessions`: sessions on their way from other servers to this one.
+
+A prepared session is restored in the engine, but clients cannot find it. `commit` makes it live,
+unless `end` or the time limit came first. All transitions happen on one event loop, so exactly one
+of them decides.
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.fleet.peer import RESOLVE_S
+from vllm_omni.entrypoints.realtime.sessions.migration import SessionMigration, SessionOwner
+from vllm_omni.entrypoints.realtime.sessions.session import Session, SessionKey
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.session_files.snapshot import read_header
+
+logger = logging.getLogger("vllm." + __name__)
+
+_PREPARED_S: Final = 15.0
+"""Seconds after which a prepared session is discarded without a commit."""
+_CLAIM_S: Final = 60.0
+"""Seconds for which a new session cannot evict one that has arrived, so that its client can
+continue it."""
+_SETTLE_S: Final = RESOLVE_S + 1.0
+_REMEMBERED: Final = 1024
+_ENDPOINT: Final = "migration"
+_PRINCIPAL: Final = "move:"
+"""Start of the principal of a prepared session. Clients' principals have no colon."""
+
+State = Literal["receiving", "prepared", "committed", "aborted"]
+
+
+@dataclass
+class _Move:
+    state: State = "receiving"
+    """Progress of the move."""
+    session: Session | None = None
+    """The session, once it is restored."""
+    key: SessionKey | None = None
+    """The session's own key."""
+    path: Path | None = None
+    """The snapshot that has arrived."""
+    next_chunk: int = 0
+    """Number of the session's next chunk in the snapshot."""
+    timer: asyncio.TimerHandle | None = None
+    """Ends the state after its time limit."""
+
+
+class IncomingSessions:
+    """Moves to one API server process.
+
+    Args:
+        migration: Restores sessions.
+    """
+
+    def __init__(self, migration: SessionMigration) -> None:
+        self._migration, self._manager = migration, migration.manager
+        self._moves: OrderedDict[str, _Move] = OrderedDict()
+
+    def begin(self, move_id: str) -> None:
+        """Note a move whose snapshot arrives now.
+
+        Raises:
+            EndpointError: `session_exists`: the id is in use.
+        """
+        if move_id in self._moves:
+            raise EndpointError("session_exists", "a move with this id exists")
+        self._moves[move_id] = _Move()
+        for old_id, move in list(self._moves.items()):
+            if len(self._moves) <= _REMEMBERED:
+                break
+            if move.session is None and move.state in ("committed", "aborted"):
+                del self._moves[old_id]
+
+    async def prepare(self, move_id: str, path: Path) -> Session:
+        """Restore a session from its snapshot, hidden from clients.
+
+        Args:
+            move_id: Id of the move.
+            path: The snapshot, which now belongs to this object.
+
+        Raises:
+            EndpointError: The session does not fit here.
+        """
+        move = self._moves[move_id]
+        move.path = path
+        try:
+            header = await asyncio.to_thread(read_header, path)
+            owner = msgspec.convert(header.owner or {}, SessionOwner)
+            move.next_chunk = header.chunk_index
+            move.key = (owner.principal, owner.session_id)
+            if self._manager.find(move.key) is not None:
+                raise EndpointError("session_exists", "a session with this id is live here")
+            hidden = (_PRINCIPAL + move_id, owner.session_id)
+            session = await self._migration.restore(hidden, owner.client, path, _ENDPOINT)
+        except msgspec.ValidationError as error:
+            self._abort(move)
+            raise EndpointError("invalid_snapshot", "the snapshot has no owner") from error
+        except RequestFailed as error:
+            self._abort(move)
+            raise EndpointError(error.code, error.message) from error
+        except BaseException:
+            self._abort(move)
+            raise
+        session.is_visible = session.is_settled = False
+        session.protected_until_s = time.monotonic() + _PREPARED_S + _CLAIM_S
+        move.session = session
+        if move.state != "receiving":  # ended in the meantime
+            self._discard(move)
+            raise EndpointError("move_failed", "the move was ended")
+        move.state = "prepared"
+        loop = asyncio.get_running_loop()
+        move.timer = loop.call_later(_PREPARED_S, self._expire, move_id, move)
+        return session
+
+    def commit(self, move_id: str) -> Session:
+        """Make a prepared session live. From now on it exists only here.
+
+        Raises:
+            EndpointError: `unknown_migration` or `session_exists`. The session is not live here.
+        """
+        move = self._known(move_id)
+        if move.state != "prepared" or move.session is None or move.key is None:
+            raise EndpointError("unknown_migration", f"the move is {move.state}")
+        self._manager.drain.check_new()
+        try:
+            self._manager.admit_moved(move.session, move.key)
+        except EndpointError:
+            self._discard(move)
+            raise
+        session, move.state = move.session, "committed"
+        session.protected_until_s = time.monotonic() + _CLAIM_S
+        self._stop_timer(move)
+        move.timer = asyncio.get_running_loop().call_later(_SETTLE_S, self._settle, move)
+        logger.info("session_arrived session=%s chunks=%d", session.session_id, session.next_chunk)
+        return session
+
+    def end(self, move_id: str) -> State:
+        """End a move and return its final state.
+
+        A session that is not live is discarded. One that is live may now be saved and moved on,
+        because the other server knows the result.
+
+        Raises:
+            EndpointError: `unknown_migration`.
+        """
+        move = self._known(move_id)
+        if move.state == "committed":
+            self._settle(move)
+        else:
+            self._discard(move)
+        return move.state
+
+    async def wait_until_settled(self) -> None:
+        """Wait until every live session exists only here for certain."""
+        while any(not session.is_settled for session in self._manager.sessions()):
+            await asyncio.sleep(0.02)
+
+    def _known(self, move_id: str) -> _Move:
+        move = self._moves.get(move_id)
+        if move is None:
+            raise EndpointError("unknown_migration", "this server knows no such move")
+        return move
+
+    def _settle(self, move: _Move) -> None:
+        self._stop_timer(move)
+        session, path = move.session, move.path
+        move.session = move.path = None
+        if session is None or path is None:
+            return
+        session.is_settled = True
+        periodic = self._migration.periodic_snapshots
+        if periodic is not None and session.started:
+            # until this server has written its first one
+            periodic.adopt(session, path, move.next_chunk)
+        else:
+            path.unlink(missing_ok=True)
+
+    def _expire(self, move_id: str, move: _Move) -> None:
+        logger.warning(
+            "move %s was not completed: the session is not live here, and it is live on the other "
+            "server if that still runs",
+            move_id,
+        )
+        self._discard(move)
+
+    def _discard(self, move: _Move) -> None:
+        self._abort(move)
+        session, move.session = move.session, None
+        if session is not None:
+            session.discard_engine_session()
+            self._manager.remove_if_empty(session)
+
+    def _abort(self, move: _Move) -> None:
+        self._stop_timer(move)
+        move.state = "aborted"
+        if move.path is not None:
+            move.path.unlink(missing_ok=True)
+
+    @staticmethod
+    def _stop_timer(move: _Move) -> None:
+        if move.timer is not None:
+            move.timer.cancel()
+            move.timer = None

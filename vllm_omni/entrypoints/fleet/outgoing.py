@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`SessionMover`: moves sessions of this API server process to other servers.
+
+The session pauses at a border between two chunks. Its snapshot goes to the other server, which
+restores it without making it live (`Peer.prepare`). Up to here a failure leaves the session where
+it was. After `Peer.commit` the reply of the other server decides. If the result stays unknown, the
+session ends here as lost, because it may be live there, and its snapshot is kept.
+"""
+
+import asyncio
+import logging
+import secrets
+import shutil
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import aiohttp
+
+from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.fleet.peer import MoveResult, Peer
+from vllm_omni.entrypoints.fleet.servers import Fleet, FleetServer
+from vllm_omni.entrypoints.realtime.sessions.migration import SessionMigration, owner_of_session
+from vllm_omni.entrypoints.realtime.sessions.pause import Destination, SessionPause
+from vllm_omni.entrypoints.realtime.sessions.session import Session
+from vllm_omni.entrypoints.realtime.sessions.session_manager import FollowsSession
+
+logger = logging.getLogger("vllm." + __name__)
+
+_AT_A_TIME: Final = 2
+"""Sessions that move at the same time when the server drains. The others continue to play."""
+_MOVE_S: Final = 20.0
+"""Seconds that a session may take to move when the server drains, in which one chunk may run."""
+
+
+@dataclass(frozen=True)
+class MovedSession:
+    """A finished move."""
+
+    destination: Destination
+    """Where the session continues."""
+    num_bytes: int
+    """Size of the snapshot in bytes."""
+    pause_s: float
+    """Seconds from the border between two chunks to the other server's confirmation."""
+
+
+class SessionMover:
+    """Moves of one API server process.
+
+    Args:
+        fleet: The other servers and the operator's key.
+        migration: Saves sessions.
+    """
+
+    def __init__(self, fleet: Fleet, migration: SessionMigration) -> None:
+        self._fleet, self._migration, self._manager = fleet, migration, migration.manager
+        self._client: aiohttp.ClientSession | None = None
+
+    def _peer(self, name: str, server: FleetServer) -> Peer:
+        if self._client is None:
+            self._client = aiohttp.ClientSession()
+        assert self._fleet.key is not None
+        return Peer(self._client, name, server, self._fleet.key)
+
+    async def move(self, session: Session, name: str, server: FleetServer) -> MovedSession:
+        """Move a session at its next border between two chunks.
+
+        Args:
+            session: The session.
+            name: Name of the other server.
+            server: Its addresses.
+
+        Raises:
+            EndpointError: `not_movable`, `session_busy` or `move_failed`: the session is still
+                here. `session_lost`: it has ended here and may be live there.
+        """
+        if not session.started:
+            raise EndpointError("not_movable", "the session has no finished chunk yet")
+        if not session.is_settled:
+            raise EndpointError("session_busy", "the session has just arrived; try again")
+        if not all(isinstance(one, FollowsSession) for one in session.connections):
+            raise EndpointError(
+                "not_movable", "the client's protocol cannot continue a session on another server"
+            )
+        moved: list[MovedSession] = []
+
+        async def work(pause: SessionPause) -> Destination:
+            moved.append(await self._hand_over(session, pause, self._peer(name, server), server))
+            return moved[0].destination
+
+        await session.pause(work)
+        return moved[0]
+
+    async def _hand_over(
+        self, session: Session, pause: SessionPause, peer: Peer, server: FleetServer
+    ) -> MovedSession:
+        started_s, engine_id = time.monotonic(), session.engine_id
+        move_id, path = secrets.token_urlsafe(16), self._migration.staging.new_path()
+        is_committing = is_live_there = False
+        try:
+            header = await self._migration.save(session, path, owner_of_session(session))
+            num_bytes = path.stat().st_size
+            await peer.prepare(move_id, path)
+            async with asyncio.timeout(self._manager.limits.send_deadline_s):
+                await pause.wait_until_delivered()
+            if pause.is_cancelled or session.engine_id != engine_id:
+                raise EndpointError("move_failed", "the session has ended in the meantime")
+            is_committing = True
+            result = await self._commit(session, peer, move_id)
+            if result is MoveResult.UNKNOWN:
+                self._lose(session, peer, path, header.chunk_index)
+            if result is MoveResult.STAYED:
+                raise EndpointError("move_failed", f"server {peer.name!r} did not take the session")
+            is_live_there = True
+        except TimeoutError:
+            raise EndpointError("move_failed", "the client reads too slowly") from None
+        finally:
+            if not is_committing:
+                self._manager.spawn(peer.end(move_id))
+            if not is_live_there:
+                path.unlink(missing_ok=True)
+        destination = Destination(peer.name, server.public_url, header.chunk_index)
+        session.leave(destination)
+        self._manager.spawn(self._settle(session, peer, move_id, path))
+        moved = MovedSession(destination, num_bytes, time.monotonic() - started_s)
+        logger.info(
+            "session_moved session=%s server=%s chunks=%d bytes=%d pause_ms=%.1f",
+            session.session_id,
+            peer.name,
+            header.chunk_index,
+            num_bytes,
+            moved.pause_s * 1e3,
+        )
+        return moved
+
+    async def _commit(self, session: Session, peer: Peer, move_id: str) -> MoveResult:
+        """Commit a move while no other server can restore the session's periodic snapshot."""
+        periodic, engine_id = self._migration.periodic_snapshots, session.engine_id
+        if periodic is not None:
+            periodic.withhold(session)
+        result = MoveResult.UNKNOWN
+        try:
+            result = await peer.commit(move_id)
+        finally:
+            if periodic is not None and result is MoveResult.STAYED:
+                periodic.release(engine_id)
+        return result
+
+    async def _settle(self, session: Session, peer: Peer, move_id: str, path: Path) -> None:
+        """Tell the other server that its session is the only one, and remove the snapshot.
+
+        If the other server has been killed, it has no snapshot of its own yet, so this one is kept.
+        """
+        if await peer.end_for_certain(move_id) is MoveResult.MOVED:
+            path.unlink(missing_ok=True)
+        else:
+            self._keep(session, peer, path)
+
+    def _lose(self, session: Session, peer: Peer, path: Path, next_chunk: int) -> None:
+        """End a session that may be live on the other server, and keep its last snapshot.
+
+        Raises:
+            EndpointError: `session_lost`.
+        """
+        self._manager.lose(session)  # removes its periodic snapshot, which is older
+        self._keep(session, peer, path)
+        raise EndpointError(
+            "session_lost",
+            f"the session may continue on the server {peer.name!r}, which does not respond",
+            server=peer.name,
+            next_chunk_index=next_chunk,
+        )
+
+    def _keep(self, session: Session, peer: Peer, path: Path) -> None:
+        kept = path.with_suffix(".lost")
+        if self._migration.persistent_dir is not None:
+            kept = self._migration.persistent_dir.lost_path(session.key)
+        shutil.move(path, kept)
+        logger.error(
+            "session_lost session=%s: server %s does not say that it has the session; %s is its "
+            "last snapshot",
+            session.session_id,
+            peer.name,
+            kept,
+        )
+
+    # -- draining ----------------------------------------------------------------------------------
+
+    async def move_all(self) -> None:
+        """Move every session to a server with room, as far as possible. Failures are logged."""
+        sessions = self._manager.sessions()
+        free = Counter(dict(await self._free()))
+        chosen: dict[str, str] = {}
+        limit = asyncio.Semaphore(_AT_A_TIME)
+
+        async def move(session: Session) -> None:
+            async with limit:
+                await self._move_anywhere(session, free, chosen)
+
+        if free:
+            await asyncio.gather(*map(move, sessions))
+
+    async def _free(self) -> list[tuple[str, int]]:
+        peers = [self._peer(name, server) for name, server in self._fleet.others.items()]
+        rooms = await asyncio.gather(*(peer.num_free() for peer in peers))
+        return [(peer.name, room) for peer, room in zip(peers, rooms, strict=True) if room]
+
+    async def _move_anywhere(
+        self, session: Session, free: Counter[str], chosen: dict[str, str]
+    ) -> None:
+        """Try the servers in order of their room, first the one with this client's sessions."""
+        tried: set[str] = set()
+        while session.started and session.destination is None:
+            names = [name for name, room in free.items() if room > 0 and name not in tried]
+            if not names:
+                return
+            preferred = chosen.get(session.client)
+            name = preferred if preferred in names else max(names, key=free.__getitem__)
+            assert name is not None
+            tried.add(name)
+            free[name] -= 1
+            try:
+                async with asyncio.timeout(_MOVE_S):
+                    await self.move(session, name, self._fleet.others[name])
+                chosen.setdefault(session.client, name)
+            except (EndpointError, TimeoutError) as error:
+                free[name] += 1
+                logger.warning("session %s is not moved: %s", session.session_id, error)
+                if isinstance(error, TimeoutError) or error.code == "not_movable":
+                    return
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()

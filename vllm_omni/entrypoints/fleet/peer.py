@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Peer`: the calls of one server to another, to hand a session over.
+
+A move has two phases. `prepare` sends the snapshot; the other server restores it, but nobody can
+use it, and it is discarded after a time. `commit` makes it live. If the reply to `commit` is lost,
+`end` asks for the result and at the same time forbids a later commit, so that its answer is final.
+"""
+
+import asyncio
+import contextlib
+import errno
+import hashlib
+from collections.abc import AsyncIterator
+from enum import Enum
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+
+from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.fleet.servers import FleetServer
+from vllm_omni.entrypoints.limits.access import MIGRATIONS_PATH, READY_PATH
+from vllm_omni.entrypoints.snapshot_upload import PART_BYTES
+
+RESOLVE_S: Final = 10.0
+"""Seconds after a commit in which the first server asks for its result. The other server does not
+give the session away before, so that a refused connection proves that the session has ended."""
+_CONNECT_S: Final = 2.0
+_COMMIT_S: Final = 2.0
+_END_S: Final = 1.0
+_READY_S: Final = 2.0
+_RETRY_S: Final = 0.05
+_PREPARE_S: Final = 10.0
+_LEAST_BYTES_PER_S: Final = 50e6
+
+
+class MoveResult(Enum):
+    """Where a session is after a commit."""
+
+    MOVED = "moved"
+    """Only on the other server."""
+    STAYED = "stayed"
+    """Only here, and it will not appear on the other server."""
+    UNKNOWN = "unknown"
+    """Perhaps on the other server."""
+
+
+class Peer:
+    """Another server.
+
+    Args:
+        client: HTTP client of this process.
+        name: Name of the server.
+        server: Its addresses.
+        key: Key of the operator.
+    """
+
+    def __init__(
+        self, client: aiohttp.ClientSession, name: str, server: FleetServer, key: str
+    ) -> None:
+        self._client, self.name, self._server = client, name, server
+        self._headers = {"Authorization": f"Bearer {key}"}
+
+    async def num_free(self) -> int:
+        """Return how many sessions the server still accepts; 0 if it does not respond."""
+        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError, ValueError):
+            async with self._client.get(
+                self._url(READY_PATH), timeout=_limit(_READY_S)
+            ) as response:
+                ready = await response.json()
+                if response.status == 200:
+                    return max(1, (ready["max_sessions"] or 0) - (ready["sessions"] or 0))
+        return 0
+
+    async def prepare(self, move_id: str, path: Path) -> None:
+        """Send a snapshot. Afterwards the server holds a session that nobody can use.
+
+        Raises:
+            EndpointError: `move_failed`. The server may hold the session for some seconds.
+        """
+        digest = hashlib.sha256()
+        num_bytes = path.stat().st_size
+        status, reply = await self._call(
+            "PUT",
+            move_id,
+            _PREPARE_S + num_bytes / _LEAST_BYTES_PER_S,
+            data=_parts(path, digest),
+            headers={"Content-Length": str(num_bytes)},
+        )
+        if status != 201:
+            raise self._failed(_text(reply, status))
+        if reply.get("sha256") != digest.hexdigest():
+            raise self._failed("the snapshot was damaged on its way")
+
+    async def commit(self, move_id: str) -> MoveResult:
+        """Make a prepared session live, and find out whether it is.
+
+        Returns within `RESOLVE_S`.
+        """
+        with contextlib.suppress(EndpointError):
+            status, _ = await self._call("POST", f"{move_id}/commit", _COMMIT_S)
+            if status == 200:
+                return MoveResult.MOVED
+        return await self.end_for_certain(move_id, RESOLVE_S - _COMMIT_S)
+
+    async def end_for_certain(self, move_id: str, limit_s: float = RESOLVE_S) -> MoveResult:
+        """End a move as `end`, and repeat the question until there is an answer.
+
+        Args:
+            move_id: Id of the move.
+            limit_s: Seconds after which the result is unknown.
+        """
+        give_up_s = asyncio.get_running_loop().time() + limit_s
+        while True:
+            result = await self.end(move_id)
+            if (
+                result is not MoveResult.UNKNOWN
+                or asyncio.get_running_loop().time() + _END_S >= give_up_s
+            ):
+                return result
+            await asyncio.sleep(_RETRY_S)
+
+    async def end(self, move_id: str) -> MoveResult:
+        """End a move: discard a session that is only prepared. Idempotent."""
+        try:
+            status, reply = await self._call("DELETE", move_id, _END_S)
+        except EndpointError as error:
+            cause = error.__cause__
+            is_gone = isinstance(cause, OSError) and cause.errno == errno.ECONNREFUSED
+            return MoveResult.STAYED if is_gone else MoveResult.UNKNOWN
+        if status == 200:
+            is_live = reply.get("state") == "committed"
+            return MoveResult.MOVED if is_live else MoveResult.STAYED
+        # a new process of the server, which has no sessions of the old one
+        is_new = status == 404 and _code(reply) == "unknown_migration"
+        return MoveResult.STAYED if is_new else MoveResult.UNKNOWN
+
+    async def _call(
+        self, method: str, path: str, timeout_s: float, **options: Any
+    ) -> tuple[int, dict[str, Any]]:
+        headers = {**self._headers, **options.pop("headers", {})}
+        try:
+            async with self._client.request(
+                method,
+                self._url(f"{MIGRATIONS_PATH}/{path}"),
+                headers=headers,
+                timeout=_limit(timeout_s),
+                allow_redirects=False,
+                **options,
+            ) as response:
+                try:
+                    reply = await response.json(content_type=None)
+                except ValueError:
+                    reply = None
+                return response.status, reply if isinstance(reply, dict) else {}
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise self._failed("it does not respond") from error
+
+    def _failed(self, reason: str) -> EndpointError:
+        return EndpointError("move_failed", f"server {self.name!r}: {reason}")
+
+    def _url(self, path: str) -> str:
+        return self._server.url.rstrip("/") + path
+
+
+def _limit(total_s: float) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=total_s, sock_connect=_CONNECT_S)
+
+
+async def _parts(path: Path, digest: "hashlib._Hash") -> AsyncIterator[bytes]:
+    def read() -> bytes:
+        part = file.read(PART_BYTES)
+        digest.update(part)
+        return part
+
+    with path.open("rb") as file:
+        while part := await asyncio.to_thread(read):
+            yield part
+
+
+def _code(reply: dict[str, Any]) -> str | None:
+    error = reply.get("error")
+    return error.get("code") if isinstance(error, dict) else None
+
+
+def _text(reply: dict[str, Any], status: int) -> str:
+    error = reply.get("error")
+    text = error.get("message") if isinstance(error, dict) else None
+    return f"{text or 'it refuses the session'} (HTTP {status})"

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Fleet`: the servers between which sessions may move, and the key of their operator.
+
+The servers are listed in a TOML file (`omni.fleet`), which may be the same on all servers:
+
+    [servers.a]
+    url = "http://10.0.0.1:8000"
+
+    [servers.b]
+    url = "http://10.0.0.2:8000"
+    public_url = "https://b.example.com"
+
+`url` must reach the server's own process, without a proxy in between, because a refused connection
+proves that the process has ended. The key is in the environment, so that it is not in any log.
+"""
+
+import hmac
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+
+from vllm_omni.config import SERVER_NAME
+
+KEY_VARIABLE: Final = "VLLM_OMNI_OPERATOR_KEY"
+_LEAST_KEY_CHARS: Final = 16
+
+ServerName = Annotated[str, msgspec.Meta(pattern=SERVER_NAME)]
+_Url = Annotated[str, msgspec.Meta(pattern=r"^https?://[^\s/?#@]+(/[^\s?#]*)?\Z", max_length=1024)]
+
+
+class FleetServer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One server of the file."""
+
+    url: _Url
+    """Address for the other servers."""
+    public_url: _Url | None = None
+    """Address for clients. Default: the address that they have used, because a proxy finds the
+    server by its name."""
+
+
+class FleetFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Contents of the file."""
+
+    servers: dict[ServerName, FleetServer]
+    """Servers by name."""
+
+    @classmethod
+    def read_file(cls, path: Path) -> "FleetFile":
+        """Read and check the file.
+
+        Raises:
+            ValueError: The file cannot be read or is invalid. The text names the file.
+        """
+        try:
+            return msgspec.toml.decode(path.read_bytes(), type=cls)
+        except OSError as error:
+            raise ValueError(f"omni.fleet {path}: {error.strerror}") from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"omni.fleet {path}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The other servers, as one server sees them."""
+
+    key: str | None
+    """Key of the operator. None: operators have no access."""
+    others: Mapping[str, FleetServer]
+    """The other servers by name."""
+
+    @classmethod
+    def read(
+        cls, path: str | None, own_name: str | None, environ: Mapping[str, str] | None = None
+    ) -> "Fleet":
+        """Read the file of servers and the key.
+
+        Args:
+            path: `omni.fleet`.
+            own_name: `omni.server_name`.
+            environ: Environment variables. Default: those of the process.
+
+        Raises:
+            ValueError: The file or the key is invalid, or the key is missing.
+        """
+        key = (os.environ if environ is None else environ).get(KEY_VARIABLE) or None
+        if key is not None and (len(key) < _LEAST_KEY_CHARS or not key.isascii()):
+            raise ValueError(
+                f"{KEY_VARIABLE} must have at least {_LEAST_KEY_CHARS} ASCII characters, got "
+                f"{len(key)}"
+            )
+        if path is None:
+            return cls(key, {})
+        if key is None:
+            raise ValueError(
+                f"omni.fleet requires the variable {KEY_VARIABLE}, the same everywhere"
+            )
+        servers = FleetFile.read_file(Path(path)).servers
+        if own_name not in servers:
+            raise ValueError(
+                f"omni.fleet {path} lists {sorted(servers)}, but not this server: omni.server_name "
+                f"is {own_name!r}"
+            )
+        return cls(key, {name: server for name, server in servers.items() if name != own_name})
+
+    def is_operator(self, authorization: str) -> bool:
+        """Return whether a header `Authorization` contains the key, in constant time."""
+        scheme, _, token = authorization.partition(" ")
+        known = (self.key or "").encode()
+        is_equal = hmac.compare_digest(token.encode("utf-8", "surrogateescape"), known)
+        return self.key is not None and scheme.lower() == "bearer" and is_equal
+
+    def find(self, name_or_url: str) -> tuple[str, FleetServer] | None:
+        """Return another server by its name or its address, or None if it is not listed."""
+        for name, server in self.others.items():
+            if name_or_url == name or name_or_url.rstrip("/") == server.url.rstrip("/"):
+                return name, server
+        return None
