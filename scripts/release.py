@@ -20,6 +20,7 @@ import gzip
 import hashlib
 import importlib.metadata
 import io
+import json
 import os
 import re
 import shutil
@@ -36,6 +37,10 @@ REPO = Path(__file__).resolve().parents[1]
 EXTRAS = ("cpu", "cuda", "ray", "otel", "webrtc", "env")
 """Extras for users. The others are for work on the package."""
 SBOM, LICENCES, SUMS = "sbom.cdx.json", "licences.md", "SHA256SUMS"
+_PERMISSIVE = re.compile(
+    r"MIT|BSD|Apache|ISC|PSF|Python Software|Unlicense|CC0|Zlib|HPND", re.IGNORECASE
+)
+_RECIPROCAL = re.compile(r"GPL|MPL|Mozilla|Proprietary", re.IGNORECASE)
 _MODE = 0o644
 _EXECUTABLE_MODE = 0o755
 
@@ -98,6 +103,7 @@ def build(commit: str, out: Path) -> None:
         run_tool(
             [sys.executable, "-m", "build", "--outdir", str(built), str(source)],
             env={**os.environ, "SOURCE_DATE_EPOCH": str(made_at)},
+            umask=0o022,  # files that setuptools generates are in the wheel with their modes
         )
         for path in sorted(built.iterdir()):
             if path.name.endswith(".tar.gz"):
@@ -139,17 +145,34 @@ def write_sbom(path: Path) -> None:
 def write_licences(path: Path) -> None:
     """Write the licences of all installed dependencies, including those of `EXTRAS`."""
     name = str(tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["name"])
-    table = run_tool(
+    found = run_tool(
         [
-            *(sys.executable, "-m", "piplicenses", "--from=mixed", "--format=markdown"),
+            *(sys.executable, "-m", "piplicenses", "--from=mixed", "--format=json"),
             *("--with-urls", "--packages", *dependencies(name, EXTRAS)),
         ]
     )
     path.write_text(
         "# Licences of the dependencies\n\n"
         f"All installed packages that `{name}` with the extras {', '.join(EXTRAS)} depends on, as "
-        "their metadata say. None is part of the wheel.\n\n" + table
+        "their metadata say. None is part of the wheel.\n\n" + licence_tables(json.loads(found))
     )
+
+
+def licence_tables(packages: list[dict[str, str]]) -> str:
+    """Return the packages whose licence is permissive, after those that a person should read.
+
+    Args:
+        packages: Output of pip-licenses. Some packages have their whole licence as its name.
+    """
+    rows: tuple[list[str], list[str]] = ([], [])
+    for package in sorted(packages, key=lambda package: package["Name"].lower()):
+        licence = next((line for line in package["License"].splitlines() if line.strip()), "")
+        cells = package["Name"], package["Version"], licence.strip()[:80], package["URL"]
+        is_permissive = _PERMISSIVE.search(licence) and not _RECIPROCAL.search(licence)
+        rows[bool(is_permissive)].append("| " + " | ".join(cells) + " |\n")
+    head = "| package | version | licence | address |\n|---|---|---|---|\n"
+    others, permissive = ("".join(part) for part in rows)
+    return f"## To be read\n\n{head}{others}\n## Permissive\n\n{head}{permissive}"
 
 
 def dependencies(name: str, extras: Iterable[str] = ()) -> list[str]:

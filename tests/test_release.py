@@ -77,6 +77,17 @@ def test_dependencies_include_those_of_extras(release: ModuleType) -> None:
     assert {"vllm-worlds", "pytest", "ruff"}.isdisjoint(found)
 
 
+def test_licences_that_a_person_should_read_come_first(release: ModuleType) -> None:
+    """A licence text as a name is cut, so that it is a cell."""
+    texts = {"a": "MIT License\n\nPermission is hereby", "b": "LGPL-2.1-only", "c": "UNKNOWN"}
+    packages = [
+        {"Name": name, "Version": "1", "License": text, "URL": "u"} for name, text in texts.items()
+    ]
+    read, permissive = release.licence_tables(packages).split("## Permissive")
+    assert "| b | 1 | LGPL-2.1-only | u |\n| c | 1 | UNKNOWN | u |\n" in read
+    assert permissive.endswith("|---|\n| a | 1 | MIT License | u |\n")
+
+
 def test_checksums_are_those_of_sha256sum(release: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "b").write_text("two")
     (tmp_path / "a").write_text("one")

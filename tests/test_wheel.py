@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A wheel that is installed into a fresh environment works without the checkout."""
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -32,8 +33,16 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(command: list[str], cwd: Path = REPO, limit_s: float = 600) -> str:
+    # a checkout on PYTHONPATH would hide the wheel
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     result = subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=seconds(limit_s), check=False
+        command,
+        cwd=cwd,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=seconds(limit_s),
+        check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
