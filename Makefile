@@ -7,6 +7,7 @@
 # make lint          ruff and mypy
 # make docs          build the documentation site into build/site
 # make results       write the tables of measured results from benchmarks/results
+# make release       write wheel, sdist, bill of materials, licence report and checksums of the commit to dist/
 # make mutants       change access, codec, scheduling and the worker in every small way; what no test notices is listed
 # .ci/run            what CI runs: lint, test, and the nightly shard that the commit selects (NIGHTLY_SHARD=3/8: another)
 # make clean         remove the environment and what the demo wrote
@@ -25,7 +26,7 @@ MUTANTS ?=
 # SHARD=3/8 is the third of eight groups of pytest-split.
 SHARD_ARGS = $(if $(SHARD),--group $(firstword $(subst /, ,$(SHARD))) --splits $(lastword $(subst /, ,$(SHARD))))
 
-.PHONY: setup demo check engineless test nightly test-cuda lint docs results mutants clean
+.PHONY: setup demo check engineless test nightly test-cuda lint docs results release mutants clean
 
 setup:
 	@command -v $(PYTHON) >/dev/null || { \
@@ -46,7 +47,7 @@ test: setup
 	@$(VENV)/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not nightly" $(PYTEST_ARGS)
 
 nightly: setup
-	@$(PYTHON) scripts/setup_env.py $(VENV) ray docs
+	@$(PYTHON) scripts/setup_env.py $(VENV) ray docs release
 	@$(VENV)/bin/python -m pytest -m nightly -rs $(SHARD_ARGS) $(PYTEST_ARGS)
 
 test-cuda: setup
@@ -66,6 +67,10 @@ docs: setup
 
 results: setup
 	@$(VENV)/bin/python scripts/results_page.py
+
+release: setup
+	@$(PYTHON) scripts/setup_env.py $(VENV) release
+	@$(VENV)/bin/python scripts/release.py
 
 mutants: setup
 	@$(PYTHON) scripts/setup_env.py $(VENV) mutants

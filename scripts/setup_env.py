@@ -136,6 +136,7 @@ def install(venv: Path, device: str) -> None:
     log = venv / "setup.log"
     log.write_text("")
     check_name(venv)
+    remove_former_name(venv)
 
     def pip(arguments: Sequence[str]) -> bool:
         return run_logged(
@@ -165,7 +166,7 @@ def install(venv: Path, device: str) -> None:
     )
     if not pip([*options, "--editable", f"{REPO}[{device},dev]"]):
         raise SetupError(
-            f"pip could not install vllm_omni[{device},dev]. {why(log)}\n"
+            f"pip could not install vllm-worlds[{device},dev]. {why(log)}\n"
             "Check network and disk space (5 GB; 15 GB for cuda), or point pip at a mirror with "
             "PIP_INDEX_URL"
         )
@@ -183,7 +184,7 @@ def check_name(venv: Path) -> None:
 
     The other package would be imported instead of this one.
     """
-    script = REPO / "vllm_omni" / "entrypoints" / "cli" / "other_package.py"
+    script = REPO / "vllm_worlds.py"
     found = subprocess.run(
         [venv / "bin" / "python", script], capture_output=True, text=True, check=False
     )
@@ -194,6 +195,20 @@ def check_name(venv: Path) -> None:
         )
 
 
+def remove_former_name(venv: Path) -> None:
+    """Uninstall this project's distribution of before its renaming from `vllm-omni`.
+
+    Both install the command `vllm-omni`, so a later uninstallation would remove the new one.
+    """
+    code = "import vllm_worlds, sys; sys.exit(vllm_worlds.find_former_name(sys.path) is None)"
+    python = venv / "bin" / "python"
+    found = subprocess.run([python, "-c", code], cwd=REPO, capture_output=True, check=False)
+    if found.returncode == 0:
+        pip = [python, "-m", "pip", "uninstall", "--quiet", "--yes", "vllm-omni"]
+        if not run_logged(pip, venv / "setup.log"):
+            raise SetupError(f"pip could not uninstall vllm-omni. {why(venv / 'setup.log')}")
+
+
 def install_extra(venv: Path, extra: str) -> None:
     """Add an optional dependency group to a finished environment without changing torch."""
     log, constraints = venv / "setup.log", venv / "constraints.txt"
@@ -201,7 +216,7 @@ def install_extra(venv: Path, extra: str) -> None:
     options = ["--constraint", constraints] if constraints.is_file() else []
     pip = [venv / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check"]
     if not run_logged([*pip, *options, "--editable", f"{REPO}[{extra}]"], log):
-        raise SetupError(f"pip could not install vllm_omni[{extra}]. {why(log)}")
+        raise SetupError(f"pip could not install vllm-worlds[{extra}]. {why(log)}")
 
 
 def install_cpu_torch(pip: Pip, installed: str | None, index: str) -> list[str]:

@@ -165,7 +165,8 @@ def test_a_other_package_of_this_name_stops_set_up(setup_env: ModuleType, tmp_pa
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-omni\nVersion: 0.30.0\n")
     with pytest.raises(
-        setup_env.SetupError, match=r"vllm-omni 0\.30\.0 in .*: pip uninstall vllm-omni"
+        setup_env.SetupError,
+        match=r"(?s)vllm-omni 0\.30\.0 in .*: pip uninstall vllm-omni vllm-worlds",
     ) as stopped:
         setup_env.install(tmp_path / "venv", "cpu")
     assert f"rm -r {tmp_path / 'venv'}" in str(stopped.value)

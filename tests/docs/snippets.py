@@ -239,9 +239,10 @@ def _check_pip(arguments: list[str]) -> None:
         "optional-dependencies"
     ]
     for argument in arguments:
-        if arguments[0] == "install" and re.match(r"vllm.omni\b", argument):
+        if arguments[0] == "install" and re.match(r"vllm.(omni|worlds)\b", argument):
             raise DocsError(
-                f"pip install {argument}: the package index has another project of this name"
+                f"pip install {argument}: the package index has another project with this import "
+                "name, and not this one"
             )
         for group in re.findall(r"^\.\[([^\]]*)\]", argument):
             unknown = [name for name in group.split(",") if name not in extras]

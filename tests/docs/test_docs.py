@@ -195,7 +195,7 @@ def test_a_block_can_be_pasted(snippet: docs.Snippet) -> None:
 
 
 def test_no_text_installs_the_other_project_of_this_name() -> None:
-    """The package index has another `vllm-omni`.
+    """The package index has another `vllm-omni`, and does not have `vllm-worlds` yet.
 
     Extras are installed from the checkout: `pip install ".[env]"`.
     """
@@ -207,7 +207,7 @@ def test_no_text_installs_the_other_project_of_this_name() -> None:
         if path.suffix in (".py", ".md")
     ]
     assert len(files) > 300
-    named = re.compile(r"pip install[^`\n]*\bvllm[-_]omni\[")
+    named = re.compile(r"pip install[^`\n]*\bvllm[-_](omni|worlds)\[")
     assert [
         str(path) for path in [docs.REPO / "README.md", *files] if named.search(path.read_text())
     ] == []

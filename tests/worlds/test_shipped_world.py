@@ -136,11 +136,11 @@ def test_a_damaged_installation_says_so(
 ) -> None:
     """`make-world` cannot repair a damaged installation."""
     monkeypatch.setattr(vllm_omni.worlds, "__file__", str(tmp_path / "package" / "__init__.py"))
-    with pytest.raises(ValueError, match=r"manifest\.json is missing; install vllm-omni again"):
+    with pytest.raises(ValueError, match=r"manifest\.json is missing; install vllm-worlds again"):
         village_checkpoint()
     shutil.copytree(written, tmp_path / "package" / "village")
     assert village_checkpoint() == tmp_path / "package" / "village"
     (tmp_path / "package" / "village" / WEIGHTS[0]).unlink()
-    with pytest.raises(CommandError, match=r"is missing .*; install vllm-omni again"):
+    with pytest.raises(CommandError, match=r"is missing .*; install vllm-worlds again"):
         make_world.write_world(tmp_path / "other")
     assert not (tmp_path / "other").exists()

@@ -30,6 +30,7 @@ from vllm_omni.session_files.snapshot import (
     read_header,
 )
 from vllm_omni.session_files.snapshot_writing import create_file, plan
+from vllm_worlds import DISTRIBUTION
 
 T = TypeVar("T")
 
@@ -190,6 +191,6 @@ async def run_exchange_async(
 
 def package_version() -> str:
     try:
-        return importlib.metadata.version("vllm-omni")
+        return importlib.metadata.version(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
         return "unknown"

@@ -3,7 +3,7 @@
 
 from pathlib import Path
 
-_REMEDY = "install vllm-omni again, or in a clone run `git checkout -- vllm_omni/worlds`"
+_REMEDY = "install vllm-worlds again, or in a clone run `git checkout -- vllm_omni/worlds`"
 
 
 def village_checkpoint() -> Path:

@@ -49,7 +49,7 @@ def test_version_names_all_three(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert all(
         name in out
-        for name in ("vllm-omni 0.", f"vllm {importlib.metadata.version('vllm')}", "torch 2.")
+        for name in ("vllm-worlds 0.", f"vllm {importlib.metadata.version('vllm')}", "torch 2.")
     )
 
 

@@ -18,9 +18,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vllm_omni.compat import is_supported, supported_range
-from vllm_omni.entrypoints.cli.other_package import find_other_package
 from vllm_omni.entrypoints.cli.parsers import add_command
 from vllm_omni.entrypoints.cli.torchvision_cpu import declare_missing_operators
+from vllm_worlds import (
+    DISTRIBUTION,
+    OTHER_DISTRIBUTION,
+    find_former_name,
+    find_other_package,
+    remedy,
+)
 
 _GIB = 1 << 30
 # two ring buffers of 10 messages of 24 MiB for each worker, plus the buffers of NCCL or gloo
@@ -99,8 +105,14 @@ def run_checks() -> list[DoctorFinding]:
 def check_name(paths: Sequence[str]) -> DoctorFinding:
     """Check that no other `vllm_omni` is installed, because Python imports the first one."""
     if other := find_other_package(paths):
-        advice = "remove it, then run `pip install -e .` in this checkout"
-        return DoctorFinding("vllm_omni", "fail", "; ".join(other), advice)
+        return DoctorFinding("vllm_omni", "fail", " ".join(other), remedy())
+    if (version := find_former_name(paths)) is not None:
+        return DoctorFinding(
+            "vllm_omni",
+            "warn",
+            f"this project is also installed as {OTHER_DISTRIBUTION} {version}, its former name",
+            f"pip uninstall {OTHER_DISTRIBUTION}, then install {DISTRIBUTION} again",
+        )
     return DoctorFinding("vllm_omni", "ok", "no other package of this name")
 
 

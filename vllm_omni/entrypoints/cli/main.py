@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from vllm_omni.entrypoints.cli import bench, demo, doctor, plan, replay, serve
 from vllm_omni.entrypoints.cli.checkpoints import download, make_tiny, make_world, verify
 from vllm_omni.entrypoints.cli.errors import CommandError
+from vllm_worlds import DISTRIBUTION
 
 _SUBCOMMANDS = (demo, verify, make_world, make_tiny, download, doctor, bench, replay, plan)
 
@@ -65,7 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _versions() -> str:
     versions = []
-    for name in ("vllm-omni", "vllm", "torch"):
+    for name in (DISTRIBUTION, "vllm", "torch"):
         try:
             versions.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:

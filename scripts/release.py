@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build a release: `make release`, or `python scripts/release.py [FOLDER]`.
+
+Writes to `dist/`:
+
+    vllm_worlds-VERSION-py3-none-any.whl
+    vllm_worlds-VERSION.tar.gz         sdist
+    sbom.cdx.json                      CycloneDX bill of materials of this environment
+    licences.md                        licence of each dependency of the package
+    SHA256SUMS                         checksums of the files above, for `sha256sum --check`
+
+The files are built from the committed files of HEAD, not from the working tree, and all times in
+them are the time of that commit. Wheel and sdist therefore have the same bytes wherever they are
+built (tests/test_release.py). The script needs pip's package index for the build back end, and no
+other network access, account or secret. It publishes nothing.
+"""
+
+import argparse
+import gzip
+import hashlib
+import importlib.metadata
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[1]
+EXTRAS = ("cpu", "cuda", "ray", "otel", "webrtc", "env")
+"""Extras for users. The others are for work on the package."""
+SBOM, LICENCES, SUMS = "sbom.cdx.json", "licences.md", "SHA256SUMS"
+_PERMISSIVE = re.compile(
+    r"MIT|BSD|Apache|ISC|PSF|Python Software|Unlicense|CC0|Zlib|HPND", re.IGNORECASE
+)
+_RECIPROCAL = re.compile(r"GPL|MPL|Mozilla|Proprietary", re.IGNORECASE)
+_MODE = 0o644
+_EXECUTABLE_MODE = 0o755
+
+
+class ReleaseError(Exception):
+    """The release cannot be built. The message says what to do."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
+    try:
+        if changed := git("status", "--porcelain", "--untracked-files=no"):
+            raise ReleaseError(f"commit or revert these changes first:\n{changed}")
+        check_versions(REPO)
+        for old in args.out.glob("*"):
+            raise ReleaseError(f"{args.out} must be empty, but contains {old.name}")
+        build(args.commit, args.out)
+        write_sbom(args.out / SBOM)
+        write_licences(args.out / LICENCES)
+        write_sums(args.out)
+    except ReleaseError as error:
+        print(f"release failed: {error}", file=sys.stderr)
+        return 1
+    print((args.out / SUMS).read_text(), end="")
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Build wheel, sdist, SBOM and licence report.")
+    parser.add_argument("out", nargs="?", type=Path, default=REPO / "dist", help="default: dist")
+    parser.add_argument("--commit", default="HEAD", help="what to build (default: HEAD)")
+    return parser
+
+
+def check_versions(repo: Path) -> str:
+    """Return the version of pyproject.toml, the only place where it is decided.
+
+    Raises:
+        ReleaseError: CITATION.cff or the changelog names another one.
+    """
+    version = str(tomllib.loads((repo / "pyproject.toml").read_text())["project"]["version"])
+    cited = re.search(r"^version: (\S+)$", (repo / "CITATION.cff").read_text(), re.M)
+    newest = re.search(r"^## \[(\d[^\]]*)\]", (repo / "CHANGELOG.md").read_text(), re.M)
+    for name, found in (("CITATION.cff", cited), ("CHANGELOG.md", newest)):
+        if found is None or found[1] != version:
+            raise ReleaseError(
+                f"{name} is about version {found and found[1]}, pyproject.toml about {version}"
+            )
+    return version
+
+
+def build(commit: str, out: Path) -> None:
+    """Build sdist and wheel of a commit into `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    made_at = int(git("log", "-1", "--format=%ct", commit))
+    with tempfile.TemporaryDirectory() as folder:
+        source, built = Path(folder) / "source", Path(folder) / "built"
+        with tarfile.open(fileobj=io.BytesIO(git_bytes("archive", commit))) as archive:
+            archive.extractall(source, filter="data")
+        run_tool(
+            [sys.executable, "-m", "build", "--outdir", str(built), str(source)],
+            env={**os.environ, "SOURCE_DATE_EPOCH": str(made_at)},
+            umask=0o022,  # files that setuptools generates are in the wheel with their modes
+        )
+        for path in sorted(built.iterdir()):
+            if path.name.endswith(".tar.gz"):
+                normalise_sdist(path, made_at)
+            shutil.copy(path, out / path.name)
+
+
+def normalise_sdist(path: Path, made_at: int) -> None:
+    """Rewrite an sdist without what depends on the machine.
+
+    setuptools takes times, owners and modes from the file system, unlike in wheels.
+
+    Args:
+        path: A `.tar.gz` file.
+        made_at: Time of all members, in seconds since 1970.
+    """
+    packed = io.BytesIO()
+    with tarfile.open(path) as old, tarfile.open(fileobj=packed, mode="w") as new:
+        for member in sorted(old.getmembers(), key=lambda member: member.name):
+            member.mtime, member.uid, member.gid = made_at, 0, 0
+            member.uname = member.gname = ""
+            member.pax_headers = {}
+            member.mode = _EXECUTABLE_MODE if member.isdir() or member.mode & 0o100 else _MODE
+            new.addfile(member, old.extractfile(member) if member.isfile() else None)
+    path.write_bytes(gzip.compress(packed.getvalue(), mtime=made_at))
+
+
+def write_sbom(path: Path) -> None:
+    """Write the packages of this environment, in which the tests ran, in CycloneDX's format."""
+    run_tool(
+        [
+            *(sys.executable, "-m", "cyclonedx_py", "environment", sys.executable),
+            *("--pyproject", str(REPO / "pyproject.toml"), "--mc-type", "library"),
+            *("--output-reproducible", "--of", "JSON", "-o", str(path)),
+        ]
+    )
+
+
+def write_licences(path: Path) -> None:
+    """Write the licences of all installed dependencies, including those of `EXTRAS`."""
+    name = str(tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["name"])
+    found = run_tool(
+        [
+            *(sys.executable, "-m", "piplicenses", "--from=mixed", "--format=json"),
+            *("--with-urls", "--packages", *dependencies(name, EXTRAS)),
+        ]
+    )
+    path.write_text(
+        "# Licences of the dependencies\n\n"
+        f"All installed packages that `{name}` with the extras {', '.join(EXTRAS)} depends on, as "
+        "their metadata say. None is part of the wheel.\n\n" + licence_tables(json.loads(found))
+    )
+
+
+def licence_tables(packages: list[dict[str, str]]) -> str:
+    """Return the packages whose licence is permissive, after those that a person should read.
+
+    Args:
+        packages: Output of pip-licenses. Some packages have their whole licence as its name.
+    """
+    rows: tuple[list[str], list[str]] = ([], [])
+    for package in sorted(packages, key=lambda package: package["Name"].lower()):
+        licence = next((line for line in package["License"].splitlines() if line.strip()), "")
+        cells = package["Name"], package["Version"], licence.strip()[:80], package["URL"]
+        is_permissive = _PERMISSIVE.search(licence) and not _RECIPROCAL.search(licence)
+        rows[bool(is_permissive)].append("| " + " | ".join(cells) + " |\n")
+    head = "| package | version | licence | address |\n|---|---|---|---|\n"
+    others, permissive = ("".join(part) for part in rows)
+    return f"## To be read\n\n{head}{others}\n## Permissive\n\n{head}{permissive}"
+
+
+def dependencies(name: str, extras: Iterable[str] = ()) -> list[str]:
+    """Return the installed distributions that one requires, directly or indirectly, by name.
+
+    Requirements for other machines, and packages that are not installed, are left out.
+    """
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    seen: dict[tuple[str, str], None] = {}
+    todo = [(str(canonicalize_name(name)), extra) for extra in ("", *extras)]
+    while todo:
+        one = todo.pop()
+        if one in seen:
+            continue
+        try:
+            required = importlib.metadata.distribution(one[0]).requires or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        seen[one] = None
+        for line in required:
+            need = Requirement(line)
+            if need.marker is None or need.marker.evaluate({"extra": one[1]}):
+                todo += [(str(canonicalize_name(need.name)), e) for e in ("", *need.extras)]
+    return sorted({found for found, _ in seen} - {str(canonicalize_name(name))})
+
+
+def write_sums(out: Path) -> None:
+    names = sorted(path.name for path in out.iterdir())
+    sums = [f"{hashlib.sha256((out / name).read_bytes()).hexdigest()}  {name}\n" for name in names]
+    (out / SUMS).write_text("".join(sums))
+
+
+def git(*arguments: str) -> str:
+    return git_bytes(*arguments).decode().strip()
+
+
+def git_bytes(*arguments: str) -> bytes:
+    result = subprocess.run(["git", *arguments], cwd=REPO, capture_output=True, check=False)
+    if result.returncode != 0:
+        raise ReleaseError(f"git {arguments[0]}: {result.stderr.decode().strip()}")
+    return result.stdout
+
+
+def run_tool(command: list[str], **options: Any) -> str:
+    """Run a tool of the extra `release` and return its output.
+
+    Raises:
+        ReleaseError: It failed.
+    """
+    result = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    if result.returncode != 0:
+        raise ReleaseError(
+            f"{' '.join(command[:4])} ended with {result.returncode}:\n"
+            f"{(result.stdout + result.stderr)[-2000:]}"
+        )
+    return result.stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())
