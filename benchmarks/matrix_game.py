@@ -84,13 +84,15 @@ def session_chunk(
         params = DiffusionParams(
             session_id=name,
             chunk_index=index,
+            prompt=args.prompt if index == 0 else None,
             seed=1,
             height=args.height,
             width=args.width,
-            actions=[HELD[args.variant], [], HELD[args.variant]],
+            actions=args.actions,
         )
+        start = dict.fromkeys(("image", *args.image_tensors), image)
         meta, tensors = await run_request(
-            engine, params, {"image": image} if index == 0 else None, f"{name}-{index}"
+            engine, params, start if index == 0 else None, f"{name}-{index}"
         )
         assert len(tensors["frames"]) == meta["num_frames"]
         return {
@@ -113,6 +115,28 @@ async def play(engine: Any, name: str, args: argparse.Namespace) -> list[dict[st
             pending.append(asyncio.create_task(chunk(index + 1)))
         records.append(await pending.pop(0))
     return [{"done": start, "timings_ms": {}, "frames": 0}, *records]
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser, *, name: str, size: tuple[int, int], warm_chunks: int
+) -> None:
+    """Arguments of a world that is played. `size`: height and width."""
+    parser.add_argument("--chunks", type=int, default=24)
+    parser.add_argument(
+        "--warm-chunks", type=int, default=warm_chunks, help="chunks before all is compiled"
+    )
+    parser.add_argument("--height", type=int, default=size[0])
+    parser.add_argument("--width", type=int, default=size[1])
+    parser.add_argument("--sessions", type=int, default=1)
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--pipeline-parallel", type=int, default=1)
+    parser.add_argument(
+        "--tiny", action="store_true", help="the tests' tiny model with its own weights"
+    )
+    add_serving_arguments(parser)
+    add_tracing_arguments(parser)
+    parser.add_argument("--name", default=name, help=f"name of the result file (default: {name})")
+    add_output_arguments(parser)
 
 
 async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -154,6 +178,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     interval_ms = statistics.median(gaps_ms)
     return {
         "variant": args.variant,
+        "images": ["image", *args.image_tensors],
         "size": [args.height, args.width],
         "tiny": args.tiny,
         "sessions": args.sessions,
@@ -164,7 +189,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "chunk_interval_ms": round(interval_ms, 1),
         "fps_each_session": round(steady[0]["frames"] / interval_ms * 1e3, 2),
         "fps_all_sessions": round(args.sessions * steady[0]["frames"] / interval_ms * 1e3, 2),
-        "authors_fps": AUTHORS_FPS,
+        "authors_fps": args.authors_fps,
         "stages_ms": {
             name: round(
                 statistics.median(sum(record["timings_ms"].get(name, [])) for record in steady), 2
@@ -185,23 +210,11 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--variant", choices=tuple(HELD), default="universal")
-    parser.add_argument("--chunks", type=int, default=24)
-    parser.add_argument("--warm-chunks", type=int, default=6, help="chunks before all is compiled")
-    parser.add_argument("--height", type=int, default=352)
-    parser.add_argument("--width", type=int, default=640)
-    parser.add_argument("--sessions", type=int, default=1)
-    parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--pipeline-parallel", type=int, default=1)
-    parser.add_argument(
-        "--tiny", action="store_true", help="the tests' tiny model with its own weights"
-    )
-    add_serving_arguments(parser)
-    add_tracing_arguments(parser)
-    parser.add_argument(
-        "--name", default="matrix_game", help="name of the result file (default: matrix_game)"
-    )
-    add_output_arguments(parser)
+    add_arguments(parser, name="matrix_game", size=(352, 640), warm_chunks=6)
     args = parser.parse_args()
+    held = HELD[args.variant]
+    args.actions, args.image_tensors = [held, [], held], ()
+    args.prompt, args.authors_fps = None, AUTHORS_FPS
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "game"
         if args.tiny:
