@@ -2,7 +2,7 @@
 """Keys and poses as matrices of the camera branch, over several chunks, and refused poses."""
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -78,7 +78,9 @@ def test_projections_are_inverse_to_each_other() -> None:
 
 
 @pytest.mark.parametrize("reference", ["chunk", "start"])
-def test_poses_of_video_frames_and_of_latent_frames_agree(reference: str) -> None:
+def test_poses_of_video_frames_and_of_latent_frames_agree(
+    reference: Literal["chunk", "start"],
+) -> None:
     options = DreamXOptions(camera_reference=reference)
     whole = path(21)
     states: list[CameraState | None] = [None, None]

@@ -4,6 +4,7 @@ processes), and adapters equal merged weights.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from vllm_omni.model_executor.models.dreamx_world.pipeline import DreamXWorld
 TOLERANCE = 1e-4
 """Three chunks in fp32; ranks only change the order of sums."""
 CHUNKS = [{"actions": [["w"], ["l"], ["a", "i"]]}, {"actions": [["s", "k"]] * 3}, {}]
-OPTIONS = {"window_frames": 6, "sink_frames": 3}
+OPTIONS: dict[str, Any] = {"window_frames": 6, "sink_frames": 3}
 INK = [Lora(name="ink")]
 
 

@@ -194,7 +194,7 @@ class DreamXOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, k
 
 def rounded_timestep(timestep: float) -> float:
     """Return a timestep rounded to bf16."""
-    return float(torch.tensor(timestep, dtype=torch.bfloat16))
+    return float(torch.tensor(timestep, dtype=torch.bfloat16, device="cpu"))
 
 
 DreamXStream = StreamModelSetup[DreamXConfig, DreamXOptions]

@@ -64,6 +64,7 @@ from vllm_omni.model_executor.models.wan.chunk_setup import (
 )
 from vllm_omni.model_executor.models.wan.images.files import cut_image
 from vllm_omni.model_executor.models.wan.images.image_condition import image_warmup
+from vllm_omni.model_executor.models.wan.images.image_encoder import ImageEncoder
 from vllm_omni.model_executor.models.wan.text_encoder.prompts import SharedPrompts
 from vllm_omni.model_executor.models.wan.vae.color_correction import CorrectingDecoder
 from vllm_omni.model_executor.schedules import ChunkNoise, FewStepSchedule
@@ -195,6 +196,7 @@ class DreamXWorld(StreamingModel[DreamXSession, DreamXChunk]):
 
     config: DreamXConfig
     options: DreamXOptions
+    decoder: CorrectingDecoder | None
 
     def __init__(self, setup: DreamXSetup) -> None:
         super().__init__(setup)
@@ -203,7 +205,7 @@ class DreamXWorld(StreamingModel[DreamXSession, DreamXChunk]):
         context = setup.options.context_timestep
         self.context_timestep = rounded_timestep(context) if rounded else context
         self.text_encoder = build_text_encoder(setup)
-        self.image_encoder = None
+        self.image_encoder: ImageEncoder | None = None
         self.transformer = build_transformer(setup, DreamXTransformer)
         # On every rank with layers: the first ones read the image's latents, the last ones keep
         # them.

@@ -26,7 +26,7 @@ from vllm_omni.model_executor.layers.collectives.head_all_to_all import (
 from vllm_omni.model_executor.layers.collectives.parallel import ChannelWeight, ParallelContext
 from vllm_omni.model_executor.layers.kv_cache.window import WindowAttention
 from vllm_omni.model_executor.layers.linear.linear import LinearPrecision, MergedLinear, RowLinear
-from vllm_omni.model_executor.layers.linear.quantized_input import Input
+from vllm_omni.model_executor.layers.linear.quantized_input import Input, takes_quantized
 from vllm_omni.model_executor.models.dreamx_world.config import GROUP, DreamXConfig
 from vllm_omni.model_executor.models.wan.transformer.chunk_transformer import (
     ChunkItem,
@@ -151,6 +151,9 @@ class CameraBlock(WanBlock):
         self.cam_self_attn = CameraAttention(
             config, parallel, fused_ops, quant_config, f"{prefix}.cam_self_attn"
         )
+
+    def takes_quantized(self) -> bool:
+        return super().takes_quantized() and takes_quantized(self.cam_self_attn.qkv_proj)
 
     def attend(
         self,

@@ -115,6 +115,10 @@ class WanBlock(nn.Module):
         )
         self.ffn = FeedForward(config, parallel, fused_ops, quant_config, f"{prefix}.ffn")
 
+    def takes_quantized(self) -> bool:
+        """Return whether all layers that read the input of self-attention accept FP8."""
+        return takes_quantized(self.self_attn.qkv)
+
     def attend(
         self,
         hidden_BTD: Input,
@@ -173,7 +177,7 @@ class WanBlock(nn.Module):
         `write_only`, stop after K/V are written.
         """
         shift1, scale1, gate1, shift2, scale2, gate2 = time.plus(self.modulation)
-        dtype, quantized, x = self.norm3.weight.dtype, takes_quantized(self.self_attn.qkv), x_BTD
+        dtype, quantized, x = self.norm3.weight.dtype, self.takes_quantized(), x_BTD
         if update is None:
             hidden = self.fused_ops.modulated_norm(x, shift1, scale1, self.eps, dtype, quantized)
         else:
