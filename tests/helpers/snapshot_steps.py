@@ -120,6 +120,19 @@ def game_chunk(
     return worker.chunk(session_id, image, actions=keys, **fields)
 
 
+def referenced_chunk(
+    worker: Worker, session_id: str, index: int, **fields: Any
+) -> dict[str, torch.Tensor]:
+    """Run a chunk of a session with reference images, 32 x 64 pixels."""
+    image = torch.arange(32 * 64 * 3, dtype=torch.uint8).view(32, 64, 3)
+    tensors = {"image": image, "images.head": image.flip(0), "images.back": image.flip(1)}
+    if index == 0:
+        fields |= {"height": 32, "width": 64}
+    return worker.chunk(
+        session_id, tensors if index == 0 else None, actions=[["w"], ["w", "l"], ["i"]], **fields
+    )
+
+
 def frame_chunk(
     worker: Worker, session_id: str, index: int, **fields: Any
 ) -> dict[str, torch.Tensor]:

@@ -35,6 +35,7 @@ def assert_found_by_vllm(folder: Path) -> None:
         ("causal_wan", "diffusers"),
         ("lingbot_world", "v2_1_3b"),
         ("matrix_game", "original"),
+        ("abot_world", "original"),
         ("waypoint", "v1"),
         ("wan2_2", "ti2v"),
         ("lance", "image"),

@@ -17,6 +17,7 @@ from helpers.snapshot_steps import (
     game_chunk,
     placed_chunk,
     played_chunk,
+    referenced_chunk,
     resting_chunk,
     text_chunk,
     video_chunk,
@@ -30,13 +31,17 @@ from vllm_omni.outputs import RequestFailed
 @pytest.fixture
 def make_worker(make_runner: Any, request: pytest.FixtureRequest) -> Callable[..., Worker]:
     def make(family: str, omni: dict[str, Any] | None = None) -> Worker:
-        return Worker(make_runner(request.getfixturevalue(family), omni))
+        return Worker(
+            make_runner(request.getfixturevalue(family), SIZES.get(family, {}) | (omni or {}))
+        )
 
     return make
 
 
 Chunk = Callable[..., dict[str, torch.Tensor]]
 SMALL = {"window_frames": 7, "sink_frames": 2}
+SIZES = {"abot_world": {"height": 32, "width": 64}}
+"""Sizes of models that do not take the default of the tests."""
 CASES: dict[str, tuple[str, dict[str, Any], Chunk, int]] = {
     "null world": ("null_world", {}, text_chunk, 3),
     "null world of buttons and axes": ("null_world", {"actions": PLAY}, played_chunk, 3),
@@ -62,6 +67,13 @@ CASES: dict[str, tuple[str, dict[str, Any], Chunk, int]] = {
     ),
     "world before distillation, a window for each branch": ("lingbot_pretrain", {}, world_chunk, 2),
     "game, windows of trunk, mouse and keyboard": ("matrix_game", {}, game_chunk, 3),
+    "references, outside a full window": ("abot_world", {"decoder": "wan"}, referenced_chunk, 4),
+    "references, each chunk at another base": (
+        "abot_world",
+        {"positions": "window", "window_frames": 6},
+        referenced_chunk,
+        3,
+    ),
     "keys and mouse, two kinds of rings, not full": ("waypoint", {}, frame_chunk, 1),
     "keys and mouse, two kinds of rings": ("waypoint", {}, frame_chunk, 11),
     "stream, moving sinks": ("causal_wan", SMALL, text_chunk, 4),

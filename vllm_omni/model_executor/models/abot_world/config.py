@@ -140,7 +140,9 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
 PRESETS: Final[Mapping[PresetName, Preset]] = {
     "reference": Preset(),
     "balanced": Preset(quantization="fp8", kv_cache_dtype="fp8"),
-    "realtime": Preset(model={"max_steps": 2}, quantization="fp8", kv_cache_dtype="fp8"),
+    "realtime": Preset(
+        model={"max_steps": 2, "decoder": "tiny"}, quantization="fp8", kv_cache_dtype="fp8"
+    ),
     "small": Preset(model={"text_encoder_device": "cpu"}, quantization="fp8", kv_cache_dtype="fp8"),
 }
 """All presets have the tiny decoder, because it is the release's own."""

@@ -2,6 +2,7 @@
 """The `abot_world` family, described for the command line, config parser and endpoints."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from vllm_omni.model_executor.models.abot_world.checkpoint import (
@@ -36,6 +37,8 @@ from vllm_omni.planning.stream_model import (
 
 _SPATIAL = AbotWorldConfig.pixels_per_cell
 _MULTIPLE = 2 * _SPATIAL
+_TINY = WAN_2_2_AUTOENCODER.tiny
+assert _TINY is not None
 
 
 def _planned(name: str, transformer: Mapping[str, Any], changes: Changes) -> StreamModel:
@@ -48,7 +51,7 @@ def _planned(name: str, transformer: Mapping[str, Any], changes: Changes) -> Str
         "denoise": len(STEPS),
         "latent_cell": _SPATIAL,
         "pinned_tokens": config.reference_tokens,
-        "autoencoder": WAN_2_2_AUTOENCODER.tiny,
+        "autoencoder": replace(_TINY, tiny=_TINY),
         **changes,
     }
     return StreamModel(name, **transformer_sizes(config, transformer_shapes(config)) | fields)
