@@ -2,9 +2,11 @@
 """A single frame needs only the last temporal tap of a causal convolution."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
 
 from vllm_omni.model_executor.models.lance.network.vae import LanceWanVAE
@@ -45,10 +47,22 @@ def test_an_image_equals_the_first_frame_of_its_clip() -> None:
     )
 
 
+@pytest.mark.parametrize("frames", [1, 3])
 @torch.no_grad()
-def test_an_image_equals_diffusers_decode() -> None:
-    """diffusers caches every layer's input for a next frame."""
+def test_images_and_clips_equal_diffusers_autoencoder(frames: int) -> None:
+    """Two of them in one call, both ways."""
     vae = small_vae()
-    latents = torch.randn(1, 48, 1, 3, 4)
-    raw = latents * vae.latents_std + vae.latents_mean
-    torch.testing.assert_close(vae.decode_video(latents), vae.vae.decode(raw, return_dict=False)[0])
+    diffusers: Any = AutoencoderKLWan(**vae.config.to_dict())
+    diffusers.load_state_dict(vae.vae.state_dict())
+    diffusers.eval()
+    latents = torch.randn(2, 48, frames, 3, 4)
+    raw = latents * vae.vae.latents_std + vae.vae.latents_mean
+    pixels = vae.decode_video(latents)
+    torch.testing.assert_close(
+        pixels, diffusers.decode(raw, return_dict=False)[0], atol=1e-5, rtol=0
+    )
+    posterior = diffusers.encode(pixels).latent_dist
+    mean, log_var = vae.posterior(pixels)
+    expected = (posterior.mean - vae.vae.latents_mean) / vae.vae.latents_std
+    torch.testing.assert_close(mean, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(log_var, posterior.logvar, atol=1e-5, rtol=0)

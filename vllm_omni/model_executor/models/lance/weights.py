@@ -183,3 +183,4 @@ def _warn_if_different(vision: VisionTower, bundled: TensorSource) -> None:
 def load_vae(vae: LanceWanVAE, source: TensorSource) -> None:
     """Load the autoencoder from Wan's own file."""
     load_strict(vae.vae, source, vae_shapes(vae.config), VAE_RULES, what="VAE")
+    vae.vae.clear_derived()

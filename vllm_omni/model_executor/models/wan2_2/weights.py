@@ -42,6 +42,7 @@ def load_vae(vae: VideoVAE, folder: Path, values: dict[str, Any]) -> None:
     with torch.device("meta"):
         whole = VideoVAE(values).network
     load_strict(vae.network, open_tensors(folder), shapes_of(whole), what="VAE")
+    vae.clear_derived()
 
 
 def load_pipeline_weights(

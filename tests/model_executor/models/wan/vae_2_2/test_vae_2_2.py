@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -251,6 +252,33 @@ def test_small_parts_of_a_latent_give_the_same_frames(
     torch.testing.assert_close(pixels, whole, atol=1e-5, rtol=0)
     for ours, expected in zip(cache.features, whole_cache.features, strict=True):
         torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("frames_per_call", [None, 2])
+def test_later_latents_are_one_graph_for_each_part(
+    monkeypatch: pytest.MonkeyPatch,
+    vae: StreamingWanVAE,
+    latents: torch.Tensor,
+    frames_per_call: int | None,
+) -> None:
+    """`fullgraph` makes untraceable code an error, after which the decoder would run uncompiled."""
+    compile_for_real, graphs = torch.compile, []
+
+    def traced(network: Any, **options: Any) -> Any:
+        def backend(graph: Any, inputs: Any) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        return compile_for_real(network, backend=backend, **options)
+
+    monkeypatch.setattr(torch, "compile", traced)
+    compiled = StreamingWanVAE(
+        vae.config, encoder=False, compiled=True, frames_per_call=frames_per_call
+    )
+    load_vae(compiled, GOLDEN / _WEIGHTS)
+    pixels, _ = compiled.decode(latents[:, :, :3], None)
+    torch.testing.assert_close(pixels, vae.decode(latents[:, :, :3], None)[0], atol=1e-5, rtol=0)
+    assert 0 < len(graphs) <= (2 if frames_per_call is None else 6)
 
 
 def test_streams_are_decoded_one_by_one(vae: StreamingWanVAE, latents: torch.Tensor) -> None:

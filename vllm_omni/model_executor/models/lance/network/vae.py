@@ -1,29 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """`LanceWanVAE`: the Wan 2.2 autoencoder (48 channels, 16x16x4) for single images and whole clips.
 
-The network is diffusers' `AutoencoderKLWan`. This module owns the normalisation. Input
-and output latents are normalised fp32 [B, C, T, h, w]. T latent frames stand for 4 T - 3 video
-frames.
+The network is that of streams (`StreamingWanVAE`), of which each clip is a whole one. Latents are
+normalised fp32 [B, C, T, h, w]. T latent frames stand for 4 T - 3 video frames.
 """
 
 # B clips, C channels, T frames, H height, W width
 
-from typing import Any, Literal, cast
+from typing import Literal
 
 import torch
-from diffusers import AutoencoderKLWan
-from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 from torch import nn
 
-from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.models.lance.config import (
     FRAMES_PER_LATENT,
     LATENT_CHANNELS,
     PIXELS_PER_LATENT,
 )
 from vllm_omni.model_executor.models.wan.architecture import VAEConfig
-from vllm_omni.model_executor.models.wan.last_tap import use_last_taps
-from vllm_omni.model_executor.models.wan.vae_layers import use_cpu_layers
+from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE
 
 
 class LanceWanVAE(nn.Module):
@@ -32,27 +27,10 @@ class LanceWanVAE(nn.Module):
 
     z_channels = LATENT_CHANNELS
 
-    latents_mean: torch.Tensor
-    latents_std: torch.Tensor
-
     def __init__(self, config: VAEConfig, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.config, self.dtype = config, dtype
-        with default_dtype(dtype):
-            self.vae: Any = AutoencoderKLWan(**config.to_dict())
-        use_cpu_layers(cast(nn.Module, self.vae))
-        use_last_taps(cast(nn.Module, self.vae))
-        for name, values in (
-            ("latents_mean", config.latents_mean),
-            ("latents_std", config.latents_std),
-        ):
-            self.register_buffer(
-                name,
-                torch.tensor(values, dtype=torch.float32).view(1, -1, 1, 1, 1),
-                persistent=False,
-            )
-        self.requires_grad_(False)
-        self.eval()
+        self.vae = StreamingWanVAE(config, dtype=dtype, single_images=True)
 
     @torch.no_grad()
     def encode_video(
@@ -79,27 +57,18 @@ class LanceWanVAE(nn.Module):
                 f"{PIXELS_PER_LATENT}, got {frames} frames of {height}x{width}"
             )
         used = 1 + FRAMES_PER_LATENT * ((frames - 1) // FRAMES_PER_LATENT)
-        moments = self.vae.encode(pixels_BCTHW[:, :, :used].to(self.dtype), return_dict=False)[
-            0
-        ].parameters
+        moments, _ = self.vae.encode_moments(pixels_BCTHW[:, :, :used], None)
         mean, log_var = moments.float().chunk(2, dim=1)
-        return (mean - self.latents_mean) / self.latents_std, log_var
+        log_var = log_var.clamp(-30.0, 20.0)
+        return (mean - self.vae.latents_mean) / self.vae.latents_std, log_var
 
     @torch.no_grad()
     def decode_video(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """Decode normalised latents [B, C, t, h, w] to pixels [B, 3, 4t - 3, 16h, 16w] in [-1, 1],
         in the dtype of the model."""
-        raw = (latents_BCTHW.float() * self.latents_std + self.latents_mean).to(self.dtype)
         if latents_BCTHW.shape[2] == 1:
-            return self._decode_image(raw)
-        pixels: torch.Tensor = self.vae.decode(raw, return_dict=False)[0]
-        return pixels
-
-    def _decode_image(self, raw_BC1hw: torch.Tensor) -> torch.Tensor:
-        """Decode as diffusers does for one latent frame, but without caching layer inputs for a
-        next one."""
-        cells = self.vae.decoder(self.vae.post_quant_conv(raw_BC1hw), first_chunk=True)
-        return unpatchify(cells, self.vae.config.patch_size).clamp(-1.0, 1.0)
+            return self.vae.decode_image(latents_BCTHW)
+        return self.vae.decode(latents_BCTHW, None)[0]
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
         """`encode_video` for images [B, 3, H, W] -> [B, C, h, w] or clips, the posterior's mean."""

@@ -37,6 +37,31 @@ def _combined(values, MATRIX: tl.constexpr, ROW: tl.constexpr):  # type: ignore[
 
 
 @triton.jit
+def _duplicate(  # type: ignore[no-untyped-def]
+    below_ptr,
+    n,
+    t: tl.constexpr,
+    pixel,
+    channel,
+    P,
+    width,
+    C: tl.constexpr,
+    mask,
+    DUPLICATES: tl.constexpr,
+):
+    """Return a block of frame `t` of a stream, the `n`-th of all, of `DuplicatedPixels`."""
+    FACTOR: tl.constexpr = DUPLICATES[0]
+    GROWN: tl.constexpr = DUPLICATES[1]
+    REPEATS: tl.constexpr = DUPLICATES[2]
+    row, column = pixel // width, pixel % width
+    copy = t % GROWN + FACTOR - GROWN
+    copies = (channel[None, :] * FACTOR + copy) * 4 + ((row % 2) * 2 + column % 2)[:, None]
+    below = (n // GROWN) * (P // 4) + (row // 2) * (width // 2) + column // 2
+    at = below[:, None] * (C * FACTOR * 4 // REPEATS) + copies // REPEATS
+    return tl.load(below_ptr + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _stack_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     bias_ptr,
@@ -62,9 +87,7 @@ def _stack_kernel(  # type: ignore[no-untyped-def]
     SHUFFLED: tl.constexpr,
     RESULTS: tl.constexpr,
     INPUTS: tl.constexpr,
-    FACTOR: tl.constexpr,
-    GROWN: tl.constexpr,
-    REPEATS: tl.constexpr,
+    DUPLICATES: tl.constexpr,
 ):
     """Add up, normalise and lay out frames.
 
@@ -72,8 +95,8 @@ def _stack_kernel(  # type: ignore[no-untyped-def]
     above a frame. RESULTS holds the weights that turn products into frames, one row per frame and
     one column per product; None if `x_ptr` holds frames. INPUTS holds the weights by which
     `FrameLayout.COMBINED` combines frames, one row per combination and one column per frame,
-    including the two past ones; None for other layouts. REPEATS, FACTOR and GROWN are those of
-    `DuplicatedPixels`; 0 if `residual_ptr` holds whole frames.
+    including the two past ones; None for other layouts. DUPLICATES holds `factor`, `grown` and
+    `repeats` of `DuplicatedPixels`; None if `residual_ptr` holds whole frames.
     """
     pixel = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     stream = tl.program_id(1).to(tl.int64)
@@ -83,8 +106,8 @@ def _stack_kernel(  # type: ignore[no-untyped-def]
     at = pixel[:, None] * C + channel[None, :]
     frame = P * C
     source, source_frame = at, frame
-    row, column = pixel // width, pixel % width
     if SHUFFLED:
+        row, column = pixel // width, pixel % width
         across = width // 2 + 1
         cell = (row // 2 + row % 2) * across + column // 2 + column % 2
         source = (cell * 4 + (row % 2) * 2 + column % 2)[:, None] * C + channel[None, :]
@@ -122,12 +145,8 @@ def _stack_kernel(  # type: ignore[no-untyped-def]
             y = tl.load(x_ptr + n * source_frame + source, mask=mask, other=0.0).to(tl.float32)
         if BIAS:
             y += bias
-        if REPEATS > 0:
-            copy = t % GROWN + FACTOR - GROWN
-            cells = (channel[None, :] * FACTOR + copy) * 4 + ((row % 2) * 2 + column % 2)[:, None]
-            below = (n // GROWN) * (P // 4) + (row // 2) * (width // 2) + column // 2
-            duplicated = below[:, None] * (C * FACTOR * 4 // REPEATS) + cells // REPEATS
-            y += tl.load(residual_ptr + duplicated, mask=mask, other=0.0).to(tl.float32)
+        if DUPLICATES is not None:
+            y += _duplicate(residual_ptr, n, t, pixel, channel, P, width, C, mask, DUPLICATES)
         elif RESIDUAL:
             y += tl.load(residual_ptr + n * frame + at, mask=mask, other=0.0).to(tl.float32)
         if SUM:
@@ -142,12 +161,8 @@ def _stack_kernel(  # type: ignore[no-untyped-def]
         if LAYOUT is not None:
             new = y.to(newest_ptr.dtype.element_ty)
             if LAYOUT == "side by side":
-                wide = (
-                    out_ptr
-                    + (n * out_frame + edge * C) * 3
-                    + pixel[:, None] * (3 * C)
-                    + channel[None, :]
-                )
+                wide = out_ptr + (n * out_frame + edge * C) * 3
+                wide = wide + pixel[:, None] * (3 * C) + channel[None, :]
                 tl.store(wide, older, mask=mask)
                 tl.store(wide + C, old, mask=mask)
                 tl.store(wide + 2 * C, new, mask=mask)
@@ -232,9 +247,9 @@ def _launch(
     layout: FrameLayout | None,
 ) -> None:
     x, bias, residual = activation.x, activation.bias, activation.residual
-    factor = grown = repeats = 0
+    duplicates: tuple[int, int, int] | None = None
     if isinstance(residual, DuplicatedPixels):
-        factor, grown, repeats = residual.factor, residual.grown, residual.repeats
+        duplicates = (residual.factor, residual.grown, residual.repeats)
         residual = residual.x
     assert all(each is None or each.is_contiguous() for each in (x, bias, residual, past, gamma))
     streams, _, height, width, channels = past.shape
@@ -269,8 +284,6 @@ def _launch(
         SHUFFLED=activation.shuffled,
         RESULTS=results,
         INPUTS=inputs,
-        FACTOR=factor,
-        GROWN=grown,
-        REPEATS=repeats,
+        DUPLICATES=duplicates,
         num_warps=_WARPS,
     )

@@ -37,6 +37,7 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
 from vllm_omni.model_executor.models.wan.architecture import VAEConfig
+from vllm_omni.model_executor.models.wan.last_tap import use_last_taps
 from vllm_omni.model_executor.models.wan.vae.fused_decoder import FusedDecoder, fused_decoder
 from vllm_omni.model_executor.models.wan.vae.fused_encoder import FusedEncoder, fused_encoder
 from vllm_omni.model_executor.models.wan.vae.fused_layers import fused_vae
@@ -170,6 +171,7 @@ class StreamingWanVAE(nn.Module):
             more time, with equal results. None: all.
         bands: This rank decodes only its band of rows, together with other ranks (`split_decode`).
             None: all rows.
+        single_images: Convolutions have a 2-D path for single images (`decode_image`).
         fuse: (a built `WanDecoder3d`, bands) -> its fused form, or None to keep the plain one.
         fuse_encoder: A built `WanEncoder3d` -> its fused form, or None.
     """
@@ -187,6 +189,7 @@ class StreamingWanVAE(nn.Module):
         compiled: bool = False,
         frames_per_call: int | None = None,
         bands: RowBands | None = None,
+        single_images: bool = False,
         fuse: Callable[[Any, RowBands | None], FusedDecoder | None] = fused_decoder,
         fuse_encoder: Callable[[Any], FusedEncoder | None] = fused_encoder,
     ) -> None:
@@ -233,6 +236,8 @@ class StreamingWanVAE(nn.Module):
         if any(weight.is_cuda for weight in self.parameters()):
             lay_channels_last(self)
         use_cpu_layers(self)
+        if single_images:
+            use_last_taps(self)
         self._encode_latent: LatentNetwork | None = None
         self._fused_encoder = fuse_encoder(self.encoder) if encoder else None
         if encoder:
@@ -272,23 +277,40 @@ class StreamingWanVAE(nn.Module):
             if fused is not None:
                 fused.clear_derived()
 
-    @torch.no_grad()
     def encode(
-        self, pixels_1CTHW: torch.Tensor, cache: VAECache | None
+        self, pixels_BCTHW: torch.Tensor, cache: VAECache | None
+    ) -> tuple[torch.Tensor, VAECache]:
+        """Encode the next frames of a stream as normalised latents.
+
+        Args:
+            pixels_BCTHW: As for `encode_moments`.
+            cache: Result of the previous call. None: the stream starts.
+
+        Returns:
+            The normalised posterior mean [B, C, n (+1), h, w], float32, and the next cache.
+        """
+        moments_BCTHW, cache = self.encode_moments(pixels_BCTHW, cache)
+        mean = moments_BCTHW[:, : self.config.z_dim].float()
+        return (mean - self.latents_mean) / self.latents_std, cache
+
+    @torch.no_grad()
+    def encode_moments(
+        self, pixels_BCTHW: torch.Tensor, cache: VAECache | None
     ) -> tuple[torch.Tensor, VAECache]:
         """Encode the next frames of a stream.
 
         Args:
-            pixels_1CTHW: [1, 3, T, H, W] in [-1, 1]; T = 1 + 4n at the start, 4n later; H and W
+            pixels_BCTHW: [B, 3, T, H, W] in [-1, 1]; T = 1 + 4n at the start, 4n later; H and W
                 multiples of `VAEConfig.spatial_factor`.
             cache: Result of the previous call. None: the stream starts.
 
         Returns:
-            The normalised posterior mean [1, C, n (+1), h, w], float32, and the next cache.
+            Mean and log-variance of the posterior, [B, 2 C, n (+1), h, w], in the VAE's dtype, and
+            the next cache.
         """
         first = 1 if cache is None else 0
         group = self.config.temporal_factor
-        frames, height, width = pixels_1CTHW.shape[2:]
+        frames, height, width = pixels_BCTHW.shape[2:]
         if frames < first or (frames - first) % group or frames == 0:
             raise ValueError(
                 f"{'a stream starts with 1 +' if first else 'a stream goes on with'} a multiple of "
@@ -303,27 +325,40 @@ class StreamingWanVAE(nn.Module):
         shapes = _cache_shapes(self.config, "encoder", height, width)
         assert self._encode_latent is not None, "this VAE was built without an encoder"
         features = None if cache is None else list(cache.features)
-        pixels_1CTHW = patchify(pixels_1CTHW.to(self.dtype), self.config.patch)
-        latents = []
-        for part in pixels_1CTHW.split(
+        pixels_BCTHW = patchify(pixels_BCTHW.to(self.dtype), self.config.patch)
+        moments = []
+        for part in pixels_BCTHW.split(
             [first] * first + [group] * ((frames - first) // group), dim=2
         ):
-            moments, features = self._encode_latent(part, features, shapes)
-            latents.append(self.quant_conv(moments)[:, : self.config.z_dim].float())
+            of_latent, features = self._encode_latent(part, features, shapes)
+            moments.append(self.quant_conv(of_latent))
         assert features is not None
-        return (torch.cat(latents, dim=2) - self.latents_mean) / self.latents_std, VAECache(
-            tuple(features)
-        )
+        return torch.cat(moments, dim=2), VAECache(tuple(features))
+
+    def decode(
+        self, latents_BCTHW: torch.Tensor, cache: VAECache | None
+    ) -> tuple[torch.Tensor, VAECache]:
+        """Decode the next normalised latents of a stream.
+
+        Args:
+            latents_BCTHW: [B, C, n, h, w], normalised, any float dtype, n >= 1. Streams are decoded
+                together if none starts and `takes_streams` (`VAECache.joined`), clips always.
+            cache: As for `decode_raw`.
+
+        Returns:
+            As `decode_raw`.
+        """
+        raw = latents_BCTHW.float() * self.latents_std + self.latents_mean
+        return self.decode_raw(raw.to(self.dtype), cache)
 
     @torch.no_grad()
-    def decode(
+    def decode_raw(
         self, latents_BCTHW: torch.Tensor, cache: VAECache | None
     ) -> tuple[torch.Tensor, VAECache]:
         """Decode the next latents of a stream.
 
         Args:
-            latents_BCTHW: [B, C, n, h, w], normalised, any float dtype, n >= 1. B > 1 requires
-                `takes_streams`, and that no stream starts (`VAECache.joined`).
+            latents_BCTHW: [B, C, n, h, w], not normalised, in the VAE's dtype, n >= 1.
             cache: Result of the previous call. None: the stream starts.
 
         Returns:
@@ -339,9 +374,6 @@ class StreamingWanVAE(nn.Module):
         )
         assert self._decode_latent is not None, "this VAE was built without a decoder"
         features = None if cache is None else list(cache.features)
-        latents_BCTHW = (latents_BCTHW.float() * self.latents_std + self.latents_mean).to(
-            self.dtype
-        )
         pixels = []
         for part in latents_BCTHW.split(1, dim=2):
             frames, features = self._decode_latent(self.post_quant_conv(part), features, shapes)
@@ -351,6 +383,16 @@ class StreamingWanVAE(nn.Module):
             features = self._fused.kept(features)
         frames = unpatchify(torch.cat(pixels, dim=2), self.config.patch)
         return frames.clamp_(-1.0, 1.0), VAECache(tuple(features))
+
+    @torch.no_grad()
+    def decode_image(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
+        """Decode single images, latents as for `decode` with n = 1, to pixels [B, 3, 1, H, W].
+
+        As the first frame of `decode`, without memory for a next latent.
+        """
+        raw = (latents_BCTHW.float() * self.latents_std + self.latents_mean).to(self.dtype)
+        cells = self.decoder(self.post_quant_conv(raw), first_chunk=True)
+        return unpatchify(cells, self.config.patch).clamp_(-1.0, 1.0)
 
     def encoder_cache_layout(self, height: int, width: int) -> CacheLayout:
         """Return the layout of the encoder cache of a stream of `height` x `width` pixels, without
@@ -552,7 +594,7 @@ def _pad_first(feature: Any, shape: Shape, like: torch.Tensor) -> torch.Tensor:
     if isinstance(feature, torch.Tensor):
         feature = nn.functional.pad(feature, (0, 0, 0, 0, shape[2] - feature.shape[2], 0))
     else:
-        feature = like.new_zeros(shape)
+        feature = like.new_zeros(len(like), *shape[1:])
     return feature.contiguous(memory_format=torch.channels_last_3d)
 
 
