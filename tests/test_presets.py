@@ -166,6 +166,7 @@ def test_families_offer_the_presets_that_make_sense(tmp_path: Path) -> None:
         "lingbot_world": ("reference", "balanced", "realtime", "small"),
         "causal_wan": ("reference", "balanced", "realtime", "small"),
         "matrix_game": ("reference", "realtime", "small"),
+        "dreamx_world": ("reference", "balanced", "realtime", "small"),
         "waypoint": ("reference", "small"),
     }
     waypoint = get_family("waypoint")
