@@ -82,7 +82,7 @@ def test_sessions_at_once_forks_and_resets_are_exact(
         assert torch.equal(ours, alone) and torch.equal(theirs, alone)
         assert (idle - alone).abs().max() > 0.01
         await client.send(session_id="a", op="fork", fork_to="d")
-        held = {"actions": [["w"]] * 3, "output": "latents"}
+        held: dict[str, Any] = {"actions": [["w"]] * 3, "output": "latents"}
         _, one = await client.send(session_id="a", **held)
         _, other = await client.send(session_id="d", **held)
         assert torch.equal(one["latents"], other["latents"])
@@ -118,7 +118,8 @@ def test_poses_steer_and_bad_ones_are_refused(one_rank: SharedEngine) -> None:
 @pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_two_ranks_agree_with_one(checkpoint: Path, alone: torch.Tensor, parallel: str) -> None:
     """A pipeline computes the same sums."""
-    difference = (played(checkpoint, dtype="float32", **{parallel: 2}) - alone).abs().max()
+    ranks: dict[str, Any] = {parallel: 2}
+    difference = (played(checkpoint, dtype="float32", **ranks) - alone).abs().max()
     assert difference <= (0.0 if parallel == "pipeline_parallel_size" else TOLERANCE)
 
 
