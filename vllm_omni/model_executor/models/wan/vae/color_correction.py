@@ -26,18 +26,15 @@ from vllm_omni.model_executor.models.wan.vae.vae import to_uint8
 from vllm_omni.tensors.saved import SavedTensors
 
 _WHITE: Final = (0.950456, 1.0, 1.088754)
-_XYZ_OF_RGB: Final = (
-    np.array(
-        (
-            (0.412453, 0.357580, 0.180423),
-            (0.212671, 0.715160, 0.072169),
-            (0.019334, 0.119193, 0.950227),
-        )
-    )
-    / np.array(_WHITE)[:, None]
+_PRIMARIES: Final = (
+    (0.412453, 0.357580, 0.180423),
+    (0.212671, 0.715160, 0.072169),
+    (0.019334, 0.119193, 0.950227),
 )
-"""XYZ divided by the white point, from linear RGB."""
-_RGB_OF_XYZ: Final = np.linalg.inv(_XYZ_OF_RGB)
+_XYZ_OF_RGB: Final[list[list[float]]] = (np.array(_PRIMARIES) / np.array(_WHITE)[:, None]).tolist()
+"""XYZ divided by the white point, from linear RGB. A list, because torch.compile fails on NumPy
+arrays of a module."""
+_RGB_OF_XYZ: Final[list[list[float]]] = np.linalg.inv(np.array(_XYZ_OF_RGB)).tolist()
 _CURVED: Final = 0.04045
 _CUBIC: Final = 0.008856
 """Values above which the transfer curve and Lab's function are not linear."""
@@ -69,10 +66,10 @@ def rgb_of_lab(lab_T3HW: torch.Tensor) -> torch.Tensor:
     return torch.where(linear > least, curved, 12.92 * linear)
 
 
-def _mixed(planes_T3HW: torch.Tensor, matrix_33: np.ndarray) -> list[torch.Tensor]:
+def _mixed(planes_T3HW: torch.Tensor, matrix_33: Sequence[Sequence[float]]) -> list[torch.Tensor]:
     """Return the three sums of weighted planes."""
     first, second, third = planes_T3HW.unbind(1)
-    return [a * first + b * second + c * third for a, b, c in matrix_33.tolist()]
+    return [a * first + b * second + c * third for a, b, c in matrix_33]
 
 
 def lab_statistics(lab_T3HW: torch.Tensor) -> torch.Tensor:
