@@ -167,6 +167,7 @@ def test_families_offer_the_presets_that_make_sense(tmp_path: Path) -> None:
         "causal_wan": ("reference", "balanced", "realtime", "small"),
         "matrix_game": ("reference", "realtime", "small"),
         "abot_world": ("reference", "balanced", "realtime", "small"),
+        "dreamx_world": ("reference", "balanced", "realtime", "small"),
         "waypoint": ("reference", "small"),
     }
     waypoint = get_family("waypoint")

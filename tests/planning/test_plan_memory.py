@@ -29,7 +29,7 @@ def plan(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 def test_models_have_the_parameters_of_their_checkpoints() -> None:
     expected = [18_544_332_864, 1_709_502_016, 1_418_996_800, 14_288_491_584, 1_619_242_304]
-    expected += [5_270_329_536, 1_282_007_192, 1_282_007_192, 2_303_055_808]
+    expected += [5_283_110_592, 5_270_329_536, 1_282_007_192, 1_282_007_192, 2_303_055_808]
     assert [model_of(name).parameters for name in size_names()] == expected
 
 
@@ -52,6 +52,18 @@ def test_published_networks_are_planned_by_their_download_names() -> None:
         ValueError, match=r"neither a checkpoint directory nor one of lingbot_world, .*longlive"
     ):
         model_of("nothing")
+
+
+def test_a_world_with_a_camera_branch_is_planned() -> None:
+    """Values are bytes of the K/V window at 704x1280 in bf16, and parameters of the camera
+    branch."""
+    model = model_of("dreamx_world")
+    assert model.tokens_per_frame == 880
+    assert window_bytes(model, 12) == pytest.approx(3.63 * 2**30, rel=2e-3)
+    linears = 30 * (8 * 3072**2 + 2 * 3072 * 14336)
+    assert model.block_parameters - linears == 30 * 4 * 3072 * 768
+    with pytest.raises(ValueError, match="dreamx_world takes no video"):
+        model_of("dreamx_world", video_input=True)
 
 
 def test_the_action_modules_of_a_game_are_counted() -> None:
@@ -251,7 +263,9 @@ def test_a_directory_takes_precedence_over_a_release(
 
 def test_an_unplannable_model_is_refused_with_the_known_ones(tmp_path: Path) -> None:
     get_family("null_world").make_tiny(tmp_path, 0, get_family("null_world").layouts[0])
-    known = "`plan` knows lingbot_world, causal_wan, matrix_game, abot_world and waypoint"
+    known = (
+        "`plan` knows lingbot_world, causal_wan, matrix_game, dreamx_world, abot_world and waypoint"
+    )
     with pytest.raises(ValueError, match=f"is a null_world; {known}"):
         model_of(str(tmp_path))
 

@@ -35,5 +35,10 @@ def abot_world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def dreamx_world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _written(tmp_path_factory, "dreamx_world", "original")
+
+
+@pytest.fixture(scope="session")
 def waypoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _written(tmp_path_factory, "waypoint", "v1_5")

@@ -74,6 +74,8 @@ CASES: dict[str, tuple[str, dict[str, Any], Chunk, int]] = {
         referenced_chunk,
         3,
     ),
+    "world with a camera branch, before a frame has left": ("dreamx_world", {}, world_chunk, 1),
+    "world with a camera branch, moving sinks": ("dreamx_world", SMALL, world_chunk, 4),
     "keys and mouse, two kinds of rings, not full": ("waypoint", {}, frame_chunk, 1),
     "keys and mouse, two kinds of rings": ("waypoint", {}, frame_chunk, 11),
     "stream, moving sinks": ("causal_wan", SMALL, text_chunk, 4),
@@ -104,6 +106,9 @@ CASES: dict[str, tuple[str, dict[str, Any], Chunk, int]] = {
 }
 
 
+SIZES = {"dreamx_world": {"height": 64, "width": 96}}
+"""Sizes in pixels of families that cannot make the default one."""
+
 DAILY = (
     "null world of buttons and axes",
     "world, ring and sinks",
@@ -111,6 +116,7 @@ DAILY = (
     "world, tiny decoder",
     "world as PR 3701's",
     "game, windows of trunk, mouse and keyboard",
+    "world with a camera branch, moving sinks",
     "stream, moving sinks",
     "stream, renewed sinks",
     "stream, recomputed by a new prompt",
@@ -128,7 +134,8 @@ def test_a_restored_session_continues_bit_for_bit(
     prompt are equal.
     """
     family, model, chunk, chunks = CASES[case]
-    here, there = make_worker(family, {"model": model}), make_worker(family, {"model": model})
+    omni = {"model": model, **SIZES.get(family, {})}
+    here, there = make_worker(family, omni), make_worker(family, omni)
     for index in range(chunks):
         chunk(here, "a", index)
     path = tmp_path / "a.safetensors"

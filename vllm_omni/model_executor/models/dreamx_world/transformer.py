@@ -5,7 +5,7 @@ The branch (PRoPE) runs beside self-attention, on the same input and with the sa
 queries, keys and values are multiplied by the projection of their frame, in groups of four
 channels. It attends to the tokens of the current chunk only and needs no cache.
 
-Maths: AMAP-ML/DreamX-World @ a1f4c6e, the network of `inference_ar_forcing`.
+Maths: AMAP-ML/DreamX-World @ a1f4c6e, the network of the autoregressive script.
 """
 
 # B batch entries (one chunk of one session each), T tokens of a chunk on this rank, F frames, D
