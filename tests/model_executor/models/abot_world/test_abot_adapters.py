@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters of ABot-World equal merged weights. The action adapter cannot be changed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from abot_driver import load_world, make_request, open_session
+from helpers import lora_files as files
+from helpers.adapter_stores import make_store
+from helpers.chunks import run_adapted
+
+from vllm_omni.inputs import Lora
+from vllm_omni.model_executor.layers.lora.store import AdapterStore
+from vllm_omni.model_executor.models.abot_world.pipeline import AbotWorld
+
+TOLERANCE = 2e-4
+"""fp32 latents of order 1 after two chunks; sums are ordered differently in a merged weight."""
+INK = [Lora(name="ink")]
+
+
+def every_layer(target: files.AdapterTarget) -> files.Factors:
+    return files.factors(target, target.matrices(), seed=1, size=0.1)
+
+
+def walk(world: AbotWorld, store: AdapterStore, choices: list[list[Lora]]) -> list[torch.Tensor]:
+    """Latents of a new session in which each chunk has its own adapters."""
+    session = open_session(world, output="latents")
+    return run_adapted(
+        world, store, choices, lambda: make_request(session, output="latents", actions=[["w"]])
+    )
+
+
+def test_an_adapter_of_every_layer_equals_merged_weights(
+    layouts: dict[str, Path], tmp_path: Path
+) -> None:
+    """References are encoded with the adapters of the first chunk. Without an adapter, the original
+    bits return."""
+    world = load_world(layouts["original"])
+    made = every_layer(world.adapter_targets()["transformer"])
+    store = make_store(world, {"ink": files.write_community(made, tmp_path / "ink.safetensors")})
+    plain = walk(world, store, [[], []])
+    got = walk(world, store, [INK, INK])
+    switched = walk(world, store, [[], INK])
+    reference = load_world(layouts["original"])
+    files.merge(reference.transformer, files.differences(made, files.ALPHA / files.RANK))
+    expected = walk(reference, make_store(reference), [[], []])
+    assert not torch.allclose(expected[0], plain[0], atol=0.01)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=TOLERANCE, rtol=0)
+    assert torch.equal(switched[0], plain[0])
+    assert not torch.allclose(switched[1], plain[1], atol=0.01)
+    for one, other in zip(walk(world, store, [[], []]), plain, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_change_of_the_action_adapter_is_refused(
+    layouts: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its convolutions are summed when they are loaded."""
+    path = tmp_path / "keys.safetensors"
+    files.save_file({"act_control_adapter.conv.diff": torch.ones(64, 8192, 2, 2)}, path)
+    with pytest.raises(ValueError, match="act_control_adapter"):
+        make_store(load_world(layouts["original"]), {"keys": path})
