@@ -29,12 +29,13 @@ def load_world(
     checkpoint: Path,
     parallel: ParallelContext | None = None,
     kv_dtype: torch.dtype | None = None,
+    omni: dict[str, Any] | None = None,
     **options: Any,
 ) -> AbotWorld:
-    omni = OmniConfig(height=HEIGHT, width=WIDTH, model=options)
+    config = OmniConfig(height=HEIGHT, width=WIDTH, model=options, **(omni or {}))
     layout, values = find_layout(checkpoint), hf_config(checkpoint)["abot_world"]
     setup = AbotWorldSetup.of_checkpoint(
-        values, layout, omni, torch.float32, parallel or ParallelContext(), kv_dtype=kv_dtype
+        values, layout, config, torch.float32, parallel or ParallelContext(), kv_dtype=kv_dtype
     )
     world = AbotWorld(setup)
     world.load_checkpoint(layout)

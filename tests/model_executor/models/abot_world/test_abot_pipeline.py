@@ -252,6 +252,38 @@ def test_a_session_may_choose_a_shorter_window(world: AbotWorld) -> None:
     assert not torch.equal(frames[3], whole[3])
 
 
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=["plain K/V", "FP8 K/V"])
+def test_a_growing_window_gives_the_same_results(
+    layouts: dict[str, Path], kv_dtype: torch.dtype | None
+) -> None:
+    """References have memory from the start, frames as they come. Bit for bit."""
+    full, growing = (
+        load_world(layouts["original"], kv_dtype=kv_dtype, omni={"kv_growth": grows})
+        for grows in (False, True)
+    )
+    session, twin = open_session(full), open_session(growing)
+    assert twin.window.held_frames == 6
+    for _ in range(5):
+        twin.grow()
+        assert torch.equal(run_chunk(growing, twin), run_chunk(full, session))
+    assert twin.window.held_frames == 9
+
+
+def test_a_chunk_may_have_fewer_steps_and_the_tiny_decoder(layouts: dict[str, Path]) -> None:
+    """Both degradations, in the middle of a session with Wan's decoder."""
+    omni = {"scheduling": "deadline", "degradations": ["fewer_steps", "tiny_vae"]}
+    world = load_world(layouts["original"], omni=omni, decoder="wan")
+    session = open_session(world)
+    run_chunk(world, session)
+    request = make_request(session)
+    request.degradations = ("fewer_steps", "tiny_vae")
+    _, result = run_request(world, request)
+    assert request.num_steps == 3
+    assert request.degradations == ("fewer_steps", "tiny_vae")
+    assert result["frames"].shape == (12, HEIGHT, WIDTH, 3)
+    assert run_chunk(world, session).shape == (12, HEIGHT, WIDTH, 3)
+
+
 # -- refusals --------------------------------------------------------------------------------------
 
 
