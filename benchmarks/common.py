@@ -401,9 +401,9 @@ def fast_paths() -> list[dict[str, Any]]:
 
 
 def command_line() -> str:
-    """Return the command as a reader would type it, without the folder of the result."""
+    """Return the command as a reader would type it, without folders of this machine."""
     words = iter(sys.argv[1:])
-    retained = [word for word in words if word != "--out" or next(words) is None]
+    retained = [word for word in words if word not in ("--out", "--cache") or next(words) is None]
     return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(shlex.quote, retained)])
 
 

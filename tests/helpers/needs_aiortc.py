@@ -4,3 +4,4 @@
 import pytest
 
 aiortc = pytest.importorskip("aiortc", reason="needs aiortc: pip install '.[webrtc]'")
+aioice = pytest.importorskip("aioice")  # aiortc depends on it

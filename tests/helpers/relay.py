@@ -132,7 +132,7 @@ class UdpRelay:
     def __init__(self, down: Network, up: Network, seed: int = 1) -> None:
         self.down, self.up = _Direction(down, seed), _Direction(up, seed + 1)
         self._client, self._server = _Port(), _Port()
-        self.host = _host()
+        self.host = host_address()
 
     async def open(self) -> None:
         loop = asyncio.get_running_loop()
@@ -185,7 +185,7 @@ def _with_candidate(sdp: str, host: str, port: int) -> str:
     return re.sub(r"(?m)^(a=ice-ufrag:)", candidate + r"\1", sdp)
 
 
-def _host() -> str:
+def host_address() -> str:
     """Return an address of this machine that is no loopback address, as candidates have."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # sends nothing

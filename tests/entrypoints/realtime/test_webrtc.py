@@ -6,19 +6,22 @@ import http.client
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers import turn_server
 from helpers.fake_engine import FIRST, LATER, EndpointServer, FakeEngine
-from helpers.needs_aiortc import aiortc
+from helpers.needs_aiortc import aioice, aiortc
 from helpers.relay import Network, UdpRelay, running
 from helpers.waits import until, wait_until
 
 from vllm_omni.actions import ActionSpace
-from vllm_omni.entrypoints.realtime.webrtc.offer import MAX_OFFER_BYTES
+from vllm_omni.entrypoints.realtime.webrtc.offer import MAX_OFFER_BYTES, Offer
 from vllm_omni.entrypoints.realtime.webrtc.options import IceServer, WebRtcOptions
 from vllm_omni.entrypoints.realtime.webrtc.pacer import ChunkPacer
+from vllm_omni.entrypoints.realtime.webrtc.peer import Peer
 
 MakeEndpoint = Callable[..., EndpointServer]
 PATH = "/v1/realtime/webrtc"
@@ -173,6 +176,42 @@ def test_lost_packets_are_sent_again(make_endpoint: MakeEndpoint) -> None:
     with running(UdpRelay(network, network)) as relay:
         asyncio.run(main(relay))
         assert relay.down.num_dropped > 0
+
+
+@pytest.mark.parametrize("transport", ["udp", "tcp"])
+@pytest.mark.skipif(turn_server.TURN_SERVER is None, reason=turn_server.WHY_NOT)
+def test_a_client_that_cannot_reach_the_server_gets_frames_over_turn(
+    make_endpoint: MakeEndpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str
+) -> None:
+    """The server has no address that clients reach, so its only candidate is on the TURN server."""
+    answer = Peer.answer
+    answers: list[str] = []
+
+    async def without_addresses(self: Peer, offer: Offer) -> str:
+        with monkeypatch.context() as patch:
+            patch.setattr(aioice.ice, "get_host_addresses", lambda use_ipv4, use_ipv6: [])
+            answers.append(await answer(self, offer))
+        return answers[-1]
+
+    monkeypatch.setattr(Peer, "answer", without_addresses)
+    with turn_server.running_turn_server(tmp_path, "me", "secret") as address:
+        monkeypatch.setenv(
+            "VLLM_OMNI_ICE_SERVERS", f"turn:me:secret@{address}?transport={transport}"
+        )
+        endpoint = make_endpoint(info={**NO_IMAGE, "fps": 48.0})
+
+        async def main() -> None:
+            async with viewer(endpoint.port) as one:
+                one.send(START)
+                await one.message("video.start")
+                seen = [await one.brightness() for _ in range(30)]
+                assert seen == sorted(seen)
+
+        asyncio.run(main())
+        wait_until(lambda: len(endpoint.manager) == 0)
+    candidates = [line for line in answers[0].splitlines() if line.startswith("a=candidate")]
+    assert candidates
+    assert all(" typ relay" in line for line in candidates)
 
 
 def test_an_input_acts_on_the_chunk_after_the_one_that_plays(make_endpoint: MakeEndpoint) -> None:

@@ -17,6 +17,10 @@ pytestmark = pytest.mark.nightly
 BRIGHTNESS = """(() => { const canvas = new OffscreenCanvas(80, 48), c = canvas.getContext("2d");
     c.drawImage(document.querySelector("#view"), 0, 0); return c.getImageData(40, 24, 1, 1).data[1]; })()"""  # noqa: E501
 
+RATIO = """(() => { const { width, height } =
+    document.querySelector("#view").getBoundingClientRect();
+    return Math.abs(width / height - 80 / 48) < 0.01; })()"""
+
 
 @pytest.mark.parametrize("keys", [[], ["secret"]])
 def test_the_webrtc_page_shows_and_steers_a_world(
@@ -34,6 +38,7 @@ def test_the_webrtc_page_shows_and_steers_a_world(
         page.wait_for("document.body.dataset.link === 'up'")
         page.click("#begin")
         page.wait_for("document.querySelector('#view').videoWidth === 80", timeout_s=25)
+        page.wait_for(RATIO)
         before = page.run(BRIGHTNESS)
         page.wait_for(f"{BRIGHTNESS} > {before} + 8")
         assert list(engine.chunks[0].arrays) == ["image"]

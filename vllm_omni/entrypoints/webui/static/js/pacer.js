@@ -13,7 +13,7 @@ const SPREAD = 3; // mean deviations of the waiting time that are allowed for
 const OUTLIER = 2.5; // times the median
 
 export class Pacer {
-  marginMs = 20; // what the visitor wants in hand besides: about one refresh of the display
+  marginMs = 40; // what the visitor wants in hand besides; half of it let the picture stop nearly twice as often
   #waits = []; // [waiting ms, ms of the whole chunk, frames], oldest first
   #isGuess = true;
 

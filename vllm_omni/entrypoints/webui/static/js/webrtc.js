@@ -150,6 +150,8 @@ function start(link, hello) {
     }
   };
 
+  by("view").onresize = ({ target }) => target.style.setProperty("--ratio", target.videoWidth / target.videoHeight);
+
   const change = (code, isDown) => {
     if (!byCode.has(code) || held.has(byCode.get(code)) === isDown) return;
     held[isDown ? "add" : "delete"](byCode.get(code));

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A WHEP player of others, the npm package whip-whep (MIT), in headless Chromium.
+
+It is no part of this repository: npm downloads it, and the test is skipped without npm or its
+registry.
+"""
+
+import hashlib
+import shutil
+import subprocess
+import tarfile
+from pathlib import Path
+
+import helpers.needs_aiortc  # noqa: F401
+import pytest
+from browser import Browser
+from helpers.fake_engine import FakeEngine
+from helpers.waits import wait_until
+from page_server import MakeServer
+
+from vllm_omni.actions import ActionSpace
+
+pytestmark = pytest.mark.nightly
+
+PACKAGE = "whip-whep@1.2.0"
+SHA256 = "f032b2b2015da76268d3f4a0450af2cf24ae984c6bf7cc5bfd494763cefaf786"
+VIEW = """(async () => { const pc = window.pc = new RTCPeerConnection();
+    pc.addTransceiver("video", { direction: "recvonly" });
+    pc.ontrack = ({ track }) => (document.querySelector("#view").srcObject = new MediaStream([track]));
+    window.whep = new WHEPClient();
+    await whep.view(pc, new URL("/v1/realtime/webrtc?prompt=a%20harbour", location.href).href, "secret"); })()"""  # noqa: E501
+
+
+@pytest.fixture(scope="module")
+def player(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The script of the player, as a class of the window."""
+    folder = tmp_path_factory.mktemp("whep")
+    npm = shutil.which("npm")
+    if npm is None:
+        pytest.skip("no npm on PATH")
+    command = [npm, "pack", PACKAGE, "--pack-destination", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    files = list(folder.glob("*.tgz"))
+    if done.returncode or not files:
+        pytest.skip(f"npm could not download {PACKAGE}: {done.stderr[-200:]}")
+    assert hashlib.sha256(files[0].read_bytes()).hexdigest() == SHA256
+    with tarfile.open(files[0]) as archive:
+        archive.extract("package/whep.js", folder, filter="data")
+    script = Path(folder / "package" / "whep.js").read_text()
+    return "(() => {" + script.replace("export class", "window.WHEPClient = class") + "})()"
+
+
+def test_a_foreign_player_shows_a_session_and_ends_it(
+    browser: Browser, make_server: MakeServer, engine: FakeEngine, player: str
+) -> None:
+    """It sends its offer before it has candidates and its API key with each request. Frame n of the
+    fake engine has the brightness n.
+    """
+    space = ActionSpace(image="none", prompt="required", pose=True)
+    server = make_server(info={"actions": space, "fps": 24.0}, keys=["secret"])
+    with browser.page(server.url + "webrtc.html") as page:
+        page.run(player)
+        page.run(VIEW)
+        page.wait_for("document.querySelector('#view').videoWidth === 80", timeout_s=25)
+        page.wait_for("document.querySelector('#view').currentTime > 1")
+        assert page.run("pc.connectionState") == "connected"
+        assert engine.chunks[0].params.prompt == "a harbour"
+        page.run("whep.stop()")
+        wait_until(lambda: len(server.manager) == 0, 5)

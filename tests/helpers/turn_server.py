@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A TURN server for tests: Debian's `coturn`."""
+
+import contextlib
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from helpers.relay import host_address
+from helpers.waits import wait_until
+
+TURN_SERVER = shutil.which("turnserver")
+WHY_NOT = "no turnserver on PATH (Debian, Ubuntu: `apt install coturn`)"
+
+
+@contextlib.contextmanager
+def running_turn_server(folder: Path, user: str, password: str) -> Iterator[str]:
+    """Run the server during the block. Yields its address, HOST:PORT.
+
+    Args:
+        folder: For its log and its database.
+        user: The only user.
+        password: The user's password.
+    """
+    assert TURN_SERVER is not None, WHY_NOT
+    host = host_address()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.bind((host, 0))
+        port = probe.getsockname()[1]
+    log = folder / "turn.log"
+    command = [
+        *(TURN_SERVER, "-n", "--lt-cred-mech", "--realm=test", f"--user={user}:{password}"),
+        *(f"--listening-ip={host}", f"--relay-ip={host}", f"--listening-port={port}"),
+        *("--no-tls", "--no-dtls", "--no-cli", f"--log-file={log}", "--simple-log"),
+        *(f"--pidfile={folder / 'turn.pid'}", f"--userdb={folder / 'turndb'}", "--verbose"),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT) as popen:
+        try:
+            wait_until(lambda: _answers(host, port))
+            yield f"{host}:{port}"
+        finally:
+            popen.terminate()
+
+
+def _answers(host: str, port: int) -> bool:
+    """Return whether a TCP connection is accepted, because the server listens to both."""
+    with contextlib.suppress(OSError), socket.create_connection((host, port), 1):
+        return True
+    return False
