@@ -73,6 +73,7 @@ def proxy(server_port: int) -> Iterator[tuple[int, psutil.Process]]:
             "127.0.0.1:10000": f"127.0.0.1:{peer_port}",
             "/run/haproxy/admin.sock": f"{folder}/admin.sock",
             "maxconn 20000": "maxconn 2000",
+            "    user haproxy\n    group haproxy\n": "",
         }.items():
             assert old in text, old
             text = text.replace(old, new)
