@@ -122,6 +122,10 @@ def main() -> None:
             "aborted_s": model.aborted_s[-1000:],
         }
 
+    @app.get("/omni/ready")
+    async def ready() -> dict[str, str]:
+        return {"status": "ready"}
+
     config = uvicorn.Config(app, log_level="warning", access_log=False, loop=options["loop"])
     WebSocketOptions().apply(config)
     limits.frame_budget.apply(config)

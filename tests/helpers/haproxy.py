@@ -185,9 +185,8 @@ class Proxy:
             "bind :8443": f"bind 127.0.0.1:{self.tls_port}",
             "bind 127.0.0.1:8404": f"bind 127.0.0.1:{self.statistics_port}",
             "/etc/haproxy/server.pem": str(certificate),
-            "/run/haproxy/admin.sock mode 600 level admin": (
-                f"{self._folder}/admin.sock mode 600 level admin expose-fd listeners"
-            ),
+            "/run/haproxy/admin.sock": f"{self._folder}/admin.sock",
+            **({} if os.geteuid() == 0 else {"    user haproxy\n    group haproxy\n": ""}),
             "    peer proxy-1 127.0.0.1:10000": "\n".join(
                 f"    peer {name} {address}" for name, address in peers.items()
             ),
