@@ -5,7 +5,7 @@ import asyncio
 
 import pytest
 from helpers.fake_engine import FIRST, LATER, FakeEngine
-from helpers.waits import until
+from helpers.waits import pause_task, until
 from test_session import ended, job, scenario
 
 from vllm_omni.entrypoints.errors import EndpointError
@@ -23,7 +23,7 @@ def test_no_chunk_runs_during_a_pause_and_the_request_goes_on() -> None:
         async def work(pause: SessionPause) -> None:
             num_chunks = len(engine.chunks)
             assert engine.running == 0
-            await asyncio.sleep(0.1)
+            await pause_task(0.1)
             assert (engine.running, len(engine.chunks)) == (0, num_chunks)
 
         await session.pause(work)
