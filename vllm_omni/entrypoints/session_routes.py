@@ -36,7 +36,8 @@ from vllm_omni.entrypoints.realtime.connection.connection import (
     transport_of,
 )
 from vllm_omni.entrypoints.realtime.sessions.migration import SessionMigration
-from vllm_omni.entrypoints.realtime.sessions.session import Session, SessionKey, new_session_id
+from vllm_omni.entrypoints.realtime.sessions.session import Session, new_session_id
+from vllm_omni.entrypoints.realtime.sessions.session_host import SessionKey
 from vllm_omni.entrypoints.server_context import ServerContext
 from vllm_omni.entrypoints.snapshot_upload import (
     PART_BYTES,
@@ -229,8 +230,10 @@ class SessionRoutes:
             self._uploads += Counter()  # remove clients without uploads
 
     def _known(self, request: Request, session_id: str) -> Session:
-        session = self.migration.manager.find(_key(request, _checked(session_id)))
+        key = _key(request, _checked(session_id))
+        session = self.migration.manager.find(key)
         if session is None:
+            self.migration.manager.check_moved(key)
             raise not_found(
                 "the server has no such session", param="session_id", code="unknown_session"
             )

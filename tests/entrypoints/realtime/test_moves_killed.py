@@ -8,7 +8,6 @@ import contextlib
 import json
 import random
 import threading
-import time
 from pathlib import Path
 
 import psutil
@@ -50,7 +49,7 @@ def test_a_killed_server_leaves_the_session_on_one_side_or_its_snapshot(
                 wait_until(lambda: len(snapshots(kept["a"])) > 0)
                 moving = threading.Thread(target=migrate_quietly, args=(fleet, session_id))
                 moving.start()
-                time.sleep(chance.uniform(0.0, 0.03))
+                pause(chance.uniform(0.0, 0.03))
                 kill_server(fleet, victim)
                 moving.join()
             fleet.start(victim, drain_snapshot_dir=str(kept[victim]), snapshot_period_s=0.1)

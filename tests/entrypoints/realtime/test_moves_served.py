@@ -11,6 +11,7 @@ import pytest
 from helpers.fake_engine import FIRST, LATER, camera
 from helpers.fleets import (
     OPERATOR,
+    OPERATOR_KEY,
     TestFleet,
     end_session,
     live_sessions,
@@ -151,6 +152,30 @@ def test_a_session_whose_client_cannot_follow_stays(fleet: TestFleet) -> None:
         (name,) = live_sessions(a)
         status, reply = migrate(a, name, "b")
         assert (status, reply["error"]["code"]) == (409, "not_movable")
+
+
+def test_rebalance_empties_a_server_and_evens_out(fleet: TestFleet) -> None:
+    """The command moves the sessions of three clients, which continue where they are sent."""
+    command = ("-m", "vllm_omni.entrypoints.cli.main", "rebalance", fleet.file, "--once")
+    environ = {"VLLM_OMNI_OPERATOR_KEY": OPERATOR_KEY}
+    names = {"r0", "r1", "r2", "r3"}
+    a, b = fleet["a"], fleet["b"]
+    with a.client() as client:
+        for name in sorted(names):
+            client.send(request(FIRST, session_id=name))
+            client.frames()
+        result = run_python(*command, environ=environ, limit_s=60)
+        assert result.returncode == 0, result.stderr
+        assert len(live_sessions(a)) == len(live_sessions(b)) == 2
+        result = run_python(*command, "--empty", "a", environ=environ, limit_s=60)
+        assert (result.returncode, live_sessions(a)) == (0, set()), result.stderr
+        assert live_sessions(b) == names
+    with b.client() as client:
+        for name in sorted(names):
+            client.send(request(LATER, session_id=name, image=None))
+            assert signatures(client.frames())[0][0] == FIRST
+            end_session(client, name)
+    wait_for_engine_sessions(b, 0)
 
 
 def test_the_routes_of_other_servers_require_the_operators_key(fleet: TestFleet) -> None:

@@ -11,7 +11,10 @@ FP8 = torch.float8_e4m3fn
 
 
 def window(
-    rings: MemoryPool[Ring] | None, frames: int = 4, storage: torch.dtype | None = None
+    rings: MemoryPool[Ring] | None,
+    frames: int = 4,
+    storage: torch.dtype | None = None,
+    device: str = "cpu",
 ) -> KVWindow:
     return KVWindow(
         num_layers=2,
@@ -21,15 +24,16 @@ def window(
         num_heads=2,
         head_dim=4,
         dtype=torch.float32,
-        device="cpu",
+        device=device,
         storage=storage,
         rings=rings,
     )
 
 
 def fill(held: KVWindow, frames: int = 4, factor: float = 100.0) -> None:
+    device = held.buffer.device
     for layer in range(2):
-        k_TNH, v_TNH = (factor * torch.randn(2 * frames, 2, 4) for _ in range(2))
+        k_TNH, v_TNH = (factor * torch.randn(2 * frames, 2, 4, device=device) for _ in range(2))
         held.write(layer, range(frames), k_TNH, v_TNH)
     held.commit(frames)
 
@@ -130,3 +134,33 @@ def test_moved_memory_is_not_pooled() -> None:
     held.to("cpu")
     held.close()
     assert len(rings) == 0
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("storage", [None, FP8])
+def test_a_suspended_window_lends_its_memory_and_returns(storage: torch.dtype | None) -> None:
+    """While it is on the host, another window uses its memory on the device. It comes back equal,
+    in memory of the pool.
+    """
+    rings: MemoryPool[Ring] = MemoryPool()
+    with torch.inference_mode():
+        held = window(rings, storage=storage, device="cuda:0")
+        fill(held)
+        before = [held.format.load(0, held.buffer[0]).clone(), held.buffer.clone()]
+    address = held.buffer.data_ptr()
+    held.to("cpu")
+    assert held.buffer.is_pinned()
+    with torch.inference_mode():
+        other = window(rings, storage=storage, device="cuda:0")
+    assert other.buffer.data_ptr() == address
+    other.close()
+    held.to("cuda:0")
+    assert held.buffer.data_ptr() == address
+    after = [held.format.load(0, held.buffer[0]), held.buffer]
+    assert all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(before, after, strict=True)
+    )
+    held.to("cpu")
+    held.close()
+    assert len(rings) == 1  # no memory of the host

@@ -10,12 +10,23 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 
-from vllm_omni.entrypoints.cli import bench, demo, doctor, plan, replay, serve
+from vllm_omni.entrypoints.cli import bench, demo, doctor, plan, rebalance, replay, serve
 from vllm_omni.entrypoints.cli.checkpoints import download, make_tiny, make_world, verify
 from vllm_omni.entrypoints.cli.errors import CommandError
 from vllm_worlds import DISTRIBUTION
 
-_SUBCOMMANDS = (demo, verify, make_world, make_tiny, download, doctor, bench, replay, plan)
+_SUBCOMMANDS = (
+    demo,
+    verify,
+    make_world,
+    make_tiny,
+    download,
+    doctor,
+    bench,
+    rebalance,
+    replay,
+    plan,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

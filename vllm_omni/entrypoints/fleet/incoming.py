@@ -19,7 +19,8 @@ import msgspec
 from vllm_omni.entrypoints.errors import EndpointError
 from vllm_omni.entrypoints.fleet.peer import RESOLVE_S
 from vllm_omni.entrypoints.realtime.sessions.migration import SessionMigration, SessionOwner
-from vllm_omni.entrypoints.realtime.sessions.session import Session, SessionKey
+from vllm_omni.entrypoints.realtime.sessions.session import Session
+from vllm_omni.entrypoints.realtime.sessions.session_host import SessionKey
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.session_files.snapshot import read_header
 

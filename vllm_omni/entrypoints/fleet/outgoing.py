@@ -91,7 +91,8 @@ class SessionMover:
             moved.append(await self._hand_over(session, pause, self._peer(name, server), server))
             return moved[0].destination
 
-        await session.pause(work)
+        # a move that has begun goes on if its caller is cancelled
+        await asyncio.shield(session.pause(work))
         return moved[0]
 
     async def _hand_over(

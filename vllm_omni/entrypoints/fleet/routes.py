@@ -10,6 +10,7 @@
 All of them require the operator's key (`VLLM_OMNI_OPERATOR_KEY`); without one they return 404.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Iterable
@@ -115,14 +116,21 @@ class FleetRoutes:
         if self.migration is None or self.fleet.key is None:
             return
         self._max_bytes = await max_snapshot_bytes(server)
+        self._leave_s = server.omni.drain_timeout_s / 2
         self._incoming = IncomingSessions(self.migration)
         self._mover = SessionMover(self.fleet, self.migration)
         server.sessions.drain.move_away = self._leave
 
     async def _leave(self) -> None:
+        """Move the sessions away. The other half of the time is for those that stay."""
         await self._incoming.wait_until_settled()
-        if self.fleet.others:
-            await self._mover.move_all()
+        if not self.fleet.others:
+            return
+        try:
+            async with asyncio.timeout(self._leave_s):
+                await self._mover.move_all()
+        except TimeoutError:
+            logger.warning("sessions are still here after %g s of moving", self._leave_s)
 
     def add_routes(self, app: FastAPI) -> Iterable[str]:
         errors: dict[int | str, dict[str, Any]] = {

@@ -19,7 +19,8 @@ from vllm_omni.entrypoints.errors import EndpointError
 from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 from vllm_omni.entrypoints.realtime.sessions.periodic_snapshots import PeriodicSnapshots
 from vllm_omni.entrypoints.realtime.sessions.persisted_sessions import PersistedSessions, claimed
-from vllm_omni.entrypoints.realtime.sessions.session import Session, SessionKey
+from vllm_omni.entrypoints.realtime.sessions.session import Session
+from vllm_omni.entrypoints.realtime.sessions.session_host import SessionKey
 from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
 from vllm_omni.entrypoints.realtime.world_camera.protocol import check_prompt
 from vllm_omni.entrypoints.staging_directory import StagingDirectory

@@ -8,6 +8,7 @@ request that runs continues afterwards, unless the session has left.
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 from vllm_omni.entrypoints.errors import EndpointError
 
@@ -76,3 +77,56 @@ class SessionPause:
             self.done.exception()  # retrieved, even if nobody waits for the result
         else:
             self.done.set_result(work.result())
+
+
+class PauseSlot:
+    """At most one pause of a session at a time.
+
+    Args:
+        turn: Held by the request that runs, and during a pause.
+    """
+
+    def __init__(self, turn: asyncio.Lock) -> None:
+        self._turn = turn
+        self.pending: SessionPause | None = None
+        """The pause that is requested or runs."""
+        self.requested = asyncio.Event()
+        """Set while there is such a pause."""
+
+    def request(
+        self, work: Callable[[SessionPause], Awaitable[Destination | None]]
+    ) -> SessionPause:
+        """Request a pause. A request that runs takes it at its next border between two chunks.
+
+        Raises:
+            EndpointError: `session_busy`.
+        """
+        if self.pending is not None:
+            raise EndpointError("session_busy", "the session is being moved")
+        self.pending = SessionPause(work)
+        self.requested.set()
+        return self.pending
+
+    async def wait(self, pause: SessionPause) -> Destination | None:
+        """Wait for the end of a pause, and run it if no request does."""
+
+        async def pause_when_idle() -> None:
+            async with self._turn:
+                await self.run(pause)
+
+        idle = asyncio.ensure_future(pause_when_idle())
+        first: list[asyncio.Future[Any]] = [idle, pause.done]
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        if not idle.done():
+            idle.cancel()  # a request that runs has taken the pause
+        return await pause.done
+
+    async def run(self, pause: SessionPause) -> None:
+        """Run the work of a pause, unless it has run. The caller has the turn."""
+        if pause.is_started:
+            return
+        try:
+            await pause.run()
+        finally:
+            self.pending = None
+            self.requested.clear()

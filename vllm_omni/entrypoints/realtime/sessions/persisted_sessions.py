@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from vllm_omni.entrypoints.realtime.sessions.session import SessionKey
+from vllm_omni.entrypoints.realtime.sessions.session_host import SessionKey
 from vllm_omni.entrypoints.staging_directory import is_alive, open_regular
 
 logger = logging.getLogger("vllm." + __name__)

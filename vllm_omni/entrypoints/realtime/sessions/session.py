@@ -18,33 +18,32 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sized
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sized
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from typing import Final
 
 import numpy as np
 
 from vllm_omni.entrypoints.errors import EndpointError
-from vllm_omni.entrypoints.limits.quotas import Quotas
 from vllm_omni.entrypoints.realtime.chunk_source import ChunkControls, ChunkSpan
-from vllm_omni.entrypoints.realtime.connection.drain import SessionDrain
 from vllm_omni.entrypoints.realtime.connection.images import load_named_images
-from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.entrypoints.realtime.connection.play_clock import PlayClock, PlayDeadline
-from vllm_omni.entrypoints.realtime.connection.session_engine import ChunkResult, SessionEngine
-from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
-from vllm_omni.entrypoints.realtime.encoding.implementations import Implementations
+from vllm_omni.entrypoints.realtime.connection.session_engine import ChunkResult
 from vllm_omni.entrypoints.realtime.encoding.session_encoders import SessionEncoders
-from vllm_omni.entrypoints.realtime.sessions.pause import Destination, SessionPause
+from vllm_omni.entrypoints.realtime.sessions.pause import (
+    Destination,
+    PauseSlot,
+    SessionPause,
+)
 from vllm_omni.entrypoints.realtime.sessions.rendering import render_replies
 from vllm_omni.entrypoints.realtime.sessions.run import (
     DeliveryLog,
     EncodedReply,
     FinishedChunk,
-    HeldBytes,
     SessionJob,
     SessionRun,
 )
+from vllm_omni.entrypoints.realtime.sessions.session_host import SessionHost, SessionKey
 from vllm_omni.entrypoints.realtime.spectators.audience import Audience
 from vllm_omni.entrypoints.telemetry.metrics import SessionMeter
 from vllm_omni.entrypoints.telemetry.tracing import tracing
@@ -56,51 +55,6 @@ from vllm_omni.worlds.start_pose import START_POSE, without_start_pose
 logger = logging.getLogger("vllm." + __name__)
 
 _MAX_WAITING: Final = 2  # one request runs, one waits
-
-SessionKey = tuple[str, str]
-"""(principal, session id). The same id of two principals denotes two sessions."""
-
-T = TypeVar("T")
-
-
-class SessionHost(Protocol):
-    """The session manager as a session uses it. See `SessionManager`."""
-
-    engine: SessionEngine
-    """Requests to the engine."""
-    info: StreamInfo
-    """Stream metadata of the served model."""
-    limits: EndpointLimits
-    """Limits of connections and sessions."""
-    quotas: Quotas
-    """Quotas of clients."""
-    drain: "SessionDrain[Session]"
-    """Graceful shutdown of the sessions."""
-    held: HeldBytes
-    """Size of the retained replies of all sessions."""
-    implementations: Callable[[], Implementations]
-    """Returns the implementations of the codecs."""
-
-    @property
-    def is_over_budget(self) -> bool: ...
-
-    def trim(self) -> None: ...
-
-    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]: ...
-
-    async def off_loop(self, function: Any, *args: Any) -> Any: ...
-
-    def remove_if_empty(self, session: "Session") -> None: ...
-
-    def was_evicted(self, key: SessionKey) -> bool: ...
-
-    def close_engine_session(self, engine_id: str) -> None: ...
-
-    def session_left(self, session: "Session") -> None: ...
-
-    def engine_session_ended(self, engine_id: str) -> None: ...
-
-    async def wait_for_closed_sessions(self) -> None: ...
 
 
 def new_session_id(server_name: str | None = None) -> str:
@@ -116,7 +70,9 @@ def new_session_id(server_name: str | None = None) -> str:
 class Session:
     """One session of one client. Not thread-safe: use it from one event loop."""
 
-    def __init__(self, key: SessionKey, manager: SessionHost, client: str, endpoint: str) -> None:
+    def __init__(
+        self, key: SessionKey, manager: "SessionHost[Session]", client: str, endpoint: str
+    ) -> None:
         self.key, self.session_id = key, key[1]
         self.meter = SessionMeter(endpoint)
         self.trace = tracing().session(key[1], endpoint)
@@ -155,19 +111,14 @@ class Session:
         moved on, so that it never exists twice."""
         self.protected_until_s = 0.0
         """Monotonic time in seconds before which the session is neither evicted nor closed."""
-        self._pause: SessionPause | None = None
-        self._pause_requested = asyncio.Event()
         self._next_request = asyncio.Lock()
+        self._pauses = PauseSlot(self._next_request)
         self._waiting = 0
         self._holds = 0
 
     @property
     def is_busy(self) -> bool:
         return self._waiting + self._holds > 0
-
-    @property
-    def is_pausing(self) -> bool:
-        return self._pause is not None
 
     @property
     def idle_s(self) -> float:
@@ -214,34 +165,11 @@ class Session:
         Raises:
             EndpointError: `session_busy`: the session is being paused already.
         """
-        if self._pause is not None:
-            raise EndpointError("session_busy", "the session is being moved")
-        self._pause = SessionPause(work)
-        self._pause_requested.set()
-        return self._manager.spawn(self._wait_for_pause(self._pause))
+        return self._manager.spawn(self._hold(self._pauses.request(work)))
 
-    async def _wait_for_pause(self, pause: SessionPause) -> Destination | None:
-        async def pause_when_idle() -> None:
-            async with self._next_request:
-                await self._run_pause(pause)
-
+    async def _hold(self, pause: SessionPause) -> Destination | None:
         with self.keep_alive():
-            idle = asyncio.ensure_future(pause_when_idle())
-            first: list[asyncio.Future[Any]] = [idle, pause.done]
-            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-            if not idle.done():
-                idle.cancel()  # a request that runs has taken the pause
-            return await pause.done
-
-    async def _run_pause(self, pause: SessionPause) -> None:
-        """Run the work of a pause. Requires `_next_request`."""
-        if pause.is_started:
-            return
-        try:
-            await pause.run()
-        finally:
-            self._pause = None
-            self._pause_requested.clear()
+            return await self._pauses.wait(pause)
 
     async def _pause_run(self, pause: SessionPause, run: SessionRun) -> None:
         """Pause a request that runs.
@@ -250,7 +178,7 @@ class Session:
             EndpointError: `moved` or `session_lost`: the session is not here any more.
         """
         pause.wait_until_delivered = partial(run.wait_for_reader, 0)
-        await self._run_pause(pause)
+        await self._pauses.run(pause)
         self._check_present()
         error = None if pause.done.cancelled() else pause.done.exception()
         if isinstance(error, EndpointError) and error.code == "session_lost":
@@ -388,7 +316,7 @@ class Session:
                 len(in_flight) < (most_in_flight if self.in_step else 1)
                 and source.ready
                 and not drain.is_draining
-                and self._pause is None
+                and self._pauses.pending is None
             ):
                 started = run.completed + len(in_flight)
                 if started == num_chunks:
@@ -405,14 +333,14 @@ class Session:
 
         try:
             while run.completed != num_chunks:
-                if not in_flight and self._pause is not None:
-                    await self._pause_run(self._pause, run)
+                if not in_flight and self._pauses.pending is not None:
+                    await self._pause_run(self._pauses.pending, run)
                 if not in_flight and not source.ready:
                     await drain.unless_draining(
-                        source.wait_until_ready(), self._pause_requested.wait()
+                        source.wait_until_ready(), self._pauses.requested.wait()
                     )
                 is_held_back = fill()
-                if not in_flight and drain.is_draining and self._pause is None:
+                if not in_flight and drain.is_draining and self._pauses.pending is None:
                     break
                 if not in_flight:
                     if is_held_back:
@@ -745,6 +673,7 @@ class Session:
         """
         with self.keep_alive(), new.keep_alive():
             async with self._next_request:
+                self._check_present()
                 if not self.started:
                     raise EndpointError(
                         "missing_image", "the session has not started, so it cannot be branched"

@@ -31,7 +31,8 @@ from vllm_omni.entrypoints.realtime.encoding.implementations import (
     machine_implementations,
 )
 from vllm_omni.entrypoints.realtime.sessions.run import HeldBytes
-from vllm_omni.entrypoints.realtime.sessions.session import Session, SessionKey
+from vllm_omni.entrypoints.realtime.sessions.session import Session
+from vllm_omni.entrypoints.realtime.sessions.session_host import SessionKey
 from vllm_omni.inputs import Lora
 from vllm_omni.runtime import log_context
 

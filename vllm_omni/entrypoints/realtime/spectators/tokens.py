@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from vllm_omni.entrypoints.errors import EndpointError, WebSocketCloseCode
-from vllm_omni.entrypoints.realtime.sessions.session import SessionKey
+from vllm_omni.entrypoints.realtime.sessions.session_host import SessionKey
 
 MAX_TOKENS: Final = 4096
 """Tokens of one process. One more replaces the oldest."""

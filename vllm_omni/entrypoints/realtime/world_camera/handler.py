@@ -39,7 +39,8 @@ from vllm_omni.entrypoints.realtime.sessions.run import (
     SessionRun,
     SessionStart,
 )
-from vllm_omni.entrypoints.realtime.sessions.session import Session, SessionKey, new_session_id
+from vllm_omni.entrypoints.realtime.sessions.session import Session, new_session_id
+from vllm_omni.entrypoints.realtime.sessions.session_host import SessionKey
 from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
 from vllm_omni.entrypoints.realtime.world_camera import protocol
 from vllm_omni.entrypoints.realtime.world_camera.frames import FrameRenderer

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`plan_moves`: how sessions are spread over servers."""
+
+from collections import Counter
+
+import pytest
+
+from vllm_omni.entrypoints.fleet.balance import MovableSession, ServerLoad, plan_moves
+
+
+def load(name: str, num_sessions: int, max_sessions: int = 8) -> ServerLoad:
+    sessions = (MovableSession(f"{name}{i}", "anonymous", float(i)) for i in range(num_sessions))
+    return ServerLoad(name, max_sessions, tuple(sessions))
+
+
+@pytest.mark.parametrize(
+    ("before", "to_empty", "fill", "after"),
+    [
+        ((6, 0, 0), (), 0.0, (2, 2, 2)),  # evened out
+        ((3, 2, 2), (), 0.0, (3, 2, 2)),  # a difference of one stays
+        ((4, 2, 0), ("a",), 0.0, (0, 3, 3)),  # a server is emptied
+        ((4, 3, 1), (), 1.0, (8, 0, 0)),  # all fit on one server
+        ((7, 1, 4), (), 0.5, (4, 4, 4)),  # three servers at half of their capacity
+        ((5, 1, 2), (), 0.5, (4, 0, 4)),  # the server with the fewest is not needed
+        ((8, 8, 8), ("b",), 0.0, (8, 8, 8)),  # no room
+        ((8, 8, 5), ("b",), 0.0, (8, 5, 8)),  # as far as there is room
+        ((0, 0, 0), (), 0.8, (0, 0, 0)),
+    ],
+)
+def test_sessions_are_spread(
+    before: tuple[int, ...], to_empty: tuple[str, ...], fill: float, after: tuple[int, ...]
+) -> None:
+    """All moves together lead to the wanted numbers, and then nothing is left to move."""
+    names = "abc"
+    servers = [load(name, number) for name, number in zip(names, before, strict=True)]
+    counts = Counter(dict(zip(names, before, strict=True)))
+    for move in plan_moves(servers, to_empty, fill, 100):
+        counts[move.source] -= 1
+        counts[move.target] += 1
+        assert counts[move.target] <= 8
+    assert tuple(counts[name] for name in names) == after
+    settled = [load(name, number) for name, number in zip(names, after, strict=True)]
+    assert plan_moves(settled, to_empty, fill, 100) == []
+
+
+def test_a_round_is_bounded_and_the_idlest_session_moves_first() -> None:
+    moves = plan_moves([load("a", 6), load("b", 0)], (), 0.0, 2)
+    assert [move.session.name for move in moves] == ["a5", "a4"]
+
+
+def test_large_servers_take_more() -> None:
+    moves = plan_moves([load("a", 9, 12), load("b", 0, 4)], (), 0.0, 100)
+    assert len(moves) == 2

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Work between two chunks of a session, without a second server."""
+
+import asyncio
+
+import pytest
+from helpers.fake_engine import FIRST, LATER, FakeEngine
+from helpers.waits import pause_task, until
+from test_session import ended, job, scenario
+
+from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.realtime.sessions.pause import Destination, SessionPause
+from vllm_omni.entrypoints.realtime.sessions.session import Session
+from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
+
+
+def test_no_chunk_runs_during_a_pause_and_the_request_goes_on() -> None:
+    async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
+        engine.delay_s = 0.02
+        run = session.submit(job(FIRST + 3 * LATER, "r", image=True))
+        await until(lambda: len(engine.chunks) > 0)
+
+        async def work(pause: SessionPause) -> None:
+            num_chunks = len(engine.chunks)
+            assert engine.running == 0
+            await pause_task(0.1)
+            assert (engine.running, len(engine.chunks)) == (0, num_chunks)
+
+        await session.pause(work)
+        assert await ended(run) is None
+        assert run.completed == 4
+        await session.reset()
+
+    scenario(test)
+
+
+def test_a_second_pause_is_refused_and_a_failed_one_changes_nothing() -> None:
+    async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
+        assert await ended(session.submit(job(FIRST, "r", image=True))) is None
+
+        async def fail(pause: SessionPause) -> None:
+            with pytest.raises(EndpointError, match="session_busy"):
+                session.pause(fail)
+            raise EndpointError("move_failed", "no")
+
+        with pytest.raises(EndpointError, match="move_failed"):
+            await session.pause(fail)
+        assert await ended(session.submit(job(LATER, "next"))) is None
+        await session.reset()
+
+    scenario(test)
+
+
+def test_after_it_has_left_every_request_ends_with_moved() -> None:
+    """The one that runs, the one that waits, and one that comes later. The id stays known."""
+
+    async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
+        engine.delay_s = 0.02
+        runs = [session.submit(job(FIRST + 3 * LATER, "r", image=True))]
+        runs.append(session.submit(job(LATER, "next")))
+        await until(lambda: len(engine.chunks) > 0)
+        destination = Destination("b", None, 1)
+
+        async def leave(pause: SessionPause) -> Destination:
+            session.leave(destination)
+            return destination
+
+        assert await session.pause(leave) is destination
+        errors = [await ended(run) for run in runs]
+        assert [error and error.code for error in errors] == ["moved", "moved"]
+        assert manager.find(session.key) is None
+        with pytest.raises(EndpointError, match="moved") as refused:
+            manager.open(session.key)
+        assert refused.value.details["server"] == "b"
+        await manager.wait_for_closed_sessions()
+        assert engine.worlds == {}
+
+    scenario(test)
+
+
+def test_a_disconnect_during_a_pause_waits_for_its_end() -> None:
+    """The work is told, runs to its end, and the session then ends as after any disconnect."""
+
+    async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
+        engine.delay_s = 0.02
+        run = session.submit(job(FIRST + 3 * LATER, "r", image=True))
+        await until(lambda: len(engine.chunks) > 0)
+        seen: list[bool] = []
+        started = asyncio.Event()
+
+        async def work(pause: SessionPause) -> None:
+            started.set()
+            await until(lambda: pause.is_cancelled)
+            seen.append(session.started)
+
+        waiting = session.pause(work)
+        await started.wait()
+        await session.reset()
+        await waiting
+        assert seen == [True]
+        error = await ended(run)
+        assert error is not None
+        assert error.code == "cancelled"
+        assert manager.find(session.key) is None
+
+    scenario(test)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`SessionHost`: the session manager as a session uses it."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar
+
+from vllm_omni.entrypoints.limits.quotas import Quotas
+from vllm_omni.entrypoints.realtime.connection.drain import DrainableSession, SessionDrain
+from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
+from vllm_omni.entrypoints.realtime.connection.session_engine import SessionEngine
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
+from vllm_omni.entrypoints.realtime.encoding.implementations import Implementations
+from vllm_omni.entrypoints.realtime.sessions.run import HeldBytes
+
+SessionKey = tuple[str, str]
+"""(principal, session id). The same id of two principals denotes two sessions."""
+
+T = TypeVar("T")
+S = TypeVar("S", bound=DrainableSession)
+
+
+class SessionHost(Protocol[S]):
+    """The session manager as a session uses it. See `SessionManager`."""
+
+    engine: SessionEngine
+    """Requests to the engine."""
+    info: StreamInfo
+    """Stream metadata of the served model."""
+    limits: EndpointLimits
+    """Limits of connections and sessions."""
+    quotas: Quotas
+    """Quotas of clients."""
+    drain: SessionDrain[S]
+    """Graceful shutdown of the sessions."""
+    held: HeldBytes
+    """Size of the retained replies of all sessions."""
+    implementations: Callable[[], Implementations]
+    """Returns the implementations of the codecs."""
+
+    @property
+    def is_over_budget(self) -> bool: ...
+
+    def trim(self) -> None: ...
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]: ...
+
+    async def off_loop(self, function: Any, *args: Any) -> Any: ...
+
+    def remove_if_empty(self, session: S) -> None: ...
+
+    def was_evicted(self, key: SessionKey) -> bool: ...
+
+    def close_engine_session(self, engine_id: str) -> None: ...
+
+    def session_left(self, session: S) -> None: ...
+
+    def engine_session_ended(self, engine_id: str) -> None: ...
+
+    async def wait_for_closed_sessions(self) -> None: ...
