@@ -25,6 +25,7 @@ PAGES = (
     "examples/**/*.md",
     "training/**/*.md",
     "vllm_omni/**/*.md",
+    "benchmarks/*/*.md",
 )
 _LINK = re.compile(
     r"\[(?P<text>[^\]]*(?:\[[^\]]*\][^\]]*)?)\]\((?P<target>[^)#\s]*)(?P<anchor>#[^)\s]*)?\)"

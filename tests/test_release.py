@@ -123,10 +123,13 @@ def test_two_builds_of_a_commit_have_the_same_bytes(
     assert first == second
     [wheel] = (tmp_path / "first").glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {
+    assert {name.partition("/")[0] for name in names} == {
         "vllm_omni",
         "vllm_worlds.py",
+        "vllm_worlds-0.1.0.data",
+        "vllm_worlds-0.1.0.dist-info",
     }
+    assert "vllm_worlds-0.1.0.data/data/share/vllm-worlds/benchmarks/demo_world.py" in names
     tracked = subprocess.run(
         ["git", "ls-files", "vllm_omni"], cwd=REPO, capture_output=True, text=True, check=True
     ).stdout.split()

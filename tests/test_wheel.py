@@ -65,4 +65,5 @@ def test_the_demo_walks(python: Path, tmp_path: Path) -> None:
     command = [str(python.with_name("vllm-omni")), "demo", "--once", "--chunks", "2", "--port", "0"]
     run(command, tmp_path)
     assert (tmp_path / "demo.mp4").stat().st_size > 0
-    assert str(REPO) not in (tmp_path / "demo_server.log").read_text()
+    # the dependencies may be in an environment inside of the checkout
+    assert f"{REPO}/vllm_omni" not in (tmp_path / "demo_server.log").read_text()

@@ -18,6 +18,7 @@ def test_the_committed_tables_are_generated_from_the_results() -> None:
     rows = results_page.load_rows()
     assert results_page.PAGE.read_text() == results_page.page_text(rows)
     assert results_page.readme_table(rows) in results_page.README.read_text()
+    assert results_page.BASELINES.read_text() == results_page.baselines_text(rows)
 
 
 def test_the_committed_quality_page_is_generated_from_the_scores() -> None:

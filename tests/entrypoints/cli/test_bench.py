@@ -93,11 +93,12 @@ def test_mistakes_end_with_one_line(
 def test_without_a_checkout_it_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An installed package has no benchmarks."""
+    """A package that is used without its wheel has no benchmarks."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bench, "_CHECKOUT", tmp_path)
+    monkeypatch.setattr(bench, "_INSTALLED", tmp_path)
     assert run() == 2
-    assert "part of the repository" in capsys.readouterr().err
+    assert "this installation has no benchmarks" in capsys.readouterr().err
 
 
 def write(path: Path, **content: Any) -> str:

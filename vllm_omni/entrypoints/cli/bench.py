@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni bench`: run the benchmarks of a checkout, or compare two results.
+"""`vllm-omni bench`: run benchmarks, repeat results of record, or compare two results.
 
         vllm-omni bench                          list the benchmarks
         # run one; `--json` before NAME prints only the result
         vllm-omni bench NAME [arguments]
         vllm-omni bench compare A.json B.json    compare two results
+        vllm-omni bench --check                  repeat results of record on this machine
 
-The scripts and their results belong to the repository and not to the installed package, so the
-command works only in a checkout or an editable install of one.
+The scripts of a checkout are used if the package or the working directory belongs to one, and else
+those that the wheel installs. Scripts that import other parts of the repository, such as its
+training code, need a checkout.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import json
 import math
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +29,8 @@ from vllm_omni.entrypoints.cli.errors import CommandError
 from vllm_omni.entrypoints.cli.parsers import add_command
 
 _CHECKOUT = Path(__file__).resolve().parents[3]
+_INSTALLED = Path(sysconfig.get_path("data")) / "share" / "vllm-worlds" / "benchmarks"
+"""Benchmarks of the wheel (`data-files` in pyproject.toml)."""
 _LOWER_IS_BETTER = ("_ms", "_s", "overhead", "_bytes", "bytes")
 _HIGHER_IS_BETTER = ("fps", "_per_s", "per_second", "sessions")
 _ABOUT = ("date", "command", "hardware", "versions", "fast_paths")
@@ -36,17 +41,20 @@ def add_parser(subparsers: Any) -> None:
     parser = add_command(
         subparsers,
         "bench",
-        "run a benchmark of this checkout, or compare two results",
+        "run a benchmark, check this machine against results, or compare two results",
         (
             "Without a name, list the benchmarks. With a name, run that benchmark with the "
             "arguments "
             "that follow; its own arguments are shown by `vllm-omni bench NAME --help`. `compare` "
-            "prints every number of two results side by side."
+            "prints every number of two results side by side. `--check` repeats results of record "
+            "on this machine, which takes minutes, and says how they compare; the status is 1 if "
+            "one of the same hardware is slower than its range."
         ),
         [
             "vllm-omni bench",
             "vllm-omni bench engine_overhead --help",
             "vllm-omni bench compare before.json after.json --threshold 5",
+            "vllm-omni bench --check",
         ],
     )
     parser.add_argument(
@@ -57,6 +65,11 @@ def add_parser(subparsers: Any) -> None:
         type=float,
         metavar="PERCENT",
         help="compare: end with status 1 if something is worse by more",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="repeat results of record that fit this machine, or those named",
     )
     parser.add_argument("name", nargs="?", help="a benchmark, or `compare`; none: list them")
     parser.add_argument(
@@ -69,6 +82,11 @@ def run(args: argparse.Namespace) -> int:
     if args.name == "compare":
         return _compare(args.arguments, args.json, args.threshold)
     folder = _folder()
+    if args.check:
+        from vllm_omni.entrypoints.cli import bench_check
+
+        names = [] if args.name is None else [args.name, *args.arguments]
+        return bench_check.run(folder, names, args.json)
     scripts = dict(_scripts(folder))
     if args.name is None:
         width = max(map(len, scripts))
@@ -99,13 +117,13 @@ def _run_for_json(command: list[str]) -> int:
 
 def _folder() -> Path:
     """Return `benchmarks/` of the checkout that this package or the working directory belongs
-    to.
+    to, or else those of the wheel.
     """
-    for folder in (_CHECKOUT / "benchmarks", Path.cwd() / "benchmarks"):
+    for folder in (_CHECKOUT / "benchmarks", Path.cwd() / "benchmarks", _INSTALLED):
         if (folder / "common.py").is_file():
             return folder
     raise CommandError(
-        "benchmarks are part of the repository, not of the package: run this in a checkout of it"
+        "this installation has no benchmarks: run this in a checkout, or install the wheel"
     )
 
 
