@@ -59,7 +59,7 @@ class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw
     approximates Wan's VAE."""
     cuda_graphs: bool | None = None
     """Replay repeated forward passes as CUDA graphs, which takes the host a fraction of the launch
-    time. Default: true on CUDA for at most 2560 channels per GPU, because wider networks keep the
+    time. Default: true on CUDA for at most 3072 channels per GPU, because wider networks keep the
     device busy without graphs, and unless the engine runs with --enforce-eager or
     --cpu-offload-gb."""
 

@@ -30,6 +30,7 @@ from vllm_omni.model_executor.streaming.degradations import ladder_refusals
 from vllm_omni.model_executor.streaming.family import streaming_family
 from vllm_omni.planning.stream_model import (
     WAN_2_2_AUTOENCODER,
+    AutoencoderMemory,
     Changes,
     FamilyPlan,
     StreamModel,
@@ -37,8 +38,7 @@ from vllm_omni.planning.stream_model import (
 
 _SPATIAL = AbotWorldConfig.pixels_per_cell
 _MULTIPLE = 2 * _SPATIAL
-_TINY = WAN_2_2_AUTOENCODER.tiny
-assert _TINY is not None
+_TINY: AutoencoderMemory = WAN_2_2_AUTOENCODER.tiny or WAN_2_2_AUTOENCODER
 
 
 def _planned(name: str, transformer: Mapping[str, Any], changes: Changes) -> StreamModel:
