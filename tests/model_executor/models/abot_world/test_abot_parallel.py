@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from abot_driver import latents_of, latents_of_stages, load_world, open_session
+from abot_driver import (
+    latents_of,
+    latents_of_stages,
+    load_world,
+    make_request,
+    open_session,
+    run_chunk,
+)
+from helpers.chunks import run_vae_stage
 from helpers.process_groups import process_group
 from helpers.rank_processes import run_ranks
 
@@ -64,3 +72,21 @@ def test_two_pipeline_stages_equal_one(
         for n in range(2)
     ]
     assert torch.equal(latents_of_stages(stages, CHUNKS), torch.load(one_rank))
+
+
+@pytest.mark.parametrize("decoder", ["wan", "tiny"])
+def test_a_decoder_on_its_own_stage_gives_the_same_frames(
+    layouts: dict[str, Path], decoder: str
+) -> None:
+    """The VAE stage has no references and no window, and follows the base. Bit for bit."""
+    places = (None, ParallelContext(vae_stage=True), ParallelContext(stage=1, vae_stage=True))
+    one, layers, vae = (
+        load_world(layouts["original"], place, decoder=decoder, **OPTIONS) for place in places
+    )
+    assert layers.decoder is None
+    session, *others = (open_session(world) for world in (one, layers, vae))
+    for _ in range(4):
+        expected = run_chunk(one, session)
+        _, result = run_vae_stage(layers, vae, *(make_request(other) for other in others))
+        assert torch.equal(result["frames"], expected)
+    assert {other.base for other in (session, *others)} == {session.base}
