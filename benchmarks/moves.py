@@ -281,7 +281,7 @@ def measure_kills(pair: Pair, num_kills: int) -> dict[str, Any]:
         time.sleep(0.5)  # for a periodic snapshot
         mover = threading.Thread(target=_move_quietly, args=(pair, player.session_id))
         mover.start()
-        time.sleep(chance.uniform(0.0, 0.06))
+        time.sleep(chance.uniform(0.0, 0.25))  # a move takes about 0.1 s
         pair.kill(victim)
         mover.join()
         pair.start(victim)
