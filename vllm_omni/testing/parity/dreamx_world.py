@@ -56,7 +56,7 @@ from vllm_omni.worlds.movement import inverse_poses, rotation
 _FLOW, _POSE, _T, _BF16 = 3e-5, 1e-6, 1e-3, 3e-2
 _BF16_POSE = 1e-2
 _LATENT, _LEVELS = 1e-5, 1.5
-_META, _VAE = "dreamx_meta.json", "wan22_vae_tiny_weights_orig_names.safetensors"
+_META, _VAE = "dreamx_meta.json", "wan22_vae*weights*.safetensors"
 _SHIFT = 5.0
 
 
@@ -139,7 +139,8 @@ class _Rollout:
                     x, draws = renoised(x0, noise, schedule.sigmas_noise[step + 1]), draws + 1
                 if index == 0:
                     x = torch.cat((image, x[:, 1:]), dim=1)
-            sigmas = torch.full((1, x.shape[1], 1, 1), sigma_clean)
+            sigma_context = nearest_schedule(_SHIFT, [context]).sigmas_x0[0]
+            sigmas = torch.full((1, x.shape[1], 1, 1), sigma_context)
             self._call(item, x, context, sigmas, given=0)
             finished.append(x)
         if self.num_calls != len(case["calls"]):
@@ -403,7 +404,9 @@ def run_condition(scenario: GoldenScenario) -> None:
         latent, _ = vae.encode(pixels, None)
         scenario.compare_recorded("image latent", latent, f"{image}_latent", _LATENT)
     frames = (scenario.get("lab.in") / 255).permute(0, 3, 1, 2)
-    for strength, name in ((1.0, "lab.out_strength1"), (0.3, "lab.out_strength03")):
+    for name in sorted(name for name in scenario.tensors if name.startswith("lab.out_strength")):
+        digits = name.removeprefix("lab.out_strength")  # 03 is 0.3
+        strength = float(f"{digits[:1]}.{digits[1:] or '0'}")
         target, corrected = None, []
         for part in (frames[:9], *frames[9:].split(12)):
             done, target = correct_frames(part, target, strength)
@@ -416,7 +419,7 @@ def _load_vae(scenario: GoldenScenario) -> StreamingWanVAE:
     """Return the recorded VAE, whose weights are in the folder `wan22_vae` next to the scenario's,
     or in the scenario's."""
     folders = scenario.directory, scenario.directory.parent / "wan22_vae"
-    path = next((folder / _VAE for folder in folders if (folder / _VAE).is_file()), None)
+    path = next((path for folder in folders for path in sorted(folder.glob(_VAE))), None)
     if path is None:
         raise ValueError(f"{_VAE} is neither in this folder nor in ../wan22_vae")
     stated = read_tensors(path)[1]
