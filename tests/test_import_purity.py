@@ -129,7 +129,7 @@ def test_registering_touches_four_registries_and_only_adds(walk: dict[str, Any])
     assert walk["added"] == {
         "models": sorted(walk["architectures"] + walk["autoregressive"]),
         "hooks": sorted(walk["architectures"] + walk["for_stock_models"]),
-        "types": ["null_image", "null_world", "omni_pipeline", "t2v"],
+        "types": ["null_image", "null_world", "omni_pipeline", "t2v", "ti2v"],
         "parsers": ["omni"],
     }
 

@@ -18,6 +18,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from helpers.waits import exactly_in_task
+
 _DELAY_CHANGES_S = 0.1
 """Mean time between changes of the delay."""
 _SEGMENT_BYTES = 1400
@@ -240,7 +242,7 @@ class TcpRelay:
         async def deliver() -> None:
             while True:
                 arrives_s, data = await on_the_way.get()
-                await asyncio.sleep(max(0.0, arrives_s - time.monotonic()))
+                await exactly_in_task(max(0.0, arrives_s - time.monotonic()))
                 writer.write(data)
                 await writer.drain()
 
@@ -252,7 +254,7 @@ class TcpRelay:
                     assert arrives_s is not None
                     await on_the_way.put((arrives_s, data))
                 while not on_the_way.empty():
-                    await asyncio.sleep(0.01)
+                    await exactly_in_task(0.01)
         finally:
             delivering.cancel()
             writer.close()

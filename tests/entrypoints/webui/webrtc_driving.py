@@ -6,6 +6,7 @@ from typing import Any
 
 from browser import Page, PageError
 from helpers.relay import UdpRelay
+from helpers.waits import exactly
 
 KEEP_CONNECTIONS = """(() => { const Real = RTCPeerConnection; window.connections = [];
     window.RTCPeerConnection = class extends Real { constructor(...all) { super(...all); connections.push(this); } };
@@ -38,7 +39,7 @@ def freezes(page: Page, seconds: float) -> dict[str, Any]:
     still_plays = "document.querySelector('#status').textContent === 'Playing'"
     end_s = time.monotonic() + seconds
     while time.monotonic() < end_s:
-        time.sleep(min(5.0, max(0.0, end_s - time.monotonic())))
+        exactly(min(5.0, max(0.0, end_s - time.monotonic())))
         if not page.run(still_plays):
             raise PageError(f"the connection has ended: {page.text('#status')}")
     after = page.run(STATS)

@@ -87,7 +87,6 @@ ARCHITECTURES = {
 """Model class by architecture name. vLLM's `ModelRegistry` imports it on first use."""
 
 AR_ARCHITECTURES = {
-    "AbotWorldPipeline": "vllm_omni.model_executor.models.abot_world.pipeline:AbotWorldPipeline",
     "Qwen2_5OmniTalkerForConditionalGeneration": (
         "vllm_omni.model_executor.models.qwen2_5_omni.talker:TalkerForConditionalGeneration"
     ),
