@@ -59,8 +59,8 @@ WAN_2_2_AUTOENCODER: Final = AutoencoderMemory(
         decoder_cache=16 * 2**20, encoder_cache=448 * 2**20, weights=0.32e9, workspace=1.3e9
     ),
 )
-"""Wan 2.2's VAE, bf16. Caches and weights are exact. Workspaces are not measured: they
-are those of Wan 2.1."""
+"""Wan 2.2's VAE, bf16. Caches and weights are exact. Workspaces are those of Wan 2.1; with
+them, the computed memory of the 5B worlds is at most 5 percent above the measured one."""
 
 
 @dataclass(frozen=True)
