@@ -51,6 +51,8 @@ MATCHED = {
 TWO_CHUNKS = {"chunks_in_flight": 2}
 TEMPORAL = {"pipeline": "temporal", "chunks_in_flight": 2}
 BANDS = {"vae_parallel": True}
+COARSE = {"height": 64, "width": 96}
+"""A size for models that take multiples of 32 pixels."""
 
 
 def ladder(*rungs: str) -> dict[str, Any]:
@@ -163,6 +165,11 @@ AT_START: dict[str, list[Case]] = {
     "An unknown value is refused before anything is loaded": [
         ("lingbot_world", {"model": {"convention": "no_such_value"}}, {})
     ],
+    "`omni.kv_growth` and `omni.chunks_in_flight` above 1 are refused": [
+        ("dreamx_world", COARSE | BANDS, TP2),
+        ("dreamx_world", COARSE | {"kv_growth": True}, {}),
+        ("dreamx_world", COARSE | TWO_CHUNKS, {}),
+    ],
     # presets.md
     "and a device without FP8 units is refused": [
         ("lingbot_world", {"model": {"preset": "balanced"}}, {})
@@ -176,11 +183,40 @@ AT_START: dict[str, list[Case]] = {
 """Part of a sentence or table row -> configurations that must be refused."""
 
 HELD_BY = {
+    # releasing.md
+    "`scripts/release.py` refuses a release if": (
+        "tests/test_release.py::test_version_is_the_same_everywhere"
+    ),
+    # notes of the 5B worlds
+    "Sink frames are refused, as in the original": (
+        "tests/model_executor/models/abot_world/test_abot_pipeline.py"
+        "::test_unsupported_options_are_refused"
+    ),
+    "A session without a start image, which the original's code allows, is refused": (
+        "tests/model_executor/models/abot_world/test_abot_pipeline.py"
+        "::test_a_first_chunk_needs_an_image"
+    ),
+    "A pose that is not a rotation, poses in another number and poses together with keys": (
+        "tests/model_executor/models/dreamx_world/test_dreamx_camera.py"
+        "::test_poses_that_are_none_are_refused"
+    ),
+    "More sink frames than the first chunk has are refused": (
+        "tests/model_executor/models/dreamx_world/test_dreamx_pipeline.py"
+        "::test_more_sinks_than_the_first_chunk_are_refused"
+    ),
+    # images_and_videos_api.md
+    "files `images[NAME]` of a form. A refusal lists the names": (
+        "tests/entrypoints/realtime/test_named_images.py::test_bad_images_are_refused"
+    ),
     # realtime_video.md
     "a velocity outside of the range of an axis is refused": (
         "tests/entrypoints/realtime/test_world_poses.py::test_a_velocity_beyond_the_axes_is_refused"
     ),
     # realtime_webrtc.md and spectators.md
+    "so an offer without H.264 is refused": (
+        "tests/entrypoints/realtime/test_webrtc.py"
+        "::test_a_bad_offer_is_refused_and_allocates_nothing"
+    ),
     "A model that requires a start image refuses such an offer": (
         "tests/entrypoints/realtime/test_webrtc.py"
         "::test_a_player_of_a_model_with_start_images_is_refused"

@@ -258,7 +258,7 @@ def map_of(count: int) -> bytes:
         (b"\x82\xa1a\x81\xa1b\x01\xc0\xc0", "map keys must be strings"),
         (b"\x81\x90\x01", "map keys must be strings"),
         (b"\x81\xc4\x01\xff\x01", "a map key is not UTF-8"),
-        (b"\xa2\xff\xfe", "not valid msgpack (UnicodeDecodeError)"),
+        (b"\xa2\xff\xfe", "not valid msgpack"),
         (b"\xdd\xff\xff\xff\xff", "a list or map of 4294967295 entries; at most 8192 are allowed"),
         (b"\xdf\x00\x01\x00\x01", "a list or map of 65537 entries; at most 8192 are allowed"),
         (list_of(MAX_ENTRIES + 1), "a list or map of 8193 entries; at most 8192 are allowed"),

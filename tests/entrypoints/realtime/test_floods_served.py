@@ -177,6 +177,7 @@ def test_a_snapshot_of_a_million_tensors_is_refused_unread(served: Served, snaps
         def play() -> None:
             while not stop.is_set():
                 chunks_ms.append(chunk_ms(client))
+                pause(0.01)  # a client may send at most 200 messages in a second
 
         player = threading.Thread(target=play)
         player.start()

@@ -137,6 +137,7 @@ def test_moved_memory_is_not_pooled() -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the memory of a GPU")
 @pytest.mark.parametrize("storage", [None, FP8])
 def test_a_suspended_window_lends_its_memory_and_returns(storage: torch.dtype | None) -> None:
     """While it is on the host, another window uses its memory on the device. It comes back equal,

@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 
-from vllm_omni.actions import ActionFrames
+from vllm_omni.actions import CAMERA_SPACE, ActionFrames
 from vllm_omni.model_executor.checkpoint.tensor_files import open_tensors, read_json
 from vllm_omni.model_executor.dtypes import default_dtype
 from vllm_omni.model_executor.layers.attention.rope import apply_rope, rope_tables
 from vllm_omni.model_executor.layers.kv_cache.sink_window import SinkWindow
 from vllm_omni.model_executor.models.dreamx_world.camera import (
-    ACTION_SPACE,
     projections,
     trained_focal,
     walk,
@@ -381,7 +380,7 @@ def _compare_speed(scenario: GoldenScenario, case: Mapping[str, Any], name: str)
 
 def _held(keys: list[str]) -> ActionFrames:
     """Return the held keys of each video frame."""
-    rows = [[name in held for name in ACTION_SPACE.button_names] for held in keys]
+    rows = [[name in held for name in CAMERA_SPACE.button_names] for held in keys]
     nothing = torch.zeros(len(rows), 0)
     return ActionFrames(torch.tensor(rows), nothing, nothing.sum(1))
 

@@ -70,8 +70,8 @@ def decode(data: bytes) -> DecodedMessage:
     num_values, has_byte_keys = _check_structure(data)
     try:
         value = _DECODER.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CodecError(f"not valid msgpack ({type(error).__name__})") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise CodecError("not valid msgpack") from None
     # Every marked array or scalar has one of these keys: `__ndarray__`, `__npgeneric__`, or `nd`
     # after its length, in the shortest encoding or a longer one. Nearly all controls have none.
     is_marked = b"__n" in data or b"\xa2nd" in data or b"\x02nd" in data

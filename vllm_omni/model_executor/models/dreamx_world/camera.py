@@ -27,9 +27,6 @@ from vllm_omni.model_executor.streaming.request import read_action_frames
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.worlds.movement import inverse_poses, rotation
 
-ACTION_SPACE = CAMERA_SPACE
-"""The eight keys, or poses."""
-
 
 @dataclass(frozen=True, eq=False)
 class CameraState:
@@ -85,7 +82,7 @@ def read_camera(
             raise RequestFailed(
                 "invalid_camera", "intrinsics belong to the tensor `poses`; keys take none"
             )
-        keys = read_action_frames(params, request.tensors, ACTION_SPACE, plan, chunk_index)
+        keys = read_action_frames(params, request.tensors, CAMERA_SPACE, plan, chunk_index)
         start = torch.eye(4, dtype=torch.float64) if before is None else before.pose_44
         path_P44 = walk(keys, start, options.key_step, options.key_degrees)
     else:
@@ -115,7 +112,7 @@ def walk(keys: ActionFrames, start_44: torch.Tensor, step: float, degrees: float
     Returns:
         Poses [P, 4, 4].
     """
-    held = dict(zip(ACTION_SPACE.button_names, keys.buttons_NB.double().unbind(1), strict=True))
+    held = dict(zip(CAMERA_SPACE.button_names, keys.buttons_NB.double().unbind(1), strict=True))
     turns_P33 = rotation(1, degrees * (held["l"] - held["j"])) @ rotation(
         0, degrees * (held["i"] - held["k"])
     )

@@ -5,9 +5,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_omni.actions import CAMERA_SPACE
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.capabilities import Capabilities, Refusal, Refusals
-from vllm_omni.model_executor.models.dreamx_world.camera import ACTION_SPACE
 from vllm_omni.model_executor.models.dreamx_world.checkpoint import (
     LAYOUTS,
     find_layout,
@@ -98,7 +98,7 @@ FAMILY = streaming_family(
     check_tiny_decoder=lambda path, option: check_tiny_vae(find_layout(path), option),
     refusals=_refusals,
     check_parallel=_check_parallel,
-    action_space=lambda stream: ACTION_SPACE,
+    action_space=lambda stream: CAMERA_SPACE,
     info=_info,
     capabilities=lambda config, omni: Capabilities(fps=FPS, size_multiple=(32, 32)),
     takes_adapters=True,

@@ -26,7 +26,7 @@ from typing import Annotated, Any
 import msgspec
 import torch
 
-from vllm_omni.actions import ACTION_TENSORS
+from vllm_omni.actions import ACTION_TENSORS, CAMERA_SPACE
 from vllm_omni.config import parse_options
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import DiffusionRequest, Inputs
@@ -37,7 +37,6 @@ from vllm_omni.model_executor.layers.kv_cache.sink_window import (
 from vllm_omni.model_executor.layers.kv_cache.window import KVWindow, kv_window_nbytes
 from vllm_omni.model_executor.layers.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.dreamx_world.camera import (
-    ACTION_SPACE,
     CameraState,
     ChunkCamera,
     read_camera,
@@ -192,7 +191,7 @@ class DreamXWorld(StreamingModel[DreamXSession, DreamXChunk]):
 
     session_type = DreamXSession
     session_windows = True
-    action_space = ACTION_SPACE
+    action_space = CAMERA_SPACE
 
     config: DreamXConfig
     options: DreamXOptions
