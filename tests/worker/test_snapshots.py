@@ -40,7 +40,10 @@ def make_worker(make_runner: Any, request: pytest.FixtureRequest) -> Callable[..
 
 Chunk = Callable[..., dict[str, torch.Tensor]]
 SMALL = {"window_frames": 7, "sink_frames": 2}
-SIZES = {"abot_world": {"height": 32, "width": 64}}
+SIZES = {
+    "abot_world": {"height": 32, "width": 64},
+    "dreamx_world": {"height": 64, "width": 96},
+}
 """Sizes of models that do not take the default of the tests."""
 CASES: dict[str, tuple[str, dict[str, Any], Chunk, int]] = {
     "null world": ("null_world", {}, text_chunk, 3),
@@ -106,9 +109,6 @@ CASES: dict[str, tuple[str, dict[str, Any], Chunk, int]] = {
 }
 
 
-SIZES = {"dreamx_world": {"height": 64, "width": 96}}
-"""Sizes in pixels of families that cannot make the default one."""
-
 DAILY = (
     "null world of buttons and axes",
     "world, ring and sinks",
@@ -134,8 +134,7 @@ def test_a_restored_session_continues_bit_for_bit(
     prompt are equal.
     """
     family, model, chunk, chunks = CASES[case]
-    omni = {"model": model, **SIZES.get(family, {})}
-    here, there = make_worker(family, omni), make_worker(family, omni)
+    here, there = (make_worker(family, {"model": model}) for _ in range(2))
     for index in range(chunks):
         chunk(here, "a", index)
     path = tmp_path / "a.safetensors"
