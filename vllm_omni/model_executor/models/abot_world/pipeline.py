@@ -56,7 +56,7 @@ from vllm_omni.model_executor.models.wan.images.files import (
     stretch_image,
 )
 from vllm_omni.model_executor.models.wan.images.image_condition import image_warmup
-from vllm_omni.model_executor.models.wan.text_encoder.prompts import SharedPrompts
+from vllm_omni.model_executor.models.wan.text_encoder.prompts import SharedPrompts, known_cross_kv
 from vllm_omni.model_executor.models.wan.vae.vae import Rounding
 from vllm_omni.model_executor.schedules import ChunkNoise, FewStepSchedule
 from vllm_omni.model_executor.streaming.model import StreamingModel, build_transformer
@@ -199,12 +199,8 @@ class AbotWorld(StreamingModel[PinnedSession, AbotChunk]):
             first = session.chunk_index == 0
             references = self._references(inputs.images) if first else {}
         with request.timer.stage("text"):
-            known = (
-                inputs.prompt == session.prompt
-                and session.cross_kv is not None
-                and request.same_adapters
-            )
-            text = None if known else self.text_encoder.encode(inputs.prompt, device)
+            known = known_cross_kv(session, inputs.prompt, same_adapters=request.same_adapters)
+            text = self.text_encoder.encode(inputs.prompt, device) if known is None else None
         request.state = AbotChunk(
             frames=frames,
             schedule=self.chunk_schedule(request, self.schedule),
@@ -213,7 +209,7 @@ class AbotWorld(StreamingModel[PinnedSession, AbotChunk]):
             rope=self.transformer.chunk_rope(frames, size, lead=first),
             text=text,
             window=session.window,
-            cross_kv=session.cross_kv if known else None,
+            cross_kv=known,
             given_frames=0 if inputs.image is None else 1,
             **references,
             **common,

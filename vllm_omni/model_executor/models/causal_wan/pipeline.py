@@ -61,7 +61,7 @@ from vllm_omni.model_executor.models.wan.chunk_setup import (
     build_text_encoder,
     load_parts,
 )
-from vllm_omni.model_executor.models.wan.text_encoder.prompts import SharedPrompts
+from vllm_omni.model_executor.models.wan.text_encoder.prompts import SharedPrompts, known_cross_kv
 from vllm_omni.model_executor.models.wan.transformer.chunk_transformer import ChunkItem
 from vllm_omni.model_executor.models.wan.vae.chunk_decoder import ChunkDecoder
 from vllm_omni.model_executor.models.wan.vae.vae import CacheLayout
@@ -190,14 +190,10 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
             return
         noise = ChunkNoise(tuple(size), inputs.seed, position.chunk_index, self.transformer.device)
         with request.timer.stage("text"):
-            known = (
-                inputs.prompt == position.prompt
-                and position.cross_kv is not None
-                and request.same_adapters
-            )
-            text = (
-                None if known else self.text_encoder.encode(inputs.prompt, self.transformer.device)
-            )
+            known = known_cross_kv(position, inputs.prompt, same_adapters=request.same_adapters)
+            text = None
+            if known is None:
+                text = self.text_encoder.encode(inputs.prompt, self.transformer.device)
         latents, schedule, video = noise.draw(0), self.schedule, None
         if inputs.video is not None and self.video is not None:
             with request.timer.stage("video"):
@@ -224,7 +220,7 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
             given=num_given,
             given_rope=self._rope(frames[:num_given], session.shape) if num_given else None,
             noise_scale=None if video is None else video.noise_scale,
-            cross_kv=position.cross_kv if known else None,
+            cross_kv=known,
             index=position.chunk_index,
             past=past,
         )

@@ -18,7 +18,6 @@ frames keep their absolute positions and the sink frames move along (`SinkWindow
 which owns it.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -64,7 +63,7 @@ from vllm_omni.model_executor.models.wan.chunk_setup import (
 from vllm_omni.model_executor.models.wan.images.files import cut_image
 from vllm_omni.model_executor.models.wan.images.image_condition import image_warmup
 from vllm_omni.model_executor.models.wan.images.image_encoder import ImageEncoder
-from vllm_omni.model_executor.models.wan.text_encoder.prompts import SharedPrompts
+from vllm_omni.model_executor.models.wan.text_encoder.prompts import SharedPrompts, known_cross_kv
 from vllm_omni.model_executor.models.wan.vae.color_correction import CorrectingDecoder
 from vllm_omni.model_executor.schedules import ChunkNoise, FewStepSchedule
 from vllm_omni.model_executor.streaming.model import (
@@ -115,9 +114,6 @@ class DreamXChunk(StreamingChunk[KVWindow, CameraState]):
     """Strength of the colour correction."""
     camera: torch.Tensor | None = None
     """Matrices of the camera (`PosedItem.camera`). None on the VAE stage."""
-    image: torch.Tensor | None = None
-    """Latents of the start image [C, 1, h, w], which is the chunk's first frame. None: a later
-    chunk."""
 
 
 class ChunkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -293,19 +289,14 @@ class DreamXWorld(StreamingModel[DreamXSession, DreamXChunk]):
             request.num_steps = 1  # not used on a VAE stage
             return
         noise = ChunkNoise(size, inputs.seed, session.chunk_index, device)
-        latents, image = noise.draw(0), None
+        latents = noise.draw(0)
         if inputs.image is not None:
             with request.timer.stage("image"):
                 pixels = cut_image(inputs.image, shape.height, shape.width).to(device)
-                image = self.vae.encode(pixels, None)[0][0].float()
-            latents[:, :1] = image
+                latents[:, :1] = self.vae.encode(pixels, None)[0][0].float()
         with request.timer.stage("text"):
-            known = (
-                inputs.prompt == session.prompt
-                and session.cross_kv is not None
-                and request.same_adapters
-            )
-            text = None if known else self.text_encoder.encode(inputs.prompt, device)
+            known = known_cross_kv(session, inputs.prompt, same_adapters=request.same_adapters)
+            text = self.text_encoder.encode(inputs.prompt, device) if known is None else None
         request.state = DreamXChunk(
             frames=frames,
             schedule=self.chunk_schedule(request, self.schedule),
@@ -314,9 +305,9 @@ class DreamXWorld(StreamingModel[DreamXSession, DreamXChunk]):
             rope=self.transformer.rope(frames, size),
             text=text,
             window=session.window,
-            cross_kv=session.cross_kv if known else None,
+            cross_kv=known,
             camera=self.transformer.camera(inputs.camera.matrices_2F44, size),
-            image=image,
+            given_frames=0 if inputs.image is None else 1,
             **given,
         )
         request.clean_passes = self.clean_passes(request.work, session.plan)
@@ -336,11 +327,11 @@ class DreamXWorld(StreamingModel[DreamXSession, DreamXChunk]):
         chunk = request.work
         assert chunk.cross_kv is not None and chunk.camera is not None
         step = chunk.denoise_index(request.step)
-        given = step is not None and chunk.image is not None
+        clean_frames = 0 if step is None else chunk.given_frames
         item = PosedItem(
             latents=chunk.latents,
             timestep=self.context_timestep if step is None else chunk.schedule.timesteps[step],
-            clean_tokens=chunk.window.tokens_per_frame if given else 0,
+            clean_tokens=clean_frames * chunk.window.tokens_per_frame,
             frames=chunk.frames,
             rope=chunk.rope,
             cross_kv=chunk.cross_kv,
@@ -348,13 +339,6 @@ class DreamXWorld(StreamingModel[DreamXSession, DreamXChunk]):
             camera=chunk.camera,
         )
         return [item]
-
-    @torch.no_grad()
-    def step_scheduler(self, batch: Sequence[Request], prediction: torch.Tensor) -> None:
-        super().step_scheduler(batch, prediction)
-        for request in batch:
-            if request.work.image is not None:
-                request.work.latents[:, :1] = request.work.image
 
     def decoder_of(self, request: Request) -> ChunkLatentsDecoder | None:
         if self.decoder is None:

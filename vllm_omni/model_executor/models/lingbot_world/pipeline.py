@@ -57,7 +57,7 @@ from vllm_omni.model_executor.models.wan.images.image_condition import (
     GreyCondition,
     image_warmup,
 )
-from vllm_omni.model_executor.models.wan.text_encoder.prompts import SharedPrompts
+from vllm_omni.model_executor.models.wan.text_encoder.prompts import SharedPrompts, known_cross_kv
 from vllm_omni.model_executor.schedules import ChunkNoise
 from vllm_omni.model_executor.streaming.model import StreamingModel, build_transformer
 from vllm_omni.model_executor.streaming.session import KVWindows, SessionShape
@@ -201,12 +201,8 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
             y, condition = self._condition(inputs.image, session, frames)
         # Afterwards, so that the text encoder's small kernels are launched while `y` is computed.
         with request.timer.stage("text"):
-            known = (
-                inputs.prompt == session.prompt
-                and session.cross_kv is not None
-                and request.same_adapters
-            )
-            text = None if known else self.text_encoder.encode(inputs.prompt, device)
+            known = known_cross_kv(session, inputs.prompt, same_adapters=request.same_adapters)
+            text = self.text_encoder.encode(inputs.prompt, device) if known is None else None
         with request.timer.stage("camera"):
             rays = self._camera_map(inputs, shape)
             features = self._world_features(inputs, shape)

@@ -3,6 +3,7 @@
 that use it."""
 
 from collections.abc import Callable, Hashable
+from typing import Protocol
 
 import torch
 
@@ -34,3 +35,26 @@ class SharedPrompts:
     def clear_prompt(self) -> None:
         """Invalidate the cache, because weights were reloaded."""
         self._newest = None
+
+
+class HoldsPrompt(Protocol):
+    """A session, or a chunk in flight, before the next chunk."""
+
+    @property
+    def prompt(self) -> str | None:
+        """Its prompt. None: there was no chunk."""
+
+    @property
+    def cross_kv(self) -> torch.Tensor | None:
+        """K/V of that prompt. None: they are not held."""
+
+
+def known_cross_kv(before: HoldsPrompt, prompt: str, *, same_adapters: bool) -> torch.Tensor | None:
+    """Return the K/V that a chunk with `prompt` can use again. None: it needs the text encoder.
+
+    Args:
+        before: What the chunk continues.
+        prompt: Prompt of the chunk.
+        same_adapters: `DiffusionRequest.same_adapters`.
+    """
+    return before.cross_kv if same_adapters and prompt == before.prompt else None
