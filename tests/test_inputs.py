@@ -32,6 +32,9 @@ def test_params_and_tensors_survive_the_wire() -> None:
     arrived = request_tensors(extra)
     assert set(arrived) == set(tensors)
     assert all(torch.equal(arrived[name], tensor) for name, tensor in tensors.items())
+    again = request_tensors(extra)
+    shared = {name for name in tensors if arrived[name].data_ptr() == again[name].data_ptr()}
+    assert shared == {"image"}, "large images are not copied; other tensors may be written to"
 
 
 @pytest.mark.parametrize(

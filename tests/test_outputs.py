@@ -3,6 +3,7 @@
 
 import json
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from vllm_omni.outputs import (
     empty_result,
     opaque,
     pack,
+    pack_bytes,
     pack_error,
     unpack,
     unpack_arrays,
@@ -37,13 +39,16 @@ def test_everything_packed_comes_back(specs: list[tuple[str, list[int]]], text: 
         f"t{i}": torch.arange(torch.Size(shape).numel()).reshape(shape).to(_DTYPES[dtype])
         for i, (dtype, shape) in enumerate(specs)
     }
-    envelope = pack({"text": text}, tensors)
-    meta, back = unpack(envelope)
-    assert meta == {"text": text} and set(back) == set(tensors)
-    for name, tensor in tensors.items():
-        assert back[name].dtype == tensor.dtype and back[name].shape == tensor.shape
-        assert torch.equal(back[name], tensor)
-        assert tensor.numel() == 0 or (back[name].data_ptr() - envelope.data_ptr()) % 64 == 0
+    as_bytes = bytearray(pack_bytes({"text": text}, tensors))
+    for envelope in (pack({"text": text}, tensors), torch.frombuffer(as_bytes, dtype=torch.uint8)):
+        meta, back = unpack(envelope)
+        assert meta == {"text": text} and set(back) == set(tensors)
+        assert len(envelope) == len(as_bytes)
+        for name, tensor in tensors.items():
+            assert back[name].dtype == tensor.dtype and back[name].shape == tensor.shape
+            assert torch.equal(back[name], tensor)
+            distance = back[name].data_ptr() - envelope.data_ptr()
+            assert tensor.numel() == 0 or distance % 64 == 0
 
 
 def test_unpacking_copies_nothing() -> None:
@@ -83,12 +88,13 @@ def test_an_error_envelope_raises_what_was_packed() -> None:
         unpack(opaque(pack_error("capacity", "full")))
 
 
-def test_dtypes_without_a_name_are_refused_when_packing() -> None:
+@pytest.mark.parametrize("write", [pack, pack_bytes])
+def test_dtypes_without_a_name_are_refused_when_packing(write: Callable[..., object]) -> None:
     """Complex numbers are not part of the format."""
     with pytest.raises(
         TypeError, match=r"tensor 'x' has dtype torch.complex64; allowed: uint8, int8, .*, float64$"
     ):
-        pack({}, {"x": torch.zeros(2, dtype=torch.complex64)})
+        write({}, {"x": torch.zeros(2, dtype=torch.complex64)})
 
 
 @given(st.data())

@@ -9,6 +9,7 @@ module; the runner reads them with it.
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,7 +17,7 @@ import msgspec
 import torch
 
 from vllm_omni.actions import MAX_ENTRIES, ActionEntry
-from vllm_omni.outputs import RequestFailed, pack, unpack
+from vllm_omni.outputs import RequestFailed, pack_bytes, unpack
 from vllm_omni.seeds import Seed, check_seed
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ class DiffusionParams(
         """
         extra_kwargs: dict[str, Any] = {PARAMS_KEY: msgspec.to_builtins(self)}
         if tensors:
-            extra_kwargs[_TENSORS_KEY] = pack({}, tensors).numpy().tobytes()
+            extra_kwargs[_TENSORS_KEY] = pack_bytes({}, tensors)
         return _stock()[0](task="plugin", extra_kwargs=extra_kwargs)
 
     @classmethod
@@ -215,6 +216,9 @@ def _stock() -> "tuple[type[PoolingParams], Callable[..., Any]]":
 def request_tensors(extra_kwargs: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
     """Return the tensors of a request by name.
 
+    Those of uint8, images and videos, share the request's memory and must not be written to: they
+    are large, and models convert them first. The others are copies.
+
     Raises:
         RequestFailed: `invalid_request`: the envelope is malformed.
     """
@@ -227,9 +231,14 @@ def request_tensors(extra_kwargs: Mapping[str, Any] | None) -> dict[str, torch.T
             f"extra_kwargs[{_TENSORS_KEY!r}] must be bytes written by outputs.pack",
         )
     try:
-        # The bytes are read-only and shared, so the request gets a copy.
-        return unpack(torch.frombuffer(bytearray(packed), dtype=torch.uint8))[1]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
+            tensors = unpack(torch.frombuffer(packed, dtype=torch.uint8))[1]
     except ValueError as error:
         raise RequestFailed(
             "invalid_request", f"the request's tensors are malformed: {error}"
         ) from error
+    return {
+        name: tensor if tensor.dtype is torch.uint8 else tensor.clone()
+        for name, tensor in tensors.items()
+    }

@@ -119,38 +119,65 @@ def pack(
         TypeError: A tensor has a dtype that envelopes do not support.
     """
     tensors = tensors or {}
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _NAMES:
-            raise TypeError(
-                f"tensor {name!r} has dtype {tensor.dtype}; allowed: {', '.join(_DTYPES)}"
-            )
+    _check_dtypes(tensors)
     if (
         len(tensors) == 1
         and (in_place := _pack_in_place(meta, *next(iter(tensors.items())))) is not None
     ):
         return in_place
+    prefix, offsets, total = _layout(meta, tensors)
+    pinned = any(tensor.is_cuda for tensor in tensors.values())
+    out = torch.empty(total, dtype=torch.uint8, pin_memory=pinned)
+    out[: offsets[0] if offsets else total].zero_()
+    out[: len(prefix)] = torch.frombuffer(bytearray(prefix), dtype=torch.uint8)
+    for offset, tensor in zip(offsets, tensors.values(), strict=True):
+        nbytes = tensor.numel() * tensor.element_size()
+        if nbytes:
+            view = out[offset : offset + nbytes].view(tensor.dtype).view(tensor.shape)
+            view.copy_(tensor)
+    return out
+
+
+def pack_bytes(meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """Pack metadata and CPU tensors into the bytes of an envelope, with one copy of each tensor.
+
+    Raises:
+        TypeError: As `pack`.
+    """
+    _check_dtypes(tensors)
+    prefix, offsets, total = _layout(meta, tensors)
+    parts: list[Any] = [prefix]
+    end = len(prefix)
+    for offset, tensor in zip(offsets, tensors.values(), strict=True):
+        parts += bytes(offset - end), tensor.reshape(-1).view(torch.uint8).numpy()
+        end = offset + parts[-1].nbytes
+    return b"".join((*parts, bytes(total - end)))
+
+
+def _check_dtypes(tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _NAMES:
+            raise TypeError(
+                f"tensor {name!r} has dtype {tensor.dtype}; allowed: {', '.join(_DTYPES)}"
+            )
+
+
+def _layout(
+    meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> tuple[bytes, list[int], int]:
+    """Return an envelope's prefix and header, the offset of each payload, and its size in bytes."""
     # The header contains the offsets, which depend on its length: reserve the largest length.
     entries: list[list[Any]] = [
         [name, _NAMES[t.dtype], list(t.shape), 0] for name, t in tensors.items()
     ]
     slack = 24 * len(entries)
-    start = _aligned(_PREFIX.size + len(_header(meta, entries)) + slack)
-    offset = start
+    offset = _aligned(_PREFIX.size + len(_header(meta, entries)) + slack)
     for entry, tensor in zip(entries, tensors.values(), strict=True):
         entry[3] = offset
         offset = _aligned(offset + tensor.numel() * tensor.element_size())
     header = _header(meta, entries)
-    pinned = any(tensor.is_cuda for tensor in tensors.values())
-    out = torch.empty(max(offset, start), dtype=torch.uint8, pin_memory=pinned)
     prefix = _PREFIX.pack(_MAGIC, _VERSION, len(header)) + header
-    out[:start].zero_()
-    out[: len(prefix)] = torch.frombuffer(bytearray(prefix), dtype=torch.uint8)
-    for entry, tensor in zip(entries, tensors.values(), strict=True):
-        nbytes = tensor.numel() * tensor.element_size()
-        if nbytes:
-            view = out[entry[3] : entry[3] + nbytes].view(tensor.dtype).view(tensor.shape)
-            view.copy_(tensor)
-    return out
+    return prefix, [entry[3] for entry in entries], offset
 
 
 def _header(meta: Mapping[str, Any], entries: list[list[Any]]) -> bytes:

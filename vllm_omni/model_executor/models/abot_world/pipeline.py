@@ -14,7 +14,7 @@ The references take part in all passes of the first chunk. Later chunks see thei
 is the model and does not depend on the engine; vLLM loads `AbotWorldPipeline`, which owns it.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -53,7 +53,7 @@ from vllm_omni.model_executor.models.wan.chunk_setup import (
 from vllm_omni.model_executor.models.wan.images.files import (
     fit_image,
     image_pixels,
-    stretch_image,
+    stretch_images,
 )
 from vllm_omni.model_executor.models.wan.images.image_condition import image_warmup
 from vllm_omni.model_executor.models.wan.text_encoder.prompts import SharedPrompts, known_cross_kv
@@ -195,7 +195,7 @@ class AbotWorld(StreamingModel[PinnedSession, AbotChunk]):
         with request.timer.stage("image"):
             if inputs.image is not None:
                 fitted = fit_image(inputs.image, shape.height, shape.width)
-                latents[:, :1] = self._encode(fitted)
+                latents[:, :1] = self._encode([fitted])[0]
             first = session.chunk_index == 0
             references = self._references(inputs.images) if first else {}
         with request.timer.stage("text"):
@@ -222,29 +222,29 @@ class AbotWorld(StreamingModel[PinnedSession, AbotChunk]):
 
     # -- parts of the above ------------------------------------------------------------------------
 
-    def _encode(self, pixels_HWC: torch.Tensor) -> torch.Tensor:
-        """Return the latents [C, 1, h, w] of an image, uint8 [H, W, 3], fp32 on the device."""
-        pixels = to_device(image_pixels(pixels_HWC), self.transformer.device)
-        return self.vae.encode(pixels, None)[0][0].float()
+    def _encode(self, images_HWC: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the latents [N, C, 1, h, w] of uint8 images of one size, fp32 on the device."""
+        device = self.transformer.device
+        pixels = [image_pixels(to_device(image_HWC, device)) for image_HWC in images_HWC]
+        return self.vae.encode(torch.cat(pixels), None)[0].float()
 
     def _references(self, images: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Return `references` and `given` of a session's first chunk, on the first stage. Missing
         references are zeros."""
-        config = self.config
+        config, device = self.config, self.transformer.device
         if not (self.parallel.first_stage and config.reference_slots):
             return {}
         side = config.reference_size
         cells = config.latent_size(side, side)
-        slots = [
-            self._encode(stretch_image(images[name], side))[:, 0] if name in images else None
-            for name in self.action_space.image_names
-        ]
-        zeros = torch.zeros(config.in_channels, *cells, device=self.transformer.device)
-        latents = torch.stack([zeros if slot is None else slot for slot in slots])
-        given = torch.tensor([float(slot is not None) for slot in slots])
+        names = self.action_space.image_names
+        given = torch.tensor([float(name in images) for name in names])
+        latents = torch.zeros(len(names), config.in_channels, *cells, device=device)
+        if images:
+            resized = stretch_images([images[name] for name in names if name in images], side)
+            latents[given.bool()] = self._encode(resized)[:, :, 0]
         return {
             "references": self.transformer.reference_patches(latents),
-            "given": to_device(given, self.transformer.device),
+            "given": to_device(given, device),
         }
 
     def _lead_tokens(self, chunk: AbotChunk) -> int:

@@ -2,6 +2,9 @@
 """Convert a client's image to the VAE's input: stretched (`prepare_image`) or cropped
 (`cut_image`), or in two steps (`fit_image` or `stretch_image`, then `image_pixels`)."""
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import torch
 from PIL import Image, ImageOps
@@ -87,6 +90,12 @@ def fit_image(image_HWC: torch.Tensor, height: int, width: int) -> torch.Tensor:
     return torch.from_numpy(np.array(fitted))
 
 
+def stretch_images(images_HWC: Sequence[torch.Tensor], side: int) -> list[torch.Tensor]:
+    """Return reference images as `stretch_image` does, each resized by a thread of its own."""
+    with ThreadPoolExecutor(max(len(images_HWC), 1)) as threads:
+        return list(threads.map(lambda image: stretch_image(image, side), images_HWC))
+
+
 def stretch_image(image_HWC: torch.Tensor, side: int) -> torch.Tensor:
     """Return a reference image resized to a square regardless of its aspect ratio, uint8."""
     whole = Image.fromarray(image_HWC.cpu().numpy())
@@ -94,5 +103,5 @@ def stretch_image(image_HWC: torch.Tensor, side: int) -> torch.Tensor:
 
 
 def image_pixels(image_HWC: torch.Tensor) -> torch.Tensor:
-    """Return a uint8 image as the VAE takes it, fp32 [1, 3, 1, H, W] in [-1, 1]."""
+    """Return a uint8 image as the VAE takes it, fp32 [1, 3, 1, H, W] in [-1, 1], on its device."""
     return (image_HWC.float() * (2 / 255) - 1).permute(2, 0, 1)[None, :, None].contiguous()
