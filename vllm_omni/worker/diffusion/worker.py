@@ -31,6 +31,7 @@ from vllm_omni.worker.diffusion.liveness import (
 )
 from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
 from vllm_omni.worker.diffusion.sessions.background_snapshots import BackgroundSnapshots
+from vllm_omni.worker.diffusion.sessions.live_copies import LiveCopies
 from vllm_omni.worker.diffusion.sessions.snapshots import SessionSnapshots
 from vllm_omni.worker.diffusion.warm_up import warm_up
 
@@ -160,6 +161,41 @@ class DiffusionWorkerMixin(_Worker):
         Third RPC of a periodic snapshot, called until it is.
         """
         return self.background_snapshots.written(session_id)
+
+    @cached_property
+    def live_copies(self) -> LiveCopies:
+        return LiveCopies(self.snapshots, self.device)
+
+    def describe_copy(self, session_id: str, path: str) -> dict[str, Any]:
+        """Describe this rank's part of a session that will move.
+
+        First RPC of `session_files.snapshot_exchange.copy_exchange`.
+        """
+        return self.live_copies.describe(session_id, path)
+
+    def write_copy(
+        self, session_id: str, path: str, chunk_index: int, starts: list[int], is_playing: bool
+    ) -> dict[str, Any]:
+        """Write what has changed since the file's last version. Second RPC of `copy_exchange`."""
+        return self.live_copies.write(session_id, path, chunk_index, starts, is_playing)
+
+    def copy_written(self, path: str) -> dict[str, Any]:
+        """Whether this rank's part is written. Third RPC of `copy_exchange`."""
+        return self.live_copies.written(path)
+
+    def end_copy(self, path: str) -> dict[str, Any]:
+        """Release the memory that this rank holds for the file of a session that moved."""
+        return self.live_copies.end(path)
+
+    @torch.inference_mode()
+    def update_session(
+        self, session_id: str, path: str, data_parallel_rank: int | None = None
+    ) -> dict[str, Any]:
+        """Bring this rank's part of a restored session up to date.
+
+        RPC of `session_files.snapshot_exchange.update_exchange`.
+        """
+        return self.snapshots.update(session_id, path, data_parallel_rank)
 
     @torch.inference_mode()
     def restore_session(
