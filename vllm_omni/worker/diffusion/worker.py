@@ -8,6 +8,7 @@ of sessions and the handling of a failed rank.
 
 from dataclasses import asdict
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,7 @@ from vllm_omni.worker.diffusion.liveness import (
 from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
 from vllm_omni.worker.diffusion.sessions.background_snapshots import BackgroundSnapshots
 from vllm_omni.worker.diffusion.sessions.live_copies import LiveCopies
+from vllm_omni.worker.diffusion.sessions.session_files import SuspendedFiles
 from vllm_omni.worker.diffusion.sessions.snapshots import SessionSnapshots
 from vllm_omni.worker.diffusion.warm_up import warm_up
 
@@ -67,6 +69,8 @@ class DiffusionWorkerMixin(_Worker):
         """Run the largest shape once and determine the memory for sessions."""
         # vLLM reads replies in order of rank
         with failing_together(heard=get_world_group().rank == 0):
+            if (folder := self.model_runner.omni.suspend_dir) is not None:
+                self.model_runner.sessions.files = SuspendedFiles(Path(folder), self.snapshots)
             seconds = warm_up(self.model_runner, self._used_before())
             self._fast_paths = self._paths_of_all_ranks()
         timeout_s = self.model_runner.omni.rank_timeout_s

@@ -201,9 +201,23 @@ class SessionSnapshots:
         self._weights = self._model = None
 
     def _restore(self, session_id: str, path: Path) -> None:
-        sessions, model = self._runner.sessions, self._runner.model
+        sessions = self._runner.sessions
         if session_id in sessions:
             raise RequestFailed("session_exists", "a session of this id is live here")
+        sessions.add_session(self.load(session_id, path, sessions.make_room))
+
+    def load(self, session_id: str, path: Path, make_room: Callable[[int], None]) -> Any:
+        """Create a session from a file, without making it live.
+
+        Args:
+            session_id: Id of the session.
+            path: The file.
+            make_room: Makes room for so many bytes, or raises.
+
+        Raises:
+            RequestFailed: The file is invalid or does not fit. Nothing is left of the session.
+        """
+        sessions, model = self._runner.sessions, self._runner.model
         with _opened(path) as stored:
             header = stored.header
             part = check_fits(header, self._identity(), rank_in_world(), self._weights_digest())
@@ -216,7 +230,7 @@ class SessionSnapshots:
                     f"the session needs {nbytes} bytes; all sessions here may hold "
                     f"{sessions.max_bytes}",
                 )
-            sessions.make_room(nbytes)
+            make_room(nbytes)
             session = model.new_session(params)
             try:
                 saved = stored.rank(rank_in_world(), part)
@@ -226,12 +240,12 @@ class SessionSnapshots:
                     raise RequestFailed(
                         "invalid_snapshot", "the snapshot's parts belong to different chunks"
                     )
-                sessions.make_room(session.nbytes)  # more than `nbytes` if its window has grown
+                make_room(session.nbytes)  # more than `nbytes` if its window has grown
             except BaseException:
                 session.close()
                 raise
             session.adapters = adapters
-            sessions.add_session(session)
+            return session
 
     def committed(self, session_id: str) -> Any:
         """Return a session with all finished chunks committed and all tensors written."""
