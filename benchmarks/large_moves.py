@@ -72,6 +72,7 @@ class LargePair(Pair):
 
     def start(self, *names: str) -> None:
         args = self._args
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")
         for number, name in enumerate(names):
             omni = {"height": args.height, "width": args.width, "max_sessions": 2}
             omni |= {"server_name": name, "fleet": str(self._file)}
@@ -85,7 +86,7 @@ class LargePair(Pair):
             if not args.tiny:
                 flags += ["--load-format", "dummy"]
                 flags += ["--gpu-memory-utilization", str(args.gpu_memory_utilization)]
-                os.environ["CUDA_VISIBLE_DEVICES"] = str(number)
+                os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[number]
             self.processes[name] = self._stacks[name].enter_context(
                 self._demo.server(
                     self._model,
@@ -96,6 +97,7 @@ class LargePair(Pair):
                     extra=flags,
                 )
             )
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
         for name in names:
             self._demo.wait_until_healthy(self.processes[name], args.start_s)
 

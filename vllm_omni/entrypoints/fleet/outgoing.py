@@ -73,13 +73,19 @@ class SessionMover:
     Args:
         fleet: The other servers and the operator's key.
         migration: Saves sessions.
+
+    Raises:
+        ValueError: The shared directory cannot be used.
     """
 
     def __init__(self, fleet: Fleet, migration: SessionMigration) -> None:
         self._fleet, self._migration, self._manager = fleet, migration, migration.manager
         self._shared: StagingDirectory | None = None
         if fleet.shared_dir is not None:
-            self._shared = StagingDirectory(Path(fleet.shared_dir))
+            try:
+                self._shared = StagingDirectory(Path(fleet.shared_dir))
+            except OSError as error:
+                raise ValueError(f"shared_dir {fleet.shared_dir}: {error.strerror}") from error
             self._shared.sweep()
         self._copied: set[str] = set()
         self._client: aiohttp.ClientSession | None = None
