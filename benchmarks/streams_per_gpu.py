@@ -302,15 +302,15 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
-    args = make_parser().parse_args()
+def set_plan(args: argparse.Namespace) -> None:
+    """Apply `--tiny`, check the numbers of chunks, and set the frames of a chunk."""
     if args.tiny:
-        args.size, args.height, args.width, args.eager, args.dtype = "tiny", 64, 96, True, "float32"
+        args.size, args.height, args.width, args.dtype = "tiny", 64, 96, "float32"
+        args.eager = True
         # any CPU plays them all
         args.chunks, args.most_seconds = min(args.chunks, 5), max(args.most_seconds, 60.0)
     if args.warm_chunks < 1 or args.chunks < 1:
         raise SystemExit("--warm-chunks and --chunks must be at least 1")
-    restart_with(HUGE_PAGES)
     from vllm_omni.model_executor.models.causal_wan.config import (
         CausalWanConfig,
         CausalWanOptions,
@@ -322,6 +322,12 @@ def main() -> None:
     )
     plan = resolve_plan(CausalWanConfig(), options)
     args.first_frames, args.chunk_frames = len(plan.pixel_frames(0)), len(plan.pixel_frames(1))
+
+
+def main() -> None:
+    args = make_parser().parse_args()
+    restart_with(HUGE_PAGES)
+    set_plan(args)
     started_s = time.monotonic()
     rows: list[dict[str, Any]] = []
 

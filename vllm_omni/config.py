@@ -53,6 +53,11 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     sessions stay on the device."""
     max_suspended_bytes: Positive = 16 << 30
     """Maximum size of the sessions in host memory together, in bytes, with `suspend_idle_s`."""
+    suspend_dir: str | None = None
+    """Directory on a disk for suspended sessions beyond `max_suspended_bytes`, those first that
+    have been idle longest. They come back before their next chunk. The directory stays empty,
+    because the files have no names and end with the process. Requires `suspend_idle_s`. Default:
+    suspended sessions stay in host memory."""
     max_requests_per_step: Positive = 4
     """Maximum number of requests that run a denoise step in one engine step."""
     batch_invariant: bool = True
@@ -141,6 +146,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise ValueError("target_fps and degradations require scheduling 'deadline'")
         if self.snapshot_period_s is not None and self.drain_snapshot_dir is None:
             raise ValueError("snapshot_period_s requires drain_snapshot_dir, where snapshots go")
+        if self.suspend_dir is not None and self.suspend_idle_s is None:
+            raise ValueError("suspend_dir requires suspend_idle_s, which suspends sessions")
         if self.suspend_idle_s is not None and self.kv_growth:
             raise ValueError("suspend_idle_s: windows that grow (kv_growth) cannot be suspended")
         if self.fleet is not None and self.server_name is None:

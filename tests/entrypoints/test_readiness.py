@@ -13,7 +13,10 @@ from vllm_omni.entrypoints.engine.readiness import Readiness
 from vllm_omni.model_executor.layers.fast_path import FastPath
 from vllm_omni.outputs import RequestFailed
 
-NONE_SUSPENDED = {"suspended": 0, "suspended_bytes": 0, "can_suspend": False}
+NONE_SUSPENDED = {
+    **dict.fromkeys(("suspended", "suspended_bytes", "on_disk", "disk_bytes"), 0),
+    "can_suspend": False,
+}
 STATS = {"sessions": 0, "max_sessions": 2, "bytes": 0, "max_bytes": 100, **NONE_SUSPENDED}
 
 
@@ -61,6 +64,7 @@ def send(
         ({"sessions": 1, "bytes": 51, "max_bytes": None}, {}, "ready"),
         # one session in host memory, and the other may follow it
         ({"sessions": 1, "bytes": 0, "suspended": 1}, {}, "ready"),
+        ({"sessions": 3, "bytes": 50, "max_sessions": 9, "on_disk": 2}, {}, "ready"),
         ({"sessions": 1, "bytes": 90, "can_suspend": True}, {}, "ready"),
         ({"sessions": 2, "bytes": 10}, {}, "capacity"),
         ({"sessions": 2, "bytes": 10}, {"can_make_room": True}, "ready"),  # one of them is idle

@@ -26,6 +26,7 @@ class TestFleet:
         names: Names of the servers.
         started: Names of those that start at once. Default: all.
         omni: Further options of all servers.
+        shared_dir: Directory that all servers share. Default: none.
         flags: Returns further arguments of all servers for their ports.
     """
 
@@ -38,18 +39,20 @@ class TestFleet:
         names: str = "ab",
         started: str | None = None,
         omni: Mapping[str, Any] | None = None,
+        shared_dir: Path | None = None,
         flags: Callable[[dict[str, int]], tuple[str, ...]] = lambda ports: (),
     ) -> None:
         self._flags = flags
         self._model, self._folder, self._omni = model, folder, dict(omni or {})
         self.ports = {name: port_for_a_server() for name in names}
         self.file = folder / "fleet.toml"
+        shared = "" if shared_dir is None else f'shared_dir = "{shared_dir}"\n'
         # the last server is listed but never started
         ports = {**self.ports, "gone": port_for_a_server()}
         self.file.write_text(
             "".join(
                 f'[servers.{name}]\nurl = "http://127.0.0.1:{port}"\n'
-                f'public_url = "http://127.0.0.1:{port}"\n'
+                f'public_url = "http://127.0.0.1:{port}"\n{shared}'
                 for name, port in ports.items()
             )
         )

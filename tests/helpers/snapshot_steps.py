@@ -14,12 +14,15 @@ from safetensors.torch import load, save_file
 from vllm_omni.actions import ActionFrame
 from vllm_omni.session_files.snapshot import SnapshotHeader
 from vllm_omni.session_files.snapshot_exchange import (
+    copy_exchange,
     live_save_exchange,
     restore_exchange,
     run_exchange,
     save_exchange,
+    update_exchange,
 )
 from vllm_omni.worker.diffusion.sessions.background_snapshots import BackgroundSnapshots
+from vllm_omni.worker.diffusion.sessions.live_copies import LiveCopies
 from vllm_omni.worker.diffusion.sessions.snapshots import SessionSnapshots
 
 
@@ -30,6 +33,7 @@ class Worker:
         self.runner = runner
         self.snapshots = SessionSnapshots(runner)
         self.background = BackgroundSnapshots(self.snapshots, runner.device)
+        self.copies = LiveCopies(self.snapshots, runner.device)
 
     def rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
         calls = {
@@ -38,7 +42,12 @@ class Worker:
             "stage_snapshot": self.background.stage,
             "write_snapshot": self.background.write,
             "snapshot_written": self.background.written,
+            "describe_copy": self.copies.describe,
+            "write_copy": self.copies.write,
+            "copy_written": self.copies.written,
+            "end_copy": self.copies.end,
             "restore_session": self.snapshots.restore,
+            "update_session": self.snapshots.update,
             "close_session": self.runner.sessions.close,
         }
         with torch.inference_mode():
@@ -51,6 +60,13 @@ class Worker:
 
     def save_live(self, session_id: str, path: Path) -> tuple[SnapshotHeader, float]:
         return run_exchange(live_save_exchange(session_id, path, "0.test"), self.rpc)
+
+    def copy(self, session_id: str, path: Path, *, is_playing: bool) -> tuple[SnapshotHeader, int]:
+        exchange = copy_exchange(session_id, path, "0.test", is_playing=is_playing)
+        return run_exchange(exchange, self.rpc)
+
+    def update(self, session_id: str, path: Path) -> SnapshotHeader:
+        return run_exchange(update_exchange(session_id, path), self.rpc)[0]
 
     def restore(self, session_id: str, path: Path) -> SnapshotHeader:
         return run_exchange(restore_exchange(session_id, path), self.rpc)[0]

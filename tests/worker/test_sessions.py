@@ -217,6 +217,8 @@ def test_all_sessions_are_moved_closed_and_listed(store: SessionStore) -> None:
         "max_bytes": 25,
         "suspended": 0,
         "suspended_bytes": 0,
+        "on_disk": 0,
+        "disk_bytes": 0,
         "can_suspend": False,
         "chunks": {"a": 1, "b": 2, "c": 0},
     }

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`omni.suspend_idle_s`: more live sessions than the device holds, with a real model."""
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,9 @@ from helpers.snapshot_steps import Worker, game_chunk, world_chunk
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.inputs import DiffusionParams
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.worker.diffusion.sessions.session_files import SuspendedFiles
+from vllm_omni.worker.diffusion.sessions.store import Suspension
 
 NUM_SESSIONS = 4
 
@@ -52,3 +57,98 @@ def test_several_ranks_are_refused(check: Any, size: int) -> None:
 def test_windows_that_grow_are_refused() -> None:
     with pytest.raises(ValueError, match="kv_growth"):
         OmniConfig(suspend_idle_s=1.0, kv_growth=True)
+
+
+@pytest.fixture
+def on_disk(make_runner: Any, lingbot_world: Any, tmp_path: Path) -> tuple[Worker, int]:
+    """A worker that holds one session on the device and one in host memory, and a session's size.
+
+    Others go to disk.
+    """
+    worker = Worker(make_runner(lingbot_world, {"suspend_idle_s": 0}))
+    params = DiffusionParams(session_id="s", prompt="a harbour", output="latents")
+    nbytes = int(worker.runner.model.session_nbytes(params))
+    sessions = worker.runner.sessions
+    sessions.suspension = Suspension(0.0, nbytes, worker.runner.device)
+    sessions.max_bytes = nbytes
+    sessions.files = SuspendedFiles(tmp_path / "disk", worker.snapshots)
+    return worker, nbytes
+
+
+def test_sessions_return_from_disk_bit_for_bit(
+    on_disk: tuple[Worker, int], make_runner: Any, lingbot_world: Any, tmp_path: Path
+) -> None:
+    """Four sessions play in turn where one fits on the device and one in host memory. A snapshot
+    and a copy of one that is on disk are those of the session.
+    """
+    (tight, nbytes), roomy = on_disk, Worker(make_runner(lingbot_world, {}))
+    for index in range(3):
+        for number in range(NUM_SESSIONS):
+            ours, theirs = (
+                world_chunk(worker, f"s{number}", index, output="latents")["latents"]
+                for worker in (tight, roomy)
+            )
+            assert torch.equal(ours, theirs), (index, number)
+    stats = tight.runner.sessions.stats()
+    names = ("sessions", "suspended", "on_disk", "bytes", "suspended_bytes")
+    assert [stats[name] for name in names] == [NUM_SESSIONS, 1, 2, nbytes, nbytes]
+    assert stats["chunks"] == {f"s{number}": 3 for number in range(NUM_SESSIONS)}
+    assert stats["disk_bytes"] > 0
+    assert list((tmp_path / "disk").iterdir()) == []  # files without names
+    tight.save("s0", tmp_path / "s0")
+    roomy.restore("again", tmp_path / "s0")
+    assert roomy.bits("again")[1] == roomy.bits("s0")[1]
+    tight.runner.sessions.close_all()
+    assert tight.runner.sessions.stats()["disk_bytes"] == 0
+
+
+def test_a_damaged_file_fails_its_session_only(on_disk: tuple[Worker, int]) -> None:
+    """Its chunks fail until it is closed, and nothing of it is left on the device."""
+    worker, _ = on_disk
+    for number in range(3):
+        world_chunk(worker, f"s{number}", 0, output="latents")
+    sessions = worker.runner.sessions
+    (stored,) = sessions._files()
+    assert stored.session_id == "s0"
+    size = stored.num_bytes
+    before = os.pread(stored.file.fileno(), 1, size - 1)
+    os.pwrite(stored.file.fileno(), bytes([before[0] ^ 1]), size - 1)
+    for _ in range(2):
+        with pytest.raises(RequestFailed, match="damaged on disk"):
+            world_chunk(worker, "s0", 1, output="latents")
+    stats = sessions.stats()
+    assert (stats["bytes"], len(sessions)) == (0, 3)
+    world_chunk(worker, "s1", 1, output="latents")
+    os.pwrite(stored.file.fileno(), before, size - 1)
+    world_chunk(worker, "s0", 1, output="latents")
+    assert sessions.stats()["chunks"] == {"s0": 2, "s1": 2, "s2": 1}
+
+
+def test_a_full_disk_refuses_what_does_not_fit(
+    on_disk: tuple[Worker, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every live session continues."""
+    worker, _ = on_disk
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    for number in range(2):
+        world_chunk(worker, f"s{number}", 0, output="latents")
+    with monkeypatch.context() as patched:
+        patched.setattr("os.posix_fallocate", full)
+        with pytest.raises(RequestFailed, match="capacity"):
+            world_chunk(worker, "s2", 0, output="latents")
+        world_chunk(worker, "s0", 1, output="latents")
+        world_chunk(worker, "s1", 1, output="latents")
+        assert worker.runner.sessions.stats()["on_disk"] == 0
+    world_chunk(worker, "s2", 0, output="latents")
+    assert worker.runner.sessions.stats()["on_disk"] == 1
+
+
+def test_a_directory_must_allow_files(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"omni\.suspend_dir"):
+        SuspendedFiles(tmp_path / "file", None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="requires suspend_idle_s"):
+        OmniConfig(suspend_dir=str(tmp_path))

@@ -157,8 +157,9 @@ class PipelineWorker:
 
     def session_stats(self) -> dict[str, Any]:
         """Return statistics like a worker's (`SessionStore.stats`). A pipeline has no sessions."""
-        counts = dict.fromkeys(("sessions", "max_sessions", "bytes", "suspended_bytes"), 0)
-        return {**counts, "suspended": 0, "can_suspend": False, "max_bytes": None, "chunks": {}}
+        names = ("sessions", "max_sessions", "bytes", "suspended", "suspended_bytes")
+        counts = dict.fromkeys((*names, "on_disk", "disk_bytes"), 0)
+        return {**counts, "can_suspend": False, "max_bytes": None, "chunks": {}}
 
     def fast_paths(self) -> list[dict[str, Any]]:
         """Return no fast paths: diffusers chooses its own implementations."""

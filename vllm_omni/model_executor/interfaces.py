@@ -118,7 +118,9 @@ class SessionState(ABC):
         )
 
     def restore(self, scalars: Mapping[str, Any], saved: SavedTensors) -> None:
-        """Restore a saved session. Called once, on a new session.
+        """Restore a saved session, or bring it to a later state of the same session.
+
+        Called on a new session, and on one that was restored and has run no chunk since.
 
         Args:
             scalars: Result of `scalars()`, from an untrusted file.

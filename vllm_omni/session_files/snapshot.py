@@ -85,7 +85,9 @@ class ModelIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Parallel layout."""
 
 
-class RankPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RankPart(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
+):
     """One rank's part of a snapshot."""
 
     weights: str
@@ -94,6 +96,8 @@ class RankPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Scalars of the session."""
     channels_last: list[str] = []
     """Tensors in channels-last memory format."""
+    digests: dict[str, str] = {}
+    """Digest of each tensor (`tensor_digests`), in the snapshot of a session that moves."""
 
 
 class SnapshotHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -151,6 +155,7 @@ def describe(
     scalars: Mapping[str, Any],
     tensors: Mapping[str, torch.Tensor],
     lora: Sequence[UsedLora] = (),
+    digests: Mapping[str, str] | None = None,
 ) -> RankDescription:
     """Describe one rank's part of a session.
 
@@ -162,6 +167,7 @@ def describe(
         scalars: Scalars of the session.
         tensors: Tensors of the session by name.
         lora: LoRA adapters of the last chunk.
+        digests: As `RankPart.digests`.
 
     Raises:
         TypeError: safetensors does not support the dtype of a tensor.
@@ -185,6 +191,7 @@ def describe(
                 for name, tensor in tensors.items()
                 if not tensor.is_contiguous() and _is_channels_last(tensor)
             ],
+            digests=dict(digests or {}),
         ),
         tensors={
             name: (DTYPE_NAMES[tensor.dtype], list(tensor.shape))
@@ -365,12 +372,15 @@ class OpenSnapshot:
                     "invalid_snapshot", "the snapshot is damaged or truncated"
                 ) from error
 
-    def rank(self, rank: int, part: RankPart) -> SavedTensors:
+    def rank(
+        self, rank: int, part: RankPart, held: Mapping[str, str] | None = None
+    ) -> SavedTensors:
         """Return the tensors of one rank after validating the table of the whole file.
 
         Args:
             rank: The rank.
             part: Its part of the header.
+            held: Digests of the tensors that the session to restore has already, by name.
 
         Raises:
             RequestFailed: The table is invalid.
@@ -383,7 +393,14 @@ class OpenSnapshot:
             for name, stored in table.items()
             if name.startswith(prefix)
         }
-        return SavedTensors(self._file, start, left, frozenset(part.channels_last))
+        in_place = frozenset((held or {}).items() & part.digests.items())
+        return SavedTensors(
+            self._file,
+            start,
+            left,
+            frozenset(part.channels_last),
+            in_place=frozenset(name for name, _ in in_place),
+        )
 
     def check_table(self) -> None:
         """Validate the table of the file.

@@ -29,7 +29,7 @@ from vllm_omni.session_files.snapshot import (
     StagedRank,
     read_header,
 )
-from vllm_omni.session_files.snapshot_writing import create_file, plan
+from vllm_omni.session_files.snapshot_writing import HEAD_BYTES, create_file, plan
 from vllm_worlds import DISTRIBUTION
 
 T = TypeVar("T")
@@ -104,17 +104,80 @@ def live_save_exchange(
     create_file(path, planned)
     try:
         _results((yield WorkerCall("write_snapshot", (session_id, str(path), planned.starts))))
-        pause_s = _FIRST_LOOK_S
-        while None in (
-            spent_s := _results((yield WorkerCall("snapshot_written", (session_id,), pause_s)))
-        ):
-            pause_s = min(_LONGEST_LOOK_S, 2 * pause_s)
+        spent_s = yield from _poll("snapshot_written", session_id)
     except BaseException:
         path.unlink(missing_ok=True)
         raise
     return planned.header, max(
         rank.held_s + spent for rank, spent in zip(staged, spent_s, strict=True)
     )
+
+
+def copy_exchange(
+    session_id: str,
+    path: Path,
+    package_version: str,
+    owner: Mapping[str, str] | None = None,
+    *,
+    is_playing: bool,
+) -> Exchange[tuple[SnapshotHeader, int]]:
+    """Write a session to a file, or bring the file of an earlier call up to date.
+
+    Args:
+        session_id: The session.
+        path: The file. It does not exist if the exchange fails.
+        package_version: Version of this package.
+        owner: As `SnapshotHeader.owner`.
+        is_playing: Write while the engine continues. Only a file that was written without it is a
+            snapshot from which a session may continue.
+
+    Returns:
+        The header of the file, and the number of bytes that were written.
+
+    Raises:
+        RequestFailed: The session could not be saved.
+    """
+    try:
+        responses = _results((yield WorkerCall("describe_copy", (session_id, str(path)))))
+        described = [msgspec.json.decode(response, type=RankDescription) for response in responses]
+        planned = plan(described, package_version, owner, HEAD_BYTES)
+        create_file(path, planned, is_update=path.exists())
+        position = (session_id, str(path), planned.header.chunk_index, planned.starts, is_playing)
+        _results((yield WorkerCall("write_copy", position)))
+        num_bytes = yield from _poll("copy_written", str(path))
+    except RequestFailed as failure:
+        if failure.code != "session_busy":
+            path.unlink(missing_ok=True)
+        raise
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return planned.header, sum(num_bytes)
+
+
+def _poll(method: str, name: str) -> Exchange[list[Any]]:
+    """Call a method of the workers until all of them return a result other than None."""
+    pause_s = 0.0
+    while None in (results := _results((yield WorkerCall(method, (name,), pause_s)))):
+        pause_s = min(_LONGEST_LOOK_S, max(_FIRST_LOOK_S, 2 * pause_s))
+    return results
+
+
+def update_exchange(
+    session_id: str, path: Path, data_parallel_rank: int | None = None
+) -> Exchange[tuple[SnapshotHeader, dict[str, Any]]]:
+    """Bring a restored session up to date from a later version of its file, as `restore_exchange`.
+
+    If the exchange fails, the session does not exist any more.
+    """
+    header = read_header(path)
+    call = WorkerCall("update_session", (session_id, str(path), data_parallel_rank))
+    try:
+        _results((yield call))
+    except RequestFailed:
+        yield WorkerCall("close_session", (session_id,))
+        raise
+    return header, header.ranks[0].scalars
 
 
 def restore_exchange(

@@ -34,6 +34,9 @@ from vllm_omni.tensors.file_io import write_at
 from vllm_omni.tensors.saved import DTYPE_BYTES, StoredTensor
 
 _ALIGN: Final = 64
+HEAD_BYTES: Final = 64 << 10
+"""Size of the head of a file that is brought up to date, if it suffices. The tensors of the next
+version can then stay in their places."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,10 @@ class SnapshotPlan:
 
 
 def plan(
-    described: Sequence[RankDescription], package_version: str, owner: Mapping[str, str] | None
+    described: Sequence[RankDescription],
+    package_version: str,
+    owner: Mapping[str, str] | None,
+    align: int = _ALIGN,
 ) -> SnapshotPlan:
     """Lay out a snapshot file.
 
@@ -62,6 +68,7 @@ def plan(
         described: Description of each rank's part.
         package_version: Version of this package.
         owner: As `SnapshotHeader.owner`.
+        align: The size of the head is a multiple of it, in bytes.
 
     Raises:
         RequestFailed: `session_busy`: the ranks are at different chunks. `snapshot_too_large`: the
@@ -91,7 +98,7 @@ def plan(
             entries[f"rank{number}.{name}"] = StoredTensor(dtype, shape, (begin_at, position))
         ends.append(position)
     text = msgspec.json.encode(entries)
-    text += b" " * (-(8 + len(text)) % _ALIGN)  # padded with spaces, as by safetensors
+    text += b" " * (-(8 + len(text)) % align)  # padded with spaces, as by safetensors
     if len(text) > MAX_TABLE_BYTES or text.count(b"{") > MAX_OBJECTS:
         raise RequestFailed(
             "snapshot_too_large",
@@ -103,19 +110,21 @@ def plan(
     )
 
 
-def create_file(path: Path, planned: SnapshotPlan) -> None:
+def create_file(path: Path, planned: SnapshotPlan, *, is_update: bool = False) -> None:
     """Create the file with its full size and its header.
 
-    It must not exist, and only its owner may read it. A lack of disk space is thus detected before
-    any data is copied.
+    It must not exist, unless `is_update`, and only its owner may read it. A lack of disk space is
+    thus detected before any data is copied. The file does not exist afterwards if this fails.
 
     Raises:
         RequestFailed: `storage_full` or `snapshot_storage`.
     """
-    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    created = 0 if is_update else os.O_CREAT | os.O_EXCL
+    descriptor = os.open(path, created | os.O_WRONLY, 0o600)
     try:
         disk = os.fstatvfs(descriptor)
-        if disk.f_bavail * disk.f_frsize < planned.nbytes:
+        held = os.fstat(descriptor).st_blocks * 512
+        if disk.f_bavail * disk.f_frsize < planned.nbytes - held:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.truncate(descriptor, planned.nbytes)
         os.pwrite(descriptor, planned.head, 0)
@@ -140,14 +149,26 @@ def write_tensors(
     Raises:
         RequestFailed: The tensors have changed, or the file cannot be written.
     """
+    positions = [(position, tensor) for _, position, tensor in placed(starts, rank, tensors)]
+    with planned_file(path, starts) as descriptor:
+        write_at(descriptor, positions)
+
+
+def placed(
+    starts: Sequence[int], rank: int, tensors: Mapping[str, torch.Tensor]
+) -> list[tuple[str, int, torch.Tensor]]:
+    """Return name, position in the file, and tensor, of each tensor of a rank.
+
+    Raises:
+        RequestFailed: The tensors have changed.
+    """
     position, positions = starts[rank], []
-    for tensor in tensors.values():
-        positions.append((position, tensor))
+    for name, tensor in tensors.items():
+        positions.append((name, position, tensor))
         position += tensor.nbytes
     if position != starts[rank + 1]:
         raise RequestFailed("session_busy", "this session changed in the meantime; try again")
-    with _planned_file(path, starts) as descriptor:
-        write_at(descriptor, positions)
+    return positions
 
 
 def write_bytes(
@@ -165,7 +186,7 @@ def write_bytes(
     Raises:
         RequestFailed: The file cannot be written.
     """
-    with _planned_file(path, starts) as descriptor:
+    with planned_file(path, starts) as descriptor:
         done = 0
         while done < len(own):
             done += os.pwrite(descriptor, own[done : done + part_bytes], starts[rank] + done)
@@ -173,7 +194,7 @@ def write_bytes(
 
 
 @contextmanager
-def _planned_file(path: Path, starts: Sequence[int]) -> Iterator[int]:
+def planned_file(path: Path, starts: Sequence[int]) -> Iterator[int]:
     """Open a file that the frontend has created, for writing. Convert errors to `RequestFailed`."""
     try:
         file = path.open("r+b", buffering=0)

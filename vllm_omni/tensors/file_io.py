@@ -4,30 +4,41 @@
 Host tensors are transferred directly between their memory and the file, many per system call.
 Strided tensors (frames of a K/V window) are transferred row by row in the same call. Device tensors
 pass through two page-locked staging buffers, small tensors together: while one buffer is copied
-between device and host, the other is written or read. A file holds the elements of a tensor in
-logical order, whatever its memory layout. Callers define the file format.
+between device and host, several threads write or read the other, because one thread is slower than
+the device. A file holds the elements of a tensor in logical order, whatever its memory layout.
+Callers define the file format.
 """
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 _MAX_VECTORS: Final = 1024  # the kernel's limit for one pwritev or preadv
 _STAGING_BYTES: Final = 64 << 20
+_THREADS: Final = 8
+_LEAST_PART_BYTES: Final = 1 << 20
 _NUMPY_KNOWS: Final = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
 
 TensorAt = tuple[int, torch.Tensor]
 """Position in a file in bytes, and the tensor whose data is there."""
-Array = Any
+Array = Any  # np.ndarray
 """Contiguous NumPy array that shares memory with a tensor or with a part of it."""
 
 
-def write_at(descriptor: int, positions: Iterable[TensorAt]) -> None:
+def write_at(descriptor: int, positions: Iterable[TensorAt], mapping: Array | None = None) -> None:
     """Write the data of each tensor at its position.
+
+    Args:
+        descriptor: The file.
+        positions: Positions and tensors.
+        mapping: The file's bytes in memory. Threads can write there at the same time, but not by
+            system calls, for which the file is locked. All of its blocks must be allocated.
 
     Raises:
         OSError: Writing failed.
@@ -36,7 +47,8 @@ def write_at(descriptor: int, positions: Iterable[TensorAt]) -> None:
     for start, arrays in _runs(host):
         _write(descriptor, start, arrays)
     if device:
-        _write_staged(descriptor, device)
+        write = partial(_write, descriptor) if mapping is None else partial(_write_mapped, mapping)
+        _write_staged(write, device)
 
 
 def read_at(descriptor: int, positions: Iterable[TensorAt]) -> None:
@@ -142,22 +154,41 @@ class _Load:
     """Offsets in the buffer, and uint8 views of device memory."""
 
 
-def _write_staged(descriptor: int, positions: Sequence[TensorAt]) -> None:
+def _write_staged(
+    write: Callable[[int, Sequence[Array]], None], positions: Sequence[TensorAt]
+) -> None:
     buffers = _staging(positions)
-    with ThreadPoolExecutor(1, thread_name_prefix="snapshot") as file:
-        writing: Future[None] | None = None
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="snapshot") as threads:
+        writing: list[Future[None]] = []
         for number, load in enumerate(_loads(positions, len(buffers[0]))):
             buffer = buffers[number % 2]  # not being written: only the other buffer's write may run
             for offset, part in load.parts:
                 buffer[offset : offset + len(part)].copy_(part, non_blocking=True)
             _wait_for_device()
-            if writing is not None:
-                writing.result()
-            writing = file.submit(
-                _write, descriptor, load.position, [buffer[: load.nbytes].numpy()]
-            )
-        if writing is not None:
-            writing.result()
+            _wait_for(writing)
+            writing = _in_parts(threads, write, load, buffer)
+        _wait_for(writing)
+
+
+def _in_parts(
+    threads: ThreadPoolExecutor,
+    call: Callable[[int, Sequence[Array]], None],
+    load: _Load,
+    buffer: torch.Tensor,
+) -> "list[Future[None]]":
+    """Start a call for each part of a staging buffer."""
+    each = max(_LEAST_PART_BYTES, -(-load.nbytes // _THREADS))
+    return [
+        threads.submit(call, load.position + start, [part.numpy()])
+        for start, part in zip(
+            range(0, load.nbytes, each), buffer[: load.nbytes].split(each), strict=True
+        )
+    ]
+
+
+def _wait_for(futures: "Iterable[Future[None]]") -> None:
+    for future in futures:
+        future.result()
 
 
 def _read_to_device(descriptor: int, positions: Iterable[TensorAt]) -> None:
@@ -195,17 +226,15 @@ def _read_turned(
 def _read_staged(descriptor: int, positions: Sequence[TensorAt]) -> None:
     buffers = _staging(positions)
     loads = list(_loads(positions, len(buffers[0])))
-    with ThreadPoolExecutor(1, thread_name_prefix="snapshot") as file:
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="snapshot") as threads:
 
-        def read(number: int) -> "Future[None]":
-            load = loads[number]
-            return file.submit(
-                _read, descriptor, load.position, [buffers[number % 2][: load.nbytes].numpy()]
-            )
+        def read(number: int) -> "list[Future[None]]":
+            read_part = partial(_read, descriptor)
+            return _in_parts(threads, read_part, loads[number], buffers[number % 2])
 
         reading = read(0)
         for number, load in enumerate(loads):
-            reading.result()
+            _wait_for(reading)
             if number + 1 < len(loads):
                 reading = read(number + 1)  # the copies from this buffer have ended
             buffer = buffers[number % 2]
@@ -266,6 +295,12 @@ def _byte_views(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def _write(descriptor: int, position: int, arrays: Sequence[Array]) -> None:
     _move(os.pwritev, descriptor, position, arrays)
+
+
+def _write_mapped(mapping: Array, position: int, arrays: Sequence[Array]) -> None:
+    for array in arrays:
+        np.copyto(mapping[position : position + len(array)], array)
+        position += len(array)
 
 
 def _read(descriptor: int, position: int, arrays: Sequence[Array]) -> None:

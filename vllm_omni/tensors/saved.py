@@ -60,8 +60,9 @@ class StoredTensor(msgspec.Struct, frozen=True):
 class SavedTensors:
     """Tensors of one rank in an open snapshot. The caller consumes them one by one.
 
-    `OpenSnapshot.rank` creates it. A tensor is validated when it is requested. `read` and `finish`
-    read the data of all requested tensors together; until then, new tensors are uninitialized.
+    `OpenSnapshot.rank` creates it. `fill` does not read tensors that are `in_place`, because the
+    session has them already. A tensor is validated when it is requested. `read` and `finish` read
+    the data of all requested tensors together; until then, new tensors are uninitialized.
     Afterwards the object no longer needs the file. Tensors that were not consumed are an error.
     """
 
@@ -73,16 +74,24 @@ class SavedTensors:
         channels_last: frozenset[str],
         prefix: str = "",
         pending: list[TensorAt] | None = None,
+        in_place: frozenset[str] = frozenset(),
     ) -> None:
         self._file, self._start, self._left = file, start, left
         self._channels_last, self._prefix = channels_last, prefix
+        self._in_place = in_place
         self._pending: list[TensorAt] = [] if pending is None else pending
 
     def under(self, prefix: str) -> "SavedTensors":
         """Return a view of the tensors whose names start with `prefix`, with the prefix removed."""
         whole = self._prefix + prefix
         return SavedTensors(
-            self._file, self._start, self._left, self._channels_last, whole, self._pending
+            self._file,
+            self._start,
+            self._left,
+            self._channels_last,
+            whole,
+            self._pending,
+            self._in_place,
         )
 
     def names(self, prefix: str = "") -> list[str]:
@@ -104,10 +113,10 @@ class SavedTensors:
         Raises:
             RequestFailed: `invalid_snapshot`: a tensor is missing or has another shape or dtype.
         """
-        for name, position in targets.items():
-            self._pending.append(
-                (self._claim(name, position.dtype, list(position.shape)), position)
-            )
+        for name, target in targets.items():
+            position = self._claim(name, target.dtype, list(target.shape))
+            if self._prefix + name not in self._in_place:
+                self._pending.append((position, target))
 
     def take_tensor(
         self, name: str, device: torch.device | str, dtype: torch.dtype, shape: Sequence[int]

@@ -28,13 +28,18 @@ def snapshots(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.suffix in (".withheld", ".safetensors")]
 
 
+@pytest.mark.parametrize("is_shared", [False, True], ids=["sent", "shared"])
 @pytest.mark.parametrize("victim", ["a", "b"])
 def test_a_killed_server_leaves_the_session_on_one_side_or_its_snapshot(
-    null_world: Path, tmp_path: Path, victim: str
+    null_world: Path, tmp_path: Path, victim: str, is_shared: bool
 ) -> None:
-    """The server is killed at a random moment of a move from `a` to `b`, and started again."""
+    """The server is killed at a random moment of a move from `a` to `b`, and started again.
+
+    No file of a move is left in a directory that they share.
+    """
     kept = {name: tmp_path / f"kept-{name}" for name in "ab"}
-    fleet = TestFleet(null_world, tmp_path, started="")
+    shared = tmp_path / "shared"
+    fleet = TestFleet(null_world, tmp_path, started="", shared_dir=shared if is_shared else None)
     try:
         for name in "ab":
             fleet.start(name, drain_snapshot_dir=str(kept[name]), snapshot_period_s=0.1)
@@ -57,6 +62,7 @@ def test_a_killed_server_leaves_the_session_on_one_side_or_its_snapshot(
             pause(12)  # longer than a move can be open
             live = [name for name in "ab" if session_id in live_sessions(fleet[name])]
             assert len(live) <= 1, live
+            assert not list(shared.glob("*.safetensors"))
             if not live:
                 assert [path for name in "ab" for path in snapshots(kept[name])]
             for name in live:

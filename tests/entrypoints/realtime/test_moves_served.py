@@ -29,11 +29,17 @@ SCRIPT = Path(__file__).parents[3] / "examples" / "online_serving" / "world_came
 SLOW = {"step_ms": 60.0}
 
 
-@pytest.fixture(scope="module")
-def fleet(null_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestFleet]:
-    fleet = TestFleet(null_world, tmp_path_factory.mktemp("fleet"))
+@pytest.fixture(scope="module", params=["sent", "shared"])
+def fleet(
+    null_world: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[TestFleet]:
+    """Servers that send snapshots, and servers that share a directory."""
+    shared = tmp_path_factory.mktemp("shared") if request.param == "shared" else None
+    fleet = TestFleet(null_world, tmp_path_factory.mktemp("fleet"), shared_dir=shared)
     try:
         yield fleet
+        left = [] if shared is None else [*shared.glob("*.safetensors")]
+        assert left == []
     finally:
         fleet.stop()
 

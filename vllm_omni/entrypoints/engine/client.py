@@ -49,11 +49,13 @@ from vllm_omni.session_files.snapshot import SnapshotHeader
 from vllm_omni.session_files.snapshot_exchange import (
     Exchange,
     WorkerCall,
+    copy_exchange,
     live_save_exchange,
     package_version,
     restore_exchange,
     run_exchange_async,
     save_exchange,
+    update_exchange,
 )
 
 logger = logging.getLogger("vllm." + __name__)
@@ -326,6 +328,39 @@ class OmniEngine:
         return await self._exchange(
             live_save_exchange(session_id, path, package_version(), owner), session_id
         )
+
+    async def copy_session(
+        self, session_id: str, path: Path, owner: Mapping[str, str] | None, *, is_playing: bool
+    ) -> tuple[SnapshotHeader, int]:
+        """Write the file of a session that will move, or bring it up to date; see `copy_exchange`.
+
+        The arguments are otherwise the same as for `save_session`. `end_copy` must follow.
+
+        Returns:
+            `(header, bytes)`: header of the file and the number of bytes that were written.
+
+        Raises:
+            RequestFailed: The session is unknown or could not be written.
+        """
+        exchange = copy_exchange(session_id, path, package_version(), owner, is_playing=is_playing)
+        return await self._exchange(exchange, session_id)
+
+    async def end_copy(self, path: Path) -> None:
+        """Release what the workers hold for a file of `copy_session`."""
+        await self._call_all_ranks("end_copy", (str(path),))
+
+    async def update_session(
+        self, session_id: str, path: Path
+    ) -> tuple[SnapshotHeader, dict[str, Any]]:
+        """Bring a restored session up to date from a later version of its file.
+
+        The arguments and the result are the same as for `restore_session`.
+
+        Raises:
+            RequestFailed: It could not be updated, and is closed.
+        """
+        rank = None if self._ranks is None else self._ranks.rank_of(session_id)
+        return await self._exchange(update_exchange(session_id, path, rank), session_id)
 
     async def _exchange(self, exchange: Exchange[T], session_id: str) -> T:
         """Run an exchange about a live session with the workers of its data-parallel rank."""

@@ -39,6 +39,8 @@ _COUNTED: Final = (
     "max_bytes",
     "suspended",
     "suspended_bytes",
+    "on_disk",
+    "disk_bytes",
 )
 _PATIENCE_S: Final = 0.5  # Kubernetes gives a probe one second by default
 
@@ -85,6 +87,11 @@ class ReadyReply(BaseModel):
     """Number of these sessions that are in host memory (`omni.suspend_idle_s`)."""
     suspended_bytes: int | None = None
     """Size of the sessions in host memory in bytes, which `bytes` does not include."""
+    on_disk: int | None = None
+    """Number of these sessions that are on disk (`omni.suspend_dir`)."""
+    disk_bytes: int | None = None
+    """Size of the sessions on disk in bytes, which neither `bytes` nor `suspended_bytes` includes.
+    """
     age_s: float | None = None
     """Age of the numbers in seconds; more than one during a long engine step. None: no numbers yet.
     """
@@ -201,7 +208,7 @@ class Readiness:
 
 
 def _has_room(stats: Mapping[str, Any]) -> bool:
-    on_device = stats["sessions"] - stats["suspended"]
+    on_device = stats["sessions"] - stats["suspended"] - stats["on_disk"]
     one_more = stats["bytes"] / max(1, on_device)
     fits = stats["max_bytes"] is None or stats["bytes"] + one_more <= stats["max_bytes"]
     fits = fits or stats["can_suspend"]

@@ -82,18 +82,49 @@ class IncomingSessions:
             if move.session is None and move.state in ("committed", "aborted"):
                 del self._moves[old_id]
 
-    async def prepare(self, move_id: str, path: Path) -> Session:
+    async def prepare_shared(self, move_id: str, path: Path) -> Session:
+        """Restore a session as `prepare`, or bring one that is prepared up to date.
+
+        Args:
+            move_id: Id of the move.
+            path: The snapshot, which belongs to the other server.
+
+        Raises:
+            EndpointError: The session does not fit here, or the move was ended.
+        """
+        if move_id not in self._moves:
+            self.begin(move_id)
+            try:
+                return await self.prepare(move_id, path, is_shared=True)
+            except BaseException:
+                self._discard(self._known(move_id))
+                raise
+        move = self._known(move_id)
+        if move.state != "prepared" or move.session is None:
+            raise EndpointError("unknown_migration", f"the move is {move.state}")
+        self._stop_timer(move)
+        move.state = "receiving"
+        try:
+            header = await self._migration.update(move.session, path)
+        except BaseException:
+            self._discard(move)
+            raise
+        move.next_chunk = header.chunk_index
+        return self._set_prepared(move_id, move, move.session)
+
+    async def prepare(self, move_id: str, path: Path, *, is_shared: bool = False) -> Session:
         """Restore a session from its snapshot, hidden from clients.
 
         Args:
             move_id: Id of the move.
-            path: The snapshot, which now belongs to this object.
+            path: The snapshot, which now belongs to this object, unless `is_shared`.
+            is_shared: Whether it belongs to the other server.
 
         Raises:
             EndpointError: The session does not fit here.
         """
         move = self._moves[move_id]
-        move.path = path
+        move.path = None if is_shared else path
         try:
             header = await asyncio.to_thread(read_header, path)
             owner = msgspec.convert(header.owner or {}, SessionOwner)
@@ -113,6 +144,9 @@ class IncomingSessions:
             self._abort(move)
             raise
         session.is_visible = session.is_settled = False
+        return self._set_prepared(move_id, move, session)
+
+    def _set_prepared(self, move_id: str, move: _Move, session: Session) -> Session:
         session.protected_until_s = time.monotonic() + _PREPARED_S + _CLAIM_S
         move.session = session
         if move.state != "receiving":  # ended in the meantime
@@ -176,9 +210,11 @@ class IncomingSessions:
         self._stop_timer(move)
         session, path = move.session, move.path
         move.session = move.path = None
-        if session is None or path is None:
+        if session is None:
             return
         session.is_settled = True
+        if path is None:
+            return  # the next periodic snapshot is the first one here
         periodic = self._migration.periodic_snapshots
         if periodic is not None and session.started:
             # until this server has written its first one

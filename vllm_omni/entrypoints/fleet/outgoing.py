@@ -5,9 +5,13 @@ The session pauses at a border between two chunks. Its snapshot goes to the othe
 restores it without making it live (`Peer.prepare`). Up to here a failure leaves the session where
 it was. After `Peer.commit` the reply of the other server decides. If the result stays unknown, the
 session ends here as lost, because it may be live there, and its snapshot is kept.
+
+If both servers share a directory, the snapshot is written there and restored while the session
+still plays (`_copy_ahead`). In the pause, only what has changed since is written and read.
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import shutil
@@ -26,11 +30,15 @@ from vllm_omni.entrypoints.realtime.sessions.migration import SessionMigration, 
 from vllm_omni.entrypoints.realtime.sessions.pause import Destination, SessionPause
 from vllm_omni.entrypoints.realtime.sessions.session import Session
 from vllm_omni.entrypoints.realtime.sessions.session_manager import FollowsSession
+from vllm_omni.entrypoints.staging_directory import StagingDirectory
 
 logger = logging.getLogger("vllm." + __name__)
 
 _AT_A_TIME: Final = 2
 """Sessions that move at the same time when the server drains. The others continue to play."""
+_COPIES_AHEAD: Final = 2
+"""Versions of a snapshot that are copied while its session plays. The first one takes long, so that
+much has changed after it, and the second one takes little more than the last one."""
 _MOVE_S: Final = 20.0
 """Seconds that a session may take to move when the server drains, in which one chunk may run."""
 
@@ -45,6 +53,18 @@ class MovedSession:
     """Size of the snapshot in bytes."""
     pause_s: float
     """Seconds from the border between two chunks to the other server's confirmation."""
+    pause_bytes: int
+    """Part of `num_bytes` that was copied in this time."""
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """A move whose snapshot is in the shared directory."""
+
+    move_id: str
+    """Id of the move, which the other server has prepared."""
+    path: Path
+    """The snapshot, of an earlier chunk."""
 
 
 class SessionMover:
@@ -53,10 +73,21 @@ class SessionMover:
     Args:
         fleet: The other servers and the operator's key.
         migration: Saves sessions.
+
+    Raises:
+        ValueError: The shared directory cannot be used.
     """
 
     def __init__(self, fleet: Fleet, migration: SessionMigration) -> None:
         self._fleet, self._migration, self._manager = fleet, migration, migration.manager
+        self._shared: StagingDirectory | None = None
+        if fleet.shared_dir is not None:
+            try:
+                self._shared = StagingDirectory(Path(fleet.shared_dir))
+            except OSError as error:
+                raise ValueError(f"shared_dir {fleet.shared_dir}: {error.strerror}") from error
+            self._shared.sweep()
+        self._copied: set[str] = set()
         self._client: aiohttp.ClientSession | None = None
 
     def _peer(self, name: str, server: FleetServer) -> Peer:
@@ -85,26 +116,79 @@ class SessionMover:
             raise EndpointError(
                 "not_movable", "the client's protocol cannot continue a session on another server"
             )
+        # a move that has begun goes on if its caller is cancelled
+        return await asyncio.shield(self._move(session, self._peer(name, server), server))
+
+    async def _move(self, session: Session, peer: Peer, server: FleetServer) -> MovedSession:
         moved: list[MovedSession] = []
+        shared: _Shared | None = None
+        if self._shared is not None and self._fleet.shared_dir == server.shared_dir:
+            shared = await self._copy_ahead(session, peer, self._shared.new_path())
 
         async def work(pause: SessionPause) -> Destination:
-            moved.append(await self._hand_over(session, pause, self._peer(name, server), server))
+            moved.append(await self._hand_over(session, pause, peer, server, shared))
             return moved[0].destination
 
-        # a move that has begun goes on if its caller is cancelled
-        await asyncio.shield(session.pause(work))
+        try:
+            await session.pause(work)
+        finally:
+            if shared is not None:
+                self._manager.spawn(self._end_copy(shared.path))
+                if not moved:
+                    shared.path.unlink(missing_ok=True)
+                    self._manager.spawn(peer.end(shared.move_id))
         return moved[0]
 
+    async def _copy_ahead(self, session: Session, peer: Peer, path: Path) -> _Shared:
+        """Copy a session to the other server while it plays, where it stays unused.
+
+        Raises:
+            EndpointError: The session could not be copied. Nothing is left of it there.
+        """
+        if session.session_id in self._copied:
+            raise EndpointError("session_busy", "the session is being moved")
+        shared = _Shared(secrets.token_urlsafe(16), path)
+        self._copied.add(session.session_id)
+        try:
+            for _ in range(_COPIES_AHEAD):
+                await self._migration.copy(session, path, is_playing=True)
+                await peer.prepare_shared(shared.move_id, path)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            self._manager.spawn(self._end_copy(path))
+            self._manager.spawn(peer.end(shared.move_id))
+            raise
+        finally:
+            self._copied.discard(session.session_id)
+        return shared
+
+    async def _end_copy(self, path: Path) -> None:
+        with contextlib.suppress(EndpointError):  # a stopped engine holds nothing
+            await self._manager.engine.end_copy(path)
+
     async def _hand_over(
-        self, session: Session, pause: SessionPause, peer: Peer, server: FleetServer
+        self,
+        session: Session,
+        pause: SessionPause,
+        peer: Peer,
+        server: FleetServer,
+        shared: _Shared | None,
     ) -> MovedSession:
         started_s, engine_id = time.monotonic(), session.engine_id
-        move_id, path = secrets.token_urlsafe(16), self._migration.staging.new_path()
+        if shared is None:
+            move_id, path = secrets.token_urlsafe(16), self._migration.staging.new_path()
+        else:
+            move_id, path = shared.move_id, shared.path
         is_committing = is_live_there = False
         try:
-            header = await self._migration.save(session, path, owner_of_session(session))
+            if shared is None:
+                header = await self._migration.save(session, path, owner_of_session(session))
+                await peer.prepare(move_id, path)
+                pause_bytes = path.stat().st_size
+            else:
+                header, pause_bytes = await self._migration.copy(session, path, is_playing=False)
+                await peer.prepare_shared(move_id, path)
             num_bytes = path.stat().st_size
-            await peer.prepare(move_id, path)
             async with asyncio.timeout(self._manager.limits.send_deadline_s):
                 await pause.wait_until_delivered()
             if pause.is_cancelled or session.engine_id != engine_id:
@@ -126,14 +210,16 @@ class SessionMover:
         destination = Destination(peer.name, server.public_url, header.chunk_index)
         session.leave(destination)
         self._manager.spawn(self._settle(session, peer, move_id, path))
-        moved = MovedSession(destination, num_bytes, time.monotonic() - started_s)
+        pause_s = time.monotonic() - started_s
+        moved = MovedSession(destination, num_bytes, pause_s, pause_bytes)
         logger.info(
-            "session_moved session=%s server=%s chunks=%d bytes=%d pause_ms=%.1f",
+            "session_moved session=%s server=%s chunks=%d bytes=%d pause_ms=%.1f pause_bytes=%d",
             session.session_id,
             peer.name,
             header.chunk_index,
             num_bytes,
-            moved.pause_s * 1e3,
+            pause_s * 1e3,
+            pause_bytes,
         )
         return moved
 

@@ -72,6 +72,17 @@ class Peer:
                     return max(1, (ready["max_sessions"] or 0) - (ready["sessions"] or 0))
         return 0
 
+    async def prepare_shared(self, move_id: str, path: Path) -> None:
+        """Let the server read a snapshot in the shared directory, or a later version of it.
+
+        Raises:
+            EndpointError: As `prepare`.
+        """
+        limit_s = _PREPARE_S + path.stat().st_size / _LEAST_BYTES_PER_S
+        status, reply = await self._call("PUT", f"{move_id}?shared={path.name}", limit_s)
+        if status != 201:
+            raise self._failed(_text(reply, status))
+
     async def prepare(self, move_id: str, path: Path) -> None:
         """Send a snapshot. Afterwards the server holds a session that nobody can use.
 

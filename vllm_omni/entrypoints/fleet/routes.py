@@ -12,8 +12,10 @@ All of them require the operator's key (`VLLM_OMNI_OPERATOR_KEY`); without one t
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -88,6 +90,8 @@ class MigrateReply(BaseModel):
     """Size of the snapshot in bytes."""
     pause_ms: float
     """Milliseconds from the border between two chunks to the other server's confirmation."""
+    pause_bytes: int
+    """Part of `bytes` that was copied in this time."""
 
 
 class FleetRoutes:
@@ -216,6 +220,7 @@ class FleetRoutes:
             next_chunk_index=moved.destination.next_chunk_index,
             bytes=moved.num_bytes,
             pause_ms=round(moved.pause_s * 1e3, 3),
+            pause_bytes=moved.pause_bytes,
         )
         return JSONResponse(reply.model_dump())
 
@@ -226,6 +231,8 @@ class FleetRoutes:
         if len(move_id) > _MAX_ID_CHARS:
             raise invalid("the id of the move is too long", "move_id")
         migration.manager.drain.check_new()
+        if (shared := request.query_params.get("shared")) is not None:
+            return await self._prepare_shared(move_id, shared)
         self._incoming.begin(move_id)
         path = migration.staging.new_path()
         try:
@@ -238,6 +245,14 @@ class FleetRoutes:
         return JSONResponse(
             {"state": "prepared", "sha256": sha256, "next_chunk_index": session.next_chunk}, 201
         )
+
+    async def _prepare_shared(self, move_id: str, name: str) -> Response:
+        """Restore a snapshot in the shared directory, or what has changed in it."""
+        if self.fleet.shared_dir is None or re.fullmatch(r"\w[\w.-]{0,127}", name) is None:
+            raise invalid("this server has no such shared snapshot", "shared")
+        path = Path(self.fleet.shared_dir) / name
+        session = await self._incoming.prepare_shared(move_id, path)
+        return JSONResponse({"state": "prepared", "next_chunk_index": session.next_chunk}, 201)
 
     @respond_to_errors
     async def _commit(self, request: Request, move_id: str) -> Response:

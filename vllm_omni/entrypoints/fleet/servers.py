@@ -40,6 +40,10 @@ class FleetServer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     public_url: _Url | None = None
     """Address for clients. Default: the address that they have used, because a proxy finds the
     server by its name."""
+    shared_dir: str | None = None
+    """Directory that this server shares with the servers that name the same one, for example in the
+    memory file system of their host. Sessions move between them through it, and most of a session
+    is copied while it plays. Default: snapshots are sent over the network."""
 
 
 class FleetFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,6 +75,8 @@ class Fleet:
     """Key of the operator. None: operators have no access."""
     others: Mapping[str, FleetServer]
     """The other servers by name."""
+    shared_dir: str | None = None
+    """`FleetServer.shared_dir` of this server."""
 
     @classmethod
     def read(
@@ -104,7 +110,8 @@ class Fleet:
                 f"omni.fleet {path} lists {sorted(servers)}, but not this server: omni.server_name "
                 f"is {own_name!r}"
             )
-        return cls(key, {name: server for name, server in servers.items() if name != own_name})
+        others = {name: server for name, server in servers.items() if name != own_name}
+        return cls(key, others, servers[own_name].shared_dir)
 
     def is_operator(self, authorization: str) -> bool:
         """Return whether a header `Authorization` contains the key, in constant time."""

@@ -186,6 +186,8 @@ class EndpointMetrics:
         self.engine_sessions.set(stats["sessions"])
         self.engine_slots.set(stats["max_sessions"])
         self.held_bytes.labels("sessions").set(stats["bytes"])
+        self.held_bytes.labels("suspended_sessions").set(stats["suspended_bytes"])
+        self.held_bytes.labels("sessions_on_disk").set(stats["disk_bytes"])
         if stats.get("max_bytes") is not None:
             self.held_bytes.labels("sessions_limit").set(stats["max_bytes"])
 

@@ -8,6 +8,7 @@ of sessions and the handling of a failed rank.
 
 from dataclasses import asdict
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,8 @@ from vllm_omni.worker.diffusion.liveness import (
 )
 from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
 from vllm_omni.worker.diffusion.sessions.background_snapshots import BackgroundSnapshots
+from vllm_omni.worker.diffusion.sessions.live_copies import LiveCopies
+from vllm_omni.worker.diffusion.sessions.session_files import SuspendedFiles
 from vllm_omni.worker.diffusion.sessions.snapshots import SessionSnapshots
 from vllm_omni.worker.diffusion.warm_up import warm_up
 
@@ -66,6 +69,8 @@ class DiffusionWorkerMixin(_Worker):
         """Run the largest shape once and determine the memory for sessions."""
         # vLLM reads replies in order of rank
         with failing_together(heard=get_world_group().rank == 0):
+            if (folder := self.model_runner.omni.suspend_dir) is not None:
+                self.model_runner.sessions.files = SuspendedFiles(Path(folder), self.snapshots)
             seconds = warm_up(self.model_runner, self._used_before())
             self._fast_paths = self._paths_of_all_ranks()
         timeout_s = self.model_runner.omni.rank_timeout_s
@@ -160,6 +165,41 @@ class DiffusionWorkerMixin(_Worker):
         Third RPC of a periodic snapshot, called until it is.
         """
         return self.background_snapshots.written(session_id)
+
+    @cached_property
+    def live_copies(self) -> LiveCopies:
+        return LiveCopies(self.snapshots, self.device)
+
+    def describe_copy(self, session_id: str, path: str) -> dict[str, Any]:
+        """Describe this rank's part of a session that will move.
+
+        First RPC of `session_files.snapshot_exchange.copy_exchange`.
+        """
+        return self.live_copies.describe(session_id, path)
+
+    def write_copy(
+        self, session_id: str, path: str, chunk_index: int, starts: list[int], is_playing: bool
+    ) -> dict[str, Any]:
+        """Write what has changed since the file's last version. Second RPC of `copy_exchange`."""
+        return self.live_copies.write(session_id, path, chunk_index, starts, is_playing)
+
+    def copy_written(self, path: str) -> dict[str, Any]:
+        """Whether this rank's part is written. Third RPC of `copy_exchange`."""
+        return self.live_copies.written(path)
+
+    def end_copy(self, path: str) -> dict[str, Any]:
+        """Release the memory that this rank holds for the file of a session that moved."""
+        return self.live_copies.end(path)
+
+    @torch.inference_mode()
+    def update_session(
+        self, session_id: str, path: str, data_parallel_rank: int | None = None
+    ) -> dict[str, Any]:
+        """Bring this rank's part of a restored session up to date.
+
+        RPC of `session_files.snapshot_exchange.update_exchange`.
+        """
+        return self.snapshots.update(session_id, path, data_parallel_rank)
 
     @torch.inference_mode()
     def restore_session(

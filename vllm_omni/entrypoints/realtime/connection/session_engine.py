@@ -137,6 +137,40 @@ class SessionEngine:
         with _endpoint_errors():
             return await self._engine.save_session_live(session_id, path, owner)
 
+    async def copy_session(
+        self, session_id: str, path: Path, owner: Mapping[str, str] | None, *, is_playing: bool
+    ) -> tuple[SnapshotHeader, int]:
+        """Write the file of a session that will move, as `OmniEngine.copy_session`.
+
+        Raises:
+            EndpointError: The session could not be written.
+        """
+        with _endpoint_errors():
+            return await self._engine.copy_session(session_id, path, owner, is_playing=is_playing)
+
+    async def end_copy(self, path: Path) -> None:
+        """Release what the workers hold for a file of `copy_session`.
+
+        Raises:
+            EndpointError: The engine has stopped.
+        """
+        with _endpoint_errors():
+            await self._engine.end_copy(path)
+
+    async def update_session(
+        self, session_id: str, path: Path
+    ) -> tuple[SnapshotHeader, dict[str, Any]]:
+        """Bring a restored session up to date from a later version of its file.
+
+        Returns:
+            `(header, scalars)`.
+
+        Raises:
+            EndpointError: It could not be updated, and is closed.
+        """
+        with _endpoint_errors():
+            return await self._engine.update_session(session_id, path)
+
     async def restore_session(
         self, session_id: str, path: Path
     ) -> tuple[SnapshotHeader, dict[str, Any]]:

@@ -10,8 +10,9 @@ continues sessions. Snapshots in transit are in `staging`. Snapshots that outliv
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
@@ -30,6 +31,8 @@ from vllm_omni.seeds import Seed, check_seed
 from vllm_omni.session_files.snapshot import SnapshotHeader, check_table, read_header
 
 logger = logging.getLogger("vllm." + __name__)
+
+T = TypeVar("T")
 
 _ATTEMPTS: Final = 20
 _PAUSE_S: Final = 0.05
@@ -106,12 +109,41 @@ class SessionMigration:
         Raises:
             EndpointError: For example `unknown_session` or `session_busy`.
         """
+        engine = self.manager.engine
+        return await self._repeated(
+            session, lambda: engine.save_session(session.engine_id, path, owner)
+        )
+
+    async def copy(
+        self, session: Session, path: Path, *, is_playing: bool
+    ) -> tuple[SnapshotHeader, int]:
+        """Write the file of a session that will move, or bring it up to date.
+
+        Args:
+            session: The session.
+            path: The file.
+            is_playing: Whether the session may run chunks meanwhile.
+
+        Returns:
+            `(header, bytes)`: header of the file and the number of bytes that were written.
+
+        Raises:
+            EndpointError: For example `unknown_session` or `session_busy`.
+        """
+        engine, owner = self.manager.engine, owner_of_session(session)
+        return await self._repeated(
+            session,
+            lambda: engine.copy_session(session.engine_id, path, owner, is_playing=is_playing),
+        )
+
+    async def _repeated(self, session: Session, save: Callable[[], Awaitable[T]]) -> T:
+        """Save a session, again if one of its chunks finished in the meantime."""
         with session.keep_alive():
             for attempt in range(_ATTEMPTS):
                 if not session.started:
                     raise EndpointError("unknown_session", "the session has no finished chunk yet")
                 try:
-                    return await self.manager.engine.save_session(session.engine_id, path, owner)
+                    return await save()
                 # a chunk finished between the two calls that a snapshot takes
                 except EndpointError as error:
                     if error.code != "session_busy" or attempt == _ATTEMPTS - 1:
@@ -145,21 +177,46 @@ class SessionMigration:
                 header, scalars = await self.manager.engine.restore_session(session.engine_id, path)
             except (RequestFailed, OSError) as error:
                 raise _as_endpoint_error(error) from error
-            try:
-                world = msgspec.convert(scalars, SnapshotScalars)
-                height, width = int(header.opening["height"]), int(header.opening["width"])
-            except (KeyError, ValueError, msgspec.ValidationError) as error:
-                self.manager.close_engine_session(session.engine_id)
-                raise EndpointError(
-                    "invalid_snapshot", "the snapshot is not of a world model"
-                ) from error
-            session.started, session.in_step = True, True
-            session.next_chunk = header.chunk_index
-            session.next_frame = frames_before(self.manager.info, header.chunk_index)
-            session.height, session.width = height, width
-            session.prompt, session.seed = world.prompt, world.seed
-            session.last_used_s = time.monotonic()
+            self._note_state(session, header, scalars)
         return session
+
+    async def update(self, session: Session, path: Path) -> SnapshotHeader:
+        """Bring a restored session up to date from a later version of its file.
+
+        Raises:
+            EndpointError: It could not be updated, and its state in the engine is freed.
+        """
+        await self._check(path)
+        with session.keep_alive():
+            try:
+                header, scalars = await self.manager.engine.update_session(session.engine_id, path)
+            except (RequestFailed, OSError) as error:
+                raise _as_endpoint_error(error) from error
+            self._note_state(session, header, scalars)
+        return header
+
+    def _note_state(
+        self, session: Session, header: SnapshotHeader, scalars: Mapping[str, Any]
+    ) -> None:
+        """Apply a snapshot to the session of this process.
+
+        Raises:
+            EndpointError: `invalid_snapshot`: it is not of a world model.
+        """
+        try:
+            world = msgspec.convert(dict(scalars), SnapshotScalars)
+            height, width = int(header.opening["height"]), int(header.opening["width"])
+        except (KeyError, ValueError, msgspec.ValidationError) as error:
+            self.manager.close_engine_session(session.engine_id)
+            raise EndpointError(
+                "invalid_snapshot", "the snapshot is not of a world model"
+            ) from error
+        session.started, session.in_step = True, True
+        session.next_chunk = header.chunk_index
+        session.next_frame = frames_before(self.manager.info, header.chunk_index)
+        session.height, session.width = height, width
+        session.prompt, session.seed = world.prompt, world.seed
+        session.last_used_s = time.monotonic()
 
     async def _check(self, path: Path) -> None:
         """Check a file before the workers read it.

@@ -109,8 +109,8 @@ class Admission:
                 self._sessions.make_room(nbytes)
                 self._sessions.add_session(self._model.new_session(params))
                 state.opened_session = True
-            session = self._sessions.get(params.session_id)
             self._sessions.resume(params.session_id)
+            session = self._sessions.get(params.session_id)
             if session.failure is not None:
                 raise session.failure
             num_ahead, predecessor = self._in_flight.ahead(params.session_id)

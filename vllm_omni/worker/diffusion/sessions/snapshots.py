@@ -11,7 +11,8 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec
 
@@ -33,6 +34,7 @@ from vllm_omni.session_files.snapshot import (
     describe,
 )
 from vllm_omni.session_files.snapshot_writing import write_tensors
+from vllm_omni.tensors.digests import tensor_digests
 from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
 
 logger = logging.getLogger("vllm." + __name__)
@@ -98,16 +100,28 @@ class SessionSnapshots:
         """Return `RankDescription` of a session as JSON."""
         return msgspec.json.encode(self.described(self.committed(session_id)))
 
-    def described(self, session: Any) -> RankDescription:
-        """Describe this rank's part of a session, without its data."""
+    def described(
+        self,
+        session: Any,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        digests: Mapping[str, str] | None = None,
+    ) -> RankDescription:
+        """Describe this rank's part of a session, without its data.
+
+        Args:
+            session: The session.
+            tensors: Its tensors in the order of the file. Default: in its own order.
+            digests: As `RankPart.digests`.
+        """
         return describe(
             self._identity(),
             self._weights_digest(),
             session.chunk_index,
             msgspec.to_builtins(session.start_params()),
             session.scalars(),
-            session.tensors(),
+            session.tensors() if tensors is None else tensors,
             named(session.adapters),
+            digests,
         )
 
     @returns_result
@@ -140,19 +154,71 @@ class SessionSnapshots:
         if data_parallel_rank is None or data_parallel_rank == own:
             self._restore(session_id, Path(path))
 
+    @returns_result
+    def update(self, session_id: str, path: str, data_parallel_rank: int | None = None) -> None:
+        """Bring a restored session up to date from a later version of its file.
+
+        Only what differs is read. Afterwards the digests of all tensors are compared. If this
+        fails, the session is closed.
+
+        Args:
+            session_id: Id of the restored session.
+            path: The file.
+            data_parallel_rank: The only data-parallel rank that has it; None means all.
+        """
+        own = self._runner.vllm_config.parallel_config.data_parallel_index
+        if data_parallel_rank is not None and data_parallel_rank != own:
+            return
+        started_s = time.perf_counter()
+        try:
+            self._update(self._runner.sessions.get(session_id), Path(path))
+            took_ms = (time.perf_counter() - started_s) * 1e3
+            logger.info("session_updated session=%s took_ms=%.1f", session_id, took_ms)
+        except BaseException:
+            self._runner.sessions.close(session_id)
+            raise
+
+    def _update(self, session: Any, path: Path) -> None:
+        with _opened(path) as stored:
+            header = stored.header
+            part = check_fits(header, self._identity(), rank_in_world(), self._weights_digest())
+            shape = {**msgspec.to_builtins(session.start_params()), "prompt": None}
+            if {**header.opening, "prompt": None, "session_id": session.session_id} != shape:
+                raise RequestFailed("session_busy", "the session was started anew; try again")
+            saved = stored.rank(rank_in_world(), part, tensor_digests(session.tensors()))
+            session.restore(part.scalars, saved)
+            saved.finish()
+            if session.chunk_index != header.chunk_index:
+                raise RequestFailed(
+                    "invalid_snapshot", "the snapshot's parts belong to different chunks"
+                )
+            session.adapters = self._runner.adapters.select_saved(header.lora)
+            if tensor_digests(session.tensors()) != part.digests:
+                raise RequestFailed("invalid_snapshot", "the session was damaged on its way")
+
     def invalidate_weights(self) -> None:
         """Invalidate the digest of the weights after they were reloaded."""
         self._weights = self._model = None
 
     def _restore(self, session_id: str, path: Path) -> None:
-        sessions, model = self._runner.sessions, self._runner.model
+        sessions = self._runner.sessions
         if session_id in sessions:
             raise RequestFailed("session_exists", "a session of this id is live here")
-        with contextlib.ExitStack() as stack:
-            try:
-                stored = stack.enter_context(OpenSnapshot.open(path))
-            except OSError as error:
-                raise RequestFailed("snapshot_storage", UNSEEN) from error
+        sessions.add_session(self.load(session_id, path, sessions.make_room))
+
+    def load(self, session_id: str, path: Path, make_room: Callable[[int], None]) -> Any:
+        """Create a session from a file, without making it live.
+
+        Args:
+            session_id: Id of the session.
+            path: The file.
+            make_room: Makes room for so many bytes, or raises.
+
+        Raises:
+            RequestFailed: The file is invalid or does not fit. Nothing is left of the session.
+        """
+        sessions, model = self._runner.sessions, self._runner.model
+        with _opened(path) as stored:
             header = stored.header
             part = check_fits(header, self._identity(), rank_in_world(), self._weights_digest())
             params = _start_options(header.opening, session_id)
@@ -164,7 +230,7 @@ class SessionSnapshots:
                     f"the session needs {nbytes} bytes; all sessions here may hold "
                     f"{sessions.max_bytes}",
                 )
-            sessions.make_room(nbytes)
+            make_room(nbytes)
             session = model.new_session(params)
             try:
                 saved = stored.rank(rank_in_world(), part)
@@ -174,12 +240,12 @@ class SessionSnapshots:
                     raise RequestFailed(
                         "invalid_snapshot", "the snapshot's parts belong to different chunks"
                     )
-                sessions.make_room(session.nbytes)  # more than `nbytes` if its window has grown
+                make_room(session.nbytes)  # more than `nbytes` if its window has grown
             except BaseException:
                 session.close()
                 raise
             session.adapters = adapters
-            sessions.add_session(session)
+            return session
 
     def committed(self, session_id: str) -> Any:
         """Return a session with all finished chunks committed and all tensors written."""
@@ -208,6 +274,16 @@ class SessionSnapshots:
             with self._runner.adapters.applied(()):
                 self._weights = weights_digest(dict(self._runner.network.named_parameters()))
         return self._weights
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[OpenSnapshot]:
+    with contextlib.ExitStack() as stack:
+        try:
+            stored = stack.enter_context(OpenSnapshot.open(path))
+        except OSError as error:
+            raise RequestFailed("snapshot_storage", UNSEEN) from error
+        yield stored
 
 
 def model_identity(

@@ -5,7 +5,8 @@ The first chunk of a session creates it. It outlives requests and is freed in on
 Admission is by bytes: the size of a session is known before it is created, and constant afterwards
 unless its K/V window grows (`omni.kv_growth`).
 A session that was idle for a while may be *suspended*: its state moves to host memory, which has a
-limit of its own, and back before its next chunk (`omni.suspend_idle_s`).
+limit of its own, and back before its next chunk (`omni.suspend_idle_s`). Beyond the limit, the
+sessions that have been idle longest move on to files (`omni.suspend_dir`).
 Memory of closed sessions that a model retains (`trim_pool`) counts as free and yields to live
 sessions. This module depends neither on the scheduler nor on model maths.
 """
@@ -14,9 +15,9 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any, Protocol
 
 import torch
 
@@ -24,6 +25,7 @@ from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.interfaces import SessionState
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.runtime.heap import HeapTrim
+from vllm_omni.tensors.digests import tensor_digests
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -38,6 +40,41 @@ class Suspension:
     """Maximum size of all suspended sessions together in bytes."""
     device: torch.device
     """Device on which sessions run. On a CPU, a suspended session stays where it is."""
+
+
+class SessionFile:
+    """A suspended session on disk, in the place of the session.
+
+    Args:
+        session: The session, whose memory the caller frees.
+        file: Its file.
+        num_bytes: Size of the file in bytes.
+        digests: Digests of its tensors.
+    """
+
+    def __init__(
+        self,
+        session: SessionState,
+        file: IO[bytes],
+        num_bytes: int,
+        digests: Mapping[str, str],
+    ) -> None:
+        self.digests = digests
+        self.session_id, self.nbytes = session.session_id, session.nbytes
+        self.chunk_index, self.failure = session.chunk_index, session.failure
+        self.adapters, self.file, self.num_bytes = session.adapters, file, num_bytes
+
+    def close(self) -> None:
+        """Remove the file. Idempotent."""
+        self.file.close()
+
+
+class SessionFiles(Protocol):
+    """Writes and reads suspended sessions."""
+
+    def write(self, session: Any, digests: Mapping[str, str]) -> SessionFile: ...
+
+    def read(self, stored: SessionFile) -> SessionState: ...
 
 
 class SessionStore:
@@ -64,12 +101,17 @@ class SessionStore:
         self.trim_pool: Callable[[int], None] = lambda nbytes: None
         """`PoolsMemory.trim_pool` of the model: limits the memory it retains of closed sessions."""
         self._clock = clock
-        self._sessions: OrderedDict[str, SessionState] = OrderedDict()
+        self._sessions: OrderedDict[str, SessionState | SessionFile] = OrderedDict()
         self._last_used: dict[str, float] = {}
         self._pins: dict[str, int] = {}
         self.suspension: Suspension | None = None
         """When sessions may be suspended. None: never."""
+        self.files: SessionFiles | None = None
+        """Suspended sessions on disk. None: they stay in host memory."""
         self._suspended: set[str] = set()
+        """Sessions in host memory."""
+        self._digests: dict[str, dict[str, str]] = {}
+        """Digests of their tensors, if they may move on to disk."""
         self._trim_heap = HeapTrim()
 
     def __contains__(self, session_id: str) -> bool:
@@ -84,7 +126,7 @@ class SessionStore:
         return sum(
             session.nbytes
             for session_id, session in self._sessions.items()
-            if session_id not in self._suspended
+            if session_id not in self._suspended and not isinstance(session, SessionFile)
         )
 
     @property
@@ -92,12 +134,22 @@ class SessionStore:
         """Size of the suspended sessions in host memory in bytes."""
         return sum(self._sessions[session_id].nbytes for session_id in self._suspended)
 
+    def _files(self) -> list[SessionFile]:
+        return [session for session in self._sessions.values() if isinstance(session, SessionFile)]
+
     def get(self, session_id: str) -> SessionState:
-        """Return a live session and mark it as used.
+        """Return a live session and mark it as used. If it is on disk, move it to the device.
 
         Raises:
-            RequestFailed: `unknown_session`: the session is not live.
+            RequestFailed: `unknown_session`: the session is not live. Otherwise as `resume`.
         """
+        if isinstance(self._use(session_id), SessionFile):
+            self.resume(session_id)
+        session = self._sessions[session_id]
+        assert not isinstance(session, SessionFile)
+        return session
+
+    def _use(self, session_id: str) -> SessionState | SessionFile:
         session = self._sessions.get(session_id)
         if session is None:
             raise RequestFailed(
@@ -112,19 +164,51 @@ class SessionStore:
         """Move a session back to the device if it is suspended.
 
         Raises:
-            RequestFailed: `capacity`: it does not fit. It stays suspended.
+            RequestFailed: `capacity`: it does not fit. `invalid_snapshot` or `snapshot_storage`:
+                its file is damaged or cannot be read. It stays suspended.
         """
-        if session_id not in self._suspended:
+        session = self._sessions.get(session_id)
+        if session is None or not self._is_suspended(session_id):
             return
-        self.get(session_id)  # its use now protects it from eviction
-        session = self._sessions[session_id]
+        self._use(session_id)  # protects it from eviction
+        on_host = session.nbytes if session_id in self._suspended else 0
         self.pin(session_id)
         try:
             # it may change places with another session, so that both are on the host for a moment
-            self._make_room(session.nbytes, sessions=0, leaving_host=session.nbytes)
+            self._make_room(session.nbytes, sessions=0, leaving_host=on_host)
         finally:
             self.unpin(session_id)
-        self._move(session_id, is_suspended=False)
+        if isinstance(session, SessionFile):
+            self._read(session)
+        else:
+            self._move(session_id, is_suspended=False)
+
+    def _is_suspended(self, session_id: str) -> bool:
+        """Whether a live session holds no memory of the device."""
+        is_file = isinstance(self._sessions[session_id], SessionFile)
+        return is_file or session_id in self._suspended
+
+    def _read(self, stored: SessionFile) -> None:
+        assert self.files is not None
+        started_s = time.perf_counter()
+        self._sessions[stored.session_id] = self.files.read(stored)
+        stored.close()
+        _log("session_read", stored.nbytes, started_s)
+
+    def _write(self, session_id: str, digests: Mapping[str, str]) -> None:
+        """Move a session to disk.
+
+        Raises:
+            RequestFailed: It cannot be written, and stays where it is.
+        """
+        assert self.files is not None
+        started_s, session = time.perf_counter(), self._sessions[session_id]
+        assert not isinstance(session, SessionFile)
+        self._sessions[session_id] = self.files.write(session, digests)
+        self._suspended.discard(session_id)
+        self._digests.pop(session_id, None)
+        session.close()
+        _log("session_written", session.nbytes, started_s)
 
     def _suspend_idle(self, fits: Callable[[], bool], leaving_host: int) -> None:
         """Suspend idle sessions, least recently used first, until `fits` or none is left."""
@@ -132,33 +216,60 @@ class SessionStore:
             if fits():
                 return
             if self._may_suspend(session_id, leaving_host):
-                self._move(session_id, is_suspended=True)
+                try:
+                    self._suspend(session_id, leaving_host)
+                except RequestFailed as failure:  # the disk is full
+                    logger.warning("sessions cannot be suspended any more: %s", failure)
+                    return
+
+    def _suspend(self, session_id: str, leaving_host: int) -> None:
+        """Move a session to host memory, and others from there to disk if necessary.
+
+        Raises:
+            RequestFailed: One of them cannot be written. It stays where it is.
+        """
+        assert self.suspension is not None
+        session = self._sessions[session_id]
+        assert not isinstance(session, SessionFile)
+        digests: dict[str, str] = {}
+        if self.files is not None:  # on the device, because it is fast there
+            digests = tensor_digests(session.tensors())
+            if session.nbytes > self.suspension.max_bytes:
+                self._write(session_id, digests)
+                return
+            for other in [name for name in self._sessions if name in self._suspended]:
+                after = self.suspended_nbytes + session.nbytes - leaving_host
+                if after <= self.suspension.max_bytes:
+                    break
+                if not self._pins.get(other):
+                    self._write(other, self._digests[other])
+        self._move(session_id, is_suspended=True)
+        self._digests[session_id] = digests
 
     def _may_suspend(self, session_id: str, leaving_host: int = 0) -> bool:
         if (
             self.suspension is None
-            or session_id in self._suspended
+            or self._is_suspended(session_id)
             or self._pins.get(session_id)
             or self._clock() - self._last_used[session_id] < self.suspension.idle_s
         ):
             return False
+        if self.files is not None:
+            return True
         after = self.suspended_nbytes + self._sessions[session_id].nbytes
         return after - leaving_host <= self.suspension.max_bytes
 
     def _move(self, session_id: str, *, is_suspended: bool) -> None:
         assert self.suspension is not None
         started_s, session = time.perf_counter(), self._sessions[session_id]
+        assert not isinstance(session, SessionFile)
         if self.suspension.device.type != "cpu":
             # a decode on another stream may still use the session
             torch.cuda.synchronize(self.suspension.device)
             session.to("cpu" if is_suspended else self.suspension.device)
         (self._suspended.add if is_suspended else self._suspended.discard)(session_id)
-        logger.debug(
-            "%s bytes=%d took_ms=%.1f",
-            "session_suspended" if is_suspended else "session_resumed",
-            session.nbytes,
-            (time.perf_counter() - started_s) * 1e3,
-        )
+        what = "session_suspended" if is_suspended else "session_resumed"
+        _log(what, session.nbytes, started_s)
 
     def make_room(self, nbytes: int) -> None:
         """Make room for one more session, suspending or closing idle sessions if needed.
@@ -185,7 +296,7 @@ class SessionStore:
                 return
         now = self._clock()
         for session_id in list(self._sessions):  # least recently used first
-            if session_id in self._suspended and len(self) + sessions <= self.max_sessions:
+            if self._is_suspended(session_id) and len(self) + sessions <= self.max_sessions:
                 continue  # it holds no memory of the device
             if not self._pins.get(session_id) and now - self._last_used[session_id] >= self.idle_s:
                 self.close(session_id)
@@ -240,8 +351,8 @@ class SessionStore:
                 raise RequestFailed(
                     "invalid_request", f"fork_to must name a new session, got {params.fork_to!r}"
                 )
-            source = self.get(params.session_id)
             self.resume(params.session_id)
+            source = self.get(params.session_id)
             self.pin(params.session_id)
             try:
                 self.make_room(source.nbytes)
@@ -277,6 +388,7 @@ class SessionStore:
         session = self._sessions.pop(session_id, None)
         self._last_used.pop(session_id, None)
         self._suspended.discard(session_id)
+        self._digests.pop(session_id, None)
         if session is not None:
             session.close()
             self._trim_heap()
@@ -289,7 +401,7 @@ class SessionStore:
     def to(self, device: torch.device | str) -> None:
         """Move the sessions that are not suspended."""
         for session_id, session in self._sessions.items():
-            if session_id not in self._suspended:
+            if session_id not in self._suspended and not isinstance(session, SessionFile):
                 session.to(device)
         self.trim_pool(0)
 
@@ -302,6 +414,13 @@ class SessionStore:
             "max_bytes": self.max_bytes,
             "suspended": len(self._suspended),
             "suspended_bytes": self.suspended_nbytes,
+            "on_disk": len(files := self._files()),
+            "disk_bytes": sum(stored.num_bytes for stored in files),
             "can_suspend": any(map(self._may_suspend, self._sessions)),
             "chunks": {name: session.chunk_index for name, session in self._sessions.items()},
         }
+
+
+def _log(what: str, num_bytes: int, started_s: float) -> None:
+    took_ms = (time.perf_counter() - started_s) * 1e3
+    logger.debug("%s bytes=%d took_ms=%.1f", what, num_bytes, took_ms)

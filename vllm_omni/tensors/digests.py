@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Digests of tensors, computed on their device.
+
+Two servers compare them, so that a session that moves is checked where it is used, in the memory of
+the device, in a small part of the time that SHA-256 takes on the host. A digest detects damage and
+change. It is no protection against intent, which the operator's key excludes.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+import torch
+
+_ROW_WORDS: Final = 1 << 16
+_LEAST_ROW_BYTES: Final = 4096
+"""Tensors with shorter rows are digested as one row."""
+_BLOCK_BYTES: Final = 64 << 20
+"""Temporary memory for one block of rows, in bytes."""
+_MOST_ROWS: Final = 1 << 12
+"""Rows for which factors are computed at first."""
+_MIX: Final = (-7046029254386353131, -4658895280553007687)  # odd 64-bit constants of splitmix64
+
+
+def tensor_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return a 64-bit digest of each tensor's elements in logical order, in hexadecimal digits.
+
+    A digest is the sum of the tensor's 64-bit words, each multiplied by an odd number that depends
+    on its position. A change of one word therefore always changes it.
+    """
+    factors: dict[tuple[int, torch.device], torch.Tensor] = {}
+    sums: dict[torch.device, dict[str, torch.Tensor]] = {}
+
+    def factors_for(count: int, device: torch.device) -> torch.Tensor:
+        if (count, device) not in factors:
+            factors[count, device] = _factors(count, device)
+        return factors[count, device]
+
+    with torch.inference_mode():
+        for name, tensor in tensors.items():
+            total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+            of_rows = factors_for(_MOST_ROWS, tensor.device)
+            start = 0
+            for rows in _rows(tensor):
+                words = rows.shape[1]
+                of_words = factors_for(words, tensor.device)
+                for block in rows.split(max(1, _BLOCK_BYTES // (8 * words))):
+                    if start + len(block) > len(of_rows):
+                        of_rows = factors_for(2 * (start + len(block)), tensor.device)
+                    of_block = of_rows[start : start + len(block)]
+                    total += ((block * of_words).sum(1) * of_block).sum()
+                    start += len(block)
+            sums.setdefault(tensor.device, {})[name] = total
+        values = {
+            name: value
+            for found in sums.values()
+            for name, value in zip(found, torch.stack(list(found.values())).tolist(), strict=True)
+        }
+    return {name: f"{values[name] % (1 << 64):016x}" for name in tensors}
+
+
+def _factors(count: int, device: torch.device) -> torch.Tensor:
+    """Return `count` odd numbers without a pattern, int64."""
+    mixed = torch.arange(1, 1 + count, dtype=torch.int64, device=device)
+    for factor in _MIX:
+        mixed = mixed * factor
+        mixed = mixed ^ (mixed >> 31)
+    return mixed | 1
+
+
+def _rows(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the bytes of a tensor as int64 rows `[rows, words]`, copied only if necessary."""
+    if not tensor.numel():
+        return
+    row_bytes = tensor[0, 0].nbytes if tensor.dim() > 2 else 0
+    if row_bytes < _LEAST_ROW_BYTES or row_bytes % 8:
+        yield from _flat_rows(tensor)
+        return
+    # the frames of a K/V window are long rows that are far apart
+    step = tensor.shape[1] * tensor.stride(1)
+    is_view = tensor.stride(0) == step and tensor[0, 0].is_contiguous()
+    for part in (tensor.flatten(0, 1),) if is_view else tensor:
+        rows = part.flatten(1)
+        size = rows.element_size()
+        is_aligned = rows.stride(0) * size % 8 == rows.storage_offset() * size % 8 == 0
+        if rows.stride(1) != 1 or not is_aligned:
+            rows = rows.clone(memory_format=torch.contiguous_format)
+        yield rows.view(torch.int64)
+
+
+def _flat_rows(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    data = tensor.contiguous().view(-1).view(torch.uint8)
+    if data.storage_offset() % 8:
+        data = data.clone()
+    whole = len(data) // (8 * _ROW_WORDS) * (8 * _ROW_WORDS)
+    if whole:
+        yield data[:whole].view(torch.int64).view(-1, _ROW_WORDS)
+    if whole < len(data):
+        rest = torch.zeros(-(-(len(data) - whole) // 8) * 8, dtype=torch.uint8, device=data.device)
+        rest[: len(data) - whole] = data[whole:]
+        yield rest.view(torch.int64).view(1, -1)

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LiveCopies`: snapshot files of sessions that are about to move, brought up to date as they play.
+
+The first version is written in a thread, from the memory of the session and on a CUDA stream of its
+own, while the engine runs its steps. K/V of finished chunks do not change, and chunks in flight
+write only where no later chunk looks, so that what is torn is what the next version leaves out. A
+later version writes only tensors whose digest or place has changed. Tensors that are new take the
+places of those that left the window, so that the others stay where they are in the file.
+
+The last version is written while the session pauses, so that the file is then a complete snapshot.
+Its digests let the other server check the session in its memory. This module names no model and no
+sockets.
+"""
+
+import logging
+import mmap
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import torch
+
+from vllm_omni.outputs import RequestFailed
+from vllm_omni.session_files.snapshot_writing import placed, planned_file
+from vllm_omni.tensors.digests import tensor_digests
+from vllm_omni.tensors.file_io import TensorAt, write_at
+from vllm_omni.worker.diffusion.sessions.snapshots import (
+    SessionSnapshots,
+    rank_in_world,
+    returns_result,
+)
+
+logger = logging.getLogger("vllm." + __name__)
+
+_MOST_COPIES: Final = 4
+"""Files that are known at the same time, because each is mapped into memory."""
+
+Place = tuple[str, str]
+"""Name and digest of a tensor."""
+
+
+@dataclass
+class _Copy:
+    """One file, as far as this rank writes it."""
+
+    session_id: str = ""
+    """Session of the version that is being written."""
+    chunk_index: int = 0
+    """Its next chunk."""
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Its tensors, in the order of the file. Empty once they are written."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Their digests."""
+    places: dict[int, Place] = field(default_factory=dict)
+    """Content of the file by position."""
+    sizes: dict[int, int] = field(default_factory=dict)
+    """Bytes at each of these positions."""
+    allocated: int = 0
+    """End of the part of the file for which memory or disk space is allocated."""
+    mapping: Any = None
+    """The file's bytes in memory. None: not mapped yet."""
+    writing: "Future[int] | None" = None
+    """The thread's work: bytes written."""
+
+
+class LiveCopies:
+    """Files of sessions of one rank that are about to move.
+
+    Args:
+        snapshots: Snapshots of the same rank.
+        device: Device of the sessions.
+    """
+
+    def __init__(self, snapshots: SessionSnapshots, device: torch.device) -> None:
+        self._snapshots, self._device = snapshots, device
+        self._copies: OrderedDict[str, _Copy] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="live-copy")
+        self._stream: Any = None
+
+    @returns_result
+    def describe(self, session_id: str, path: str) -> bytes:
+        """Describe a session for the next version of a file, with digests.
+
+        Returns:
+            `RankDescription` as JSON, its tensors in the order of the file.
+        """
+        session = self._snapshots.committed(session_id)
+        tensors = session.tensors()
+        copy = self._copies.setdefault(path, _Copy())
+        self._copies.move_to_end(path)
+        while len(self._copies) > _MOST_COPIES:
+            self._copies.popitem(last=False)
+        if copy.writing is not None and not copy.writing.done():
+            raise RequestFailed("session_busy", "the file is still being written; try again")
+        copy.session_id, copy.chunk_index = session_id, session.chunk_index
+        copy.digests = tensor_digests(tensors)
+        copy.tensors = _in_places(copy, tensors)
+        return msgspec.json.encode(
+            self._snapshots.described(session, copy.tensors, digests=copy.digests)
+        )
+
+    @returns_result
+    def write(
+        self, session_id: str, path: str, chunk_index: int, starts: Sequence[int], is_playing: bool
+    ) -> None:
+        """Write what has changed.
+
+        Args:
+            session_id: Session that was described.
+            path: The file.
+            chunk_index: Index of the session's next chunk in the description.
+            starts: As `SnapshotPlan.starts`.
+            is_playing: Write in the thread; `written` returns when it has ended.
+        """
+        copy = self._copies.get(path)
+        if copy is None or (copy.session_id, copy.chunk_index) != (session_id, chunk_index):
+            raise RequestFailed("session_busy", "another session was described; try again")
+        session = self._snapshots.committed(session_id)
+        if not is_playing and session.chunk_index != chunk_index:
+            raise RequestFailed(
+                "session_busy", "a chunk of this session finished in the meantime; try again"
+            )
+        rank = rank_in_world()
+        positions = placed(starts, rank, copy.tensors)
+        changed: list[TensorAt] = [
+            (position, tensor)
+            for name, position, tensor in positions
+            if copy.places.get(position) != (name, copy.digests[name])
+        ]
+        # a version that cannot be written leaves nothing that is known
+        copy.tensors, copy.places = {}, {}
+        places = {position: (name, copy.digests[name]) for name, position, _ in positions}
+        copy.sizes = {position: tensor.nbytes for _, position, tensor in positions}
+        if is_playing and not session.growing_nbytes:  # memory that grows may be unmapped
+            copy.writing = self._thread.submit(
+                self._write, Path(path), starts, copy, changed, places
+            )
+        else:
+            done: Future[int] = Future()
+            done.set_result(self._write(Path(path), starts, copy, changed, places, is_ahead=False))
+            copy.writing = done
+
+    @returns_result
+    def written(self, path: str) -> int | None:
+        """Return None while the thread writes, then the number of bytes.
+
+        Raises:
+            RequestFailed: The file cannot be written.
+        """
+        copy = self._copies.get(path)
+        if copy is None or copy.writing is None:
+            raise RequestFailed("session_busy", "the file is not known any more; try again")
+        return copy.writing.result() if copy.writing.done() else None
+
+    @returns_result
+    def end(self, path: str) -> None:
+        """Release the memory of a file. Idempotent. A thread that still writes it ends first."""
+        self._copies.pop(path, None)
+
+    def _write(
+        self,
+        path: Path,
+        starts: Sequence[int],
+        copy: _Copy,
+        changed: Sequence[TensorAt],
+        places: Mapping[int, Place],
+        *,
+        is_ahead: bool = True,
+    ) -> int:
+        """Write `changed`, after which the file has `places`, and return the bytes written.
+
+        If `is_ahead`, this runs in the thread.
+        """
+        rank, started_s = rank_in_world(), time.perf_counter()
+        num_bytes = sum(tensor.nbytes for _, tensor in changed)
+        with planned_file(path, starts) as descriptor, torch.inference_mode():
+            begin, end = max(starts[rank], copy.allocated), starts[rank + 1]
+            if begin < end:  # writing to a mapping without disk space would end the process
+                os.posix_fallocate(descriptor, begin, end - begin)
+                copy.mapping = None
+            copy.allocated = end
+            if copy.mapping is None:
+                copy.mapping = np.frombuffer(mmap.mmap(descriptor, starts[-1]), dtype=np.uint8)
+            with self._own_stream(is_ahead):
+                write_at(descriptor, changed, copy.mapping)
+        copy.places = dict(places)
+        took_ms = (time.perf_counter() - started_s) * 1e3
+        logger.info(
+            "session_copied ahead=%s bytes=%d of=%d took_ms=%.1f",
+            is_ahead,
+            num_bytes,
+            end - starts[rank],
+            took_ms,
+        )
+        return num_bytes
+
+    def _own_stream(self, is_ahead: bool) -> Any:
+        """Return a context in which copies do not wait for the engine's kernels."""
+        if not is_ahead or self._device.type != "cuda":
+            return nullcontext()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        return torch.cuda.stream(self._stream)
+
+
+def _in_places(copy: _Copy, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Order tensors such that those in the file stay there, and others of equal size fill gaps."""
+    left = dict(tensors)
+    stay = {
+        name: left.pop(name)
+        for name, digest in copy.places.values()
+        if name in left and copy.digests[name] == digest
+    }
+    ordered: dict[str, torch.Tensor] = {}
+    for position, (name, _) in sorted(copy.places.items()):
+        size = copy.sizes[position]
+        if name not in stay:
+            name = next((name for name, tensor in left.items() if tensor.nbytes == size), "")
+        if name:
+            ordered[name] = stay[name] if name in stay else left.pop(name)
+    return {**ordered, **left}
