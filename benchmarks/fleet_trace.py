@@ -5,10 +5,10 @@ moving sessions.
     # 3 servers, each of which keeps the time of causal Wan 1.3B on an H200
     python benchmarks/fleet_trace.py
     # causal Wan 1.3B with random weights on one GPU, without HAProxy
-    python benchmarks/fleet_trace.py --model 1.3B --ways suspend --visits-per-s 0.25 --idle-s 24 \\
+    python benchmarks/fleet_trace.py --model 1.3B --ways suspend --play-s 8 --idle-s 24 --seed 1 \\
         --seconds 75 --model-options '{"preset": "realtime", "window_frames": 9, "sink_frames": 3}'
     # try it without a GPU
-    python benchmarks/fleet_trace.py --model tiny --ways suspend --seconds 10 --device-sessions 2
+    python benchmarks/fleet_trace.py --model tiny --ways suspend --seconds 10 --play-s 3 --idle-s 3
 
 A viewer plays, is idle, plays again and leaves. The shape of the trace is published: the times
 between two arrivals are gamma-distributed with the shape of the generator of bursts in BurstGPT
@@ -43,6 +43,7 @@ import json
 import math
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -102,10 +103,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--servers", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--visits-per-s", type=float, default=0.5, help="mean rate of arrivals")
-    parser.add_argument("--play-s", type=float, default=8.0, help="mean spell of playing")
-    parser.add_argument("--idle-s", type=float, default=16.0, help="mean idle spell")
+    parser.add_argument("--seconds", type=float, default=150.0)
+    parser.add_argument("--visits-per-s", type=float, default=0.25, help="mean rate of arrivals")
+    parser.add_argument("--play-s", type=float, default=20.0, help="mean spell of playing")
+    parser.add_argument("--idle-s", type=float, default=20.0, help="mean idle spell")
     parser.add_argument(
         "--spells", type=float, default=3.0, help="mean number of a viewer's spells"
     )
@@ -118,7 +119,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model-options", default="{}", help="JSON, as under additional_config omni.model"
     )
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=2)
     parser.add_argument(
         "--nice", type=int, default=0, help="of all processes; -19 needs root (default: 0)"
     )
@@ -205,6 +206,8 @@ class Tally:
     ends: Counter[str] = field(default_factory=Counter)
     """How the visits ended."""
     moves: int = 0
+    late_in_moves: int = 0
+    """Late chunks that were requested again on another server."""
     retries: int = 0
     """Requests that were sent again, because the server had no room for the session."""
 
@@ -220,6 +223,8 @@ class CameraClient:
         self._index = 0
         self._session: str | None = None
         self._socket: Any = None
+        self.followed = False
+        """Whether the last chunk was requested again on another server."""
 
     async def connect(self, query: str = "") -> None:
         from websockets.asyncio.client import connect
@@ -252,6 +257,7 @@ class CameraClient:
     async def ask(self) -> None:
         """Request the next chunk."""
         args = self._args
+        self.followed = False
         options = {"steps": STEPS, "step_ms": 1e3 * args.chunk_s / STEPS}
         self._request = {
             "endpoint": "infer",
@@ -294,6 +300,7 @@ class CameraClient:
 
     async def _follow(self, server: str) -> None:
         self._tally.moves += 1
+        self.followed = self._request is not None
         await self._socket.close()
         await self.connect(f"?server={server}&session={self._session}")
         if self._request is not None:
@@ -439,6 +446,7 @@ async def play(
             due_s, done_s = shown_s + frames / args.fps, loop.time()
             late_s = done_s - due_s
             tally.chunks += 1
+            tally.late_in_moves += late_s > 0 and client.followed
             tally.on_time += late_s <= 0
             if late_s > 0:
                 tally.late_ms.append(1e3 * late_s)
@@ -546,15 +554,23 @@ def rebalancing(fleet: Fleet, args: argparse.Namespace) -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def sampling(fleet: Fleet) -> AsyncIterator[list[dict[str, int]]]:
-    """Yield the sessions of the fleet, once a second."""
+    """Yield the sessions of the fleet, once a second, with the difference between the servers with
+    the most and the fewest sessions that play.
+    """
     samples: list[dict[str, int]] = []
+
+    def playing(name: str) -> int:
+        sessions = fleet.read(name, "/omni/sessions")["sessions"]
+        return sum(session["idle_s"] < 1.0 for session in sessions)
 
     async def sample() -> None:
         while True:
             replies = [
                 await asyncio.to_thread(fleet.read, name, "/omni/ready") for name in fleet.ports
             ]
-            samples.append({key: sum(reply[key] or 0 for reply in replies) for key in COUNTED})
+            counts = [await asyncio.to_thread(playing, name) for name in fleet.ports]
+            sums = {name: sum(reply[name] or 0 for reply in replies) for name in COUNTED}
+            samples.append({**sums, "apart": max(counts) - min(counts)})
             await asyncio.sleep(1.0)
 
     task = asyncio.create_task(sample())
@@ -587,6 +603,11 @@ async def replay(
         "ends": dict(sorted(tally.ends.items())),
         "refused": tally.ends["refused"],
         "moves": tally.moves,
+        "late_in_moves": tally.late_in_moves,
+        "playing_apart": {
+            "mean": round(statistics.mean(sample["apart"] for sample in samples), 2),
+            "max": max(sample["apart"] for sample in samples),
+        },
         "retries": tally.retries,
         "played_minutes": round(played_min, 2),
         "server_seconds_per_played_minute": round(args.servers * args.seconds / played_min, 2),
