@@ -119,14 +119,16 @@ def spells(sessions: int, args: argparse.Namespace, rng: random.Random) -> list[
     return sorted(found, key=lambda spell: spell.start_s)
 
 
-def place(found: list[Spell], capacity: int, moves: bool) -> tuple[list[list[Spell]], int]:
+def place(
+    found: list[Spell], capacity: int, moves: bool, num_gpus: int = GPUS_OF_A_GROUP
+) -> tuple[list[list[Spell]], int]:
     """Return the spells of each GPU and the number of moves."""
     homes: dict[int, int] = {}
-    gpus: list[list[Spell]] = [[] for _ in range(GPUS_OF_A_GROUP)]
+    gpus: list[list[Spell]] = [[] for _ in range(num_gpus)]
     num_moves = 0
     for spell in found:
         playing = [sum(other.end_s > spell.start_s for other in gpu) for gpu in gpus]
-        home = homes.setdefault(spell.session, spell.session % GPUS_OF_A_GROUP)
+        home = homes.setdefault(spell.session, spell.session % num_gpus)
         if moves and playing[home] >= capacity and min(playing) < playing[home]:
             homes[spell.session] = home = playing.index(min(playing))
             num_moves += 1

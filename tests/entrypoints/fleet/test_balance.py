@@ -8,8 +8,12 @@ import pytest
 from vllm_omni.entrypoints.fleet.balance import MovableSession, ServerLoad, plan_moves
 
 
-def load(name: str, num_sessions: int, max_sessions: int = 8) -> ServerLoad:
-    sessions = (MovableSession(f"{name}{i}", "anonymous", float(i)) for i in range(num_sessions))
+def load(name: str, num_sessions: int, max_sessions: int = 8, playing: int = 0) -> ServerLoad:
+    """The first `playing` sessions play; the others are idle, the last one for the longest."""
+    sessions = (
+        MovableSession(f"{name}{i}", "anonymous", 0.1 if i < playing else 60.0 + i)
+        for i in range(num_sessions)
+    )
     return ServerLoad(name, max_sessions, tuple(sessions))
 
 
@@ -51,3 +55,31 @@ def test_a_round_is_bounded_and_the_idlest_session_moves_first() -> None:
 def test_large_servers_take_more() -> None:
     moves = plan_moves([load("a", 9, 12), load("b", 0, 4)], (), 0.0, 100)
     assert len(moves) == 2
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (((6, 6), (6, 0), (6, 3)), ((6, 3), (6, 3), (6, 3))),  # as many sessions, but all play
+        (((6, 2), (3, 2), (0, 0)), ((3, 2), (3, 1), (3, 1))),  # the idle ones too
+        (((3, 3), (3, 2), (3, 2)), ((3, 3), (3, 2), (3, 2))),  # a difference of one stays
+        (((8, 0), (8, 8)), ((8, 0), (8, 8))),  # no room
+    ],
+)
+def test_sessions_that_play_are_evened_out_first(
+    before: tuple[tuple[int, int], ...], after: tuple[tuple[int, int], ...]
+) -> None:
+    """(sessions, of which play) of each server, after rounds of one move each."""
+    servers = {
+        name: load(name, number, 8, playing)
+        for name, (number, playing) in zip("abc", before, strict=False)
+    }
+    for _ in range(20):
+        for move in plan_moves(list(servers.values()), (), 0.0, 1):
+            for name in (move.source, move.target):
+                sessions = set(servers[name].sessions) ^ {move.session}
+                servers[name] = ServerLoad(name, 8, tuple(sessions))
+    found = tuple(
+        (len(server.sessions), sum(s.plays for s in server.sessions)) for server in servers.values()
+    )
+    assert found == after

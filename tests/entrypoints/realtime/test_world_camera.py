@@ -370,6 +370,18 @@ def test_a_session_continues_after_an_abort(endpoint: EndpointServer, engine: Fa
         assert [message["chunk_index"] for message in client.frames()] == [2, 3]
 
 
+def test_a_client_that_closes_its_session_and_leaves_frees_it(
+    make_endpoint: MakeEndpoint, engine: FakeEngine
+) -> None:
+    """It does not have to wait for the reply."""
+    with make_endpoint().client() as client:
+        client.send(infer(session_id="a"))
+        client.frames()
+        client.send({"endpoint": "close", "session_id": "a"})
+    wait_until(lambda: not engine.worlds)
+
+
+
 def test_idle_connections_are_closed_with_4010(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:

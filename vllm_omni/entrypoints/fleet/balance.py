@@ -2,13 +2,18 @@
 """`plan_moves`: which sessions should move to which server. Pure functions without sockets.
 
 Servers are used in order of their sessions, the fullest first. As many are used as are needed at
-the wanted fill, and the sessions are evened out over them. The others, and servers that shall be
-empty, give their sessions away. A server without sessions is thus used last.
+the wanted fill. The others, and servers that shall be empty, give their sessions away. A server
+without sessions is thus used last. Over the servers that are used, the sessions that play are
+evened out first, because they share the time of the GPU, and then the idle ones, which need memory.
 """
 
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Final
+
+PLAYING_S: Final = 3.0
+"""Seconds after its last request for which a session counts as playing."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,11 @@ class MovableSession:
     """Owner of the session."""
     idle_s: float
     """Seconds since its last request. Idle sessions move first, because nobody waits for them."""
+
+    @property
+    def plays(self) -> bool:
+        """Whether the session plays now."""
+        return self.idle_s < PLAYING_S
 
 
 @dataclass(frozen=True)
@@ -59,35 +69,65 @@ def plan_moves(
             servers are used.
         most: Maximum number of moves.
     """
-    counts = {server.name: len(server.sessions) for server in servers}
-    left = {
-        server.name: sorted(server.sessions, key=lambda session: -session.idle_s)
-        for server in servers
-    }
-    room = {server.name: server.max_sessions for server in servers}
+    plan = _Plan(servers)
     used = _used(servers, to_empty, fill)
-    moves: list[PlannedMove] = []
-    while len(moves) < most:
-        targets = [name for name in used if counts[name] < room[name]]
-        if not targets:
-            break
-        target = min(targets, key=lambda name: (counts[name] / room[name], name))
-        outside = [name for name in counts if name not in used and left[name]]
-        # those that shall be empty first, then the fullest
-        outside.sort(key=lambda name: (name not in to_empty, -counts[name], name))
-        if outside:
-            source = outside[0]
-        else:
-            source = max(used, key=lambda name: (counts[name] / room[name], name))
-            after = (counts[source] - 1) / room[source]
-            # a move must not make the target the fuller one
-            if not left[source] or (counts[target] + 1) / room[target] > after:
-                break
-        session = left[source].pop(0)
-        counts[source] -= 1
-        counts[target] += 1
-        moves.append(PlannedMove(session, source, target))
-    return moves
+    outside = [server.name for server in servers if server.name not in used]
+    # those that shall be empty first, then the fullest
+    outside.sort(key=lambda name: (name not in to_empty, -len(plan.left[name]), name))
+    for source in outside:
+        while len(plan.moves) < most and plan.left[source] and (targets := plan.with_room(used)):
+            plan.move(plan.left[source][0], source, min(targets, key=plan.load))
+    for plays in (True, False):
+        while len(plan.moves) < most and plan.even_out(used, plays):
+            pass
+    return plan.moves
+
+
+class _Plan:
+    """Moves, and the sessions of each server after them.
+
+    Args:
+        servers: The servers before the moves.
+    """
+
+    def __init__(self, servers: Sequence[ServerLoad]) -> None:
+        self.moves: list[PlannedMove] = []
+        self.left = {
+            server.name: sorted(server.sessions, key=lambda session: -session.idle_s)
+            for server in servers
+        }
+        self._room = {server.name: server.max_sessions for server in servers}
+
+    def with_room(self, names: Sequence[str]) -> list[str]:
+        return [name for name in names if len(self.left[name]) < self._room[name]]
+
+    def load(self, name: str) -> tuple[float, float, str]:
+        """Return the shares of a server's room that play and that are used, to compare servers."""
+        return self._share(name, True), self._share(name, False), name
+
+    def _share(self, name: str, plays: bool, more: int = 0) -> float:
+        """Return the share of a server's room that is used, or used by sessions that play."""
+        counted = sum(session.plays or not plays for session in self.left[name])
+        return (counted + more) / self._room[name]
+
+    def move(self, session: MovableSession, source: str, target: str) -> None:
+        self.left[source].remove(session)
+        self.left[target].append(session)
+        self.moves.append(PlannedMove(session, source, target))
+
+    def even_out(self, names: Sequence[str], plays: bool) -> bool:
+        """Plan one move of a session that plays or of an idle one. Return whether it helps."""
+        sources = [name for name in names if any(s.plays == plays for s in self.left[name])]
+        targets = self.with_room(names)
+        if not sources or not targets:
+            return False
+        source = max(sources, key=lambda name: (self._share(name, plays), name))
+        target = min(targets, key=lambda name: (self._share(name, plays), name))
+        # a move must not make the target the fuller one
+        if self._share(target, plays, 1) > self._share(source, plays, -1):
+            return False
+        self.move(next(s for s in self.left[source] if s.plays == plays), source, target)
+        return True
 
 
 def _used(servers: Sequence[ServerLoad], to_empty: Collection[str], fill: float) -> list[str]:

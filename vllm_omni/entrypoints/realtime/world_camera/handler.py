@@ -12,6 +12,7 @@ import hashlib
 import logging
 import time
 import uuid
+import weakref
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Final
@@ -79,6 +80,8 @@ class _Client(ConnectionHandler):
         self._own_session_id = new_session_id(manager.server_name)
         self._used: set[SessionKey] = set()
         self._requests: set[asyncio.Task[None]] = set()
+        self._endings: weakref.WeakSet[asyncio.Task[None]] = weakref.WeakSet()
+        """Tasks of `_requests` that free a session. They outlive the connection."""
 
     @property
     def is_active(self) -> bool:
@@ -108,7 +111,7 @@ class _Client(ConnectionHandler):
     async def stop(self) -> None:
         """Cancel this client's runs. Its sessions stay, so that it can reconnect."""
         requests = list(self._requests)
-        for task in requests:
+        for task in self._requests.difference(self._endings):
             task.cancel()
         if requests:
             await asyncio.wait(requests)
@@ -189,6 +192,8 @@ class _Client(ConnectionHandler):
                 raise AssertionError(f"no handler for {type(message).__name__}")
         task = self.manager.spawn(self._response(message, work))
         self._requests.add(task)
+        if isinstance(message, protocol.ResetMessage | protocol.CloseSession):
+            self._endings.add(task)
         task.add_done_callback(self._requests.discard)
 
     async def _response(
