@@ -112,6 +112,8 @@ class Admission:
                     f"one_shot needs a new session_id, {params.session_id!r} is live",
                 )
             if params.session_id not in self._sessions:
+                if index is None and params.chunk_index:
+                    self._sessions.get(params.session_id)  # raises `unknown_session`
                 self._check_window(params)
                 nbytes = self._model.session_nbytes(params)
                 self._sessions.make_room(nbytes)
