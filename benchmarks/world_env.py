@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worlds as environments on a CPU: a `WorldVectorEnv` of N against N of one environment, one after
-the other.
+"""Worlds as environments: together against one after the other, and over HTTP.
 
     python benchmarks/world_env.py                           # 8 tiny worlds, random weights, 48x32
     python benchmarks/world_env.py --model DIR --size 160x96 --envs 4
+    python benchmarks/world_env.py --remote tiny --size 96x64                # over HTTP, on a CPU
+    python benchmarks/world_env.py --remote 1.3B --size 832x480              # over HTTP, on a GPU
 
-Both arms step the same engine in turn, A B A B ..., so that a change of the machine's load meets
-both. A step is one chunk of every environment. Processor time is this process's and the engine's.
-The result is the median of the pairs' ratios.
+Without `--remote`, both arms step the same engine in turn, A B A B ..., so that a change of the
+machine's load meets both. A step is one chunk of every environment. Processor time is this
+process's and the engine's. The result is the median of the pairs' ratios.
+
+With `--remote`, `vllm serve` serves causal Wan at full size with random weights on this machine,
+and a client steps 1, 4 and 16 environments, with frames and with latents as observations. Each
+number of environments has its own warm-up (`--warm`).
 """
 
 import argparse
+import json
 import os
+import socket
 import statistics
 import sys
 import tempfile
@@ -74,8 +81,20 @@ def main() -> None:
     parser.add_argument(
         "--exact", action="store_true", help="omni.batch_invariant: a forward for each environment"
     )
+    parser.add_argument(
+        "--remote",
+        choices=["1.3B", "14B", "tiny"],
+        help="over HTTP: size of the served causal Wan",
+    )
+    parser.add_argument("--counts", type=int, nargs="+", default=[1, 4, 16], help="of --remote")
+    parser.add_argument("--steps", type=int, default=6, help="of --remote: measured steps of each")
+    parser.add_argument("--preset", default="reference", help="of --remote: omni.model.preset")
+    parser.add_argument("--name", help="name of the result file (default: by the arguments)")
     add_output_arguments(parser)
     args = parser.parse_args()
+    if args.remote is not None:
+        run_remote(args)
+        return
     with tempfile.TemporaryDirectory() as folder:
         if args.model is None:
             from vllm_omni.model_executor.models.registry import get_family
@@ -133,7 +152,74 @@ def run(args: argparse.Namespace) -> None:
         "load_average": [round(load, 1), round(os.getloadavg()[0], 1)],
         "note": "the machine was shared: other work ran beside both arms",
     }
-    save(f"world_env{'_exact' if args.exact else ''}", {"result": result}, args)
+    save(args.name or f"world_env{'_exact' if args.exact else ''}", {"result": result}, args)
+
+
+def run_remote(args: argparse.Namespace) -> None:
+    """Serve a model, and step its environments over HTTP."""
+    import streaming_wan
+
+    from vllm_omni.entrypoints.cli import demo
+
+    width, height = map(int, args.size.split("x"))
+    most = max(args.counts)
+    omni = {
+        "height": height,
+        "width": width,
+        "max_sessions": most,
+        "max_requests_per_step": most,
+        "model": {"preset": args.preset},
+    }
+    tiny = args.remote == "tiny"
+    flags = ["--additional-config", json.dumps({"omni": omni}), "--load-format", "dummy"]
+    flags += ["--max-num-seqs", str(most), "--dtype", "float32" if tiny else "bfloat16"]
+    with tempfile.TemporaryDirectory() as folder:
+        model, log = Path(folder) / "stream", Path(folder) / "server.log"
+        streaming_wan.write_checkpoint(model, args.remote)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+        began_s = time.perf_counter()
+        with demo.server(model, port, height, width, log, extra=flags) as process:
+            demo.wait_until_healthy(process, 600)
+            rows = [
+                {"envs": count, "observation": observation, **step_remote(port, count, kind, args)}
+                for count in args.counts
+                for observation, kind in (
+                    ("frames", {"latents": False}),
+                    ("latents", {"observation": "latents"}),
+                )
+            ]
+        started = {"start_and_run_s": round(time.perf_counter() - began_s, 1)}
+    result = {"model": args.remote, "size": args.size, "preset": args.preset, "rows": rows}
+    save(args.name or "world_env_remote", {"result": {**result, **started}}, args)
+
+
+def step_remote(
+    port: int, count: int, kind: dict[str, Any], args: argparse.Namespace
+) -> dict[str, Any]:
+    """Times of the steps of `count` environments on the server."""
+    from vllm_omni.environments.world import WorldVectorEnv
+
+    env = WorldVectorEnv.connect(f"http://127.0.0.1:{port}", count, prompt="a coast road", **kind)
+    width, height = map(int, args.size.split("x"))
+    env.reset(seed=0)
+    actions = env.action_space.sample()
+    times_s = []
+    for step in range(args.warm + args.steps):
+        began_s = time.perf_counter()
+        observations = env.step(actions)[0]
+        if step >= args.warm:
+            times_s.append(time.perf_counter() - began_s)
+    env.close()
+    steps_per_s = count / statistics.median(times_s)
+    row = {
+        "step_ms": spread([1e3 * time_s for time_s in times_s]),
+        "environment_steps_per_s": round(steps_per_s, 3),
+        "frames_per_s": round(steps_per_s * env.info.chunk_frames, 1),
+        "reply_mb": round(observations.nbytes / 1e6, 2),
+    }
+    print(f"{count} environments {width}x{height} {kind}: {row}", flush=True)
+    return row
 
 
 if __name__ == "__main__":

@@ -88,6 +88,9 @@ class DiffusionParams(
     output: Output = "rgb"
     """`rgb` returns uint8 frames `[T, H, W, 3]`, `latents` the unmodified latents of the model,
     `both` returns both and requires a streaming model."""
+    trajectory: bool = False
+    """Return the latents before each denoise step and the log-probabilities of the sampler's draws
+    too. Requires a model that is `SupportsTrajectory` and whose sampler draws noise."""
     window_frames: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
     """Attention window of a chunk in latent frames, including the chunk and the sink frames. The
     first chunk fixes it for the session. Default and maximum: the server's window. Requires a model

@@ -7,6 +7,7 @@ from fastapi.testclient import TestClient
 from starlette.routing import Route
 
 from vllm_omni.entrypoints.engine.readiness import ReadyRoute
+from vllm_omni.entrypoints.environments.routes import EnvironmentRoutes
 from vllm_omni.entrypoints.fleet.routes import FleetRoutes
 from vllm_omni.entrypoints.openai.routes import OpenAIRoutes
 from vllm_omni.entrypoints.realtime.spectators.routes import SpectatorRoutes
@@ -21,6 +22,7 @@ def app() -> FastAPI:
     OpenAIRoutes().add_routes(server)
     ReadyRoute().add_routes(server)
     SessionRoutes().add_routes(server)
+    EnvironmentRoutes().add_routes(server)
     FleetRoutes().add_routes(server)
     SpectatorRoutes().add_routes(server)
     WebRtcRoutes().add_routes(server)
@@ -52,4 +54,6 @@ def test_a_method_that_a_route_lacks_is_refused(path: str) -> None:
 
 
 def test_the_routes_are_there() -> None:
-    assert {"/v1/videos", "/v1/images/generations", "/v1/sessions"} <= set(own_methods())
+    found = set(own_methods())
+    assert {"/v1/videos", "/v1/images/generations", "/v1/sessions"} <= found
+    assert "/v1/environments/{group_id}/step" in found

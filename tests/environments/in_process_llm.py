@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A replacement for vLLM's `LLM` that runs a LingBot World's requests in this process."""
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,11 @@ class InProcessLLM:
             )
         )
 
+    @property
+    def client(self) -> "InProcessClient":
+        """The same model as vLLM's engine client."""
+        return InProcessClient(self)
+
     def encode(self, prompts: Sequence[Any], pooling: Sequence[Any], **options: Any) -> list[Any]:
         assert len(prompts) == len(pooling) and options == {
             "pooling_task": "plugin",
@@ -75,9 +81,27 @@ class InProcessLLM:
             raise RequestFailed("unknown_session", "no such session")
         request = DiffusionRequest("r", params, tensors, self.sessions[params.session_id])
         self.model.prepare_encode(request)
+        if params.trajectory:
+            self.model.record_trajectory(request)
         while request.step < request.num_steps:
             self.model.step_scheduler([request], self.model.denoise_step([request]))
             request.step += 1
         result = self.model.post_decode(request)
         self.model.commit(request)
         return result
+
+
+class InProcessClient:
+    """`encode` and `abort` of vLLM's engine client, as endpoints use them."""
+
+    errored = False
+
+    def __init__(self, llm: InProcessLLM) -> None:
+        self._llm = llm
+
+    async def encode(self, prompt: Any, pooling: Any, request_id: str) -> AsyncIterator[Any]:
+        data = await asyncio.to_thread(self._llm._response, pooling.extra_kwargs)
+        yield SimpleNamespace(outputs=SimpleNamespace(data=data), finished=True)
+
+    async def abort(self, request_id: str) -> None:
+        """Do nothing, because a chunk runs to its end."""

@@ -127,9 +127,8 @@ def test_some_environments_start_anew(env: WorldVectorEnv) -> None:
 
 def test_a_failed_chunk_costs_its_own_episode(env: WorldVectorEnv) -> None:
     env.reset(seed=1)
-    lost = env.episodes[1]
-    assert lost is not None
-    env._close([lost.session_id])
+    lost = env._engine._sessions[1]
+    env._engine._llm.sessions.pop(lost)
     with pytest.raises(RequestFailed):
         env.step(keys(env, "w", "w", "w"))
     assert env.episodes[1] is None and env.episodes[0] is not None

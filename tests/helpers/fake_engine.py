@@ -26,6 +26,7 @@ from helpers.walking import Walker
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
+from vllm_omni.entrypoints.environments.routes import EnvironmentRoutes
 from vllm_omni.entrypoints.realtime.connection import codec
 from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.entrypoints.realtime.connection.session_engine import SessionEngine
@@ -228,7 +229,7 @@ class EndpointServer:
         for paths, serve in endpoints.items():
             for path in paths:
                 app.add_api_websocket_route(path, serve)
-        for routes in (WebRtcRoutes(), SpectatorRoutes()):
+        for routes in (WebRtcRoutes(), SpectatorRoutes(), EnvironmentRoutes()):
             routes.add_routes(app)
             routes.serve(self.manager)
         config = uvicorn.Config(

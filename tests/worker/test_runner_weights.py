@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.scheduling import new_request, run_to_end
+from helpers.scheduling import execute, new_request, run_to_end, step
 from helpers.snapshot_steps import Worker, text_chunk
 from helpers.wan22_driver import HEIGHT, WIDTH
 from vllm.config import set_current_vllm_config
@@ -16,6 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from vllm_omni.model_executor.checkpoint import tensor_files
 from vllm_omni.model_executor.models.registry import get_family
+from vllm_omni.outputs import RequestFailed
 from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
 
 SMALL = {"model": {"window_frames": 7, "sink_frames": 2}}
@@ -114,6 +115,26 @@ def test_weights_are_replaced_in_place(
             parameter.zero_()
         runner.reload_weights()
     assert torch.equal(first_frames(runner, "c"), expected)
+
+
+def test_a_reload_ends_every_session(make_runner: MakeRunner, causal_wan: Path) -> None:
+    """Their keys and values are of the old weights. A chunk in flight fails, and a session that
+    starts afterwards gets the frames of the new weights, also for a prompt that was known."""
+    runner = make_runner(causal_wan, SMALL)
+    worker = Worker(runner)
+    expected = first_frames(runner, "old")
+    first = {"prompt": "a field", "seed": 1}
+    execute(runner, step(new=[new_request("r", session_id="busy", **first)]))
+    with torch.inference_mode():
+        runner.reload_weights()
+    assert len(runner.sessions) == 0
+    failure = execute(runner, step(running=["r"]))["r"]
+    assert failure.code == "cancelled" and "weights were replaced" in failure.message
+    execute(runner, step(finished=["r"]))
+    for session_id, index in (("old", 1), ("busy", 1)):
+        with pytest.raises(RequestFailed, match=r"^unknown_session: .*not live here"):
+            worker.chunk(session_id, chunk_index=index)
+    assert torch.equal(first_frames(runner, "old"), expected)
 
 
 def test_a_reload_does_not_map_files(

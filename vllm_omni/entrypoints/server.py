@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.websockets import WebSocket
 
 from vllm_omni.entrypoints.engine.readiness import ReadyRoute
+from vllm_omni.entrypoints.environments.routes import EnvironmentRoutes
 from vllm_omni.entrypoints.fleet.routes import FleetRoutes
 from vllm_omni.entrypoints.openai.adapter_route import AdapterRoute
 from vllm_omni.entrypoints.openai.routes import OpenAIRoutes
@@ -79,6 +80,7 @@ ENDPOINTS: Final[tuple[Callable[[], ServerEndpoint], ...]] = (
     SpectatorRoutes,
     OpenAIRoutes,
     AdapterRoute,
+    EnvironmentRoutes,
     SessionRoutes,
     FleetRoutes,  # after the endpoint that saves and restores sessions
     ReadyRoute,  # after every endpoint that appends to `room_checks`

@@ -1,69 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WorldVectorEnv`: sessions of a world model as a gymnasium `VectorEnv`.
+"""`WorldVectorEnv`: sessions of a world model as a gymnasium `VectorEnv`. `WorldEnv`: one as `Env`.
 
-    env = WorldVectorEnv.load("my_world", 8, prompt="a village", image=image) frames, infos =
-    env.reset(seed=0) frames, rewards, terminations, truncations, infos =
-    env.step(env.action_space.sample())
+    env = WorldVectorEnv.load("my_world", 8, prompt="a village", image=image)
+    env = WorldVectorEnv.connect("http://gpu:8000", 8, prompt="a village", image=image)
+    observations, infos = env.reset(seed=0)
+    observations, rewards, terminations, truncations, infos = env.step(env.action_space.sample())
 
-All environments are stepped by one call to the engine. A step is one chunk: the action of an
-environment applies to all its latent frames. Frames are uint8; latents are float32 and unmodified
-(`infos["latents"]`). Each environment is a session of the engine. Forking an environment copies its
-session. Noise depends only on (seed, chunk, step), so equal seeds and actions give bit-identical
-results. Worlds have no rewards; the caller may provide a function (`reward`). Only stock vLLM's
-`LLM.encode` is used.
+The engine is vLLM's offline engine in this process (`load`) or a server (`connect`). All
+environments are stepped by one call to it, so it batches them. A step is one chunk: the action of
+an environment applies to all its latent frames. Frames are uint8; latents are float32 and
+unmodified. Forking an environment copies its session. Noise depends only on (seed, chunk, step), so
+equal seeds and actions give bit-identical results, here and on a server. Worlds have no rewards;
+the caller may provide a function (`reward`).
 """
 
 import math
 import os
-import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import gymnasium
 import msgspec
 import numpy as np
-import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, iterate
 
-from vllm_omni.actions import ActionFrame, image_tensor
-from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
-from vllm_omni.environments.action_spaces import action_frame, gymnasium_space, idle, with_rest
-from vllm_omni.inputs import DiffusionParams, engine_prompt
-from vllm_omni.outputs import RequestFailed, unpack
+from vllm_omni.actions import ActionFrame
+from vllm_omni.environments.action_spaces import action_frame, gymnasium_space, with_rest
+from vllm_omni.environments.engine import (
+    Episode,
+    OfflineEngine,
+    Outcome,
+    WorldEngine,
+    WorldSettings,
+)
+from vllm_omni.environments.remote import RemoteEngine
+from vllm_omni.outputs import RequestFailed
 from vllm_omni.seeds import definite_seed, nth_seed
 from vllm_omni.worlds.start_pose import START_POSE, StartPose
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-# N environments, T frames of a chunk, H height, W width
+# N environments, T frames of a chunk, H height, W width, S denoise steps
 
-Reward = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""Function of frames [N, T, H, W, 3] and latents [N, C, F, h, w] that returns rewards [N]."""
-
-
-@dataclass
-class Episode:
-    """History of one environment since its reset, sufficient to replay it."""
-
-    session_id: str
-    """Session of the environment."""
-    seed: int
-    """Seed of the session."""
-    prompt: str
-    """Prompt of the session."""
-    actions: list[ActionFrame] = field(default_factory=list)
-    """Action of each step."""
-    start_pose: StartPose | None = None
-    """World pose of the start image, if it was given."""
-
-    @property
-    def chunks(self) -> int:
-        """Number of chunks of the session, including the first one, which the reset generated."""
-        return 1 + len(self.actions)
+Reward = Callable[[np.ndarray, dict[str, Any]], np.ndarray]
+"""Function of observations [N, ...] and infos that returns rewards [N]."""
+Observation = Literal["frames", "latents"]
 
 
 class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
@@ -73,8 +59,8 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
     fails raises `RequestFailed`; its environment needs a reset, and all others have advanced.
 
     Attributes:
-        observation_space: Frames of a chunk [T, H, W, 3]. The first chunk after a reset is shorter
-            and padded at the front with its first frame.
+        observation_space: Frames of a chunk [T, H, W, 3], or its latents [C, F, h, w]. The first
+            chunk after a reset is shorter and padded at the front with its first frame.
         action_space: `gymnasium_space` of the model's controls.
         episodes: History of each environment.
     """
@@ -84,35 +70,42 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
 
     def __init__(
         self,
-        llm: "LLM",
+        engine: "WorldEngine | LLM",
         num_envs: int,
         *,
-        prompt: str | Sequence[str],
+        prompt: str | Sequence[str] = "",
         image: np.ndarray | None = None,
         images: Mapping[str, np.ndarray] | None = None,
         height: int | None = None,
         width: int | None = None,
+        observation: Observation = "frames",
+        latents: bool = True,
+        trajectory: bool = False,
         max_steps: int | None = None,
         reward: Reward | None = None,
     ) -> None:
         """Create environments in an engine.
 
         Args:
-            llm: The engine.
+            engine: The engine.
             num_envs: Number of environments.
             prompt: Prompt of all environments, or one per environment.
             image: Start image, uint8 [H, W, 3], for models that need one.
             images: Named images of each episode (`ActionSpace.images`), in the same form.
             height: Height in pixels. Default: the model's.
             width: Width in pixels. Default: the model's.
+            observation: `frames`, or `latents`, which are not decoded.
+            latents: Whether `infos["latents"]` has the latents beside frames.
+            trajectory: Whether infos have the latents and log-probabilities of the denoise steps.
+                Requires a model whose sampler draws noise.
             max_steps: Steps after which an episode is truncated. Default: never.
             reward: Function that computes rewards. Default: all are 0.
 
         Raises:
             ValueError: The model is not a world, or the engine has too few sessions.
         """
-        config = llm.llm_engine.vllm_config
-        self.info = StreamInfo.from_vllm_config(config, model="world")
+        self._engine = engine if isinstance(engine, WorldEngine) else OfflineEngine(engine)
+        self.info = self._engine.spec
         self.model_actions = self.info.actions
         if num_envs > self.info.max_sessions:
             raise ValueError(
@@ -120,28 +113,36 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
                 "environments were requested; start it with additional_config omni.max_sessions"
             )
         self.num_envs = num_envs
-        self._images = {image_tensor(name): array for name, array in (images or {}).items()}
-        if image is not None:
-            self._images["image"] = image
-        self._llm, self._reward, self._max_steps = llm, reward, max_steps
-        self._own_engine = False
+        self._reward, self._max_steps = reward, max_steps
         self._prompts = [prompt] * num_envs if isinstance(prompt, str) else list(prompt)
         if len(self._prompts) != num_envs:
             raise ValueError(
                 f"prompt must be one, or one per environment ({num_envs}); got {len(self._prompts)}"
             )
-        self._size = (height or self.info.height, width or self.info.width)
-        shape = (self.info.chunk_frames, *self._size, 3)
-        self.single_observation_space: spaces.Space[Any] = spaces.Box(0, 255, shape, np.uint8)
+        height, width = height or self.info.height, width or self.info.width
+        frames = spaces.Box(0, 255, (self.info.chunk_frames, height, width, 3), np.uint8)
+        shape = self.info.latent_shape(height, width)
+        self._observed = observation
+        self.single_observation_space: spaces.Space[Any] = (
+            frames if observation == "frames" else spaces.Box(-np.inf, np.inf, shape, np.float32)
+        )
         self.single_action_space: spaces.Space[Any] = gymnasium_space(self.model_actions)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         self.episodes: list[Episode | None] = [None] * num_envs
         self._ended = np.zeros(num_envs, bool)
-        self._frames = np.zeros((num_envs, *shape), np.uint8)
-        self._latents: list[np.ndarray] = [np.zeros(0, np.float32)] * num_envs
-        self._poses: list[np.ndarray] = [np.zeros((0, 4))] * num_envs
+        self._arrays: list[dict[str, np.ndarray]] = [{}] * num_envs
         self._starts: list[StartPose | None] = [None] * num_envs
+        self._engine.open(
+            WorldSettings(
+                num_envs=num_envs,
+                size=(height, width),
+                image=image,
+                images=images or {},
+                output="latents" if observation == "latents" else "both" if latents else "rgb",
+                trajectory=trajectory,
+            )
+        )
 
     @classmethod
     def load(
@@ -163,10 +164,9 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
             exact: Whether the results of an environment are bit-identical regardless of the others.
                 If false, all share one forward pass, which is faster for small models
                 (`omni.batch_invariant`).
-            omni: Further options of `additional_config["omni"]`. **env: Arguments of the
-            constructor.
+            omni: Further options of `additional_config["omni"]`.
+            **env: Arguments of the constructor.
         """
-
         # In GiB. By default a CPU worker requires 92 % of the memory.
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
         from vllm import LLM
@@ -185,9 +185,32 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
             max_num_seqs=num_envs,
             additional_config={"omni": {**options, **(omni or {})}},
         )
-        made = cls(llm, num_envs, **env)
-        made._own_engine = True
-        return made
+        return cls(OfflineEngine(llm, owned=True), num_envs, **env)
+
+    @classmethod
+    def connect(
+        cls,
+        url: str,
+        num_envs: int,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
+        **env: Any,
+    ) -> "WorldVectorEnv":
+        """Create environments on a server (`vllm serve --omni`), which needs no model here.
+
+        Args:
+            url: Address of the server, for example `http://127.0.0.1:8000`.
+            num_envs: Number of environments.
+            api_key: API key of the server. None: it needs none.
+            timeout_s: Longest time in seconds that a step may take.
+            **env: Arguments of the constructor.
+
+        Raises:
+            RequestFailed: The server refused the key or the environments.
+            OSError: The server does not respond.
+        """
+        return cls(RemoteEngine(url, api_key=api_key, timeout_s=timeout_s), num_envs, **env)
 
     # -- gymnasium ---------------------------------------------------------------------------------
 
@@ -222,11 +245,9 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         which = np.flatnonzero(mask).tolist()
         for index in which:
             self._starts[index] = given[index]
-        self._start(
-            which, [seeds[index] for index in which], starts=[given[index] for index in which]
-        )
+        self._start(which, [seeds[index] for index in which])
         self._ended[which] = False
-        return self._frames.copy(), self._infos()
+        return self._observations(), self._infos()
 
     def step(
         self, actions: Any
@@ -246,7 +267,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         ]
         starts = np.flatnonzero(self._ended).tolist()
         continuing = [index for index in range(self.num_envs) if not self._ended[index]]
-        self._start(starts, [None] * len(starts), starts=[self._starts[index] for index in starts])
+        self._start(starts, [None] * len(starts))
         self._advance(continuing, [taken[index] for index in continuing])
         steps = np.array(
             [0 if episode is None else len(episode.actions) for episode in self.episodes]
@@ -255,19 +276,16 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
             np.zeros(self.num_envs, bool) if self._max_steps is None else steps >= self._max_steps
         )
         self._ended = truncations.copy()
-        infos = self._infos()
+        observations, infos = self._observations(), self._infos()
         rewards = np.zeros(self.num_envs)
         if self._reward is not None:
-            rewards = np.asarray(self._reward(self._frames, infos["latents"]), np.float64)
+            rewards = np.array(self._reward(observations, infos), np.float64)
             rewards[starts] = 0.0
-        return self._frames.copy(), rewards, np.zeros(self.num_envs, bool), truncations, infos
+        return observations, rewards, np.zeros(self.num_envs, bool), truncations, infos
 
     def close_extras(self, **kwargs: Any) -> None:
         """Free the sessions, and stop the engine if `load` started it."""
-        ids = [episode.session_id for episode in self.episodes if episode is not None]
-        self._close(ids)
-        if self._own_engine:
-            self._llm.llm_engine.engine_core.shutdown()
+        self._engine.close()
         self.episodes = [None] * self.num_envs
 
     # -- research ----------------------------------------------------------------------------------
@@ -281,18 +299,12 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         """
         origin = self._episode(source)
         targets = [target for target in targets if target != source]
-        self._close(
-            [old.session_id for target in targets if (old := self.episodes[target]) is not None]
-        )
-        ids = [_new_id() for _ in targets]
-        self._encode(
-            [DiffusionParams(session_id=origin.session_id, op="fork", fork_to=new) for new in ids]
-        )
-        for target, new in zip(targets, ids, strict=True):
-            self.episodes[target] = replace(origin, session_id=new, actions=list(origin.actions))
-            self._frames[target], self._ended[target] = self._frames[source], self._ended[source]
-            self._latents[target] = self._latents[source]
-            self._poses[target] = self._poses[source]
+        if targets:
+            self._engine.fork(source, targets)
+        for target in targets:
+            self.episodes[target] = replace(origin, actions=list(origin.actions))
+            self._ended[target] = self._ended[source]
+            self._arrays[target] = self._arrays[source]
 
     def replay(self, target: int, episode: Episode) -> np.ndarray:
         """Replay an episode (`episodes[i]` or a stored one) from its start.
@@ -303,131 +315,71 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
 
         Returns:
             Its frames, uint8 [frames, H, W, 3], bit-identical to the original ones (with `exact`).
+            With latents as observations: [steps, C, F, h, w].
         """
-        self._start([target], [episode.seed], [episode.prompt], [episode.start_pose])
-        parts = [self._frames[target][-self.info.first_chunk_frames :].copy()]
+        self._begin([target], [replace(episode, actions=[])])
+        frames = self._observed == "frames"
+        first = self._arrays[target][self._observed]
+        parts = [first[-self.info.first_chunk_frames :] if frames else first[None]]
         for action in tuple(episode.actions):
             self._advance([target], [action])
-            parts.append(self._frames[target].copy())
+            chunk = self._arrays[target][self._observed]
+            parts.append(chunk if frames else chunk[None])
         return np.concatenate(parts)
 
     # -- the engine --------------------------------------------------------------------------------
 
-    def _start(
-        self,
-        which: list[int],
-        seeds: Sequence[int | None],
-        prompts: Sequence[str] | None = None,
-        starts: Sequence[StartPose | None] | None = None,
-    ) -> None:
-        """Run the first chunk of new episodes."""
-        if not which:
-            return
-        self._close(
-            [old.session_id for index in which if (old := self.episodes[index]) is not None]
-        )
-        prompts = prompts or [self._prompts[index] for index in which]
-        starts = starts or [None] * len(which)
-        started = [
-            Episode(_new_id(), definite_seed(seed), prompt, start_pose=start)
-            for seed, prompt, start in zip(seeds, prompts, starts, strict=True)
+    def _start(self, which: list[int], seeds: Sequence[int | None]) -> None:
+        """Start new episodes of environments."""
+        episodes = [
+            Episode(definite_seed(seed), self._prompts[index], start_pose=self._starts[index])
+            for index, seed in zip(which, seeds, strict=True)
         ]
-        height, width = self._size
-        latent_frames = self.info.first_chunk_latent_frames or self.info.latent_frames_per_chunk
-        params = [
-            self._params(
-                episode,
-                0,
-                latent_frames,
-                None,
-                prompt=episode.prompt,
-                seed=episode.seed,
-                height=height,
-                width=width,
-                options={} if episode.start_pose is None else episode.start_pose.as_option(),
-            )
-            for episode in started
-        ]
-        images = {name: torch.from_numpy(np.array(x)) for name, x in self._images.items()}
-        for index, episode in zip(which, started, strict=True):
+        self._begin(which, episodes)
+
+    def _begin(self, which: list[int], episodes: Sequence[Episode]) -> None:
+        """Run the first chunk of episodes."""
+        for index, episode in zip(which, episodes, strict=True):
             self.episodes[index] = episode
-        self._run(which, params, images)
+        if which:
+            self._keep(which, self._engine.start(which, episodes))
 
     def _advance(self, which: list[int], actions: Sequence[ActionFrame]) -> None:
         """Run the next chunk of episodes."""
+        if not which:
+            return
         episodes = [self._episode(index) for index in which]
-        count = self.info.latent_frames_per_chunk
-        params = [
-            self._params(episode, episode.chunks, count, action)
-            for episode, action in zip(episodes, actions, strict=True)
-        ]
-        self._run(which, params)
+        outcomes = self._engine.advance(which, episodes, actions)
         for episode, action in zip(episodes, actions, strict=True):
             episode.actions.append(action)
+        self._keep(which, outcomes)
 
-    def _params(
-        self,
-        episode: Episode,
-        chunk: int,
-        latent_frames: int,
-        action: ActionFrame | None,
-        **first: Any,
-    ) -> DiffusionParams:
-        held = idle(self.model_actions) if action is None else action
-        return DiffusionParams(
-            session_id=episode.session_id,
-            chunk_index=chunk,
-            actions=[held] * latent_frames if self.model_actions.has_controls else None,
-            output="both",
-            **first,
-        )
-
-    def _run(
-        self,
-        which: Sequence[int],
-        params: Sequence[DiffusionParams],
-        tensors: dict[str, torch.Tensor] | None = None,
-    ) -> None:
-        """Generate one chunk of each environment.
+    def _keep(self, which: Sequence[int], outcomes: Sequence[Outcome]) -> None:
+        """Store the arrays of chunks. First chunks are padded at the front.
 
         A failed environment loses its episode. The first failure is raised.
         """
         failures: list[RequestFailed] = []
-        for index, envelope in zip(which, self._encode(params, tensors), strict=True):
-            try:
-                self._keep(index, *unpack(envelope))
-            except RequestFailed as failure:
+        for index, outcome in zip(which, outcomes, strict=True):
+            if isinstance(outcome, RequestFailed):
                 self.episodes[index] = None
-                failures.append(failure)
+                failures.append(outcome)
+                continue
+            meta, arrays = outcome
+            count = self.info.latent_frames_per_chunk
+            unknown = [[math.nan] * 4] * count
+            poses = np.array(meta.get("world_poses", unknown), np.float64)
+            kept = {"world_poses": _padded(poses, count, 0)}
+            if (frames := arrays.get("frames")) is not None:
+                kept["frames"] = _padded(frames, self.info.chunk_frames, 0)
+            if (latents := arrays.get("latents")) is not None:
+                kept["latents"] = _padded(latents.astype(np.float32), count, 1)
+            if (steps := arrays.get("step_latents")) is not None:
+                kept["step_latents"] = _padded(steps, count, 2)
+                kept["step_log_probs"] = arrays["step_log_probs"]
+            self._arrays[index] = kept
         if failures:
             raise failures[0]
-
-    def _encode(
-        self, params: Sequence[DiffusionParams], tensors: dict[str, torch.Tensor] | None = None
-    ) -> list[torch.Tensor]:
-        """Send all requests to the engine in one call and return their envelopes."""
-        if not params:
-            return []
-        pooling = [each.to_pooling_params(tensors) for each in params]
-        prompts = [engine_prompt() for _ in params]
-        outputs = self._llm.encode(prompts, pooling, pooling_task="plugin", use_tqdm=False)
-        return [output.outputs.data for output in outputs]
-
-    def _close(self, ids: Sequence[str]) -> None:
-        self._encode([DiffusionParams(session_id=session_id, op="close") for session_id in ids])
-
-    def _keep(self, index: int, meta: dict[str, Any], result: dict[str, torch.Tensor]) -> None:
-        """Store a chunk's frames, latents and poses. A first chunk is padded at the front."""
-        frames, latents = result["frames"].numpy(), result["latents"].float().numpy()
-        missing = self._frames.shape[1] - len(frames)
-        self._frames[index, :missing], self._frames[index, missing:] = frames[0], frames
-        missing = self.info.latent_frames_per_chunk - latents.shape[1]
-        self._latents[index] = np.pad(
-            latents, ((0, 0), (max(0, missing), 0), (0, 0), (0, 0)), mode="edge"
-        )
-        unknown = [[math.nan] * 4] * latents.shape[1]
-        poses = np.array(meta.get("world_poses", unknown), np.float64)
-        self._poses[index] = np.pad(poses, ((max(0, missing), 0), (0, 0)), mode="edge")
 
     def _episode(self, index: int) -> Episode:
         episode = self.episodes[index]
@@ -435,21 +387,93 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
             raise ValueError(f"environment {index} has no episode; call reset")
         return episode
 
+    def _observations(self) -> np.ndarray:
+        """Return the observations of all environments, owned by the caller."""
+        for index in range(self.num_envs):
+            self._episode(index)
+        return np.stack([arrays[self._observed] for arrays in self._arrays])
+
     def _infos(self) -> dict[str, Any]:
         """Return the infos of all environments.
 
         Returns:
             `latents`, float32 [N, C, F, h, w]; `seed` and `chunks`, int [N]; `world_poses`, float64
             [N, F, 4]: x_m, z_m, heading_degrees and pitch_degrees of each latent frame, NaN if
-            unknown.
+            unknown. With `trajectory`: `step_latents`, float32 [N, S, C, F, h, w], the latents
+            before each denoise step, and `step_log_probs`, float64 [N, S - 1], the log-probability
+            of the latents after each step but the last.
         """
         episodes = [self._episode(index) for index in range(self.num_envs)]
+        kinds = [name for name in self._arrays[0] if name not in ("frames", self._observed)]
         return {
-            "latents": np.stack(self._latents),
-            "world_poses": np.stack(self._poses),
+            **{name: np.stack([arrays[name] for arrays in self._arrays]) for name in kinds},
             "seed": np.array([episode.seed for episode in episodes]),
             "chunks": np.array([episode.chunks for episode in episodes]),
         }
+
+
+class WorldEnv(gymnasium.Env[np.ndarray, Any]):
+    """One world as a gymnasium `Env`.
+
+    Args:
+        worlds: A vector environment with one environment.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": ["rgb_array"]}  # noqa: RUF012 - gymnasium's own attribute
+    """Gymnasium's description of the environment."""
+
+    def __init__(self, worlds: WorldVectorEnv) -> None:
+        if worlds.num_envs != 1:
+            raise ValueError(f"an Env has one environment, got {worlds.num_envs}")
+        self.worlds = worlds
+        self.observation_space = worlds.single_observation_space
+        self.action_space = worlds.single_action_space
+
+    @classmethod
+    def connect(cls, url: str, **options: Any) -> "WorldEnv":
+        """Create an environment on a server. Arguments are those of `WorldVectorEnv.connect`."""
+        return cls(WorldVectorEnv.connect(url, 1, **options))
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        """Start a new episode. Arguments are those of `WorldVectorEnv.reset`."""
+        super().reset(seed=seed)
+        observations, infos = self.worlds.reset(seed=seed, options=options)
+        return observations[0], _of_first(infos)
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        """Generate one chunk. Arguments and results are those of `WorldVectorEnv.step`."""
+        batched = (
+            {name: np.asarray(value)[None] for name, value in action.items()}
+            if isinstance(action, Mapping)
+            else np.asarray(action)[None]
+        )
+        observations, rewards, terminations, truncations, infos = self.worlds.step(batched)
+        ended = bool(terminations[0]), bool(truncations[0])
+        return observations[0], float(rewards[0]), *ended, _of_first(infos)
+
+    def close(self) -> None:
+        """Free the session."""
+        self.worlds.close()
+
+
+def _of_first(infos: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the infos of the first environment, without poses that are unknown."""
+    first = {name: value[0] for name, value in infos.items()}
+    if np.isnan(first["world_poses"]).any():
+        del first["world_poses"]  # NaN differs from itself, and gymnasium compares infos
+    return first
+
+
+def _padded(array: np.ndarray, length: int, axis: int) -> np.ndarray:
+    """Repeat the first entry of an axis in front of it, up to a length."""
+    missing = max(0, length - array.shape[axis])
+    if not missing:
+        return array
+    pads = [(0, 0)] * array.ndim
+    pads[axis] = (missing, 0)
+    return np.pad(array, pads, mode="edge")
 
 
 def _start_poses(given: Any, count: int) -> list[StartPose | None]:
@@ -467,7 +491,3 @@ def _start_poses(given: Any, count: int) -> list[StartPose | None]:
         return [None if start is None else msgspec.convert(start, StartPose) for start in each]
     except msgspec.ValidationError as error:
         raise ValueError(f"{START_POSE}: {error}") from error
-
-
-def _new_id() -> str:
-    return f"env-{secrets.token_hex(16)}"

@@ -227,6 +227,8 @@ def pipeline_call(
             arguments[name] = type(default_of(info.parameters, name) or 1.0)(params.fps)
     if params.output == "both":
         raise _invalid("output 'both' requires a streaming model; allowed: 'rgb', 'latents'")
+    if params.trajectory:
+        raise _invalid("trajectory requires a streaming model; leave it out")
     arguments["output_type"] = "latent" if params.output == "latents" else "pt"
     steps = arguments.get("num_inference_steps", default_of(info.parameters, "num_inference_steps"))
     return PipelineCall(

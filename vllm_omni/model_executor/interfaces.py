@@ -305,6 +305,18 @@ class SupportsSessionWindows(Protocol):
 
 
 @runtime_checkable
+class SupportsTrajectory(Protocol[Session, Work]):
+    """A model that can return the denoise steps of a chunk (`DiffusionParams.trajectory`)."""
+
+    def record_trajectory(self, request: DiffusionRequest[Session, Work]) -> None:
+        """Make the result of a chunk contain its denoise steps. Called after `prepare_encode`.
+
+        Raises:
+            RequestFailed: The chunk's sampler draws no noise, or other ranks run its steps.
+        """
+
+
+@runtime_checkable
 class SupportsBatchedDecode(Protocol[Session, Work]):
     """A model that decodes chunks of several sessions in one call, without
     `omni.batch_invariant`."""

@@ -18,8 +18,9 @@ load of the server and any number of ranks.
 
 import hashlib
 import itertools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
 
@@ -101,6 +102,54 @@ class FewStepSchedule:
             sigma = self.sigmas_noise[step + 1]
             x0 = (1 - sigma) * x0.float().double() + sigma * noise.draw(step + 1).double()
         return x0.float()
+
+    def log_prob(self, step: int, noise: ChunkNoise, given_frames: int = 0) -> torch.Tensor:
+        """Return the log-density of the latents after `step`, given those before it, fp64.
+
+        After every step but the last they are Gaussian, with the mean (1 - sigma) x0 and the
+        standard deviation sigma in each value. Natural logarithm, summed over all values.
+
+        Args:
+            step: The step, less than `num_steps - 1`.
+            noise: Noise of the chunk [C, F, h, w].
+            given_frames: First frames, which are not random and therefore left out.
+        """
+        drawn = noise.draw(step + 1)[:, given_frames:].double()
+        sigma = self.sigmas_noise[step + 1]
+        constant = math.log(sigma) + math.log(2 * math.pi) / 2
+        return -drawn.square().sum() / 2 - drawn.numel() * constant
+
+
+@dataclass
+class Trajectory:
+    """Denoise steps of one chunk (`DiffusionParams.trajectory`)."""
+
+    schedule: FewStepSchedule
+    """Its steps."""
+    latents: list[torch.Tensor] = field(default_factory=list)
+    """Latents before each step, fp32 [C, F, h, w]."""
+    log_probs: list[torch.Tensor] = field(default_factory=list)
+    """`FewStepSchedule.log_prob` of each step but the last."""
+
+    def add_step(
+        self, latents: torch.Tensor, step: int, noise: ChunkNoise, given_frames: int
+    ) -> None:
+        """Record a step. Arguments are those of `FewStepSchedule.log_prob`, and the latents before
+        the step."""
+        self.latents.append(latents)
+        if step + 1 < self.schedule.num_steps:
+            self.log_probs.append(self.schedule.log_prob(step, noise, given_frames))
+
+    def results(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of a result: `step_latents`, fp32 [S, C, F, h, w], and
+        `step_log_probs`, fp64 [S - 1]."""
+        latents = torch.stack(self.latents)
+        return {
+            "step_latents": latents,
+            "step_log_probs": torch.stack(self.log_probs)
+            if self.log_probs
+            else latents.new_empty(0, dtype=torch.float64),
+        }
 
 
 @dataclass(frozen=True)

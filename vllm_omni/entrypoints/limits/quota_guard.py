@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`QuotaGuard`: quotas of HTTP requests. Requests over a quota get 429. Sent bytes are charged.
 
-Sessions on WebSockets are charged in `../realtime/sessions/session.py`. Open paths, tickets,
-`OPTIONS` and `DELETE` are free and never refused. Runs after the check of the API key.
+Sessions, also those of environments, are charged in `../realtime/sessions/session.py`. Open paths,
+tickets, `OPTIONS` and `DELETE` are free and never refused. Runs after the check of the API key.
 """
 
 from typing import Final
@@ -10,6 +10,7 @@ from typing import Final
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vllm_omni.entrypoints.environments.protocol import PATH as ENVIRONMENTS_PATH
 from vllm_omni.entrypoints.errors import EndpointError
 from vllm_omni.entrypoints.limits.access import (
     OPEN_PATHS,
@@ -70,4 +71,4 @@ class QuotaGuard:
 
 
 def _costs(path: str) -> bool:
-    return path not in _FREE and not path.startswith("/omni")
+    return path not in _FREE and not path.startswith(("/omni", ENVIRONMENTS_PATH))

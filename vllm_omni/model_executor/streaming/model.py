@@ -28,7 +28,7 @@ from vllm_omni.model_executor.interfaces import (
 )
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
-from vllm_omni.model_executor.schedules import FewStepSchedule, with_most_steps
+from vllm_omni.model_executor.schedules import FewStepSchedule, Trajectory, with_most_steps
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 from vllm_omni.model_executor.streaming.degradations import (
     FEWER_STEPS,
@@ -46,6 +46,7 @@ from vllm_omni.model_executor.streaming.session import (
     StreamingSession,
 )
 from vllm_omni.model_executor.streaming.setup import StreamingSetup
+from vllm_omni.outputs import RequestFailed
 
 
 class ChunkLatentsDecoder(Protocol):
@@ -300,6 +301,21 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
     def batch_key(self, request: DiffusionRequest[Session, Chunk]) -> Hashable:
         return request.work.latents.shape
 
+    def record_trajectory(self, request: DiffusionRequest[Session, Chunk]) -> None:
+        chunk = request.work
+        if not isinstance(chunk.schedule, FewStepSchedule):
+            raise RequestFailed(
+                "invalid_request",
+                "trajectory: this model's sampler draws no noise between its steps, so they have "
+                "no log-probabilities; leave it out",
+            )
+        if self.parallel.num_stages > 1 or self.omni.vae_stage:
+            raise RequestFailed(
+                "invalid_request",
+                "trajectory: only servers with one pipeline stage return it; leave it out",
+            )
+        chunk.trajectory = Trajectory(chunk.schedule)
+
     @torch.no_grad()
     def step_scheduler(
         self, batch: Sequence[DiffusionRequest[Session, Chunk]], prediction: torch.Tensor
@@ -310,6 +326,8 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
             if step is None:
                 continue
             assert chunk.noise is not None
+            if chunk.trajectory is not None:
+                chunk.trajectory.add_step(chunk.latents, step, chunk.noise, chunk.num_given)
             given = chunk.latents[:, : chunk.given_frames]
             chunk.latents = chunk.schedule.advance(chunk.latents, flow, step, chunk.noise)
             if chunk.given_frames:
@@ -325,7 +343,7 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
             # the result names only the degradations that took place
             request.degradations = tuple(name for name in request.degradations if name != TINY_VAE)
         if session.shape.output == "latents":
-            return meta, {"latents": chunk.latents}
+            return meta, chunk.latent_results(session.shape)
         assert decoder is not None, "ranks of the last stage decode: one, or all of them together"
         chunk.decoded_from = session.decoder_cache
         frames, chunk.decoder_cache = decoder.decode_frames(
@@ -334,7 +352,7 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
             chunk.decoded_from,
             tiny=self.decodes_tiny(request),
         )
-        return meta, ({} if frames is None else {"frames": frames}) | chunk.latents_with_frames(
+        return meta, ({} if frames is None else {"frames": frames}) | chunk.latent_results(
             session.shape
         )
 
@@ -363,7 +381,7 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
             results.append(
                 (
                     self.result_meta(request),
-                    {"frames": frames} | chunk.latents_with_frames(request.session.shape),
+                    {"frames": frames} | chunk.latent_results(request.session.shape),
                 )
             )
         return results

@@ -19,7 +19,7 @@ import torch
 
 from vllm_omni.inputs import DiffusionParams, Output, Text
 from vllm_omni.model_executor.interfaces import SHORT_WINDOW, SessionState
-from vllm_omni.model_executor.schedules import ChunkNoise
+from vllm_omni.model_executor.schedules import ChunkNoise, Trajectory
 from vllm_omni.model_executor.streaming.chunk_plan import ChunkPlan
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.seeds import Seed, check_seed
@@ -194,6 +194,8 @@ class StreamingChunk(Generic[Window, OwnValue]):
     """First latent frames that are given, for example a start image. Denoise steps keep them."""
     omitted: bool = False
     """Whether the window leaves this chunk out, so that the next chunk takes its place."""
+    trajectory: Trajectory | None = None
+    """Its denoise steps, if the request asks for them."""
     decoded_from: Any = None
     """State of the decoder before the chunk, retained because the device may still read it."""
 
@@ -237,9 +239,15 @@ class StreamingChunk(Generic[Window, OwnValue]):
             **others,
         )
 
-    def latents_with_frames(self, shape: SessionShape) -> dict[str, torch.Tensor]:
-        """Return the latents to add to a result with frames, if the session's output is `both`."""
-        return {"latents": self.latents} if shape.output == "both" else {}
+    def latent_results(self, shape: SessionShape) -> dict[str, torch.Tensor]:
+        """Return the tensors of the chunk's result other than frames."""
+        latents = {} if shape.output == "rgb" else {"latents": self.latents}
+        return latents if self.trajectory is None else latents | self.trajectory.results()
+
+    @property
+    def num_given(self) -> int:
+        """Number of first latent frames that denoise steps keep."""
+        return self.given_frames
 
     def denoise_index(self, step: int) -> int | None:
         """Return the index of a denoise step, or None for the clean-context pass."""

@@ -41,6 +41,7 @@ from vllm_omni.model_executor.layers.offload import offloader_for
 from vllm_omni.model_executor.requests import RequestState, RequestStates
 from vllm_omni.model_executor.vllm_model import driven_model
 from vllm_omni.model_executor.whole_request import in_steps
+from vllm_omni.outputs import RequestFailed
 from vllm_omni.worker.diffusion.agreement import RankAgreement
 from vllm_omni.worker.diffusion.decode import ChunkEnd
 from vllm_omni.worker.diffusion.roles import role_for
@@ -115,6 +116,8 @@ class DiffusionGPUModelRunner(RunnerSurface):
     ) -> None:
         """Reload the weights in place, after sleep level 2 or from another checkpoint.
 
+        All sessions end, because their keys and values are those of the old weights.
+
         Args:
             weights_iterator: Not supported.
             weights_path: Checkpoint directory with tensors of the same shapes; None reloads the
@@ -135,6 +138,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
         ):
             quantized = quantized_layers(self.network)
             check_reloadable(quantized)
+            self._end_sessions()
             if weights_path is not None:
                 self.model_config.model = weights_path
             initialize_layerwise_reload(quantized)
@@ -144,6 +148,18 @@ class DiffusionGPUModelRunner(RunnerSurface):
                 finalize_layerwise_reload(quantized, self.model_config)
                 if self.offloader is not None:
                     self.offloader.post_init()
+
+    def _end_sessions(self) -> None:
+        """Close all sessions, and fail the chunks in flight. Equal on all ranks."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # a decode may still run
+        for state in self.requests.values():
+            if state.chunk is not None and not state.done and state.failure is None:
+                state.failure = RequestFailed(
+                    "cancelled", "the weights were replaced during this chunk; start again"
+                )
+        self.sessions.close_all()
+        self.sessions.trim_pool(0)
 
     def get_model(self) -> SupportsStepExecution:
         return self.model

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -32,11 +33,14 @@ class ChunkResult(msgspec.Struct, frozen=True):
     meta: dict[str, Any]
     """Metadata of the engine's result."""
     frames_THWC: np.ndarray
-    """Frames, uint8 RGB, a view of the engine's result."""
+    """Frames, uint8 RGB, a view of the engine's result. Without pixels if only latents were
+    requested."""
     wall_ms: float
     """Time from the request to its result in milliseconds."""
     trace: ChunkTrace = NO_CHUNK
     """Trace that the chunk's spans belong to."""
+    arrays: Mapping[str, np.ndarray] = MappingProxyType({})
+    """All arrays of the engine's result by name, for example `frames` and `latents`."""
 
     @property
     def world_pose_fields(self) -> dict[str, Any]:
@@ -77,20 +81,26 @@ class SessionEngine:
             EndpointError: The chunk was refused, was aborted or failed.
         """
         started_s = time.monotonic()
+        # a recording is replayed by comparing frames
+        recorder = None if params.output == "latents" else self._recorder
         try:
             meta, results = await self._engine.run_request(params, arrays)
         except BaseException as error:
             failure = _endpoint_error(error) if isinstance(error, RequestFailed) else None
-            if self._recorder is not None and (
+            if recorder is not None and (
                 failure is None or failure.code in ("cancelled", "engine_error")
             ):
-                self._recorder.cancelled(params, arrays)
+                recorder.cancelled(params, arrays)
             if failure is None:
                 raise
             raise failure from error.__cause__
-        if self._recorder is not None:
-            await self._recorder.finished(params, arrays, meta, results["frames"])
-        return ChunkResult(meta, results["frames"], (time.monotonic() - started_s) * 1e3, trace)
+        frames_THWC = results.get("frames")
+        if frames_THWC is None:
+            frames_THWC = np.empty((int(meta["num_frames"]), 0, 0, 3), np.uint8)
+        elif recorder is not None:
+            await recorder.finished(params, arrays, meta, frames_THWC)
+        wall_ms = (time.monotonic() - started_s) * 1e3
+        return ChunkResult(meta, frames_THWC, wall_ms, trace, results)
 
     async def close_session(self, session_id: str) -> None:
         """Free a session's state. Unknown ids are ignored."""

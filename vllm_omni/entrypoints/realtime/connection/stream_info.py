@@ -32,6 +32,11 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Patch size of the transformer: (time, height, width)."""
     vae_stride: tuple[int, int, int] = (4, 8, 8)
     """Downsampling of the VAE: (time, height, width)."""
+    latent_channels: int = 16
+    """Channels of a latent frame. Default: 16."""
+    latent_size: tuple[int, int] | None = None
+    """Height and width of a latent frame, if they do not depend on the size of the frames. Default:
+    the frames' size divided by `vae_stride`."""
     first_stride: int = 1
     """Pixel frames of a session's first latent frame. Default: 1."""
     latent_frames_per_chunk: int = 3

@@ -41,6 +41,7 @@ from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 from vllm_omni.entrypoints.realtime.encoding.frames import StampedFrames, stamped_frames
 from vllm_omni.entrypoints.realtime.encoding.session_encoders import SessionEncoders
 from vllm_omni.entrypoints.telemetry.tracing import ChunkTrace
+from vllm_omni.inputs import Output
 
 _REMEMBERED_RUNS: Final = 64
 
@@ -154,6 +155,10 @@ class SessionJob:
     """Number that the next chunk of the session must have. Default: any."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the model, for every chunk."""
+    output: Output = "rgb"
+    """Form of the results, equal for all requests of a session. Default: frames."""
+    trajectory: bool = False
+    """Whether results contain the latents of each denoise step. Default: False."""
 
 
 class EncodedReply(msgspec.Struct, frozen=True):

@@ -484,6 +484,8 @@ class Session:
             deadline_s=None if due is None else due.in_s,
             chunk_period_s=None if due is None else due.period_s,
             lora=None if controls.lora is None else list(controls.lora),
+            output=job.output,
+            trajectory=job.trajectory,
             options=without_start_pose(job.options)
             if span.number and START_POSE in job.options
             else job.options,

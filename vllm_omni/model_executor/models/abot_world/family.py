@@ -77,7 +77,11 @@ FAMILY = streaming_family(
         stream.config, omni, ranks, stages, sequence_parallel=stream.options.sequence_parallel
     ),
     action_space=lambda stream: space_of(stream.config),
-    info=lambda _: {"fps": FPS, "vae_stride": (VAE_TEMPORAL, _SPATIAL, _SPATIAL)},
+    info=lambda stream: {
+        "fps": FPS,
+        "vae_stride": (VAE_TEMPORAL, _SPATIAL, _SPATIAL),
+        "latent_channels": stream.config.in_channels,
+    },
     capabilities=lambda config, omni: Capabilities(fps=FPS, size_multiple=(_MULTIPLE, _MULTIPLE)),
     takes_adapters=True,
     session_windows=True,

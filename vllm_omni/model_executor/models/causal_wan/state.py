@@ -204,6 +204,10 @@ class CausalWanChunk(StreamingChunk[ChunkCache, VideoInput]):
             return len(self.past) + 1
         return len(self.past) + int(self.given > 0) + self.schedule.num_steps
 
+    @property
+    def num_given(self) -> int:
+        return self.given
+
     def is_given(self, step: int) -> bool:
         """Return whether pass `step` computes the given frames."""
         return self.given > 0 and step == len(self.past)

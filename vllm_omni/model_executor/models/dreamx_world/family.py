@@ -54,6 +54,7 @@ def _info(stream: DreamXStream) -> dict[str, Any]:
     return {
         "fps": FPS,
         "vae_stride": (VAE_TEMPORAL, cell, cell),
+        "latent_channels": stream.config.in_channels,
         "intrinsics_reference_size": REFERENCE_SIZE,
         "key_focal": FOCAL_PIXELS * stream.config.native_size[1] / width,
         "key_step": stream.options.key_step,

@@ -35,6 +35,8 @@ def _info(stream: WaypointStream) -> dict[str, Any]:
     return {
         "fps": float(stream.config.inference_fps),
         "vae_stride": (stride, SIZE_MULTIPLE, SIZE_MULTIPLE),
+        "latent_channels": stream.config.channels,
+        "latent_size": stream.config.latent_shape[1:],
     }
 
 

@@ -17,6 +17,7 @@ from vllm_omni.model_executor.interfaces import (
     DiffusionRequest,
     SupportsSessionWindows,
     SupportsStepExecution,
+    SupportsTrajectory,
 )
 from vllm_omni.model_executor.layers.lora.store import NoAdapters, Selection, named
 from vllm_omni.model_executor.requests import RequestState, as_failure
@@ -62,6 +63,13 @@ class Admission:
                 "window_frames and sink_frames are fixed by this server: leave them out",
             )
 
+    def _record_trajectory(self, request: DiffusionRequest) -> None:
+        if not isinstance(self._model, SupportsTrajectory):
+            raise RequestFailed(
+                "invalid_request", "trajectory requires a streaming model; leave it out"
+            )
+        self._model.record_trajectory(request)
+
     def grow_sessions(self, states: Sequence[RequestState], agreement: RankAgreement) -> None:
         """Grow the sessions of chunks that are about to be admitted, or limit their windows.
 
@@ -104,6 +112,8 @@ class Admission:
                     f"one_shot needs a new session_id, {params.session_id!r} is live",
                 )
             if params.session_id not in self._sessions:
+                if index is None and params.chunk_index:
+                    self._sessions.get(params.session_id)  # raises `unknown_session`
                 self._check_window(params)
                 nbytes = self._model.session_nbytes(params)
                 self._sessions.make_room(nbytes)
@@ -142,6 +152,8 @@ class Admission:
             with request.timer.stage("encode"), self._adapters.applied(adapters):
                 self._model.prepare_encode(request)
             assert request.num_steps > 0, "prepare_encode must set num_steps"
+            if params.trajectory:
+                self._record_trajectory(request)
             request.predecessor = None
             self._sessions.pin(params.session_id)
             state.chunk, state.index = request, expected

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`WorldEngine`: where the chunks of environments are generated.
+
+`OfflineEngine` uses vLLM's `LLM` in this process; `RemoteEngine` (`remote.py`) uses a server.
+"""
+
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from vllm_omni.actions import ActionEntry, ActionFrame, image_tensor
+from vllm_omni.entrypoints.environments.protocol import EnvironmentSpec
+from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
+from vllm_omni.inputs import DiffusionParams, Output, engine_prompt
+from vllm_omni.outputs import RequestFailed, unpack_arrays
+from vllm_omni.worlds.start_pose import StartPose
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+Outcome = tuple[dict[str, Any], Mapping[str, np.ndarray]] | RequestFailed
+"""Metadata and arrays of a chunk, or why it failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldSettings:
+    """Properties that all episodes of a vector environment share."""
+
+    num_envs: int
+    """Number of environments."""
+    size: tuple[int, int]
+    """Height and width in pixels."""
+    image: np.ndarray | None = None
+    """Start image, uint8 [H, W, 3]. None: none."""
+    images: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Named images, in the same form."""
+    output: Output = "both"
+    """Arrays of each chunk: frames (`rgb`), latents, or both."""
+    trajectory: bool = False
+    """Whether chunks have the latents and log-probabilities of each denoise step."""
+
+
+@dataclass
+class Episode:
+    """History of one environment since its reset, sufficient to replay it."""
+
+    seed: int
+    """Seed of the session."""
+    prompt: str
+    """Prompt of the session."""
+    actions: list[ActionFrame] = field(default_factory=list)
+    """Action of each step."""
+    start_pose: StartPose | None = None
+    """World pose of the start image, if it was given."""
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks of the session, including the first one, which the reset generated."""
+        return 1 + len(self.actions)
+
+
+class WorldEngine(ABC):
+    """Generates the chunks of numbered environments."""
+
+    spec: EnvironmentSpec
+    """Spaces and limits of the world."""
+
+    @abstractmethod
+    def open(self, settings: WorldSettings) -> None:
+        """Create the environments. Called once, before the other methods."""
+
+    @abstractmethod
+    def start(self, which: Sequence[int], episodes: Sequence[Episode]) -> list[Outcome]:
+        """Start episodes in these environments. Returns their first chunks."""
+
+    @abstractmethod
+    def advance(
+        self, which: Sequence[int], episodes: Sequence[Episode], actions: Sequence[ActionFrame]
+    ) -> list[Outcome]:
+        """Generate the next chunks of these environments, whose episodes have not changed yet."""
+
+    @abstractmethod
+    def fork(self, source: int, targets: Sequence[int]) -> None:
+        """Replace environments by copies of another one."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the environments. Idempotent."""
+
+
+class OfflineEngine(WorldEngine):
+    """Sessions of vLLM's offline engine.
+
+    Args:
+        llm: The engine.
+        owned: Whether `close` stops it.
+    """
+
+    def __init__(self, llm: "LLM", *, owned: bool = False) -> None:
+        config = llm.llm_engine.vllm_config
+        self.spec = EnvironmentSpec.of(StreamInfo.from_vllm_config(config, model="world"))
+        self._llm, self._owned = llm, owned
+        self._sessions: dict[int, str] = {}
+
+    def open(self, settings: WorldSettings) -> None:
+        self._settings = settings
+        named = {image_tensor(name): array for name, array in settings.images.items()}
+        if settings.image is not None:
+            named["image"] = settings.image
+        # copies, because torch takes no read-only arrays
+        self._tensors = {name: torch.from_numpy(np.array(array)) for name, array in named.items()}
+
+    def start(self, which: Sequence[int], episodes: Sequence[Episode]) -> list[Outcome]:
+        self._close(which)
+        height, width = self._settings.size
+        params = []
+        for index, episode in zip(which, episodes, strict=True):
+            self._sessions[index] = _new_id()
+            pose = episode.start_pose
+            first = {
+                "prompt": episode.prompt,
+                "seed": episode.seed,
+                "height": height,
+                "width": width,
+                "options": {} if pose is None else pose.as_option(),
+            }
+            frames = self.spec.first_chunk_latent_frames
+            params.append(self._params(index, 0, [ActionFrame()] * frames, **first))
+        return self._run(params, self._tensors)
+
+    def advance(
+        self, which: Sequence[int], episodes: Sequence[Episode], actions: Sequence[ActionFrame]
+    ) -> list[Outcome]:
+        count = self.spec.latent_frames_per_chunk
+        return self._run(
+            [
+                self._params(index, episode.chunks, [action] * count)
+                for index, episode, action in zip(which, episodes, actions, strict=True)
+            ]
+        )
+
+    def fork(self, source: int, targets: Sequence[int]) -> None:
+        self._close(targets)
+        new = {target: _new_id() for target in targets}
+        origin = self._sessions[source]
+        self._encode(
+            [DiffusionParams(session_id=origin, op="fork", fork_to=name) for name in new.values()]
+        )
+        self._sessions |= new
+
+    def close(self) -> None:
+        self._close(list(self._sessions))
+        if self._owned:
+            self._llm.llm_engine.engine_core.shutdown()
+
+    def _close(self, which: Sequence[int]) -> None:
+        ids = [self._sessions.pop(index) for index in which if index in self._sessions]
+        self._encode([DiffusionParams(session_id=session_id, op="close") for session_id in ids])
+
+    def _params(
+        self, index: int, chunk: int, actions: list[ActionEntry], **first: Any
+    ) -> DiffusionParams:
+        return DiffusionParams(
+            session_id=self._sessions[index],
+            chunk_index=chunk,
+            actions=actions if self.spec.actions.has_controls else None,
+            output=self._settings.output,
+            trajectory=self._settings.trajectory,
+            **first,
+        )
+
+    def _run(
+        self, params: Sequence[DiffusionParams], tensors: dict[str, torch.Tensor] | None = None
+    ) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for envelope in self._encode(params, tensors):
+            try:
+                outcomes.append(unpack_arrays(envelope))
+            except RequestFailed as failure:
+                outcomes.append(failure)
+        return outcomes
+
+    def _encode(
+        self, params: Sequence[DiffusionParams], tensors: dict[str, torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """Send all requests to the engine in one call and return their envelopes."""
+        if not params:
+            return []
+        pooling = [each.to_pooling_params(tensors) for each in params]
+        prompts = [engine_prompt() for _ in params]
+        outputs = self._llm.encode(prompts, pooling, pooling_task="plugin", use_tqdm=False)
+        return [output.outputs.data for output in outputs]
+
+
+def _new_id() -> str:
+    return f"env-{secrets.token_hex(16)}"
