@@ -231,9 +231,7 @@ def turn_score(videos: Sequence[torch.Tensor], walks: Sequence[Played]) -> dict[
         "ratio": _median(ratio),
         "worst_walk": max((_median(row) for row in ratios), key=lambda value: abs(value - 1.0)),
         "pixels": _median(pixels_at_centre(ratio * YAW_DEGREES, width, FOCAL)),
-        "commanded_pixels": round(
-            float(pixels_at_centre(torch.tensor(YAW_DEGREES), width, FOCAL)), 3
-        ),
+        "commanded_pixels": round(float(commanded_pixels), 3),
         "wrong_sign": signs,
         "latents": len(ratio),
     }
