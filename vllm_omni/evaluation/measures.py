@@ -85,16 +85,16 @@ def view_return(frames_THWC: np.ndarray, away: int) -> Mapping[str, float]:
         away: Index of the frame that should show the first view least.
 
     Returns:
-        `return_psnr` in dB and `return_ssim` of the last frame, and `away_psnr` of the frame away.
-        A return means little unless it is much higher than `away_psnr`: a video that stands still
-        also shows its first view.
+        `return_psnr` in dB and `return_ssim` of the last frame, and `return_gain`, the PSNR of the
+        last frame minus that of the frame away. A return means little without a gain, because a
+        video that stands still also shows its first view.
     """
     first_THWC = frames_THWC[[0, 0]]
     found = likeness_of_frames(frames_THWC[[-1, away]], first_THWC)
     return {
         "return_psnr": found["psnr"][0],
         "return_ssim": found["ssim"][0],
-        "away_psnr": found["psnr"][1],
+        "return_gain": found["psnr"][0] - found["psnr"][1],
     }
 
 
