@@ -95,7 +95,9 @@ PICTURE: Final = (
 """Measures of every video."""
 
 STEERING: Final = (
-    Measure("turn_degrees", "turn", "median turn of a latent frame with a look key, in degrees"),
+    Measure(
+        "turn_degrees", "turn, degrees", "median turn of a latent frame with a look key, in degrees"
+    ),
     Measure(
         "turn_ratio",
         "turn / command",
@@ -125,7 +127,7 @@ STEERING: Final = (
     ),
     Measure(
         "return_psnr",
-        "return",
+        "return, dB",
         "PSNR in dB of the last frame with the first, whose view it should show",
     ),
     Measure(
@@ -133,13 +135,21 @@ STEERING: Final = (
     ),
     Measure(
         "return_gain",
-        "gain",
+        "gain, dB",
         "return PSNR minus the PSNR of the frame that is farthest away, in dB",
         low=3,
         finding="the camera does not leave the first view, or does not come back to it",
     ),
 )
 """Measures of videos with keys."""
+
+
+_KEYS_NOTE: Final = (
+    "`rest` holds no key; `walk_and_back` walks ahead and back; `left_and_back` and `right_and_back` "
+    "turn away and back; `loop` turns right, walks, walks back and turns back. An empty return means "
+    "that the camera should not be at its start again, for example because a wall of the world "
+    "stopped a walk."
+)
 
 
 @dataclass
@@ -335,7 +345,7 @@ def _markdown(folder: RunFolder, measured: list[MeasuredFile]) -> str:
         _table(measured, PICTURE),
     ]
     if any(result.made.controls for result in measured):
-        parts += ["## Keys", _table(measured, STEERING)]
+        parts += ["## Keys", _KEYS_NOTE, _table(measured, STEERING)]
     if any(result.reference for result in measured):
         parts += ["## Reference frames", _reference_table(measured)]
     parts += [

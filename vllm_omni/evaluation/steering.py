@@ -6,6 +6,7 @@ A key program consists of turns of equal length, as in WBench. Each turn holds o
 
 # T frames, L latent frames, H height, W width
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -33,6 +34,8 @@ _NOT_GROWN: Final = 1.001
 _WIDTH: Final = 320
 """Larger frames are reduced to this width, which is exact enough and saves time."""
 _SAME_PLACE: Final = 0.05
+"""Distance of poses that show the same view, in the unit of `_distance`."""
+_WHOLE_STEP: Final = 0.7
 
 
 class Controls(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -64,8 +67,8 @@ def program_keys(program: str, turn: int) -> list[str]:
 def steering(frames_THWC: np.ndarray, controls: Controls) -> dict[str, float]:
     """Compare the motion of a video with the keys that were held.
 
-    Latent frames with one of j and l count as turns, those with one of w and s as steps, and all
-    others are ignored.
+    Latent frames with one of j and l count as turns, those with one of w and s as steps. All others
+    are ignored, and steps that a wall stopped according to the world poses.
 
     Args:
         frames_THWC: Frames, uint8 RGB, `controls.num_frames` or more.
@@ -89,12 +92,13 @@ def steering(frames_THWC: np.ndarray, controls: Controls) -> dict[str, float]:
     frames_THWC = frames_THWC[: controls.num_frames]
     ends_LHWC = _reduced(frames_THWC[controls.first_frames - 1 :: controls.later_frames])
     angles, steps = [], []
+    stopped = _stopped_steps(controls)
     for latent, keys in enumerate(controls.keys[1:], start=1):
         pair_2HWC = ends_LHWC[latent - 1 : latent + 1]
         if keys in ("j", "l"):
             direction = 1 if keys == "l" else -1
             angles.append(direction * float(turns(pair_2HWC, controls.focal)[0]))
-        elif keys in ("w", "s"):
+        elif keys in ("w", "s") and latent not in stopped:
             steps.append(float(growths(pair_2HWC if keys == "w" else pair_2HWC.flip(0))[0]))
     found: dict[str, float] = {}
     if angles:
@@ -110,6 +114,22 @@ def steering(frames_THWC: np.ndarray, controls: Controls) -> dict[str, float]:
         at = controls.first_frames - 1 + controls.later_frames * away
         found |= view_return(frames_THWC, at)
     return found
+
+
+def _stopped_steps(controls: Controls) -> set[int]:
+    """Return the latent frames whose step has less than `_WHOLE_STEP` of the longest one's length
+    in the direction of the view.
+    """
+    poses = controls.world_poses or []
+    ahead = {}
+    for latent, (before, after) in enumerate(itertools.pairwise(poses), start=1):
+        heading = math.radians(after[2])
+        way = (after[0] - before[0]) * math.sin(heading) + (after[1] - before[1]) * math.cos(
+            heading
+        )
+        ahead[latent] = abs(way)
+    longest = max(ahead.values(), default=0.0)
+    return {latent for latent, way in ahead.items() if way < _WHOLE_STEP * longest}
 
 
 def farthest_if_returned(controls: Controls) -> int | None:

@@ -118,10 +118,14 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return 0 if all videos were generated and measured."""
+    import torch
+
     from vllm_omni.evaluation.client import ServerRefusedError
     from vllm_omni.evaluation.report import measure_run
     from vllm_omni.evaluation.run_folder import RunFolder
 
+    # Frames are small. On a busy machine, a second thread makes measuring many times slower.
+    torch.set_num_threads(1)
     options = _options(args)
     if args.reference is not None and not args.reference.is_dir():
         raise CommandError(f"--reference {args.reference} is not a directory")
