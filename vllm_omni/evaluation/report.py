@@ -95,9 +95,7 @@ PICTURE: Final = (
 """Measures of every video."""
 
 STEERING: Final = (
-    Measure(
-        "turn_degrees", "turn, degrees", "median turn of a latent frame with a look key, in degrees"
-    ),
+    Measure("turn_degrees", "turn, degrees", "median turn of a latent frame with a look key"),
     Measure(
         "turn_ratio",
         "turn / command",
@@ -145,10 +143,10 @@ STEERING: Final = (
 
 
 _KEYS_NOTE: Final = (
-    "`rest` holds no key; `walk_and_back` walks ahead and back; `left_and_back` and `right_and_back` "
-    "turn away and back; `loop` turns right, walks, walks back and turns back. An empty return means "
-    "that the camera should not be at its start again, for example because a wall of the world "
-    "stopped a walk."
+    "`rest` holds no key; `walk_and_back` walks ahead and back; `left_and_back` and "
+    "`right_and_back` turn away and back; `loop` turns right, walks, walks back and turns back. An "
+    "empty return means that the camera should not be at its start again, for example because a "
+    "wall of the world stopped a walk."
 )
 
 
@@ -191,7 +189,7 @@ def read_frames(path: Path) -> tuple[np.ndarray, float]:
     try:
         if path.suffix == ".png":
             with Image.open(path) as image:
-                return np.asarray(image.convert("RGB"))[None], 0.0
+                return np.array(image.convert("RGB"))[None], 0.0
         return decode_mp4(path.read_bytes())
     except (OSError, ValueError, UnidentifiedImageError) as error:
         raise ValueError(f"{path} cannot be measured: {error}") from error

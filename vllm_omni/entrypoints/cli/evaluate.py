@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vllm_omni.evaluation.run_folder import RunFolder
 
 _KEY_VARIABLE: Final = "VLLM_API_KEY"
+_LOG: Final = "server.log"
 _LONGEST_PROMPT: Final = 16384
 
 
@@ -210,6 +211,8 @@ def _generated(args: argparse.Namespace, options: "RunOptions") -> "RunFolder":
     from vllm_omni.evaluation.run_folder import RunFolder
 
     model = None if args.server else _checked_model(args.model)
+    if args.dir.is_dir() and [path.name for path in args.dir.iterdir()] == [_LOG]:
+        (args.dir / _LOG).unlink()  # of a server that did not start
     new_directory(args.dir)
     with _server(args, model) as server:
         folder = RunFolder.create(args.dir, server.model() if model is None else Path(model).name)
@@ -249,7 +252,7 @@ def _server(args: argparse.Namespace, model: str | None) -> "Iterator[EvaluatedS
             raise CommandError(f"--server {args.server}: pass its address, http://HOST:PORT")
         yield EvaluatedServer(args.server, key)
         return
-    port, log = demo.free_port(0), args.dir / "server.log"
+    port, log = demo.free_port(0), args.dir / _LOG
     with demo.server(model, port, None, None, log, extra=shlex.split(args.serve_flags)) as process:
         demo.wait_until_healthy(process, args.start_timeout)
         yield EvaluatedServer(f"http://127.0.0.1:{port}", key)
