@@ -34,6 +34,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
         (["--model", "{speech}"], "generates no videos or images"),
         (["--program", "dance"], "--program dance: allowed: rest, "),
         (["--samples", "0"], "--samples must be from 1 to 1000, got 0"),
+        (["--size", "64"], "--size must be WIDTHxHEIGHT in pixels, 832x480, got 64"),
         (["--turn", "65"], "--turn must be from 1 to 64, got 65"),
         (["--image", "nowhere.png"], "nowhere.png"),
         (["--image", "{words}"], "cannot identify image file"),

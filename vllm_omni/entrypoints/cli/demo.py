@@ -103,9 +103,7 @@ def run(args: argparse.Namespace) -> int:
     port = free_port(args.port)
     if port != args.port:
         print(f"port {args.port} is in use or 0; using {port}")
-    # A closed terminal must not leave a server running.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+    interrupt_on_signals()
     with server(model, port, height, width, args.out / "demo_server.log") as process:
         wait_until_healthy(process, args.start_timeout)
         url = f"ws://{_HOST}:{port}{ENDPOINT}"
@@ -265,6 +263,12 @@ def is_healthy(url: str) -> bool:
             return int(response.status) == 200
     except (urllib.error.URLError, ConnectionError, TimeoutError):
         return False
+
+
+def interrupt_on_signals() -> None:
+    """Treat SIGTERM and SIGHUP like Ctrl-C, so that a closed terminal leaves no server running."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
 
 
 def _interrupt(number: int, frame: object) -> None:

@@ -3,6 +3,7 @@
 
 import argparse
 import os
+import re
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -161,6 +162,8 @@ def _options(args: argparse.Namespace) -> "RunOptions":
     for name, most in (("starts", 1000), ("samples", 1000), ("turn", 64)):
         if not 1 <= getattr(args, name) <= most:
             raise CommandError(f"--{name} must be from 1 to {most}, got {getattr(args, name)}")
+    if args.size is not None and not re.fullmatch(r"[1-9]\d{1,3}x[1-9]\d{1,3}", args.size):
+        raise CommandError(f"--size must be WIDTHxHEIGHT in pixels, 832x480, got {args.size}")
     try:
         lines = [] if args.prompts is None else args.prompts.read_text().splitlines()
         images = [_image_file(path) for path in args.image]
@@ -252,8 +255,11 @@ def _server(args: argparse.Namespace, model: str | None) -> "Iterator[EvaluatedS
             raise CommandError(f"--server {args.server}: pass its address, http://HOST:PORT")
         yield EvaluatedServer(args.server, key)
         return
+    demo.interrupt_on_signals()
     port, log = demo.free_port(0), args.dir / _LOG
-    with demo.server(model, port, None, None, log, extra=shlex.split(args.serve_flags)) as process:
+    flags = shlex.split(args.serve_flags)
+    width, height = map(int, args.size.split("x")) if args.size else (None, None)
+    with demo.server(model, port, height, width, log, extra=flags) as process:
         demo.wait_until_healthy(process, args.start_timeout)
         yield EvaluatedServer(f"http://127.0.0.1:{port}", key)
 
