@@ -34,8 +34,10 @@ class Measure:
     """Smallest usual value."""
     high: float = math.inf
     """Largest usual value."""
-    finding: str = ""
-    """What a value outside the range means."""
+    too_low: str = ""
+    """What a value below the range means."""
+    too_high: str = ""
+    """What a value above the range means."""
 
     def usual(self) -> str:
         """Return the range as text."""
@@ -54,7 +56,8 @@ PICTURE: Final = (
         "sharpness of the last tenth of the frames over that of the first",
         0.7,
         1.5,
-        "frames grow soft (below 1) or noisy (above 1)",
+        "the frames grow soft",
+        "the frames grow noisy",
     ),
     Measure(
         "contrast",
@@ -62,7 +65,8 @@ PICTURE: Final = (
         "standard deviation of the brightness, in levels",
         5,
         120,
-        "the frames are nearly uniform, or only black and white",
+        "the frames are nearly uniform",
+        "the frames are little but black and white",
     ),
     Measure(
         "contrast_ratio",
@@ -70,21 +74,22 @@ PICTURE: Final = (
         "contrast of the last tenth over that of the first",
         0.7,
         1.5,
-        "frames grow flat (below 1) or harsh (above 1)",
+        "the frames grow flat",
+        "the frames grow harsh",
     ),
     Measure(
         "colour_drift",
         "colour drift",
         "change of the mean colour from the first tenth to the last, in levels",
         high=20,
-        finding="the colours change over the video",
+        too_high="the colours change over the video",
     ),
     Measure(
         "flicker",
         "flicker",
         "distance of a frame's brightness from the mean of its neighbours', in levels",
         high=3,
-        finding="the brightness jumps from frame to frame",
+        too_high="the brightness jumps from frame to frame",
     ),
     Measure(
         "frame_difference",
@@ -102,14 +107,15 @@ STEERING: Final = (
         "the same over the turn that the key commands; only for models that define it",
         0.7,
         1.3,
-        "turns are smaller or larger than commanded",
+        "turns are smaller than commanded",
+        "turns are larger than commanded",
     ),
     Measure(
         "turn_missed",
         "turns missed",
         "share of latent frames with a look key that do not turn in its direction",
         high=0.2,
-        finding="turns that were commanded do not happen",
+        too_high="turns that were commanded do not happen",
     ),
     Measure(
         "step_growth",
@@ -121,7 +127,7 @@ STEERING: Final = (
         "steps missed",
         "share of latent frames with a step whose centre does not grow (or shrink)",
         high=0.2,
-        finding="steps that were commanded do not happen",
+        too_high="steps that were commanded do not happen",
     ),
     Measure(
         "return_psnr",
@@ -136,7 +142,7 @@ STEERING: Final = (
         "gain, dB",
         "return PSNR minus the PSNR of the frame that is farthest away, in dB",
         low=3,
-        finding="the camera does not leave the first view, or does not come back to it",
+        too_low="the camera does not leave the first view, or does not come back to it",
     ),
 )
 """Measures of videos with keys."""
@@ -170,7 +176,8 @@ class MeasuredFile:
     def findings(self) -> list[str]:
         """Return a sentence for each measure outside its usual range."""
         return [
-            f"{measure.name} {value:.2f}, usually {measure.usual()}: {measure.finding}"
+            f"{measure.name} {value:.2f}, usually {measure.usual()}: "
+            f"{measure.too_low if value < measure.low else measure.too_high}"
             for measure in (*PICTURE, *STEERING)
             if (value := self.measures.get(measure.name)) is not None
             and not measure.low <= value <= measure.high
@@ -373,11 +380,11 @@ def _table(measured: list[MeasuredFile], columns: Sequence[Measure]) -> str:
     shown = [c for c in columns if any(c.name in result.measures for result in measured)]
     rows = [["video", "keys", *(column.title for column in shown)]]
     for result in measured:
-        if any(column.name in result.measures for column in shown):
-            values = [result.measures.get(column.name) for column in shown]
-            keys = result.made.program or ""
-            texts = ["" if value is None else f"{value:.2f}" for value in values]
-            rows.append([f"`{Path(result.made.file).name}`", keys, *texts])
+        values = [result.measures.get(column.name) for column in shown]
+        texts = ["" if value is None else f"{value:.2f}" for value in values]
+        if any(texts):
+            name = f"`{Path(result.made.file).name}`"
+            rows.append([name, result.made.program or "none", *texts])
     return _rows(rows)
 
 

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from helpers.quick_programs import run_python
 from PIL import Image
+from test_replay import record
 
 from vllm_omni.actions import CAMERA_SPACE, ActionSpace, Axis, Button
 from vllm_omni.entrypoints.cli.main import main
 from vllm_omni.entrypoints.media.mp4 import encode_mp4
 from vllm_omni.evaluation.generate import entries
+from vllm_omni.evaluation.run_folder import RunFolder
 from vllm_omni.model_executor.models.registry import get_family
 
 
@@ -150,3 +152,15 @@ def test_a_model_without_controls_is_evaluated(
     assert {video["frames"] for video in videos} == {frames}
     assert all(video["measures"]["sharpness"] > 0 for video in videos)
     assert not (out / "wbench").exists()
+
+
+@pytest.mark.nightly
+def test_a_recording_is_evaluated(null_world: Path, make_runner: Any, tmp_path: Path) -> None:
+    """Its chunks run again, and its keys are known from the recorded requests."""
+    path = record(tmp_path / "walk.recording", make_runner(null_world), "null_world", null_world)
+    (video,) = evaluate(tmp_path / "run", "--recordings", path)["videos"]
+    assert (video["frames"], video["prompt"], video["seed"]) == (33, "a harbour", 3)
+    (made,) = RunFolder.read(tmp_path / "run").run.files
+    assert made.controls is not None
+    assert made.controls.keys == ["w", "jw", ""] * 3
+    assert made.controls.num_frames == 33 and made.controls.turn_degrees == 6
