@@ -157,6 +157,11 @@ def test_a_damaged_description_is_refused(content: str, run: RunFolder) -> None:
         RunFolder.read(run.path)
 
 
+def test_a_run_without_videos_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nothing was generated"):
+        measure_run(RunFolder.create(tmp_path, "m"))
+
+
 def test_a_folder_without_videos_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"neither run\.json nor files that end in \.mp4 or \.png"):
         RunFolder.read(tmp_path)

@@ -210,8 +210,10 @@ def measure_run(folder: RunFolder, references: Path | None = None) -> list[Measu
         references: Folder with reference frames (`reference_frames`).
 
     Raises:
-        ValueError: A file cannot be measured, or no file has a reference.
+        ValueError: There are no files, one cannot be measured, or none has a reference.
     """
+    if not folder.run.files:
+        raise ValueError(f"{folder.path} has no videos or images: nothing was generated")
     measured: list[MeasuredFile] = []
     strips: list[np.ndarray] = []
     for made in folder.run.files:
