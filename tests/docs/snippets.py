@@ -42,6 +42,7 @@ NOT_RUN = {
     "sudo": "changes the machine; files named behind it are read by "
     "tests/deploy/test_deploy_files.py",
     "nvidia-smi": "needs a GPU",
+    "vbench": "another project's program, which downloads its networks",
     "torchrun": "needs several ranks",
     "ray": "needs a cluster",
 }

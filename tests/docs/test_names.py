@@ -111,6 +111,7 @@ def flags() -> frozenset[str]:
     }
     found |= {"--rm", "--gpus", "--dist", "--durations", "--store-durations"}
     found |= {"--from-file", "--from-literal"}
+    found |= {"--mode", "--dimension"}  # of VBench
     # of every supported version of vLLM
     found |= {"--" + name.strip("_").replace("_", "-") for name in KNOWN_FIELDS}
     while parsers:

@@ -26,7 +26,9 @@ import torch
 from helpers.engine_client import running_engine
 from lingbot_walk import GOLDEN, tiny_frames, walk
 from PIL import Image
-from skimage.metrics import structural_similarity
+
+from vllm_omni.evaluation.measures import likeness_of_frames
+from vllm_omni.evaluation.report import uint8_frame
 
 REAL_WEIGHTS = (
     "LINGBOT_WORLD_FAST_PATH",
@@ -37,17 +39,6 @@ REAL_HEIGHT, REAL_WIDTH = 480, 832
 REAL_CHUNK_FRAMES = (9, 12)
 REFERENCE_FRAMES = {"short": sum(REAL_CHUNK_FRAMES), "long": 81}
 """Name of the reference's clip -> number of its frames."""
-
-
-def ssim(a_HWC: np.ndarray, b_HWC: np.ndarray) -> float:
-    """Return the structural similarity of two uint8 images: 1 if equal, near 0 if unrelated."""
-    return float(structural_similarity(a_HWC, b_HWC, channel_axis=-1, data_range=255))
-
-
-def psnr(a_HWC: np.ndarray, b_HWC: np.ndarray) -> float:
-    """Return the peak signal-to-noise ratio of two uint8 images in dB, infinite if equal."""
-    error = np.mean((a_HWC.astype(float) - b_HWC) ** 2)
-    return float("inf") if error == 0 else float(10 * np.log10(255**2 / error))
 
 
 def reference_frames(folder: Path) -> dict[tuple[str, int], np.ndarray]:
@@ -62,26 +53,15 @@ def reference_frames(folder: Path) -> dict[tuple[str, int], np.ndarray]:
     return found
 
 
-def uint8_frame(array: np.ndarray) -> np.ndarray:
-    """Return a frame as uint8 [H, W, 3] without leading and inner axes of length 1."""
-    frame = array.squeeze()
-    assert frame.ndim == 3 and 3 in (frame.shape[0], frame.shape[-1]), f"no frame: {array.shape}"
-    frame_HWC = frame if frame.shape[-1] == 3 else np.moveaxis(frame, 0, -1)
-    if frame_HWC.dtype == np.uint8:
-        return frame_HWC
-    assert np.abs(frame_HWC).max() <= 1.01, "floats must be in [-1, 1]"
-    return np.clip(np.round((frame_HWC.astype(float) + 1) * 127.5), 0, 255).astype(np.uint8)
-
-
 def likeness(made_THWC: np.ndarray, references: dict[tuple[str, int], np.ndarray]) -> list[str]:
     """Return a line of text per reference frame."""
-    return [
-        (
-            f"{name}: frame {index}, SSIM {ssim(made_THWC[index], frame):.4f}, PSNR "
-            f"{psnr(made_THWC[index], frame):.2f} dB"
+    lines = []
+    for (name, index), frame in references.items():
+        found = likeness_of_frames(made_THWC[[index]], frame[None])
+        lines.append(
+            f"{name}: frame {index}, SSIM {found['ssim'][0]:.4f}, PSNR {found['psnr'][0]:.2f} dB"
         )
-        for (name, index), frame in references.items()
-    ]
+    return lines
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +80,7 @@ def test_the_tiny_world_looks_as_recorded(lingbot_world: Path, recorded: np.ndar
     """
     frames_THWC = tiny_frames(lingbot_world)
     assert frames_THWC.shape == recorded.shape
-    worst = min(ssim(a, b) for a, b in zip(frames_THWC, recorded, strict=True))
-    assert worst >= 0.99
+    assert min(likeness_of_frames(frames_THWC, recorded)["ssim"]) >= 0.99
     if not torch.cuda.is_available():
         assert np.abs(frames_THWC.astype(int) - recorded).max() <= 1
 
@@ -140,7 +119,7 @@ def test_real_weights_start_from_the_image_and_repeat_themselves() -> None:
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
     start_HWC = np.asarray(img.resize((REAL_WIDTH, REAL_HEIGHT), Image.Resampling.BICUBIC))
     print("\n".join(likeness(torch.cat(once).numpy(), references)))
-    assert ssim(once[0][0].numpy(), start_HWC) > 0.5
+    assert likeness_of_frames(once[0][:1].numpy(), start_HWC[None])["ssim"][0] > 0.5
 
 
 def uploaded_chunks(camera: Path, sizes: tuple[int, ...]) -> list[dict[str, Any]]:

@@ -34,14 +34,15 @@ from typing import Any
 
 import torch
 
-from training.tiny_world import measure
 from training.tiny_world.play import LATENTS_A_CHUNK, Played, World
 from training.tiny_world.prompts import PROMPTS
 from training.tiny_world.recognise import Recogniser, open_views, shipped
 from training.tiny_world.render import Renderer
-from training.tiny_world.truth import HELD_OUT, unit
+from training.tiny_world.truth import HELD_OUT
 from training.tiny_world.village import PERIOD, STYLES
 from training.tiny_world.walks import STEP_M, free_places, key_bits, scripted_walks, village_grid
+from vllm_omni.evaluation import likeness
+from vllm_omni.evaluation.likeness import unit
 from vllm_omni.worlds.movement import (
     PITCH_DEGREES,
     YAW_DEGREES,
@@ -484,9 +485,9 @@ def measured(
     for second in range(player.seconds):
         part = slice(LATENTS_A_SECOND * second, LATENTS_A_SECOND * (second + 1))
         made, truth = unit(made_LHW3[1:][part])[None], unit(truth_LHW3[1:][part])[None]
-        values["psnr"].append(_rounded(measure.psnr(made, truth)))
-        values["start_psnr"].append(_rounded(measure.psnr(made, start.expand_as(made[0])[None])))
-        values["sharpness"].append(_rounded(measure.sharpness(made, truth)))
+        values["psnr"].append(_rounded(likeness.psnr(made, truth)))
+        values["start_psnr"].append(_rounded(likeness.psnr(made, start.expand_as(made[0])[None])))
+        values["sharpness"].append(_rounded(likeness.sharpness(made, truth)))
         values["contrast"].append(_rounded(_deviation(made) / _deviation(truth).clamp(min=1e-6)))
         judged = judged_L[part]
         values["village"].append(

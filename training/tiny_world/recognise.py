@@ -34,9 +34,9 @@ from torch import nn
 from torch.nn import functional
 
 from training.tiny_world.render import Renderer
-from training.tiny_world.truth import unit
 from training.tiny_world.village import STYLES
 from training.tiny_world.walks import random_walks, village_grid
+from vllm_omni.evaluation.likeness import unit
 
 WEIGHTS = Path(__file__).with_name("recognise.safetensors")
 BROKEN = Path(__file__).with_name("broken.webp")

@@ -48,15 +48,18 @@ import torch
 from PIL import Image
 
 from training.tiny_world import measure
-from training.tiny_world.controls import distances_walked, pixels_at_centre, turns
+from training.tiny_world.controls import distances_walked
 from training.tiny_world.play import LATENTS_A_CHUNK, EngineWorld, Played, SeveralEngines, World
 from training.tiny_world.players import SCENARIOS, score_players
 from training.tiny_world.prompts import PROMPTS
-from training.tiny_world.render import Renderer
-from training.tiny_world.truth import HELD_OUT, Truth, unit
+from training.tiny_world.render import FOCAL, Renderer
+from training.tiny_world.truth import HELD_OUT, Truth
 from training.tiny_world.uploads import score_uploads
 from training.tiny_world.village import STYLES
 from training.tiny_world.walks import STEP_M, free_places, key_bits, random_walks, scripted_walks
+from vllm_omni.evaluation import likeness
+from vllm_omni.evaluation.camera_motion import pixels_at_centre, turns
+from vllm_omni.evaluation.likeness import unit
 from vllm_omni.worlds.movement import YAW_DEGREES
 
 TURN_LATENTS, STEP_LATENTS, AWAY_LATENTS = 20, 8, 6
@@ -190,9 +193,9 @@ def against_truth(made_NLHW3: torch.Tensor, truth_NLHW3: torch.Tensor) -> dict[s
         if start == 0:
             weight[0] = 1.0
         weight /= weight.sum()
-        out["psnr"].append(_mean(measure.decibels(measure.squared_error(made, truth) @ weight)))
-        out["ssim"].append(_mean(measure.ssim(made, truth) @ weight))
-        out["sharpness"].append(_mean(measure.sharpness(made, truth)))
+        out["psnr"].append(_mean(likeness.decibels(likeness.squared_error(made, truth) @ weight)))
+        out["ssim"].append(_mean(likeness.ssim(made, truth) @ weight))
+        out["sharpness"].append(_mean(likeness.sharpness(made, truth)))
     return out
 
 
@@ -218,16 +221,17 @@ def turn_score(videos: Sequence[torch.Tensor], walks: Sequence[Played]) -> dict[
     ratios, signs = [], 0
     for video, walk in zip(videos, walks, strict=True):
         commanded = torch.tensor([math.degrees(_turn(keys)) for keys in walk.keys[1:]])
-        found = turns(video[::4])
+        found = turns(video[::4], FOCAL)
         ratios.append(found / commanded)
         signs += int((found * commanded <= 0).sum())
     ratio = torch.cat(ratios)
     width = videos[0].shape[2]
+    commanded_pixels = pixels_at_centre(torch.tensor(YAW_DEGREES), width, FOCAL)
     return {
         "ratio": _median(ratio),
         "worst_walk": max((_median(row) for row in ratios), key=lambda value: abs(value - 1.0)),
-        "pixels": _median(pixels_at_centre(ratio * YAW_DEGREES, width)),
-        "commanded_pixels": round(float(pixels_at_centre(torch.tensor(YAW_DEGREES), width)), 3),
+        "pixels": _median(pixels_at_centre(ratio * YAW_DEGREES, width, FOCAL)),
+        "commanded_pixels": round(float(commanded_pixels), 3),
         "wrong_sign": signs,
         "latents": len(ratio),
     }
@@ -279,7 +283,7 @@ def loop_score(videos: Sequence[torch.Tensor]) -> dict[str, Any]:
     for video in videos:
         first = video[4 * (LATENTS_A_CHUNK - 1)]
         last = video[-4 * (LATENTS_A_CHUNK - 1) :]  # the chunk's first frames still turn
-        rows.append(measure.decibels((unit(last) - unit(first)).square().mean()))
+        rows.append(likeness.decibels((unit(last) - unit(first)).square().mean()))
     return {
         "psnr": _mean(torch.stack(rows)),
         "worst": round(float(torch.stack(rows).min()), 3),

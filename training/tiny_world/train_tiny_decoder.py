@@ -22,6 +22,7 @@ from training.tiny_world.footage import Footage
 from training.tiny_world.optimizers import Ema, build_optimizer, learning_rate
 from training.tiny_world.ranks import Clock, Ranks
 from training.tiny_world.render import Renderer
+from vllm_omni.evaluation import likeness
 
 WIDTHS = (80, 48, 32, 16)
 _GROWTH = (1, 2, 2)
@@ -148,7 +149,7 @@ def main() -> None:
         for part in held.sample(len(held), args.frames).split(args.batch):
             truth = (part + 1) / 2
             made = model(latents_of(part).float()).clamp(0, 1)
-            rows.append((measure.psnr(made, truth), measure.sharpness(made, truth)))
+            rows.append((likeness.psnr(made, truth), likeness.sharpness(made, truth)))
         db, sharp = (torch.cat(column).mean() for column in zip(*rows, strict=True))
         return {"psnr": round(float(db), 3), "sharpness": round(float(sharp), 3)}
 

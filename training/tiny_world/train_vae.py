@@ -22,6 +22,7 @@ from training.tiny_world.footage import Footage, pixels
 from training.tiny_world.optimizers import Ema, build_optimizer, learning_rate
 from training.tiny_world.ranks import Clock, Ranks
 from training.tiny_world.render import Renderer
+from vllm_omni.evaluation import likeness
 
 _HELD_OUT_SEED = 990_001
 _GREY_SHARE = 0.05
@@ -50,8 +51,8 @@ def evaluate(model: Autoencoder, clips: torch.Tensor) -> dict[str, float]:
         truth = (part + 1) / 2
         rows.append(
             (
-                measure.psnr(made, truth),
-                measure.sharpness(made, truth),
+                likeness.psnr(made, truth),
+                likeness.sharpness(made, truth),
                 mean.square().flatten(1).mean(dim=1),
             )
         )

@@ -15,6 +15,7 @@ from training.tiny_world.prompts import PROMPTS
 from training.tiny_world.render import Renderer
 from training.tiny_world.village import STYLES
 from training.tiny_world.walks import free_places
+from vllm_omni.evaluation.likeness import unit
 
 HELD_OUT = 770_001
 """Offset of the seed, because training draws from no such seeds."""
@@ -22,11 +23,6 @@ _REFERENCE_PLACES = 96
 _COARSE = 24, 40
 """Height and width that are sufficient for mean colours, with the field of view of the full image.
 """
-
-
-def unit(frames_HW3: torch.Tensor) -> torch.Tensor:
-    """Convert uint8 [..., H, W, 3] to fp32 [..., 3, H, W] in [0, 1]."""
-    return frames_HW3.movedim(-1, -3).float() / 255
 
 
 def rendered(

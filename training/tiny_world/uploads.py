@@ -22,11 +22,11 @@ import torch
 from PIL import Image, ImageOps
 
 from training.tiny_world import measure
-from training.tiny_world.controls import growths
 from training.tiny_world.play import LATENTS_A_CHUNK, Played, World
 from training.tiny_world.prompts import PROMPTS
-from training.tiny_world.truth import unit
 from training.tiny_world.village import STYLES
+from vllm_omni.evaluation.camera_motion import growths
+from vllm_omni.evaluation.likeness import unit
 
 SAMPLES = ("desert.jpg", "forest.jpg", "harbour.jpg")
 PICTURES = ("astronaut.png", "chelsea.png", "coffee.png", "motorcycle_left.png", "rocket.jpg")

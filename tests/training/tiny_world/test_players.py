@@ -18,8 +18,9 @@ from training.tiny_world.play import Played, Times
 from training.tiny_world.prompts import PROMPTS
 from training.tiny_world.recognise import open_views, shipped
 from training.tiny_world.render import Renderer
-from training.tiny_world.truth import RenderedWorld, unit
+from training.tiny_world.truth import RenderedWorld
 from training.tiny_world.village import PITCH_LIMIT_DEGREES, STYLES
+from vllm_omni.evaluation.likeness import unit
 
 SEED = 5
 TARGETS = ("still", "bot", "wall", "home")

@@ -6,9 +6,10 @@ import math
 import pytest
 import torch
 
-from training.tiny_world.controls import distances_walked, turns
-from training.tiny_world.render import Renderer
+from training.tiny_world.controls import distances_walked
+from training.tiny_world.render import FOCAL, Renderer
 from training.tiny_world.walks import STEP_M
+from vllm_omni.evaluation.camera_motion import turns
 
 PLACE, YAW = (1.2, -4.0), 0.3
 
@@ -35,13 +36,13 @@ def along(renderer: Renderer) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_the_truth_turns_as_commanded(turning: torch.Tensor) -> None:
     """Within a hundredth."""
-    assert float(turns(turning).median()) == pytest.approx(6.0, rel=0.01)
-    assert bool(((turns(turning) - 6).abs() < 0.2).all())
+    assert float(turns(turning, FOCAL).median()) == pytest.approx(6.0, rel=0.01)
+    assert bool(((turns(turning, FOCAL) - 6).abs() < 0.2).all())
 
 
 def test_a_video_that_stands_or_turns_double_is_found_out(turning: torch.Tensor) -> None:
-    assert turns(turning[[0, 0, 0]]).tolist() == pytest.approx([0.0, 0.0], abs=1e-3)
-    assert turns(turning[::2]).tolist() == pytest.approx([12.0, 12.0], rel=0.02)
+    assert turns(turning[[0, 0, 0]], FOCAL).tolist() == pytest.approx([0.0, 0.0], abs=1e-3)
+    assert turns(turning[::2], FOCAL).tolist() == pytest.approx([12.0, 12.0], rel=0.02)
 
 
 def test_the_truth_walks_as_commanded(along: tuple[torch.Tensor, torch.Tensor]) -> None:

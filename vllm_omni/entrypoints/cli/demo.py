@@ -47,7 +47,7 @@ _TURNS = ("", "", "l", "l", "", "", "j", "j")
 """Keys held in addition to `w`, per latent frame, in a world without a tour."""
 _SIZE = (160, 96)
 """Width and height in pixels in a world without a description."""
-_PROMPT = "A path through green hills towards the evening sun"
+PROMPT = "A path through green hills towards the evening sun"
 _CHUNKS = 5
 
 
@@ -103,9 +103,7 @@ def run(args: argparse.Namespace) -> int:
     port = free_port(args.port)
     if port != args.port:
         print(f"port {args.port} is in use or 0; using {port}")
-    # A closed terminal must not leave a server running.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+    interrupt_on_signals()
     with server(model, port, height, width, args.out / "demo_server.log") as process:
         wait_until_healthy(process, args.start_timeout)
         url = f"ws://{_HOST}:{port}{ENDPOINT}"
@@ -175,10 +173,10 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def server(
-    model: Path,
+    model: Path | str,
     port: int,
-    height: int,
-    width: int,
+    height: int | None,
+    width: int | None,
     log: Path,
     model_options: Mapping[str, Any] | None = None,
     extra: Sequence[str] = (),
@@ -186,10 +184,10 @@ def server(
     """Run `vllm serve MODEL --omni` on the loopback address during the block.
 
     Args:
-        model: Checkpoint directory.
+        model: Checkpoint directory, or the id of a Hugging Face repository.
         port: Port of the server.
-        height: Height of the frames in pixels.
-        width: Width of the frames in pixels.
+        height: Height of the frames in pixels. None: the model's.
+        width: Width of the frames in pixels. None: the model's.
         log: Log file.
         model_options: Value of `omni.model`.
         extra: Further arguments.
@@ -214,12 +212,16 @@ def server(
 
 
 def serve_command(
-    model: Path, port: int, height: int, width: int, model_options: Mapping[str, Any] | None = None
+    model: Path | str,
+    port: int,
+    height: int | None,
+    width: int | None,
+    model_options: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Return the documented command, with the `vllm` of this environment."""
     vllm = Path(sys.executable).with_name("vllm")
-    chosen = {"model": dict(model_options)} if model_options else {}
-    options = json.dumps({"omni": {"height": height, "width": width, **chosen}})
+    omni: dict[str, Any] = {"model": dict(model_options)} if model_options else {}
+    omni |= {} if height is None else {"height": height, "width": width}
     return [
         *([str(vllm)] if vllm.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]),
         *(
@@ -230,9 +232,8 @@ def serve_command(
             _HOST,
             "--port",
             str(port),
-            "--additional-config",
-            options,
         ),
+        *(["--additional-config", json.dumps({"omni": omni})] if omni else []),
     ]
 
 
@@ -262,6 +263,12 @@ def is_healthy(url: str) -> bool:
             return int(response.status) == 200
     except (urllib.error.URLError, ConnectionError, TimeoutError):
         return False
+
+
+def interrupt_on_signals() -> None:
+    """Treat SIGTERM and SIGHUP like Ctrl-C, so that a closed terminal leaves no server running."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
 
 
 def _interrupt(number: int, frame: object) -> None:
@@ -338,7 +345,7 @@ def plan_walk(model: Path, description: "WorldDescription | None") -> DemoWalk:
     from vllm_omni.worlds.description import description_file
 
     if description is None or description.tour is None:
-        return DemoWalk(start_image(), {0: _PROMPT})
+        return DemoWalk(start_image(), {0: PROMPT})
     tour = description.tour
     return DemoWalk(
         image=description_file(model, tour.start).read_bytes(),

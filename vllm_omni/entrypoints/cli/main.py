@@ -10,13 +10,14 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 
-from vllm_omni.entrypoints.cli import bench, demo, doctor, plan, rebalance, replay, serve
+from vllm_omni.entrypoints.cli import bench, demo, doctor, evaluate, plan, rebalance, replay, serve
 from vllm_omni.entrypoints.cli.checkpoints import download, make_tiny, make_world, verify
 from vllm_omni.entrypoints.cli.errors import CommandError
 from vllm_worlds import DISTRIBUTION
 
 _SUBCOMMANDS = (
     demo,
+    evaluate,
     verify,
     make_world,
     make_tiny,

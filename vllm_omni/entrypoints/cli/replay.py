@@ -151,7 +151,11 @@ def _replay(
     args: argparse.Namespace,
     frames: list[Any] | None,
 ) -> int | None:
-    """Run the chunks on a new engine. Return the number of the first one that differs, or None."""
+    """Run the chunks on a new engine until one differs, or all of them if frames are wanted.
+
+    Returns:
+        The number of the first chunk that differs, or None.
+    """
     from vllm_omni.outputs import RequestFailed
 
     if is_cpu_build():
@@ -176,6 +180,7 @@ def _replay(
         additional_config={**header.additional_config, "omni": omni},
         **_precision(header),
     )
+    differs: int | None = None
     try:
         _load(llm, adapters)
         for index, chunk in chunks:
@@ -186,11 +191,13 @@ def _replay(
             _check_adapters(index, chunk, used)
             if frames is not None:
                 frames.append(made)
-            if not _report(index, chunk, made):
-                return index
+            if not _report(index, chunk, made) and differs is None:
+                differs = index
+                if frames is None:
+                    break
     finally:
         llm.llm_engine.engine_core.shutdown()
-    return None
+    return differs
 
 
 def _precision(header: "RecordingHeader") -> dict[str, Any]:

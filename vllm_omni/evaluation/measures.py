@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a video shows by itself: sharpness, contrast, colour, flicker, and its return to a view.
+
+Levels are those of 8-bit images, 0 to 255. Ratios and differences over time compare the last tenth
+of the frames with the first tenth, at least one frame each.
+"""
+
+# T frames, H height, W width
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from vllm_omni.evaluation.likeness import decibels, edges, squared_error, ssim, unit
+
+_LUMA = torch.tensor([0.299, 0.587, 0.114])
+"""Weights of red, green and blue in the brightness (ITU-R BT.601)."""
+
+
+def appearance(frames_THWC: np.ndarray) -> dict[str, float]:
+    """Measure the frames of a video or a single image.
+
+    Args:
+        frames_THWC: Frames, uint8 RGB.
+
+    Returns:
+        `sharpness`, the mean difference of horizontally adjacent pixels in levels, and `contrast`,
+        the standard deviation of the brightness in levels. For several frames also
+        `sharpness_ratio` and `contrast_ratio`, end over start; `colour_drift`, the root mean square
+        over the three colours of the change of their means in levels; and `frame_difference`, the
+        mean absolute difference of consecutive frames in levels. For three and more frames
+        `flicker`, the mean distance of a frame's brightness from the mean of its two neighbours' in
+        levels.
+    """
+    rows, differences, before = [], [], None
+    for frame_HWC in frames_THWC:
+        image_3HW = unit(torch.from_numpy(np.ascontiguousarray(frame_HWC)))
+        luma_HW = (_LUMA[:, None, None] * image_3HW).sum(dim=0)
+        rows.append(
+            torch.stack([edges(image_3HW[None])[0], luma_HW.std(), *image_3HW.mean(dim=(1, 2))])
+        )
+        if before is not None:
+            differences.append(float((image_3HW - before).abs().mean()))
+        before = image_3HW
+    sharp_T, contrast_T, colour_T3 = (255 * torch.stack(rows).double()).split([1, 1, 3], dim=1)
+    found = {"sharpness": float(sharp_T.mean()), "contrast": float(contrast_T.mean())}
+    if len(rows) > 1:
+        found |= {
+            "sharpness_ratio": _end_over_start(sharp_T),
+            "contrast_ratio": _end_over_start(contrast_T),
+            "colour_drift": float(_change(colour_T3).square().mean().sqrt()),
+            "frame_difference": 255 * float(np.mean(differences)),
+        }
+    if len(rows) > 2:
+        level_T = colour_T3 @ _LUMA.double()
+        between = (level_T[:-2] + level_T[2:]) / 2
+        found["flicker"] = float((level_T[1:-1] - between).abs().mean())
+    return found
+
+
+def likeness_of_frames(made_THWC: np.ndarray, other_THWC: np.ndarray) -> dict[str, list[float]]:
+    """Return `psnr` in dB and `ssim` of each frame with the same frame of another video.
+
+    Args:
+        made_THWC: Frames, uint8 RGB.
+        other_THWC: As many frames of the same size.
+    """
+    found: dict[str, list[float]] = {"psnr": [], "ssim": []}
+    for made_HWC, other_HWC in zip(made_THWC, other_THWC, strict=True):
+        made, other = (
+            unit(torch.from_numpy(np.ascontiguousarray(frame)))[None, None]
+            for frame in (made_HWC, other_HWC)
+        )
+        found["psnr"].append(float(decibels(squared_error(made, other))))
+        found["ssim"].append(float(ssim(made, other)))
+    return found
+
+
+def view_return(frames_THWC: np.ndarray, away: int) -> Mapping[str, float]:
+    """Compare the last frame with the first one, whose view it should show again.
+
+    Args:
+        frames_THWC: Frames, uint8 RGB.
+        away: Index of the frame that should show the first view least.
+
+    Returns:
+        `return_psnr` in dB and `return_ssim` of the last frame, and `return_gain`, the PSNR of the
+        last frame minus that of the frame away. A return means little without a gain, because a
+        video that stands still also shows its first view.
+    """
+    first_THWC = frames_THWC[[0, 0]]
+    found = likeness_of_frames(frames_THWC[[-1, away]], first_THWC)
+    return {
+        "return_psnr": found["psnr"][0],
+        "return_ssim": found["ssim"][0],
+        "return_gain": found["psnr"][0] - found["psnr"][1],
+    }
+
+
+def _change(values_TN: torch.Tensor) -> torch.Tensor:
+    """Return the mean of the last tenth minus the mean of the first tenth."""
+    count = max(1, len(values_TN) // 10)
+    return values_TN[-count:].mean(dim=0) - values_TN[:count].mean(dim=0)
+
+
+def _end_over_start(values_TN: torch.Tensor) -> float:
+    start = float(values_TN[: max(1, len(values_TN) // 10)].mean())
+    return (start + float(_change(values_TN))) / max(start, 1e-6)
