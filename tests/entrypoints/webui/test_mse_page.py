@@ -23,7 +23,8 @@ RESTED = (
     "app.player.numShown)"
 )
 NOTE = f"""{PARTS}.then(({{ app }}) => {{
-    window.seen = []; const shown = app.player.onframe; const view = document.querySelector("#view");
+    window.seen = []; const shown = app.player.onframe;
+    const view = document.querySelector("#view");
     app.player.onframe = (frame) => {{ shown(frame);
         const level = () => view.getContext("2d").getImageData(40, 24, 1, 1).data[1];
         seen.push(app.player.shown === frame ? level() : null); }}; }})"""
