@@ -55,6 +55,8 @@ _FLAGS = (
         "--disable-background-timer-throttling",
         "--disable-renderer-backgrounding",
         "--force-color-profile=srgb",
+        # a host that is not localhost: over plain HTTP it has no WebCodecs, as on a local network
+        "--host-resolver-rules=MAP world.test 127.0.0.1",
     ),
 )
 _KEYS = {" ": ("Space", 32)}

@@ -594,7 +594,7 @@ def test_a_session_that_went_back_continues_from_there(module_page: Page) -> Non
 # --------------------------------------------------------------------------------------------------
 
 DECODE = """
-    const decoder = new m.H264Decoder(); const canvas = new OffscreenCanvas(64, 48);
+    const decoder = new m.H264Decoder(); decoder.name = a[1]; const canvas = new OffscreenCanvas(64, 48);
     const context = canvas.getContext("2d", { willReadFrequently: true });
     const show = async (unit) => { const bitmap = await decoder.decode(unit); if (!bitmap) return null;
         context.drawImage(bitmap, 0, 0); bitmap.close(); return context.getImageData(32, 24, 1, 1).data[1]; };
@@ -614,50 +614,110 @@ def grey_units(brightness: list[int], keys: tuple[int, ...] = (0,)) -> list[dict
             stamped_frames(frames_THWC, chunk_index=0, first_frame=frame, fps=16.0, input_id=None)
         )
         data = bytes(part.data)
-        units.append({"video": b64(data), "first_frame": frame, **access_unit_fields(part)})
+        size = {"width": part.width, "height": part.height}
+        fields = access_unit_fields(part)
+        units.append({"video": b64(data), "first_frame": frame, **size, **fields})
     return units
 
 
 @pytest.fixture
 def h264_page(module_page: Page) -> Page:
-    if not module_page.call("/omni/js/decode.js", "return m.decodesH264()"):
+    if module_page.call("/omni/js/decode.js", "return m.h264Decoder(16)") is None:
         pytest.skip("this Chromium was built without H.264")
     return module_page
 
 
-def test_access_units_are_decoded_one_by_one(h264_page: Page) -> None:
+every_decoder = pytest.mark.parametrize("decoder", ["WebCodecs", "MSE"])
+
+
+@every_decoder
+def test_access_units_are_decoded_one_by_one(h264_page: Page, decoder: str) -> None:
     """Each frame is returned before the next one is sent, so the decoder adds no delay."""
     levels = [20, 60, 100, 140, 180, 220]
     code = (
         "const seen = []; for (const unit of units) seen.push(await show(unit)); return "
         "[seen, decoder.numFailures];"
     )
-    seen, failures = h264_page.call("/omni/js/decode.js", DECODE + code, grey_units(levels))
+    seen, failures = h264_page.call(
+        "/omni/js/decode.js", DECODE + code, grey_units(levels), decoder
+    )
     np.testing.assert_allclose(seen, levels, atol=3)
     assert failures == 0
 
 
-def test_frames_after_a_lost_one_wait_for_a_key_frame(h264_page: Page) -> None:
+@every_decoder
+def test_frames_after_a_lost_one_wait_for_a_key_frame(h264_page: Page, decoder: str) -> None:
     """The decoder reports that it needs one, and does not show frames built on a lost frame."""
     code = """const seen = []; const needs = [];
         for (const unit of units) { if (unit.first_frame === 2) continue;
             seen.push(await show(unit)); needs.push(decoder.needsKey); }
         return [seen, needs];"""
     units = grey_units([20, 60, 100, 140, 180, 220], keys=(0, 4))
-    seen, needs = h264_page.call("/omni/js/decode.js", DECODE + code, units)
+    seen, needs = h264_page.call("/omni/js/decode.js", DECODE + code, units, decoder)
     assert seen[2] is None
     np.testing.assert_allclose([seen[0], seen[1], *seen[3:]], [20, 60, 180, 220], atol=3)
     assert needs == [False, False, True, False, False]
 
 
-def test_a_decoder_that_fails_twice_is_given_up(h264_page: Page) -> None:
+@every_decoder
+def test_a_decoder_that_fails_twice_is_given_up(h264_page: Page, decoder: str) -> None:
     """The page then asks for JPEG."""
     code = """
         const broken = { video: new Uint8Array(200).fill(7), is_key_frame: true, first_frame: 0,
-            codec_string: units[0].codec_string };
+            codec_string: units[0].codec_string, width: 64, height: 48 };
         const seen = [await show(broken), await show(broken)];
         return [seen, decoder.hasFailed];"""
-    assert h264_page.call("/omni/js/decode.js", DECODE + code, grey_units([9])) == [
+    assert h264_page.call("/omni/js/decode.js", DECODE + code, grey_units([9]), decoder) == [
         [None, None],
         True,
     ]
+
+
+def test_mse_keeps_order_and_exact_frames_of_a_burst(h264_page: Page) -> None:
+    """Units that arrive at once come out in order, each with its own picture. A second stream of
+    another size continues in the same decoder.
+    """
+    levels = [(37 * frame) % 200 + 20 for frame in range(24)]
+    code = """const seen = await Promise.all(units.map((unit) => show(unit)));
+        return [seen, decoder.numFailures];"""
+    seen, failures = h264_page.call("/omni/js/decode.js", DECODE + code, grey_units(levels), "MSE")
+    np.testing.assert_allclose(seen, levels, atol=3)
+    assert failures == 0
+
+
+def test_mse_keeps_no_more_than_what_follows_a_key_frame(h264_page: Page) -> None:
+    """The decoder asks for a key frame after 4 MiB, and removes what is before it."""
+    code = """
+        let asked = 0; const kept = [];
+        for (let round = 0; round < 6; round++) for (const unit of units) {
+            const padded = new Uint8Array(unit.video.length + 900_000);  // filler data
+            padded.set(unit.video); padded.set([0, 0, 1, 12], unit.video.length);
+            padded.fill(255, unit.video.length + 4);
+            const next = { ...unit, video: padded, first_frame: unit.first_frame + round * units.length };
+            (await decoder.decode(next)).close();
+            asked += decoder.wantsKey; kept.push(decoder.bufferedS); }
+        return [asked, kept, decoder.numFailures];"""  # noqa: E501
+    units = grey_units([20, 60, 100, 140, 180, 220])
+    asked, kept, failures = h264_page.call("/omni/js/decode.js", DECODE + code, units, "MSE")
+    assert asked == 6 * 2
+    assert max(kept) <= 13 * 0.033
+    assert failures == 0
+
+
+@pytest.mark.parametrize(
+    ("gone", "fps", "decoder"),
+    [
+        ([], 16, "WebCodecs"),
+        (["VideoDecoder"], 16, "MSE"),
+        (["VideoDecoder"], 60, None),
+        (["VideoDecoder", "MediaSource"], 16, None),
+    ],
+)
+def test_the_decoder_is_the_first_that_the_browser_has(
+    h264_page: Page, gone: list[str], fps: int, decoder: str | None
+) -> None:
+    code = """const kept = a[0].map((name) => [name, globalThis[name]]);
+        for (const [name] of kept) globalThis[name] = undefined;
+        try { return await m.h264Decoder(a[1]); } finally {
+            for (const [name, value] of kept) globalThis[name] = value; }"""
+    assert h264_page.call("/omni/js/decode.js", code, gone, fps) == decoder

@@ -18,7 +18,7 @@ def test_the_page_starts_and_steers_a_world(page: Page, engine: FakeEngine) -> N
     page.wait_for("document.querySelector('#view').classList.contains('has-picture')")
     # The page decodes H.264 where the browser can. Some builds of Chromium have no decoder for it.
     app = "import('/omni/js/main.js').then(({ parts }) => parts.app)"
-    has_h264 = page.run("import('/omni/js/decode.js').then((m) => m.decodesH264())")
+    has_h264 = page.run("import('/omni/js/decode.js').then((m) => m.h264Decoder(48))")
     assert page.run(f"{app}.then((app) => app.world.format)") == ("h264" if has_h264 else "jpeg")
     assert page.run(f"{app}.then((app) => app.decoder.numFailures)") == 0
     first = engine.chunks[0]

@@ -2,7 +2,7 @@
 // Ties the parts together: what happens with a chunk, a click, a loss. Each part's own work is in its own file.
 
 import { Minimap } from "./minimap.js";
-import { decodeJpeg, decodesH264, H264Decoder } from "./decode.js";
+import { decodeJpeg, H264Decoder, h264Decoder } from "./decode.js";
 import { Notices } from "./dialogs.js";
 import { Marks } from "./marks.js";
 import { Pacer } from "./pacer.js";
@@ -53,6 +53,7 @@ export class App {
   #automatic = []; // marks set by themselves, the oldest first, each {at, ...} as in `marks`
   #markedAt = 0;
   #works = Promise.resolve(); // what happens between two chunks, one after the other
+  #choosing = null; // resolves to the name of the decoder
   #transferMs = null; // from the first to the last message of the last chunk
   #thumbnail = document.createElement("canvas");
 
@@ -387,10 +388,17 @@ export class App {
     return this.game.space;
   }
 
-  /** Choose the format of the frames: H.264 where both sides have it, otherwise JPEG. */
+  /** Choose once how frames come: H.264 where the server and the browser have it, otherwise JPEG. */
   async chooseFormat() {
-    const isOffered = this.link.hello?.codecs?.includes("h264") === true;
-    this.world.format = isOffered && !this.decoder.hasFailed && (await decodesH264()) ? "h264" : "jpeg";
+    this.#choosing ??= this.link.hello.codecs?.includes("h264") ? h264Decoder(this.link.hello.fps) : Promise.resolve(null);
+    const name = await this.#choosing;
+    if (name !== null) this.decoder.name = name;
+    this.world.format = name === null || this.decoder.hasFailed ? "jpeg" : "h264";
+  }
+
+  /** How frames come, to be shown. */
+  get codec() {
+    return this.world.format === "h264" ? `H.264 (${this.decoder.name})` : "JPEG";
   }
 
   /** What the server should know of the stream so far. */
@@ -399,7 +407,7 @@ export class App {
     if (this.world.format !== "h264") return {};
     const transfer = this.#transferMs === null ? {} : { transfer_ms: this.#transferMs };
     this.#transferMs = null;
-    return { ...transfer, ...(this.decoder.needsKey ? { key_frame: true } : {}) };
+    return { ...transfer, ...(this.decoder.wantsKey ? { key_frame: true } : {}) };
   }
 
   /** Actions of a camera that walks. A session's first latent frame is the start image: what is touched then waits. */

@@ -1,14 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// Decodes the frames of the stream: H.264 access units with WebCodecs, or JPEG files. Knows no server and no display.
+// Decodes the frames of the stream: H.264 access units, or JPEG files. Knows no server and no display.
+
+import { FASTEST_FPS, FragmentPlayer, playsFragments } from "./mse.js";
 
 const PROBED_CODEC = "avc1.42c028"; // Constrained Baseline, as the server encodes; level 4 allows 1920x1080
 const MAX_FAILURES = 2; // of the decoder, before H.264 is given up
 
-/** Resolves to whether this browser decodes the server's H.264. WebCodecs exists only on secure pages and localhost. */
-export async function decodesH264() {
-  if (typeof VideoDecoder === "undefined") return false;
-  const support = await VideoDecoder.isConfigSupported({ codec: PROBED_CODEC }).catch(() => null);
-  return support?.supported === true;
+/** The decoder of H.264 for a world of `fps`: "WebCodecs", which exists only on secure pages, or "MSE"; null = none. */
+export async function h264Decoder(fps) {
+  if (typeof VideoDecoder !== "undefined") {
+    const support = await VideoDecoder.isConfigSupported({ codec: PROBED_CODEC }).catch(() => null);
+    if (support?.supported === true) return "WebCodecs";
+  }
+  return fps <= FASTEST_FPS && playsFragments(PROBED_CODEC) ? "MSE" : null;
 }
 
 /** Decode a JPEG file. Resolves to an ImageBitmap; null = it is broken. */
@@ -16,8 +20,36 @@ export function decodeJpeg(file) {
   return createImageBitmap(new Blob([file], { type: "image/jpeg" })).catch(() => null);
 }
 
+/** Decodes with WebCodecs, as H264Decoder uses it: onframe(timestamp, bitmap), onerror(). */
+class WebCodecsDecoder {
+  wantsKey = false;
+  #decoder;
+
+  constructor(codec, onframe, onerror) {
+    const output = async (frame) => {
+      // A copy, because a decoder stops while many of its own frames are held.
+      const bitmap = await createImageBitmap(frame).catch(() => null);
+      onframe(frame.timestamp, bitmap);
+      frame.close();
+    };
+    this.#decoder = new VideoDecoder({ output, error: onerror });
+    this.#decoder.configure({ codec, optimizeForLatency: true });
+  }
+
+  decode(unit, timestamp) {
+    this.#decoder.decode(new EncodedVideoChunk({ type: unit.is_key_frame ? "key" : "delta", timestamp, data: unit.video }));
+  }
+
+  close() {
+    if (this.#decoder.state !== "closed") this.#decoder.close();
+  }
+}
+
+const DECODERS = { WebCodecs: WebCodecsDecoder, MSE: FragmentPlayer };
+
 /** Decodes the access units of one stream, in order. */
 export class H264Decoder {
+  name = "WebCodecs"; // or "MSE", see `h264Decoder`
   needsKey = true; // until a key frame comes, frames are lost: the server should be asked for one
   numFailures = 0;
   #decoder = null;
@@ -29,8 +61,18 @@ export class H264Decoder {
     return this.numFailures >= MAX_FAILURES;
   }
 
+  /** Whether the server should be asked for a key frame: one is needed, or lets the decoder free memory. */
+  get wantsKey() {
+    return this.needsKey || this.#decoder.wantsKey;
+  }
+
+  /** Seconds of the stream that the decoder keeps. */
+  get bufferedS() {
+    return this.#decoder?.bufferedS ?? 0;
+  }
+
   /**
-   * Decode one access unit. unit: {video, is_key_frame, codec_string, first_frame} as the server sends it.
+   * Decode one access unit. unit: {video, is_key_frame, codec_string, first_frame, width, height} as the server sends it.
    * Resolves to an ImageBitmap; null = the frame is lost, because an earlier one is missing or the decoder failed.
    */
   decode(unit) {
@@ -45,8 +87,7 @@ export class H264Decoder {
       const timestamp = this.#timestamp++; // its own numbers, because the server's start again with each world
       this.#waiting.set(timestamp, resolve);
       try {
-        const type = unit.is_key_frame ? "key" : "delta";
-        this.#decoder.decode(new EncodedVideoChunk({ type, timestamp, data: unit.video }));
+        this.#decoder.decode(unit, timestamp);
       } catch {
         this.#fail();
       }
@@ -55,7 +96,7 @@ export class H264Decoder {
 
   /** Forget the stream. Frames that are being decoded are lost. */
   reset() {
-    if (this.#decoder !== null && this.#decoder.state !== "closed") this.#decoder.close();
+    this.#decoder?.close();
     this.#decoder = this.#nextFrame = null;
     this.needsKey = true;
     for (const resolve of this.#waiting.values()) resolve(null);
@@ -64,22 +105,19 @@ export class H264Decoder {
 
   #start(codec) {
     if (this.#decoder === null) {
-      const decoder = new VideoDecoder({
-        output: (frame) => this.#show(frame),
-        error: () => decoder === this.#decoder && this.#fail(),
-      });
+      const decoder = new DECODERS[this.name](
+        codec,
+        (timestamp, bitmap) => this.#show(timestamp, bitmap),
+        () => decoder === this.#decoder && this.#fail(),
+      );
       this.#decoder = decoder;
-      this.#decoder.configure({ codec, optimizeForLatency: true });
     }
     this.needsKey = false;
   }
 
-  async #show(frame) {
-    const resolve = this.#waiting.get(frame.timestamp);
-    this.#waiting.delete(frame.timestamp);
-    // A copy, because a decoder stops while many of its own frames are held.
-    const bitmap = await createImageBitmap(frame).catch(() => null);
-    frame.close();
+  #show(timestamp, bitmap) {
+    const resolve = this.#waiting.get(timestamp);
+    this.#waiting.delete(timestamp);
     if (resolve) resolve(bitmap);
     else bitmap?.close();
   }

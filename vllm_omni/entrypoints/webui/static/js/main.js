@@ -238,7 +238,7 @@ function tick(now) {
   app.tick(now);
   if (now - statsShown > STATS_EVERY_MS) {
     statsShown = now;
-    showStats(by("hud"), app.stats, { player: app.player, pacer: app.pacer, link, numPending: app.world.numPending });
+    showStats(by("hud"), app.stats, { player: app.player, pacer: app.pacer, link, numPending: app.world.numPending, codec: app.codec });
     by("map-text").textContent = app.map.describe();
     by("record-time").textContent = app.recorder.isOn ? `${(app.recorder.numFrames / app.player.fps).toFixed(1)} s` : "";
   }

@@ -192,14 +192,14 @@ function withDuration({ raw, body }, duration, at, atWide) {
 
 const table = (type, rows) => full(type, 0, [rows.length, ...rows.flat()]);
 
-function full(type, versionAndFlags, values) {
+export function full(type, versionAndFlags, values) {
   const body = new Uint8Array(4 + 4 * values.length);
   const view = new DataView(body.buffer);
   [versionAndFlags, ...values].forEach((value, i) => view.setUint32(4 * i, value));
   return box(type, [body]);
 }
 
-function box(type, parts, extraBytes = 0) {
+export function box(type, parts, extraBytes = 0) {
   const size = 8 + parts.reduce((sum, part) => sum + part.length, 0);
   const result = new Uint8Array(size);
   new DataView(result.buffer).setUint32(0, size + extraBytes);

@@ -53,7 +53,7 @@ export class Recent {
 }
 
 /** Writes the measurements' fields: elements with `data-stat`. */
-export function showStats(root, stats, { player, pacer, link, numPending }) {
+export function showStats(root, stats, { player, pacer, link, numPending, codec }) {
   const { server } = stats;
   const values = {
     fps: `${player.shownFps}`,
@@ -72,6 +72,7 @@ export function showStats(root, stats, { player, pacer, link, numPending }) {
     needed: `next chunk at ${ms(pacer.neededMs)}`,
     queue: `${numPending} asked · server queue ${ms(server.queue_ms ?? null)}`,
     net: `${(stats.bytesPerS / 1000).toFixed(0)} kB/s`,
+    codec,
     rtt: `round trip ${ms(link.rttMs)}`,
     stalls: player.numStalls > 0 ? `· ran out ${player.numStalls} ×` : "",
   };
