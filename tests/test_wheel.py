@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A wheel that is installed into a fresh environment works without the checkout."""
 
+import contextlib
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -17,8 +19,9 @@ pytestmark = [pytest.mark.nightly, pytest.mark.engine]
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Python of a new environment with the wheel. The dependencies are those of this environment,
-    behind the new one's on the path, so that nothing is downloaded twice.
+    """Python of a new environment with the wheel. Its other packages are links to those of this
+    environment, so that nothing is downloaded twice. Like after an installation, vLLM's CPU build
+    has no second name yet.
     """
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -28,7 +31,10 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     python = folder / "venv" / "bin" / "python"
     run([*pip, "--python", str(python), "install", "--quiet", "--no-deps", str(wheel)])
     [packages] = (folder / "venv").glob("lib/python*/site-packages")
-    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if not re.match(r"vllm-|vllm_worlds|__editable__|pip(-|$)", path.name):
+            with contextlib.suppress(FileExistsError):
+                (packages / path.name).symlink_to(path)
     return python
 
 
@@ -61,9 +67,14 @@ def test_both_commands_start(python: Path, tmp_path: Path) -> None:
 
 
 def test_the_demo_walks(python: Path, tmp_path: Path) -> None:
-    """The demo of the wheel writes its video, and its server uses the wheel's code."""
+    """The demo of the wheel repairs the installation and writes its video, and its server uses the
+    wheel's code.
+    """
+    [packages] = python.parents[1].glob("lib/python*/site-packages")
+    assert not [*packages.glob("vllm-*.dist-info")]
     command = [str(python.with_name("vllm-omni")), "demo", "--once", "--chunks", "2", "--port", "0"]
-    run(command, tmp_path)
+    assert "running `vllm-omni doctor --fix`" in run(command, tmp_path)
+    assert [*packages.glob("vllm-*+cpu.dist-info")]
     assert (tmp_path / "demo.mp4").stat().st_size > 0
     # the dependencies may be in an environment inside of the checkout
     assert f"{REPO}/vllm_omni" not in (tmp_path / "demo_server.log").read_text()

@@ -4,9 +4,13 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import snippets as docs
 from helpers.scripts import load_script
+from PIL import Image
+
+from vllm_omni.entrypoints.media.mp4 import encode_mp4
 
 script = load_script(docs.REPO / "scripts" / "docs_site.py")
 
@@ -37,6 +41,19 @@ def test_what_a_page_links_to_is_laid_out(tmp_path: Path) -> None:
     ]
     assert not dead
     assert list(tmp_path.rglob("*.svg")), "pictures come along"
+
+
+def test_the_film_is_one_that_its_script_writes(tmp_path: Path) -> None:
+    """scripts/film.py halves the frames of the demo's video and enlarges them. The README's film
+    has the size of the shipped world.
+    """
+    film = load_script(docs.REPO / "scripts" / "film.py")
+    frames_THWC = np.random.default_rng(0).integers(0, 256, (5, 96, 160, 3), np.uint8)
+    (tmp_path / "demo.mp4").write_bytes(encode_mp4(frames_THWC, 16))
+    assert film.main(tmp_path / "demo.mp4", tmp_path / "walk.webp") == 0
+    for path, frames in ((tmp_path / "walk.webp", 3), (film.FILM, 71)):
+        with Image.open(path) as image:
+            assert (image.size, image.n_frames) == ((480, 288), frames)
 
 
 @pytest.mark.nightly

@@ -149,6 +149,22 @@ def test_companions_that_a_repeated_set_up_brought_back_are_a_fault(
     assert removed == [("torchaudio", "torchcodec")]
 
 
+@pytest.mark.parametrize("code", [0, 3])
+def test_companions_are_removed_by_uv_in_an_environment_without_pip(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int
+) -> None:
+    """uv's environments have no pip. The command is shown if it fails."""
+    fake_versions(monkeypatch, torchaudio="2.13.0")
+    uv = tmp_path / "uv"
+    uv.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\nexit {code}\n')
+    uv.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    said = doctor.remove_torch_companions()
+    asked = f"pip uninstall --quiet --python {sys.executable} torchaudio"
+    assert (tmp_path / "arguments").read_text().strip() == asked
+    assert said.startswith(f"not removed: `{uv} {asked}`" if code else "removed torchaudio")
+
+
 def test_small_shared_memory_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """64 MB, the default of a container, is too little, and the advice names the container's
     flag.

