@@ -6,7 +6,8 @@ moving sessions.
     python benchmarks/fleet_trace.py
     # causal Wan 1.3B with random weights on one GPU, without HAProxy
     python benchmarks/fleet_trace.py --model 1.3B --ways suspend --play-s 8 --idle-s 24 --seed 1 \\
-        --seconds 75 --model-options '{"preset": "realtime", "window_frames": 9, "sink_frames": 3}'
+        --seconds 60 --device-sessions 9 --model-options '{"preset": "realtime", \\
+        "window_frames": 9, "sink_frames": 3, "video_input": false}'
     # try it without a GPU
     python benchmarks/fleet_trace.py --model tiny --ways suspend --seconds 10 --play-s 3 --idle-s 3
 
@@ -31,8 +32,11 @@ The same trace is replayed in each way:
 - `rebalance`: `vllm-omni rebalance` moves sessions between the servers;
 - `both`.
 
-`predicted` is the share of chunks on time in scheduler_simulator.py, if nobody is refused.
-`fleet_plan.py` places the same spells there, without and with moves.
+`waited_for_core_percent` is the share of the time in which a process, the one that waited longest,
+was ready to run but had no core. `playing_apart` is the difference between the servers with the
+most and the fewest sessions that play, once a second. `predicted_on_time_percent` is that of
+scheduler_simulator.py, if nobody is refused. `fleet_plan.py` places the same spells there, without
+and with moves.
 """
 
 import argparse
@@ -63,6 +67,7 @@ from common import add_output_arguments, quantiles, save
 from haproxy_latency import free_ports, proxy
 from moves import KEY
 from realtime_clients import GENERATE_PATH
+from realtime_load import waited_s
 
 ARRIVAL_SHAPE = 0.5
 """Of the gamma distribution; 1 is a Poisson process."""
@@ -81,8 +86,8 @@ WAYS = {
 """Whether sessions are suspended and moved."""
 STEPS = 2
 """Denoise steps of a chunk of the null model."""
-WAN_SESSION_BYTES, TINY_SESSION_BYTES = 1_886_702_400, 2 << 20
-"""Session of causal Wan 1.3B at 480x832 without FP8, as measured by streaming_wan.py."""
+WAN_SESSION_BYTES, TINY_SESSION_BYTES = 1_886_702_400, 1_871_872
+"""Session of causal Wan 1.3B at 480x832 with the preset `realtime`, and of the tiny one."""
 COUNTED = ("sessions", "suspended", "bytes", "suspended_bytes")
 
 
@@ -121,7 +126,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=2)
     parser.add_argument(
-        "--nice", type=int, default=0, help="of all processes; -19 needs root (default: 0)"
+        "--real-time",
+        action="store_true",
+        help="run before all other programs of the machine (SCHED_FIFO, needs root)",
     )
     parser.add_argument("--note", help="a remark about the machine, for the result")
     add_output_arguments(parser)
@@ -308,12 +315,14 @@ class CameraClient:
 
     async def idle(self, seconds: float) -> None:
         """Wait, and follow the session meanwhile."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + seconds
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while True:
+            while True:
+                async with asyncio.timeout_at(until_s):
                     message = await self._receive()
-                    if message["type"] == "moved":
-                        await asyncio.shield(self._follow(message["server"]))
+                if message["type"] == "moved":  # not interrupted
+                    await self._follow(message["server"])
 
     async def leave(self) -> None:
         """End the session, if there is one, and the connection."""
@@ -464,6 +473,8 @@ class Fleet:
 
     ports: dict[str, int]
     file: Path
+    pids: list[int] = field(default_factory=list)
+    """All processes."""
 
     def read(self, name: str, path: str) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {KEY}"}
@@ -529,10 +540,14 @@ def running_fleet(
         ]
         for process in processes:
             demo.wait_until_healthy(process, 600)
-        os.setpriority(os.PRIO_PROCESS, 0, args.nice)
-        for child in psutil.Process().children(recursive=True):
-            for thread in child.threads():
-                os.setpriority(os.PRIO_PROCESS, thread.id, args.nice)
+        own = psutil.Process()
+        if args.real_time:  # children inherit it
+            threads = [
+                t.id for child in [own, *own.children(recursive=True)] for t in child.threads()
+            ]
+            for thread in threads:
+                os.sched_setscheduler(thread, os.SCHED_FIFO, os.sched_param(10))
+        fleet.pids = [child.pid for child in own.children(recursive=True)]
         yield fleet
 
 
@@ -546,6 +561,9 @@ def rebalancing(fleet: Fleet, args: argparse.Namespace) -> Iterator[None]:
             stderr=log,
         )
         try:
+            # while it imports, it would delay the servers
+            while psutil.Process(child.pid).cpu_percent(interval=1.0) > 30:
+                pass
             yield
         finally:
             child.kill()
@@ -589,9 +607,12 @@ async def replay(
     started_s = asyncio.get_running_loop().time()
     await asyncio.gather(*(watch(visit, started_s, port, args, Tally()) for visit in warm_up))
     tally = Tally()
+    pids = [os.getpid(), *fleet.pids]
+    waits_s = [waited_s(pid) for pid in pids]
     async with sampling(fleet) as samples:
         started_s = asyncio.get_running_loop().time() + 0.5
         await asyncio.gather(*(watch(visit, started_s, port, args, tally) for visit in visits))
+    waits_s = [waited_s(pid) - before_s for pid, before_s in zip(pids, waits_s, strict=True)]
     played_min = tally.frames / args.fps / 60
     return {
         "on_time_percent": round(100 * tally.on_time / tally.chunks, 2),
@@ -609,6 +630,7 @@ async def replay(
             "max": max(sample["apart"] for sample in samples),
         },
         "retries": tally.retries,
+        "waited_for_core_percent": round(100 * max(waits_s) / args.seconds, 1),
         "played_minutes": round(played_min, 2),
         "server_seconds_per_played_minute": round(args.servers * args.seconds / played_min, 2),
     }

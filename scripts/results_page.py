@@ -84,6 +84,14 @@ TABLES = {
         "time and "
         "it plays at 98 % of its rate.",
     ),
+    "fleets": (
+        "Fleets",
+        "A trace of visits, replayed in four ways: `pinned` sessions, with `omni.suspend_idle_s`, "
+        "with `vllm-omni rebalance`, with both. The model only keeps time: 125 ms for a chunk of "
+        "12 frames, as causal Wan 1.3B on an H200, so that a server plays six sessions, and the "
+        "memory of eight. A chunk is on time if the viewer has it when the one before has been "
+        "played.",
+    ),
     "images": ("Images and video clips", "One request at a time, whole engine."),
     "peers": (
         "Other engines on the same GPU",

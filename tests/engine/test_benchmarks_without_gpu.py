@@ -4,6 +4,7 @@ results are consistent.
 """
 
 import ast
+import json
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.haproxy import needs_haproxy
 
 from vllm_omni.model_executor.models.wan2_2.checkpoint import hf_config
 
@@ -55,6 +57,23 @@ def run_benchmark(*arguments: str) -> None:
 def test_the_documented_command_runs(command: str, tmp_path: Path) -> None:
     run_benchmark(*shlex.split(command), "--out", str(tmp_path))
     assert list(tmp_path.glob("*.json"))
+
+
+@pytest.mark.nightly
+@needs_haproxy
+def test_a_trace_of_visits_is_replayed_on_two_servers(tmp_path: Path) -> None:
+    """All viewers are served, and some follow their session to the other server."""
+    run_benchmark(
+        "benchmarks/fleet_trace.py",
+        *shlex.split("--servers 2 --ways both --seconds 15 --play-s 4 --idle-s 2 --chunk-s 0.05"),
+        *("--out", str(tmp_path)),
+    )
+    (path,) = tmp_path.glob("*.json")
+    result = json.loads(path.read_text())
+    found = result["ways"]["both"]
+    assert found["ends"] == {"played": result["trace"]["visits"]}
+    assert found["moves"] > 0
+    assert found["chunks"] > 20
 
 
 @pytest.fixture

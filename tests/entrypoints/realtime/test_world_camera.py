@@ -381,7 +381,6 @@ def test_a_client_that_closes_its_session_and_leaves_frees_it(
     wait_until(lambda: not engine.worlds)
 
 
-
 def test_idle_connections_are_closed_with_4010(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
