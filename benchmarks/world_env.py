@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> None:
     world: dict[str, Any] = {"prompt": "a village", "height": height, "width": width}
     world["image"] = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
     together = WorldVectorEnv.load(args.model, args.envs, exact=args.exact, **world)
-    single = [WorldVectorEnv(together._llm, 1, **world) for _ in range(args.envs)]
+    single = [WorldVectorEnv(together._engine._llm, 1, **world) for _ in range(args.envs)]
     arms = {"together": [together], "one_after_the_other": single}
     for envs in arms.values():
         for number, env in enumerate(envs):

@@ -350,6 +350,7 @@ def test_an_id_leads_to_the_server_that_made_it(tmp_path: Path) -> None:
                     f"/v1/files/file_{server.name}.{token}",
                     f"/v1/videos/video_{server.name}.{token}/content",
                     f"/v1/realtime/webrtc/{server.name}.{token}",
+                    f"/v1/environments/{server.name}.{token}",
                     f"/v1/sessions/{server.name}.{token}/snapshot",
                 ):
                     assert await cluster.who(path) == server.name, path

@@ -488,6 +488,19 @@ HELD_BY = {
     ),
     # of stock vLLM: why the format is ours
     "stock auto-detection refuses them": "tests/test_import_purity.py",
+    "| Waypoint | refused: its Euler steps draw no noise": (
+        "tests/model_executor/test_schedules.py::test_a_trajectory_needs_a_sampler_that_draws"
+    ),
+    "| any model on several pipeline stages | refused |": (
+        "tests/model_executor/test_schedules.py::test_a_trajectory_needs_a_sampler_that_draws"
+    ),
+    "| image and video models | refused |": (
+        "tests/environments/test_env_served.py::test_weights_are_replaced_under_the_environments"
+    ),
+    "(`--weight-transfer-config`) is refused": "tests/test_engine_arguments.py",
+    "A step whose chunk exists is refused with `out_of_order`": (
+        "tests/environments/test_remote_env.py::test_a_step_is_never_made_twice"
+    ),
     "Every other combination is refused before any process starts": "tests/test_combinations.py",
 }
 """Part of a sentence -> the test that verifies it."""

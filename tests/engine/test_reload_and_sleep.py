@@ -3,6 +3,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +41,40 @@ def test_weights_reload_from_another_checkpoint_and_back(
         assert torch.equal((await client.chunks("c", 1, seed=1))[0], first[0])
 
     null_engine.run(scenario())
+
+
+@pytest.mark.nightly
+def test_two_ranks_replace_their_weights_alike(causal_wan: Path, tmp_path: Path) -> None:
+    """After a reload, two tensor-parallel ranks have the frames of an engine that started with the
+    new weights, bit for bit. Sessions of the old weights are unknown on both ranks."""
+    other = tmp_path / "other"
+    get_family("causal_wan").make_tiny(other, 1, "original")
+    omni = {"height": 32, "width": 48, "model": {"window_frames": 7, "sink_frames": 2}}
+    start = {"chunk_index": 0, "prompt": "a field", "seed": 1, "output": "latents"}
+
+    async def chunks(client: Any, name: str) -> list[torch.Tensor]:
+        sent = [start, {"chunk_index": 1, "output": "latents"}]
+        return [(await client.send(session_id=name, **one))[1]["latents"].clone() for one in sent]
+
+    async def run(model: Path, reloaded: Path | None) -> list[list[torch.Tensor]]:
+        async with running_engine(model, omni, dtype="float32", tensor_parallel_size=2) as client:
+            seen = [await chunks(client, "a")]
+            if reloaded is not None:
+                await client.engine.collective_rpc(
+                    "reload_weights", kwargs={"weights_path": str(reloaded)}
+                )
+                with pytest.raises(RequestFailed, match="unknown_session"):
+                    await client.send(session_id="a", chunk_index=2, output="latents")
+                seen.append(await chunks(client, "a"))
+            return seen
+
+    async def scenario() -> None:
+        before, after = await run(causal_wan, other)
+        [expected] = await run(other, None)
+        for old, new, wanted in zip(before, after, expected, strict=True):
+            assert torch.equal(new, wanted) and not torch.equal(new, old)
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM's sleep mode needs a CUDA device")

@@ -8,7 +8,7 @@ import pytest
 from helpers.needs_gymnasium import gymnasium
 
 from vllm_omni.actions import ActionFrame, ActionSpace, Axis, Button, read_actions
-from vllm_omni.environments.action_spaces import action_frame, gymnasium_space, idle
+from vllm_omni.environments.action_spaces import action_frame, gymnasium_space
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.models.lingbot_world.camera import ACTION_SPACE
 from vllm_omni.model_executor.models.waypoint.config import action_space
@@ -44,7 +44,6 @@ def test_every_kind_of_control_has_its_space() -> None:
     assert action_frame(GAME, action) == ActionFrame(
         buttons=("fire",), axes={"yaw": 1.5}, scroll=-1.0
     )
-    assert idle(GAME) == ActionFrame(axes={"yaw": 0.0})
 
 
 @pytest.mark.parametrize(("number", "names"), [(0, ()), (1, ("n",)), (2, ("s",))])

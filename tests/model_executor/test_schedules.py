@@ -6,11 +6,21 @@ refused.
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from vllm_omni.model_executor.schedules import few_step_schedule, unipc_flow_table
+from vllm_omni.model_executor.schedules import (
+    ChunkNoise,
+    EulerSchedule,
+    few_step_schedule,
+    unipc_flow_table,
+)
+from vllm_omni.model_executor.streaming.model import StreamingModel
+from vllm_omni.outputs import RequestFailed
 
 _GOLDEN = json.loads((Path(__file__).parents[1] / "golden/lingbot/schedule.json").read_text())
 _STEPS = {"v1": (0, 179, 358, 679), "v2": (0, 250, 500, 750)}
@@ -71,3 +81,34 @@ def test_the_exact_convention_reproduces_the_float_table(name: str) -> None:
 def test_bad_schedules_are_refused(shift: float, indices: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         few_step_schedule("exact", shift, indices)
+
+
+def test_the_log_probability_is_that_of_a_gaussian() -> None:
+    """The mean is (1 - sigma) x0. Frames that are given are not random."""
+    schedule = few_step_schedule("exact", 5.0, [0, 500, 900])
+    noise = ChunkNoise((4, 3, 2, 2), 7, 1, torch.device("cpu"))
+    latents, flow = (torch.randn(4, 3, 2, 2) for _ in range(2))
+    for step in range(2):
+        after = schedule.advance(latents, flow, step, noise).double()
+        sigma = schedule.sigmas_noise[step + 1]
+        mean = (1 - sigma) * (latents.double() - schedule.sigmas_x0[step] * flow.double())
+        each = torch.distributions.Normal(mean, sigma).log_prob(after)
+        for given in (0, 1):
+            log_prob = schedule.log_prob(step, noise, given)
+            assert float(log_prob) == pytest.approx(float(each[:, given:].sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "said"),
+    [
+        (EulerSchedule((1.0, 0.0), torch.float32), 1, "draws no noise between its steps"),
+        (few_step_schedule("exact", 5.0, [0, 500]), 2, "only servers with one pipeline stage"),
+    ],
+)
+def test_a_trajectory_needs_a_sampler_that_draws(schedule: Any, stages: int, said: str) -> None:
+    model: Any = SimpleNamespace(
+        parallel=SimpleNamespace(num_stages=stages), omni=SimpleNamespace(vae_stage=False)
+    )
+    request: Any = SimpleNamespace(work=SimpleNamespace(schedule=schedule))
+    with pytest.raises(RequestFailed, match=said):
+        StreamingModel.record_trajectory(model, request)

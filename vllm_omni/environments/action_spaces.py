@@ -72,8 +72,3 @@ def action_frame(space: ActionSpace, action: Action) -> ActionFrame:
     values = np.asarray(action["axes"]).tolist() if "axes" in action else [0.0] * len(space.axes)
     axes = zip(space.axis_names, values, strict=True)
     return ActionFrame(buttons=names, axes=dict(axes), scroll=float(action.get("scroll", 0)))
-
-
-def idle(space: ActionSpace) -> ActionFrame:
-    """Return a frame with no button held and all axes at 0."""
-    return ActionFrame(axes=dict.fromkeys(space.axis_names, 0.0))

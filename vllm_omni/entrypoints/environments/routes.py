@@ -182,7 +182,7 @@ def _packed(environments: Sequence[int], results: Sequence[ChunkArrays | Endpoin
             entries.append(ChunkEntry(environment=environment, error=error))
             continue
         entries.append(msgspec.structs.replace(result.entry, environment=environment))
-        for kind, array in result.items():
+        for kind, array in result.arrays.items():
             tensors[f"{kind}.{environment}"] = torch.from_numpy(array)
     meta = msgspec.to_builtins(ChunksReply(chunks=entries))
     return pack(meta, tensors).numpy().tobytes()

@@ -40,21 +40,18 @@ ENDPOINT: Final = "environments"
 _SWEEP_S: Final = 5.0
 
 
-class ChunkArrays(dict[str, np.ndarray]):
-    """Arrays of one chunk by kind. The length is their size in bytes, as of every reply."""
+class ChunkArrays:
+    """Arrays of one chunk by kind, and its entry in the reply, still without its environment."""
 
     def __init__(self, chunk: FinishedChunk) -> None:
-        super().__init__(
-            {kind: array for kind, array in chunk.result.arrays.items() if kind in KINDS}
-        )
+        self.arrays = {kind: a for kind, a in chunk.result.arrays.items() if kind in KINDS}
         self.entry = ChunkEntry(
-            environment=0,
-            chunk_index=chunk.chunk_index,
-            **chunk.result.world_pose_fields,
+            environment=0, chunk_index=chunk.chunk_index, **chunk.result.world_pose_fields
         )
 
     def __len__(self) -> int:
-        return sum(array.nbytes for array in self.values())
+        """Return the size in bytes, as every reply does."""
+        return sum(array.nbytes for array in self.arrays.values())
 
 
 class _OneChunk(LiveChunks):
@@ -253,11 +250,29 @@ class EnvironmentTable:
             EndpointError: `invalid_request`, `session_limit` or `capacity`, or an image is invalid.
         """
         manager = self.manager
-        info, limits = manager.info, manager.limits
+        info = manager.info
         manager.drain.check_new()
         if self._sweeper is None:
             self._sweeper = manager.spawn_background(self._sweep())
         await self._close_idle()
+        self._check_room(client, request)
+        info.check_size(request.height or info.height, request.width or info.width)
+        info.check_image(request.image is not None, "image")
+        info.check_images(request.images)
+        image, images = await manager.off_loop(self._load, request)
+        self._check_room(client, request)  # others may have come meanwhile
+        group = EnvironmentGroup(manager, principal, client, request, image, images)
+        self._groups[principal, group.id] = group
+        manager.held.total += group.nbytes
+        return group
+
+    def _check_room(self, client: str, request: CreateRequest) -> None:
+        """Check the numbers of environments.
+
+        Raises:
+            EndpointError: `invalid_request`, `session_limit` or `capacity`.
+        """
+        info, limits = self.manager.info, self.manager.limits
         if request.num_envs > info.max_sessions:
             raise EndpointError(
                 "invalid_request",
@@ -274,19 +289,11 @@ class EnvironmentTable:
                 f"you may have {limits.sessions_per_client} environments; close some",
             )
         taken = sum(group.request.num_envs for group in self._groups.values())
-        if taken + request.num_envs > info.max_sessions or manager.is_over_budget:
+        if taken + request.num_envs > info.max_sessions or self.manager.is_over_budget:
             raise EndpointError(
                 "capacity",
                 f"{taken} of {info.max_sessions} environments are in use; try again later",
             )
-        info.check_size(request.height or info.height, request.width or info.width)
-        info.check_image(request.image is not None, "image")
-        info.check_images(request.images)
-        image, images = await manager.off_loop(self._load, request)
-        group = EnvironmentGroup(manager, principal, client, request, image, images)
-        self._groups[principal, group.id] = group
-        manager.held.total += group.nbytes
-        return group
 
     def _load(self, request: CreateRequest) -> tuple[np.ndarray | None, dict[str, np.ndarray]]:
         """Decode the images of a request in their own sizes, as the model expects them."""

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environments of a real `vllm serve`: the API key, and weights that are replaced in place.
+
+vLLM's own route `/collective_rpc` calls `reload_weights`; vLLM has it with VLLM_SERVER_DEV_MODE=1.
+"""
+
+import json
+import urllib.request
+from pathlib import Path
+
+import helpers.needs_gymnasium  # noqa: F401
+import numpy as np
+import pytest
+from helpers.served import AUTHORIZED, KEY, Served
+from helpers.waits import seconds
+
+from vllm_omni.environments.world import WorldVectorEnv
+from vllm_omni.model_executor.models.registry import get_family
+from vllm_omni.outputs import RequestFailed
+
+
+def reload(server: Served, checkpoint: Path) -> None:
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint)}}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{server.port}/collective_rpc",
+        json.dumps(body).encode(),
+        {**AUTHORIZED, "Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=seconds(60)) as reply:
+        assert reply.status == 200
+
+
+@pytest.mark.engine
+def test_weights_are_replaced_under_the_environments(null_world: Path, tmp_path: Path) -> None:
+    """Episodes do not continue with the K/V of the old weights; new ones have the frames of the new
+    weights."""
+    other = tmp_path / "other"
+    get_family("null_world").make_tiny(other, 1, "original")
+    server = Served(null_world, tmp_path, environ={"VLLM_SERVER_DEV_MODE": "1"})
+    try:
+        server.wait_until_healthy()
+        url = f"http://127.0.0.1:{server.port}"
+        with pytest.raises(RequestFailed, match=r"unauthorized: .*needs an API key"):
+            WorldVectorEnv.connect(url, 1)
+        env = WorldVectorEnv.connect(url, 2, api_key=KEY, prompt="a field", latents=False)
+        first = env.reset(seed=1)[0]
+        still = env.action_space.sample()
+        env.step(still)
+        reload(server, other)
+        with pytest.raises(RequestFailed, match="session_evicted: the engine has closed"):
+            env.step(still)
+        changed = env.reset(seed=1)[0]
+        assert not np.array_equal(changed, first)
+        env.step(still)
+        reload(server, null_world)
+        assert np.array_equal(env.reset(seed=1)[0], first)
+        with pytest.raises(RequestFailed, match="trajectory requires a streaming model"):
+            WorldVectorEnv.connect(url, 1, api_key=KEY, prompt="a field", trajectory=True).reset()
+        env.close()
+    finally:
+        server.stop()
