@@ -10,7 +10,9 @@ frame after it, in addition to the usual time between two chunks, which is measu
 The frames are compared, bit for bit, with those of a session that did not move.
 
 A kill ends all processes of one server with SIGKILL at a random moment of a move. Then the server
-is started again, and the live copies of the session are counted.
+is started again, and the live copies of the session are counted. A live session must continue: its
+next chunk is compared with that of a session that did not move. Kills after the end of a move are
+reported, but do not count.
 """
 
 import argparse
@@ -199,6 +201,11 @@ class Player:
         for message in self._pending:
             self._send(message)
 
+    def continue_on(self, server: str) -> None:
+        """Connect to a server and request the next chunk there."""
+        self._follow(server)
+        self.ask()
+
     def end(self) -> None:
         self._send({"endpoint": "close", "session_id": self.session_id})
         self._stack.close()
@@ -273,15 +280,23 @@ def measure_moves(pair: Pair, num_moves: int) -> dict[str, Any]:
 
 def measure_kills(pair: Pair, num_kills: int) -> dict[str, Any]:
     """Kill either server in turn at a random moment of a move, and count the live copies."""
-    chance, results = random.Random(1), Counter[str]()
-    for number, victim in zip(range(num_kills), itertools.cycle(NAMES), strict=False):
+    chance, results, late = random.Random(1), Counter[str](), Counter[str]()
+    still = play(pair, 2, moves=False)["digests"]
+    trial = play(pair, 12, moves=True)["hand_over_ms"]
+    move_s = statistics.median(trial) / 1e3
+    victims = itertools.cycle(NAMES)
+    for number in itertools.count():
+        if sum(results.values()) == num_kills:
+            break
+        victim = next(victims)
         player = Player(pair, f"kill-{number}")
         player.ask()
-        player.chunk()
+        assert player.chunk()[1] == still[0]
         time.sleep(0.5)  # for a periodic snapshot
         mover = threading.Thread(target=_move_quietly, args=(pair, player.session_id))
         mover.start()
-        time.sleep(chance.uniform(0.0, 0.25))  # a move takes about 0.1 s
+        time.sleep(chance.uniform(0.0, move_s))
+        is_late = not mover.is_alive()
         pair.kill(victim)
         mover.join()
         pair.start(victim)
@@ -290,13 +305,24 @@ def measure_kills(pair: Pair, num_kills: int) -> dict[str, Any]:
         kept = [path for name in NAMES for path in pair.kept(name).iterdir() if path.is_file()]
         kept = [path for path in kept if path.suffix in (".withheld", ".safetensors")]
         where = f"live on {live[0]}" if len(live) == 1 else f"live on {len(live)}"
-        results[f"killed {victim}: {where}" + (", snapshot kept" if not live and kept else "")] += 1
-        print(number, victim, where, flush=True)
+        if live:
+            player.continue_on(live[0])
+            is_right = player.chunk()[1] == still[1]
+            where += ", next chunk " + ("right" if is_right else "wrong")
+        elif kept:
+            where += ", snapshot kept"
+        (late if is_late else results)[f"killed {victim}: {where}"] += 1
+        print(number, victim, where, "late" * is_late, flush=True)
         for name in live:
             pair.call(name, "DELETE", f"/v1/sessions/{player.session_id}")
         for path in kept:
             path.unlink(missing_ok=True)
-    return {"kills": num_kills, "results": dict(sorted(results.items()))}
+    return {
+        "kills": num_kills,
+        "median_move_ms": 1e3 * move_s,
+        "results": dict(sorted(results.items())),
+        "after_the_move": dict(sorted(late.items())),
+    }
 
 
 def _move_quietly(pair: Pair, session_id: str) -> None:
