@@ -32,7 +32,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,19 @@ class Pair:
         for name in NAMES:
             _, reply = self.call(name, "GET", "/omni/sessions")
             found += [name for session in reply["sessions"] if session["name"] == session_id]
+        return found
+
+    def snapshots(self, session_id: str) -> list[Path]:
+        """The files of a session's last snapshot."""
+        from vllm_omni.entrypoints.realtime.connection.connection import ANONYMOUS
+        from vllm_omni.entrypoints.realtime.sessions.persisted_sessions import PersistedSessions
+
+        key = (ANONYMOUS, session_id)
+        found: list[Path] = []
+        for name in NAMES:
+            digest = PersistedSessions(self.kept(name), "").final_path(key).name.partition(".")[0]
+            files = self.kept(name).glob(f"{digest}.*")
+            found += [file for file in files if file.suffix in (".withheld", ".safetensors")]
         return found
 
     def migrate(self, source: str, session_id: str) -> tuple[int, Any]:
@@ -292,7 +305,7 @@ def measure_kills(pair: Pair, num_kills: int) -> dict[str, Any]:
         player = Player(pair, f"kill-{number}")
         player.ask()
         assert player.chunk()[1] == still[0]
-        time.sleep(0.5)  # for a periodic snapshot
+        _wait_until(lambda player=player: len(pair.snapshots(player.session_id)) > 0)
         mover = threading.Thread(target=_move_quietly, args=(pair, player.session_id))
         mover.start()
         time.sleep(chance.uniform(0.0, move_s))
@@ -302,20 +315,18 @@ def measure_kills(pair: Pair, num_kills: int) -> dict[str, Any]:
         pair.start(victim)
         time.sleep(SETTLED_S)
         live = pair.live(player.session_id)
-        kept = [path for name in NAMES for path in pair.kept(name).iterdir() if path.is_file()]
-        kept = [path for path in kept if path.suffix in (".withheld", ".safetensors")]
         where = f"live on {live[0]}" if len(live) == 1 else f"live on {len(live)}"
         if live:
             player.continue_on(live[0])
             is_right = player.chunk()[1] == still[1]
             where += ", next chunk " + ("right" if is_right else "wrong")
-        elif kept:
+            player.end()
+            _wait_until(lambda player=player: not pair.live(player.session_id))
+        elif pair.snapshots(player.session_id):
             where += ", snapshot kept"
         (late if is_late else results)[f"killed {victim}: {where}"] += 1
         print(number, victim, where, "late" * is_late, flush=True)
-        for name in live:
-            pair.call(name, "DELETE", f"/v1/sessions/{player.session_id}")
-        for path in kept:
+        for path in pair.snapshots(player.session_id):
             path.unlink(missing_ok=True)
     return {
         "kills": num_kills,
@@ -323,6 +334,13 @@ def measure_kills(pair: Pair, num_kills: int) -> dict[str, Any]:
         "results": dict(sorted(results.items())),
         "after_the_move": dict(sorted(late.items())),
     }
+
+
+def _wait_until(is_true: Callable[[], bool]) -> None:
+    give_up_s = time.monotonic() + 60
+    while not is_true():
+        assert time.monotonic() < give_up_s
+        time.sleep(0.02)
 
 
 def _move_quietly(pair: Pair, session_id: str) -> None:
