@@ -12,7 +12,7 @@ The frames are compared, bit for bit, with those of a session that did not move.
 A kill ends all processes of one server with SIGKILL at a random moment of a move. Then the server
 is started again, and the live copies of the session are counted. A live session must continue: its
 next chunk is compared with that of a session that did not move. Kills after the end of a move are
-reported, but do not count.
+reported, but do not count. Ctrl-C ends the kills and saves the result.
 """
 
 import argparse
@@ -32,7 +32,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +221,8 @@ class Player:
 
     def end(self) -> None:
         self._send({"endpoint": "close", "session_id": self.session_id})
+        while self._decode(bytes(self._socket.recv(timeout=60))).value["type"] != "closed":
+            pass
         self._stack.close()
 
 
@@ -297,50 +299,63 @@ def measure_kills(pair: Pair, num_kills: int) -> dict[str, Any]:
     still = play(pair, 2, moves=False)["digests"]
     trial = play(pair, 12, moves=True)["hand_over_ms"]
     move_s = statistics.median(trial) / 1e3
-    victims = itertools.cycle(NAMES)
-    for number in itertools.count():
-        if sum(results.values()) == num_kills:
-            break
-        victim = next(victims)
-        player = Player(pair, f"kill-{number}")
-        player.ask()
-        assert player.chunk()[1] == still[0]
-        _wait_until(lambda player=player: len(pair.snapshots(player.session_id)) > 0)
-        mover = threading.Thread(target=_move_quietly, args=(pair, player.session_id))
-        mover.start()
-        time.sleep(chance.uniform(0.0, move_s))
-        is_late = not mover.is_alive()
-        pair.kill(victim)
-        mover.join()
-        pair.start(victim)
-        time.sleep(SETTLED_S)
-        live = pair.live(player.session_id)
-        where = f"live on {live[0]}" if len(live) == 1 else f"live on {len(live)}"
-        if live:
-            player.continue_on(live[0])
-            is_right = player.chunk()[1] == still[1]
-            where += ", next chunk " + ("right" if is_right else "wrong")
-            player.end()
-            _wait_until(lambda player=player: not pair.live(player.session_id))
-        elif pair.snapshots(player.session_id):
-            where += ", snapshot kept"
-        (late if is_late else results)[f"killed {victim}: {where}"] += 1
-        print(number, victim, where, "late" * is_late, flush=True)
-        for path in pair.snapshots(player.session_id):
-            path.unlink(missing_ok=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        for number, victim in enumerate(itertools.cycle(NAMES)):
+            if sum(results.values()) == num_kills:
+                break
+            where, is_late = _kill(pair, f"kill-{number}", victim, still, chance, move_s)
+            (late if is_late else results)[f"killed {victim}: {where}"] += 1
+            print(number, victim, where, "late" * is_late, flush=True)
     return {
-        "kills": num_kills,
+        "kills": sum(results.values()),
         "median_move_ms": 1e3 * move_s,
         "results": dict(sorted(results.items())),
         "after_the_move": dict(sorted(late.items())),
     }
 
 
-def _wait_until(is_true: Callable[[], bool]) -> None:
-    give_up_s = time.monotonic() + 60
-    while not is_true():
-        assert time.monotonic() < give_up_s
+def _kill(
+    pair: Pair, session_id: str, victim: str, still: list[str], chance: random.Random, move_s: float
+) -> tuple[str, bool]:
+    """Kill a server while a session moves from `a` to `b`.
+
+    Args:
+        pair: The servers.
+        session_id: Id of a new session.
+        victim: Name of the server.
+        still: Digests of the first chunks of a session that does not move.
+        chance: Chooses the moment.
+        move_s: Usual duration of a move in seconds.
+
+    Returns:
+        Where the session is afterwards, and whether the move had ended before.
+    """
+    player = Player(pair, session_id)
+    player.ask()
+    assert player.chunk()[1] == still[0]
+    while not pair.snapshots(session_id):
         time.sleep(0.02)
+    mover = threading.Thread(target=_move_quietly, args=(pair, session_id))
+    mover.start()
+    time.sleep(chance.uniform(0.0, move_s))
+    is_late = not mover.is_alive()
+    settles_s = time.monotonic() + SETTLED_S
+    pair.kill(victim)
+    mover.join()
+    pair.start(victim)
+    time.sleep(max(0.0, settles_s - time.monotonic()))
+    live = pair.live(session_id)
+    where = f"live on {live[0]}" if len(live) == 1 else f"live on {len(live)}"
+    if live:
+        player.continue_on(live[0])
+        is_right = player.chunk()[1] == still[1]
+        where += ", next chunk " + ("right" if is_right else "wrong")
+        player.end()
+    elif pair.snapshots(session_id):
+        where += ", snapshot kept"
+    for path in pair.snapshots(session_id):
+        path.unlink(missing_ok=True)
+    return where, is_late
 
 
 def _move_quietly(pair: Pair, session_id: str) -> None:
