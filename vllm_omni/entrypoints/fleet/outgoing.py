@@ -8,6 +8,7 @@ session ends here as lost, because it may be live there, and its snapshot is kep
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import shutil
@@ -81,9 +82,12 @@ class SessionMover:
             raise EndpointError("not_movable", "the session has no finished chunk yet")
         if not session.is_settled:
             raise EndpointError("session_busy", "the session has just arrived; try again")
-        if not all(isinstance(one, FollowsSession) for one in session.connections):
+        if not all(
+            isinstance(one, FollowsSession) and one.follows_moves for one in session.connections
+        ):
             raise EndpointError(
-                "not_movable", "the client's protocol cannot continue a session on another server"
+                "not_movable",
+                "the client has not said that it continues its session on another server",
             )
         moved: list[MovedSession] = []
 
@@ -101,30 +105,34 @@ class SessionMover:
         started_s, engine_id = time.monotonic(), session.engine_id
         move_id, path = secrets.token_urlsafe(16), self._migration.staging.new_path()
         is_committing = is_live_there = False
-        try:
-            header = await self._migration.save(session, path, owner_of_session(session))
-            num_bytes = path.stat().st_size
-            await peer.prepare(move_id, path)
-            async with asyncio.timeout(self._manager.limits.send_deadline_s):
-                await pause.wait_until_delivered()
-            if pause.is_cancelled or session.engine_id != engine_id:
-                raise EndpointError("move_failed", "the session has ended in the meantime")
-            is_committing = True
-            result = await self._commit(session, peer, move_id)
-            if result is MoveResult.UNKNOWN:
-                self._lose(session, peer, path, header.chunk_index)
-            if result is MoveResult.STAYED:
-                raise EndpointError("move_failed", f"server {peer.name!r} did not take the session")
-            is_live_there = True
-        except TimeoutError:
-            raise EndpointError("move_failed", "the client reads too slowly") from None
-        finally:
-            if not is_committing:
-                self._manager.spawn(peer.end(move_id))
-            if not is_live_there:
-                path.unlink(missing_ok=True)
-        destination = Destination(peer.name, server.public_url, header.chunk_index)
-        session.leave(destination)
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                header = await self._migration.save(session, path, owner_of_session(session))
+                num_bytes = path.stat().st_size
+                await peer.prepare(move_id, path)
+                async with asyncio.timeout(self._manager.limits.send_deadline_s):
+                    await pause.wait_until_delivered()
+                    await stack.enter_async_context(session.steering)
+                if pause.is_cancelled or session.engine_id != engine_id:
+                    raise EndpointError("move_failed", "the session has ended in the meantime")
+                is_committing = True
+                result = await self._commit(session, pause, peer, move_id)
+                if result is MoveResult.UNKNOWN:
+                    self._lose(session, peer, path, header.chunk_index)
+                if result is MoveResult.STAYED:
+                    raise EndpointError(
+                        "move_failed", f"server {peer.name!r} did not take the session"
+                    )
+                is_live_there = True
+            except TimeoutError:
+                raise EndpointError("move_failed", "the client reads too slowly") from None
+            finally:
+                if not is_committing:
+                    self._manager.spawn(peer.end(move_id))
+                if not is_live_there:
+                    path.unlink(missing_ok=True)
+            destination = Destination(peer.name, server.public_url, header.chunk_index)
+            session.leave(destination)
         self._manager.spawn(self._settle(session, peer, move_id, path))
         moved = MovedSession(destination, num_bytes, time.monotonic() - started_s)
         logger.info(
@@ -137,14 +145,17 @@ class SessionMover:
         )
         return moved
 
-    async def _commit(self, session: Session, peer: Peer, move_id: str) -> MoveResult:
+    async def _commit(
+        self, session: Session, pause: SessionPause, peer: Peer, move_id: str
+    ) -> MoveResult:
         """Commit a move while no other server can restore the session's periodic snapshot."""
         periodic, engine_id = self._migration.periodic_snapshots, session.engine_id
         if periodic is not None:
             periodic.withhold(session)
         result = MoveResult.UNKNOWN
         try:
-            result = await peer.commit(move_id)
+            state = pause.stream_state() or session.stream_state
+            result = await peer.commit(move_id, state)
         finally:
             if periodic is not None and result is MoveResult.STAYED:
                 periodic.release(engine_id)

@@ -102,6 +102,12 @@ class Session:
         self.audience = Audience(manager)
         """Spectators of the session."""
         self._clock = PlayClock()
+        self.steering = asyncio.Lock()
+        """Held while an input takes effect, and while another server takes the session, so that the
+        controls which it takes along are complete."""
+        self.stream_state: bytes | None = None
+        """Controls of a live stream that has arrived from another server, until its client
+        continues it here."""
         self.destination: Destination | None = None
         """Server on which the session continues. None: this one."""
         self.is_visible = True
@@ -178,6 +184,7 @@ class Session:
             EndpointError: `moved` or `session_lost`: the session is not here any more.
         """
         pause.wait_until_delivered = partial(run.wait_for_reader, 0)
+        pause.stream_state = run.job.source.state
         await self._pauses.run(pause)
         self._check_present()
         error = None if pause.done.cancelled() else pause.done.exception()
