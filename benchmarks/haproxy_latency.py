@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +58,16 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 @contextlib.contextmanager
-def proxy(server_port: int) -> Iterator[tuple[int, psutil.Process]]:
-    """HAProxy in front of the server: `(port, process)`."""
+def proxy(servers: Mapping[str, int]) -> Iterator[tuple[int, psutil.Process]]:
+    """HAProxy in front of servers, of which each has a name and a port: `(port, process)`."""
     binary = shutil.which("haproxy", path=f"{os.environ['PATH']}:/usr/sbin")
     if binary is None:
         raise SystemExit("HAProxy is not installed (Debian: apt install haproxy)")
     port, statistics_port, peer_port = free_ports(3)
     with tempfile.TemporaryDirectory() as folder:
-        text = configure(TEMPLATE.read_text(), {"a": f"127.0.0.1:{server_port}"})
+        text = configure(
+            TEMPLATE.read_text(), {name: f"127.0.0.1:{each}" for name, each in servers.items()}
+        )
         for old, new in {
             "bind :8000": f"bind 127.0.0.1:{port}",
             "    bind :8443 ssl crt /etc/haproxy/server.pem alpn h2,http/1.1\n": "",
@@ -143,7 +145,7 @@ def main() -> None:
     pairs = []
     with process("realtime_server.py", server_options(args), server_core) as child:
         server = Server(child)
-        with proxy(server.port) as (port, haproxy):
+        with proxy({"a": server.port}) as (port, haproxy):
             watched = {"server": server.process.pid, "haproxy": haproxy.pid}
             ways = {"direct": server.port, "proxied": port}
             for number in range(args.pairs):

@@ -32,7 +32,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,29 +42,42 @@ from common import add_output_arguments, quantiles, save
 KEY = "operator-key-of-a-benchmark"
 HEIGHT, WIDTH = 96, 160
 NAMES = ("a", "b")
+MAX_SESSIONS = 16
 SETTLED_S = 17.0
 """Seconds after a kill in which an open move ends on both sides."""
 
 
-class Pair:
-    """Two servers between which sessions move."""
+class Servers:
+    """Servers of one model, between which sessions move.
 
-    def __init__(self, folder: Path, period_s: float | None) -> None:
+    Args:
+        folder: Directory for logs and the file of servers.
+        model: Checkpoint directory.
+        names: Names of the servers.
+        period_s: Seconds between periodic snapshots. None: none are written.
+        is_proxied: Whether clients reach the servers through a proxy.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        names: Sequence[str] = NAMES,
+        period_s: float | None = None,
+        is_proxied: bool = False,
+    ) -> None:
         from vllm_omni.entrypoints.cli import demo
-        from vllm_omni.worlds import village_checkpoint
 
-        self._demo, self._model, self._folder = demo, village_checkpoint(), folder
+        self._demo, self._model, self._folder = demo, model, folder
         self._period_s = period_s
-        self.ports = {name: demo.free_port(0) for name in NAMES}
+        self.ports = {name: demo.free_port(0) for name in names}
         self._file = folder / "fleet.toml"
-        self._file.write_text(
-            "".join(
-                f'[servers.{name}]\nurl = "{self.url(name)}"\npublic_url = "{self.url(name)}"\n'
-                for name in NAMES
-            )
-        )
+        rows = [(name, f'url = "{self.url(name)}"') for name in names]
+        if not is_proxied:
+            rows = [(name, f"{row}\npublic_{row}") for name, row in rows]
+        self._file.write_text("".join(f"[servers.{name}]\n{row}\n" for name, row in rows))
         os.environ["VLLM_OMNI_OPERATOR_KEY"] = KEY
-        self._stacks = {name: contextlib.ExitStack() for name in NAMES}
+        self._stacks = {name: contextlib.ExitStack() for name in names}
         self.processes: dict[str, Any] = {}
 
     def url(self, name: str) -> str:
@@ -77,7 +90,7 @@ class Pair:
     def start(self, *names: str) -> None:
         for name in names:
             omni: dict[str, Any] = {"height": HEIGHT, "width": WIDTH, "server_name": name}
-            omni["fleet"] = str(self._file)
+            omni |= {"fleet": str(self._file), "max_sessions": MAX_SESSIONS}
             if self._period_s is not None:
                 omni["drain_snapshot_dir"] = str(self.kept(name))
                 omni["snapshot_period_s"] = self._period_s
@@ -94,6 +107,15 @@ class Pair:
         os.killpg(popen.pid, signal.SIGKILL)
         popen.wait()
         self._stacks[name].close()
+
+    def drain(self, name: str) -> float:
+        """Stop a server with SIGTERM, and return the seconds until it has ended."""
+        popen, started_s = self.processes[name].popen, time.monotonic()
+        popen.terminate()
+        assert popen.wait(120) == 0
+        took_s = time.monotonic() - started_s
+        self._stacks[name].close()
+        return took_s
 
     def stop(self) -> None:
         for stack in self._stacks.values():
@@ -113,7 +135,7 @@ class Pair:
     def live(self, session_id: str) -> list[str]:
         """The servers on which a session is live."""
         found = []
-        for name in NAMES:
+        for name in self.ports:
             _, reply = self.call(name, "GET", "/omni/sessions")
             found += [name for session in reply["sessions"] if session["name"] == session_id]
         return found
@@ -125,7 +147,7 @@ class Pair:
 
         key = (ANONYMOUS, session_id)
         found: list[Path] = []
-        for name in NAMES:
+        for name in self.ports:
             digest = PersistedSessions(self.kept(name), "").final_path(key).name.partition(".")[0]
             files = self.kept(name).glob(f"{digest}.*")
             found += [file for file in files if file.suffix in (".withheld", ".safetensors")]
@@ -139,7 +161,7 @@ class Pair:
 class Player:
     """A client that keeps two requests of one chunk in flight and follows its session."""
 
-    def __init__(self, pair: Pair, session_id: str) -> None:
+    def __init__(self, pair: Servers, session_id: str) -> None:
         self._pair, self.session_id = pair, session_id
         self.server = "a"
         self._pending: deque[dict[str, Any]] = deque()
@@ -220,13 +242,19 @@ class Player:
         self.ask()
 
     def end(self) -> None:
-        self._send({"endpoint": "close", "session_id": self.session_id})
-        while self._decode(bytes(self._socket.recv(timeout=60))).value["type"] != "closed":
-            pass
+        """Close the session, also if it moves now."""
+        closing = {"endpoint": "close", "session_id": self.session_id}
+        self._send(closing)
+        while (message := self._decode(bytes(self._socket.recv(timeout=60))).value)[
+            "type"
+        ] != "closed":
+            if message["type"] == "moved":
+                self._follow(message["server"])
+                self._send(closing)
         self._stack.close()
 
 
-def play(pair: Pair, num_chunks: int, *, moves: bool) -> dict[str, Any]:
+def play(pair: Servers, num_chunks: int, *, moves: bool) -> dict[str, Any]:
     """Play a session. With `moves`, move it whenever its client has followed the last move."""
     player = Player(pair, f"walk-{uuid.uuid4().hex}")
     digests, times_s, servers, failed = [], [], [], Counter[str]()
@@ -267,7 +295,7 @@ def play(pair: Pair, num_chunks: int, *, moves: bool) -> dict[str, Any]:
     }
 
 
-def measure_moves(pair: Pair, num_moves: int) -> dict[str, Any]:
+def measure_moves(pair: Servers, num_moves: int) -> dict[str, Any]:
     """Play once without moves and once with them, and compare."""
     num_chunks = 2 * num_moves + 2  # the client follows during every second chunk
     still = play(pair, num_chunks, moves=False)
@@ -293,7 +321,7 @@ def measure_moves(pair: Pair, num_moves: int) -> dict[str, Any]:
     }
 
 
-def measure_kills(pair: Pair, num_kills: int) -> dict[str, Any]:
+def measure_kills(pair: Servers, num_kills: int) -> dict[str, Any]:
     """Kill either server in turn at a random moment of a move, and count the live copies."""
     chance, results, late = random.Random(1), Counter[str](), Counter[str]()
     still = play(pair, 2, moves=False)["digests"]
@@ -315,7 +343,12 @@ def measure_kills(pair: Pair, num_kills: int) -> dict[str, Any]:
 
 
 def _kill(
-    pair: Pair, session_id: str, victim: str, still: list[str], chance: random.Random, move_s: float
+    pair: Servers,
+    session_id: str,
+    victim: str,
+    still: list[str],
+    chance: random.Random,
+    move_s: float,
 ) -> tuple[str, bool]:
     """Kill a server while a session moves from `a` to `b`.
 
@@ -358,15 +391,17 @@ def _kill(
     return where, is_late
 
 
-def _move_quietly(pair: Pair, session_id: str) -> None:
+def _move_quietly(pair: Servers, session_id: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         pair.migrate("a", session_id)
 
 
 @contextlib.contextmanager
-def running_pair(period_s: float | None) -> Iterator[Pair]:
+def running_pair(period_s: float | None) -> Iterator[Servers]:
+    from vllm_omni.worlds import village_checkpoint
+
     with tempfile.TemporaryDirectory() as folder:
-        pair = Pair(Path(folder), period_s)
+        pair = Servers(Path(folder), village_checkpoint(), period_s=period_s)
         try:
             pair.start(*NAMES)
             yield pair
