@@ -171,7 +171,9 @@ class Session:
         Raises:
             EndpointError: `session_busy`: the session is being paused already.
         """
-        return self._manager.spawn(self._hold(self._pauses.request(work)))
+        pause = self._pauses.request(work)
+        pause.wait_until_delivered = self.delivery_log.wait_until_delivered
+        return self._manager.spawn(self._hold(pause))
 
     async def _hold(self, pause: SessionPause) -> Destination | None:
         with self.keep_alive():
@@ -183,7 +185,6 @@ class Session:
         Raises:
             EndpointError: `moved` or `session_lost`: the session is not here any more.
         """
-        pause.wait_until_delivered = partial(run.wait_for_reader, 0)
         pause.stream_state = run.job.source.state
         await self._pauses.run(pause)
         self._check_present()
