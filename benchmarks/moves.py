@@ -217,7 +217,7 @@ class Player:
         """Receive one chunk: its number, the digest of its frames, the time of its first frame."""
         digest, first_s = hashlib.sha256(), None
         while True:
-            message = self._decode(bytes(self._socket.recv(timeout=60))).value
+            message = self._decode(bytes(self._socket.recv(timeout=600))).value
             if message["type"] == "frame":
                 first_s = first_s or time.monotonic()
                 digest.update(message["video"].tobytes())
@@ -245,7 +245,7 @@ class Player:
         """Close the session, also if it moves now."""
         closing = {"endpoint": "close", "session_id": self.session_id}
         self._send(closing)
-        while (message := self._decode(bytes(self._socket.recv(timeout=60))).value)[
+        while (message := self._decode(bytes(self._socket.recv(timeout=600))).value)[
             "type"
         ] != "closed":
             if message["type"] == "moved":

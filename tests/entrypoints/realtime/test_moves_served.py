@@ -31,7 +31,10 @@ from session_calls import call, code_of, request, signatures
 from websockets.exceptions import ConnectionClosedOK
 from websockets.sync.client import ClientConnection, connect
 
-SCRIPT = Path(__file__).parents[3] / "examples" / "online_serving" / "world_camera.py"
+from vllm_omni.entrypoints.media.mp4 import decode_mp4
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "online_serving"
+SCRIPT = EXAMPLES / "world_camera.py"
 SLOW = {"step_ms": 60.0}
 
 
@@ -375,15 +378,8 @@ def test_the_example_client_follows_its_session(fleet: TestFleet, tmp_path: Path
     common = [SCRIPT, "--server", f"ws://127.0.0.1:{a.port}", "--api-key", KEY, *arguments, *sizes]
     result = run_python(*common, "--output", still, "--num-calls", 12, limit_s=120)
     assert result.returncode == 0, result.stderr
-    stop = threading.Event()
-    moves: list[int] = []
-    mover = threading.Thread(target=move_about, args=(fleet, stop, moves))
-    mover.start()
-    try:
+    with moving_about(fleet) as moves:
         result = run_python(*common, "--output", moved, "--num-calls", 12, limit_s=120)
-    finally:
-        stop.set()
-        mover.join()
     assert result.returncode == 0, result.stderr
     assert len(moves) >= 1
     assert "the session moves to the server b" in result.stderr
@@ -391,6 +387,41 @@ def test_the_example_client_follows_its_session(fleet: TestFleet, tmp_path: Path
     for server in (a, b):
         for name in live_sessions(server):
             call(server, "DELETE", f"/v1/sessions/{name}")
+
+
+@pytest.mark.parametrize("endpoint", ["generate", "video"])
+def test_the_live_example_follows_its_session(
+    fleet: TestFleet, tmp_path: Path, endpoint: str
+) -> None:
+    """The frames of its file equal those of a session that does not move."""
+    url = f"ws://127.0.0.1:{fleet['a'].port}"
+    arguments = [EXAMPLES / "realtime_video.py", "--server", url, "--api-key", KEY, "--keys", "w*9"]
+    arguments += ["--image", start_image(tmp_path), "--size", f"{WIDTH}x{HEIGHT}", "--chunks", 60]
+    arguments += ["--endpoint", endpoint, "--format", "raw"]
+    files = [tmp_path / "still.mp4", tmp_path / "moved.mp4"]
+    result = run_python(*arguments, "--output", files[0], limit_s=120)
+    assert result.returncode == 0, result.stderr
+    with moving_about(fleet) as moves:
+        result = run_python(*arguments, "--output", files[1], limit_s=120)
+    assert result.returncode == 0, result.stderr
+    assert len(moves) >= 1
+    assert "the session moves to the server b" in result.stderr
+    still_THWC, moved_THWC = (decode_mp4(file.read_bytes())[0] for file in files)
+    assert np.array_equal(still_THWC, moved_THWC)
+
+
+@contextlib.contextmanager
+def moving_about(fleet: TestFleet) -> Iterator[list[int]]:
+    """Move each session that plays, again and again, and list the chunks at which they moved."""
+    stop = threading.Event()
+    moves: list[int] = []
+    mover = threading.Thread(target=move_about, args=(fleet, stop, moves))
+    mover.start()
+    try:
+        yield moves
+    finally:
+        stop.set()
+        mover.join()
 
 
 def move_about(fleet: TestFleet, stop: threading.Event, moves: list[int]) -> None:
