@@ -18,6 +18,7 @@ from starlette.websockets import WebSocket
 
 from vllm_omni.entrypoints.errors import ClientDisconnected, EndpointError, WebSocketCloseCode
 from vllm_omni.entrypoints.realtime.connection.connection import Connection
+from vllm_omni.entrypoints.realtime.connection.delivery_window import DeliveryWindow
 from vllm_omni.entrypoints.realtime.controls.stream_state import T, decode_state
 from vllm_omni.entrypoints.realtime.sessions.run import SessionJob
 from vllm_omni.entrypoints.realtime.sessions.session import Session, new_session_id
@@ -165,6 +166,21 @@ class LiveClient(ConnectionHandler):
         self.session: Session | None = None
         self._stream: asyncio.Task[None] | None = None
         self._num_messages = 0
+        self.clock: MediaClock | None = None
+        """Spaces chunks by their playing time. None: they are sent at once."""
+        self._window: DeliveryWindow | None = None
+
+    async def wait_for_media_time(self, num_frames: int, skip: bool) -> float:
+        """Wait until a chunk plays, if the client has requested this, and return the milliseconds.
+
+        Args:
+            num_frames: Frames of the chunk.
+            skip: Send this chunk at once.
+        """
+        waited_ms = 0.0 if self.clock is None else await self.clock.wait(num_frames, skip)
+        if waited_ms and self._window is not None:
+            self._window.note_wait()
+        return waited_ms
 
     @property
     def is_active(self) -> bool:
@@ -278,7 +294,8 @@ class LiveClient(ConnectionHandler):
         try:
             run = session.submit(job)
             try:
-                await run.follow(self.deliver, self, self.manager.delivery_window(job.replies.fps))
+                self._window = self.manager.delivery_window(job.replies.fps)
+                await run.follow(self.deliver, self, self._window)
             finally:
                 self._num_messages += run.delivered
                 if not run.finished:

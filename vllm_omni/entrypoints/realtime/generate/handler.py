@@ -132,7 +132,6 @@ class _Client(LiveClient):
         self._image: np.ndarray | None = None
         self._track = ControlTrack(self.info.actions)
         self._throttle = ChunkThrottle()
-        self._clock: MediaClock | None = None
         self._fps = self.info.fps
         self._sent_bytes = 0
         self._write_ms = self._throttle_ms = 0.0
@@ -263,7 +262,7 @@ class _Client(LiveClient):
         self._track, self._fps = state.track, init.fps or self.info.fps
         self._throttle.update(paused=state.paused)
         if init.realtime_output_pacing:
-            self._clock = MediaClock(self._fps)
+            self.clock = MediaClock(self._fps)
         self.start_job(self._job(session, state, init))
 
     def _job(self, session: Session, state: _KeyedState, init: protocol.InitMessage) -> SessionJob:
@@ -327,10 +326,9 @@ class _Client(LiveClient):
     async def deliver(self, payload: FrameMessage) -> None:
         if payload.is_first:
             self._sent_bytes, self._write_ms, self._throttle_ms = 0, 0.0, 0.0
-            if self._clock is not None:
-                self._throttle_ms = await self._clock.wait(
-                    payload.chunk_frames, payload.is_new_event
-                )
+            self._throttle_ms = await self.wait_for_media_time(
+                payload.chunk_frames, payload.is_new_event
+            )
         self._sent_bytes += payload.num_bytes
         last = [] if payload.report is None else self._after_chunk(payload.report)
         started_s = time.perf_counter()

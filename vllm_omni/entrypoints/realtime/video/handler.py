@@ -383,7 +383,6 @@ class VideoClient(LiveClient):
         self._request_id: str | None = None
         self.source: CommandedSource | None = None
         self._follows_moves = False
-        self._clock: MediaClock | None = None
         self._binaries = TextFrames()
         self._event_ids: OrderedDict[str, None] = OrderedDict()
         self._chunks = 0
@@ -443,7 +442,7 @@ class VideoClient(LiveClient):
         self._request_id = request_id = f"video_stream-{uuid.uuid4().hex}"
         fps = start.fps or info.fps
         if start.extra_params.pace_to_media_time:
-            self._clock = MediaClock(fps)
+            self.clock = MediaClock(fps)
         config = {
             "model": info.model,
             "prompt": start.prompt,
@@ -592,8 +591,7 @@ class VideoClient(LiveClient):
         return _FragmentRenderer(fps, request_id)
 
     async def deliver(self, payload: Any) -> None:
-        if self._clock is not None:
-            await self._clock.wait(payload.metadata["num_frames"], payload.is_response)
+        await self.wait_for_media_time(payload.metadata["num_frames"], payload.is_response)
         await self.connection.send(self.next_metadata(payload.metadata), payload.data)
 
     def next_metadata(self, metadata: dict[str, Any]) -> str:
