@@ -22,8 +22,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlencode
 
 import msgspec
@@ -42,14 +43,31 @@ CADENCE_S = 12 / 16
 TARGET_S = 2.0
 
 
+class Restartable(Protocol):
+    """Servers that can be stopped and started again."""
+
+    ports: dict[str, int]
+    """Ports by name."""
+
+    def drain(self, name: str) -> float:
+        """Stop a server with SIGTERM, and return the seconds until it has ended."""
+        ...
+
+    def start(self, name: str, /) -> None:
+        """Start a server, and wait until it is healthy."""
+        ...
+
+
 class Player:
     """One client.
 
     Args:
         port: Port of the proxy.
+        headers: Headers of each connection, for example with an API key.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, headers: Mapping[str, str]) -> None:
+        self._headers = headers
         self._url = f"ws://127.0.0.1:{port}{GENERATE_PATH}"
         self._query, self._session_id = "", None
         self.arrived_s: list[float] = []
@@ -66,7 +84,11 @@ class Player:
         try:
             while True:
                 async with connect(
-                    self._url + self._query, max_size=None, compression=None, proxy=None
+                    self._url + self._query,
+                    max_size=None,
+                    compression=None,
+                    proxy=None,
+                    additional_headers=self._headers,
                 ) as socket:
                     await self._play(socket)
         except (ConnectionClosed, OSError, RuntimeError) as error:
@@ -124,10 +146,22 @@ def wait_until_used(port: int, num_servers: int) -> None:
 
 
 async def measure(
-    servers: Servers, port: int, num_sessions: int, settle_s: float
+    servers: Restartable,
+    port: int,
+    num_sessions: int,
+    settle_s: float,
+    headers: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Play sessions, restart each server, and return what the clients have seen."""
-    players = [Player(port) for _ in range(num_sessions)]
+    """Play sessions, restart each server, and return what the clients have seen.
+
+    Args:
+        servers: The servers.
+        port: Port of the proxy.
+        num_sessions: Sessions.
+        settle_s: Seconds of play before the first restart and after each.
+        headers: Headers of each connection of a client.
+    """
+    players = [Player(port, headers or {}) for _ in range(num_sessions)]
     tasks = []
     for player in players:
         tasks.append(asyncio.create_task(player.play()))

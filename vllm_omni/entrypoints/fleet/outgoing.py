@@ -31,7 +31,8 @@ from vllm_omni.entrypoints.realtime.sessions.session_manager import FollowsSessi
 logger = logging.getLogger("vllm." + __name__)
 
 _AT_A_TIME: Final = 2
-"""Sessions that move at the same time when the server drains. The others continue to play."""
+"""Sessions whose snapshots are written and sent at the same time when the server drains. The others
+continue to play, or wait until their clients have read what is finished."""
 _MOVE_S: Final = 20.0
 """Seconds that a session may take to move when the server drains, in which one chunk may run."""
 
@@ -66,13 +67,20 @@ class SessionMover:
         assert self._fleet.key is not None
         return Peer(self._client, name, server, self._fleet.key)
 
-    async def move(self, session: Session, name: str, server: FleetServer) -> MovedSession:
+    async def move(
+        self,
+        session: Session,
+        name: str,
+        server: FleetServer,
+        turn: contextlib.AsyncExitStack | None = None,
+    ) -> MovedSession:
         """Move a session at its next border between two chunks.
 
         Args:
             session: The session.
             name: Name of the other server.
             server: Its addresses.
+            turn: Closed when the snapshot has been sent.
 
         Raises:
             EndpointError: `not_movable`, `session_busy` or `move_failed`: the session is still
@@ -92,7 +100,8 @@ class SessionMover:
         moved: list[MovedSession] = []
 
         async def work(pause: SessionPause) -> Destination:
-            moved.append(await self._hand_over(session, pause, self._peer(name, server), server))
+            peer = self._peer(name, server)
+            moved.append(await self._hand_over(session, pause, peer, server, turn))
             return moved[0].destination
 
         # a move that has begun goes on if its caller is cancelled
@@ -100,7 +109,12 @@ class SessionMover:
         return moved[0]
 
     async def _hand_over(
-        self, session: Session, pause: SessionPause, peer: Peer, server: FleetServer
+        self,
+        session: Session,
+        pause: SessionPause,
+        peer: Peer,
+        server: FleetServer,
+        turn: contextlib.AsyncExitStack | None,
     ) -> MovedSession:
         started_s, engine_id = time.monotonic(), session.engine_id
         move_id, path = secrets.token_urlsafe(16), self._migration.staging.new_path()
@@ -110,6 +124,8 @@ class SessionMover:
                 header = await self._migration.save(session, path, owner_of_session(session))
                 num_bytes = path.stat().st_size
                 await peer.prepare(move_id, path)
+                if turn is not None:
+                    await turn.aclose()
                 async with asyncio.timeout(self._manager.limits.send_deadline_s):
                     await pause.wait_until_delivered()
                     await stack.enter_async_context(session.steering)
@@ -209,8 +225,9 @@ class SessionMover:
         limit = asyncio.Semaphore(_AT_A_TIME)
 
         async def move(session: Session) -> None:
-            async with limit:
-                await self._move_anywhere(session, free, chosen)
+            async with contextlib.AsyncExitStack() as turn:
+                await turn.enter_async_context(limit)
+                await self._move_anywhere(session, free, chosen, turn)
 
         if free:
             await asyncio.gather(*map(move, sessions))
@@ -221,7 +238,11 @@ class SessionMover:
         return [(peer.name, room) for peer, room in zip(peers, rooms, strict=True) if room]
 
     async def _move_anywhere(
-        self, session: Session, free: Counter[str], chosen: dict[str, str]
+        self,
+        session: Session,
+        free: Counter[str],
+        chosen: dict[str, str],
+        turn: contextlib.AsyncExitStack,
     ) -> None:
         """Try the servers in order of their room, first the one with this client's sessions."""
         tried: set[str] = set()
@@ -236,7 +257,7 @@ class SessionMover:
             free[name] -= 1
             try:
                 async with asyncio.timeout(_MOVE_S):
-                    await self.move(session, name, self._fleet.others[name])
+                    await self.move(session, name, self._fleet.others[name], turn)
                 chosen.setdefault(session.client, name)
             except (EndpointError, TimeoutError) as error:
                 free[name] += 1
