@@ -2,6 +2,7 @@
 """Work between two chunks of a session, without a second server."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -103,6 +104,27 @@ def test_a_disconnect_during_a_pause_waits_for_its_end() -> None:
         assert error is not None
         assert error.code == "cancelled"
         assert manager.find(session.key) is None
+
+    scenario(test)
+
+
+def test_a_pause_does_not_wait_for_a_reader_to_begin() -> None:
+    """A run that waits for its reader pauses at once, and then waits for the reader again."""
+
+    async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
+        request = job(FIRST + 9 * LATER, "r", image=True)
+        request = replace(request, replies=replace(request.replies, unsent_chunks=2))
+        run = session.submit(request)
+        await until(lambda: len(run.replies) == 3)
+        seen: list[int] = []
+
+        async def work(pause: SessionPause) -> None:
+            seen.append(len(engine.chunks))
+
+        await asyncio.wait_for(session.pause(work), 5)
+        await pause_task(0.05)
+        assert seen[0] <= len(engine.chunks) < 10
+        await session.reset()
 
     scenario(test)
 

@@ -372,15 +372,17 @@ class SessionRun:
 
     async def wait_for_reader(self, unsent_chunks: int) -> None:
         """Wait until at most `unsent_chunks` chunks wait for delivery."""
-        while self._num_unsent_chunks() > unsent_chunks:
+        while self.num_unsent_chunks > unsent_chunks:
             await self._notify_waiters()
 
     async def wait_for_follower(self) -> None:
         """Wait until the connection that receives the replies has all of them, or has left."""
-        while self.has_follower and self._num_unsent_chunks():
+        while self.has_follower and self.num_unsent_chunks:
             await self._notify_waiters()
 
-    def _num_unsent_chunks(self) -> int:
+    @property
+    def num_unsent_chunks(self) -> int:
+        """Number of chunks that wait for delivery."""
         unsent = self.num_replies - max(self.delivered, self.first_retained)
         if unsent <= 1:
             return unsent

@@ -360,7 +360,11 @@ class Session:
                 chunk = self._advance(run, result, warnings)
                 fill()  # the engine works while this chunk is rendered and sent
                 await self._render(run, chunk)
-                await run.wait_for_reader(0 if self._manager.is_over_budget else unsent_chunks)
+                most_unsent = 0 if self._manager.is_over_budget else unsent_chunks
+                if run.num_unsent_chunks > most_unsent:  # otherwise without tasks
+                    await drain.unless_draining(
+                        run.wait_for_reader(most_unsent), self._pauses.requested.wait()
+                    )
         except TimeoutError:
             await self._abort(run, in_flight)
             raise EndpointError(
