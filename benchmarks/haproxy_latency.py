@@ -66,7 +66,7 @@ def proxy(servers: Mapping[str, int]) -> Iterator[tuple[int, psutil.Process]]:
     port, statistics_port, peer_port = free_ports(3)
     with tempfile.TemporaryDirectory() as folder:
         text = configure(
-            TEMPLATE.read_text(), {name: f"127.0.0.1:{port}" for name, port in servers.items()}
+            TEMPLATE.read_text(), {name: f"127.0.0.1:{each}" for name, each in servers.items()}
         )
         for old, new in {
             "bind :8000": f"bind 127.0.0.1:{port}",

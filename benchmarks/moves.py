@@ -10,7 +10,9 @@ frame after it, in addition to the usual time between two chunks, which is measu
 The frames are compared, bit for bit, with those of a session that did not move.
 
 A kill ends all processes of one server with SIGKILL at a random moment of a move. Then the server
-is started again, and the live copies of the session are counted.
+is started again, and the live copies of the session are counted. A live session must continue: its
+next chunk is compared with that of a session that did not move. Kills after the end of a move are
+reported, but do not count. Ctrl-C ends the kills and saves the result.
 """
 
 import argparse
@@ -30,7 +32,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,29 +42,42 @@ from common import add_output_arguments, quantiles, save
 KEY = "operator-key-of-a-benchmark"
 HEIGHT, WIDTH = 96, 160
 NAMES = ("a", "b")
+MAX_SESSIONS = 16
 SETTLED_S = 17.0
 """Seconds after a kill in which an open move ends on both sides."""
 
 
-class Pair:
-    """Two servers between which sessions move."""
+class Servers:
+    """Servers of one model, between which sessions move.
 
-    def __init__(self, folder: Path, period_s: float | None) -> None:
+    Args:
+        folder: Directory for logs and the file of servers.
+        model: Checkpoint directory.
+        names: Names of the servers.
+        period_s: Seconds between periodic snapshots. None: none are written.
+        is_proxied: Whether clients reach the servers through a proxy.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        names: Sequence[str] = NAMES,
+        period_s: float | None = None,
+        is_proxied: bool = False,
+    ) -> None:
         from vllm_omni.entrypoints.cli import demo
-        from vllm_omni.worlds import village_checkpoint
 
-        self._demo, self._model, self._folder = demo, village_checkpoint(), folder
+        self._demo, self._model, self._folder = demo, model, folder
         self._period_s = period_s
-        self.ports = {name: demo.free_port(0) for name in NAMES}
+        self.ports = {name: demo.free_port(0) for name in names}
         self._file = folder / "fleet.toml"
-        self._file.write_text(
-            "".join(
-                f'[servers.{name}]\nurl = "{self.url(name)}"\npublic_url = "{self.url(name)}"\n'
-                for name in NAMES
-            )
-        )
+        rows = [(name, f'url = "{self.url(name)}"') for name in names]
+        if not is_proxied:
+            rows = [(name, f"{row}\npublic_{row}") for name, row in rows]
+        self._file.write_text("".join(f"[servers.{name}]\n{row}\n" for name, row in rows))
         os.environ["VLLM_OMNI_OPERATOR_KEY"] = KEY
-        self._stacks = {name: contextlib.ExitStack() for name in NAMES}
+        self._stacks = {name: contextlib.ExitStack() for name in names}
         self.processes: dict[str, Any] = {}
 
     def url(self, name: str) -> str:
@@ -75,7 +90,7 @@ class Pair:
     def start(self, *names: str) -> None:
         for name in names:
             omni: dict[str, Any] = {"height": HEIGHT, "width": WIDTH, "server_name": name}
-            omni["fleet"] = str(self._file)
+            omni |= {"fleet": str(self._file), "max_sessions": MAX_SESSIONS}
             if self._period_s is not None:
                 omni["drain_snapshot_dir"] = str(self.kept(name))
                 omni["snapshot_period_s"] = self._period_s
@@ -92,6 +107,15 @@ class Pair:
         os.killpg(popen.pid, signal.SIGKILL)
         popen.wait()
         self._stacks[name].close()
+
+    def drain(self, name: str) -> float:
+        """Stop a server with SIGTERM, and return the seconds until it has ended."""
+        popen, started_s = self.processes[name].popen, time.monotonic()
+        popen.terminate()
+        assert popen.wait(120) == 0
+        took_s = time.monotonic() - started_s
+        self._stacks[name].close()
+        return took_s
 
     def stop(self) -> None:
         for stack in self._stacks.values():
@@ -111,9 +135,22 @@ class Pair:
     def live(self, session_id: str) -> list[str]:
         """The servers on which a session is live."""
         found = []
-        for name in NAMES:
+        for name in self.ports:
             _, reply = self.call(name, "GET", "/omni/sessions")
             found += [name for session in reply["sessions"] if session["name"] == session_id]
+        return found
+
+    def snapshots(self, session_id: str) -> list[Path]:
+        """The files of a session's last snapshot."""
+        from vllm_omni.entrypoints.realtime.connection.connection import ANONYMOUS
+        from vllm_omni.entrypoints.realtime.sessions.persisted_sessions import PersistedSessions
+
+        key = (ANONYMOUS, session_id)
+        found: list[Path] = []
+        for name in self.ports:
+            digest = PersistedSessions(self.kept(name), "").final_path(key).name.partition(".")[0]
+            files = self.kept(name).glob(f"{digest}.*")
+            found += [file for file in files if file.suffix in (".withheld", ".safetensors")]
         return found
 
     def migrate(self, source: str, session_id: str) -> tuple[int, Any]:
@@ -124,7 +161,7 @@ class Pair:
 class Player:
     """A client that keeps two requests of one chunk in flight and follows its session."""
 
-    def __init__(self, pair: Pair, session_id: str) -> None:
+    def __init__(self, pair: Servers, session_id: str) -> None:
         self._pair, self.session_id = pair, session_id
         self.server = "a"
         self._pending: deque[dict[str, Any]] = deque()
@@ -180,7 +217,7 @@ class Player:
         """Receive one chunk: its number, the digest of its frames, the time of its first frame."""
         digest, first_s = hashlib.sha256(), None
         while True:
-            message = self._decode(bytes(self._socket.recv(timeout=60))).value
+            message = self._decode(bytes(self._socket.recv(timeout=600))).value
             if message["type"] == "frame":
                 first_s = first_s or time.monotonic()
                 digest.update(message["video"].tobytes())
@@ -199,12 +236,25 @@ class Player:
         for message in self._pending:
             self._send(message)
 
+    def continue_on(self, server: str) -> None:
+        """Connect to a server and request the next chunk there."""
+        self._follow(server)
+        self.ask()
+
     def end(self) -> None:
-        self._send({"endpoint": "close", "session_id": self.session_id})
+        """Close the session, also if it moves now."""
+        closing = {"endpoint": "close", "session_id": self.session_id}
+        self._send(closing)
+        while (message := self._decode(bytes(self._socket.recv(timeout=600))).value)[
+            "type"
+        ] != "closed":
+            if message["type"] == "moved":
+                self._follow(message["server"])
+                self._send(closing)
         self._stack.close()
 
 
-def play(pair: Pair, num_chunks: int, *, moves: bool) -> dict[str, Any]:
+def play(pair: Servers, num_chunks: int, *, moves: bool) -> dict[str, Any]:
     """Play a session. With `moves`, move it whenever its client has followed the last move."""
     player = Player(pair, f"walk-{uuid.uuid4().hex}")
     digests, times_s, servers, failed = [], [], [], Counter[str]()
@@ -245,7 +295,7 @@ def play(pair: Pair, num_chunks: int, *, moves: bool) -> dict[str, Any]:
     }
 
 
-def measure_moves(pair: Pair, num_moves: int) -> dict[str, Any]:
+def measure_moves(pair: Servers, num_moves: int) -> dict[str, Any]:
     """Play once without moves and once with them, and compare."""
     num_chunks = 2 * num_moves + 2  # the client follows during every second chunk
     still = play(pair, num_chunks, moves=False)
@@ -271,43 +321,89 @@ def measure_moves(pair: Pair, num_moves: int) -> dict[str, Any]:
     }
 
 
-def measure_kills(pair: Pair, num_kills: int) -> dict[str, Any]:
+def measure_kills(pair: Servers, num_kills: int) -> dict[str, Any]:
     """Kill either server in turn at a random moment of a move, and count the live copies."""
-    chance, results = random.Random(1), Counter[str]()
-    for number, victim in zip(range(num_kills), itertools.cycle(NAMES), strict=False):
-        player = Player(pair, f"kill-{number}")
-        player.ask()
-        player.chunk()
-        time.sleep(0.5)  # for a periodic snapshot
-        mover = threading.Thread(target=_move_quietly, args=(pair, player.session_id))
-        mover.start()
-        time.sleep(chance.uniform(0.0, 0.25))  # a move takes about 0.1 s
-        pair.kill(victim)
-        mover.join()
-        pair.start(victim)
-        time.sleep(SETTLED_S)
-        live = pair.live(player.session_id)
-        kept = [path for name in NAMES for path in pair.kept(name).iterdir() if path.is_file()]
-        kept = [path for path in kept if path.suffix in (".withheld", ".safetensors")]
-        where = f"live on {live[0]}" if len(live) == 1 else f"live on {len(live)}"
-        results[f"killed {victim}: {where}" + (", snapshot kept" if not live and kept else "")] += 1
-        print(number, victim, where, flush=True)
-        for name in live:
-            pair.call(name, "DELETE", f"/v1/sessions/{player.session_id}")
-        for path in kept:
-            path.unlink(missing_ok=True)
-    return {"kills": num_kills, "results": dict(sorted(results.items()))}
+    chance, results, late = random.Random(1), Counter[str](), Counter[str]()
+    still = play(pair, 2, moves=False)["digests"]
+    trial = play(pair, 12, moves=True)["hand_over_ms"]
+    median_ms = statistics.median(trial)
+    move_s = median_ms / 1e3
+    with contextlib.suppress(KeyboardInterrupt):
+        for number, victim in enumerate(itertools.cycle(NAMES)):
+            if sum(results.values()) == num_kills:
+                break
+            where, is_late = _kill(pair, f"kill-{number}", victim, still, chance, move_s)
+            (late if is_late else results)[f"killed {victim}: {where}"] += 1
+            print(number, victim, where, "late" * is_late, flush=True)
+            move_s *= 0.8 if is_late else 1.1  # the load of the machine changes
+    return {
+        "kills": sum(results.values()),
+        "median_move_ms": median_ms,
+        "results": dict(sorted(results.items())),
+        "after_the_move": dict(sorted(late.items())),
+    }
 
 
-def _move_quietly(pair: Pair, session_id: str) -> None:
+def _kill(
+    pair: Servers,
+    session_id: str,
+    victim: str,
+    still: list[str],
+    chance: random.Random,
+    move_s: float,
+) -> tuple[str, bool]:
+    """Kill a server while a session moves from `a` to `b`.
+
+    Args:
+        pair: The servers.
+        session_id: Id of a new session.
+        victim: Name of the server.
+        still: Digests of the first chunks of a session that does not move.
+        chance: Chooses the moment.
+        move_s: Usual duration of a move in seconds.
+
+    Returns:
+        Where the session is afterwards, and whether the move had ended before.
+    """
+    player = Player(pair, session_id)
+    player.ask()
+    assert player.chunk()[1] == still[0]
+    while not pair.snapshots(session_id):
+        time.sleep(0.02)
+    mover = threading.Thread(target=_move_quietly, args=(pair, session_id))
+    mover.start()
+    time.sleep(chance.uniform(0.0, move_s))
+    is_late = not mover.is_alive()
+    settles_s = time.monotonic() + SETTLED_S
+    pair.kill(victim)
+    mover.join()
+    pair.start(victim)
+    time.sleep(max(0.0, settles_s - time.monotonic()))
+    live = pair.live(session_id)
+    where = f"live on {live[0]}" if len(live) == 1 else f"live on {len(live)}"
+    if live:
+        player.continue_on(live[0])
+        is_right = player.chunk()[1] == still[1]
+        where += ", next chunk " + ("right" if is_right else "wrong")
+        player.end()
+    elif pair.snapshots(session_id):
+        where += ", snapshot kept"
+    for path in pair.snapshots(session_id):
+        path.unlink(missing_ok=True)
+    return where, is_late
+
+
+def _move_quietly(pair: Servers, session_id: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         pair.migrate("a", session_id)
 
 
 @contextlib.contextmanager
-def running_pair(period_s: float | None) -> Iterator[Pair]:
+def running_pair(period_s: float | None) -> Iterator[Servers]:
+    from vllm_omni.worlds import village_checkpoint
+
     with tempfile.TemporaryDirectory() as folder:
-        pair = Pair(Path(folder), period_s)
+        pair = Servers(Path(folder), village_checkpoint(), period_s=period_s)
         try:
             pair.start(*NAMES)
             yield pair

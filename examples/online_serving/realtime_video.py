@@ -25,6 +25,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import msgspec
 import numpy as np
@@ -91,11 +92,24 @@ def make_parser() -> argparse.ArgumentParser:
         help="default: the variable VLLM_API_KEY",
     )
     parser.add_argument("--output", "-o", type=Path, default=Path("live.mp4"))
+    parser.set_defaults(query="")
     return parser
 
 
 class StreamError(Exception):
     """The server refused the stream, or the stream ended early."""
+
+
+class Moved(Exception):
+    """The session continues on another server.
+
+    Args:
+        message: The server's message.
+    """
+
+    def __init__(self, message: dict[str, Any]) -> None:
+        super().__init__(message["message"])
+        self.message = message
 
 
 def main() -> int:
@@ -126,7 +140,7 @@ def open_endpoint(args: argparse.Namespace, path: str) -> ClientConnection:
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     try:
         return connect(
-            args.server.rstrip("/") + path,
+            args.server.rstrip("/") + path + args.query,
             max_size=None,
             compression=None,
             additional_headers=headers,
@@ -136,6 +150,20 @@ def open_endpoint(args: argparse.Namespace, path: str) -> ClientConnection:
         raise StreamError(
             f"no server answers at {args.server} ({error.strerror or error}); is it still starting?"
         ) from error
+
+
+def follow(args: argparse.Namespace, moved: Moved, console: Console) -> str:
+    """Address the server that a session has moved to, and return the session's id.
+
+    Without an address, a proxy at the same address finds the server by its name.
+    """
+    server, session_id = moved.message["server"], moved.message["session_id"]
+    if "url" in moved.message:
+        args.server, args.query = moved.message["url"].replace("http", "ws", 1), ""
+    else:
+        args.query = "?" + urlencode({"server": server, "session": session_id})
+    console.print(f"the session moves to the server {server}")
+    return str(session_id)
 
 
 # -- /v1/realtime_video/generate -------------------------------------------------------------------
@@ -151,9 +179,10 @@ def generate(args: argparse.Namespace, console: Console) -> int:
         "realtime_output_format": args.format,
         "condition_inputs": {"camera_actions": parse_keys(args.keys)},
     }
+    init["extensions"] = ["moves"]
     if args.actions is not None:
         init |= {
-            "extensions": ["actions"],
+            "extensions": ["actions", "moves"],
             "condition_inputs": {"actions": parse_actions(args.actions)},
         }
     if args.image is not None:
@@ -162,25 +191,30 @@ def generate(args: argparse.Namespace, console: Console) -> int:
         init["size"] = args.size
     switches = {int(chunk): prompt for chunk, prompt in args.switch_prompt}
     parts: list[np.ndarray] = []
-    with open_endpoint(args, GENERATE_PATH) as stream:
-        stream.send(msgspec.msgpack.encode(init))
-        for header, payload, stats in chunks(stream, args.chunks):
-            parts.extend(decode_frames(header, payload, parts[-1][-1] if parts else None))
-            if stats is None:
-                continue
-            console.print(
-                f"chunk {stats['chunk_index']}: {stats['num_frames']} frames in "
-                f"{stats['chunk_total_ms']} ms, "
-                f"{stats['ws_payload_bytes'] / 1e3:.0f} kB"
-            )
-            if (prompt := switches.pop(stats["chunk_index"] + 1, None)) is not None:
-                event = {
-                    "type": "event",
-                    "kind": "prompt",
-                    "payload": prompt,
-                    "event_id": stats["chunk_index"] + 1,
-                }
-                stream.send(msgspec.msgpack.encode(event))
+    events: list[dict[str, Any]] = []
+    num_chunks = 0
+    while num_chunks < args.chunks:
+        with open_endpoint(args, GENERATE_PATH) as stream:
+            # an event whose id the server has seen has no second effect
+            for message in (init, *events):
+                stream.send(msgspec.msgpack.encode(message))
+            try:
+                for header, payload, stats in chunks(stream, args.chunks - num_chunks):
+                    parts.extend(decode_frames(header, payload, parts[-1][-1] if parts else None))
+                    if stats is None:
+                        continue
+                    console.print(
+                        f"chunk {stats['chunk_index']}: {stats['num_frames']} frames in "
+                        f"{stats['chunk_total_ms']} ms, "
+                        f"{stats['ws_payload_bytes'] / 1e3:.0f} kB"
+                    )
+                    num_chunks = stats["chunk_index"] + 1
+                    if (prompt := switches.pop(num_chunks, None)) is not None:
+                        event = {"type": "event", "kind": "prompt", "event_id": num_chunks}
+                        events.append({**event, "payload": prompt})
+                        stream.send(msgspec.msgpack.encode(events[-1]))
+            except Moved as moved:
+                init["session_id"] = follow(args, moved, console)
     frames_THWC = np.concatenate(parts)
     args.output.write_bytes(encode_mp4(frames_THWC, 16.0))
     return len(frames_THWC)
@@ -197,6 +231,8 @@ def chunks(
             continue
         if message["type"] == "error":
             raise StreamError(message.get("message", message["content"]))
+        if message["type"] == "moved":
+            raise Moved(message)
         if message["type"] == "chunk_stats":
             assert last is not None
             yield (*last, message)
@@ -266,32 +302,55 @@ def video(args: argparse.Namespace, console: Console) -> int:
     if args.size is not None:
         start["width"], start["height"] = (int(side) for side in args.size.split("x"))
     switches = {int(chunk): prompt for chunk, prompt in args.switch_prompt}
-    frames, arrived_s = 0, time.monotonic()
-    with open_endpoint(args, VIDEO_PATH) as stream, args.output.open("wb") as file:
-        stream.send(json.dumps(start))
+    start["extra_params"]["follow_moves"] = True
+    frames = number = 0
+    waiting: dict[str, dict[str, Any]] = {}
+    arrived_s = time.monotonic()
+    with args.output.open("wb") as file:
         while True:
-            message = json.loads(stream.recv())
-            if message["type"] == "error":
-                raise StreamError(message["message"])
-            if message["type"] == "session.done":
-                return frames
-            if message["type"] != "video.chunk_metadata":
-                continue
-            data = stream.recv()
-            assert isinstance(data, bytes)
-            file.write(data)
-            frames += message["num_frames"]
-            number, now_s = message["generation_chunk_index"], time.monotonic()
-            console.print(
-                f"chunk {number}: {message['num_frames']} frames, "
-                f"{1000 * (now_s - arrived_s):.0f} ms"
-            )
-            arrived_s = now_s
-            if (prompt := switches.pop(number + 1, None)) is not None:
-                interaction = {"event_id": f"switch-{number}", "event": {"prompt": prompt}}
-                stream.send(json.dumps({"type": "session.interaction", "interaction": interaction}))
-            if number + 1 == args.chunks:
-                stream.send(json.dumps({"type": "session.stop"}))
+            with open_endpoint(args, VIDEO_PATH) as stream:
+                for first in (start, *waiting.values()):  # those that had no effect before a move
+                    stream.send(json.dumps(first))
+                try:
+                    while (message := receive_json(stream))["type"] != "session.done":
+                        if message["type"] == "session.interaction.queued":
+                            waiting.pop(message["event_id"], None)
+                        if message["type"] != "video.chunk_metadata":
+                            continue
+                        data = stream.recv()
+                        assert isinstance(data, bytes)
+                        file.write(data)
+                        frames += message["num_frames"]
+                        number, now_s = message["generation_chunk_index"], time.monotonic()
+                        console.print(
+                            f"chunk {number}: {message['num_frames']} frames, "
+                            f"{1000 * (now_s - arrived_s):.0f} ms"
+                        )
+                        arrived_s = now_s
+                        if (prompt := switches.pop(number + 1, None)) is not None:
+                            event_id = f"switch-{number}"
+                            interaction = {"event_id": event_id, "event": {"prompt": prompt}}
+                            waiting[event_id] = {
+                                "type": "session.interaction",
+                                "interaction": interaction,
+                            }
+                            stream.send(json.dumps(waiting[event_id]))
+                        if number + 1 == args.chunks:
+                            stream.send(json.dumps({"type": "session.stop"}))
+                    return frames
+                except Moved as moved:
+                    start["extra_params"]["session_id"] = follow(args, moved, console)
+                    if number + 1 >= args.chunks:
+                        return frames
+
+
+def receive_json(stream: ClientConnection) -> dict[str, Any]:
+    message: dict[str, Any] = json.loads(stream.recv())
+    if message["type"] == "error":
+        raise StreamError(message["message"])
+    if message["type"] == "session.moved":
+        raise Moved(message)
+    return message
 
 
 if __name__ == "__main__":

@@ -111,16 +111,13 @@ JSON_SCHEMA: Final[dict[str, Any]] = {
 """JSON schema of a `TimedPrompt`."""
 
 
-class PromptSchedule:
-    """Timed prompts of one stream.
+class PromptSchedule(msgspec.Struct):
+    """Timed prompts of one stream."""
 
-    Args:
-        prompts: The prompts.
-        fps: Frames per second of the video.
-    """
-
-    def __init__(self, prompts: Sequence[TimedPrompt], fps: float) -> None:
-        self._coming, self._fps = tuple(prompts), fps
+    prompts: Sequence[TimedPrompt]
+    """Prompts that have not started."""
+    fps: float
+    """Frames per second of the video."""
 
     def take_prompt(self, chunk_index: int, first_frame: int) -> str | None:
         """Return the prompt that starts with a chunk, or None if the current one stays.
@@ -132,11 +129,11 @@ class PromptSchedule:
             chunk_index: Number of the chunk.
             first_frame: First pixel frame of the chunk in the video.
         """
-        if not self._coming:
+        if not self.prompts:
             return None
-        seconds = first_frame / self._fps
-        started = [prompt for prompt in self._coming if prompt.has_started(chunk_index, seconds)]
-        self._coming = tuple(
-            prompt for prompt in self._coming if not prompt.has_started(chunk_index, seconds)
+        seconds = first_frame / self.fps
+        started = [prompt for prompt in self.prompts if prompt.has_started(chunk_index, seconds)]
+        self.prompts = tuple(
+            prompt for prompt in self.prompts if not prompt.has_started(chunk_index, seconds)
         )
         return started[-1].prompt if started else None

@@ -126,6 +126,30 @@ def test_a_slow_model_does_not_make_a_slow_reader() -> None:
     assert seconds_until_refused(lambda now_s: 0.08, 3 * TIMEOUT_S, lambda number: False) is None
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_stall_of_a_paced_stream_is_not_its_clients_fault(waits: bool) -> None:
+    """The server sends at the rate at which frames play, so that it never makes up for a stall. It
+    tells this by `note_wait`.
+    """
+
+    async def scenario() -> None:
+        window = DeliveryWindow(TIMEOUT_S, FPS)
+
+        async def send(number: int) -> None:
+            if waits and number != 20:
+                window.note_wait()
+            await asyncio.sleep(0.8 * TIMEOUT_S if number == 20 else CHUNK / FPS)
+
+        for number in range(100):
+            await window.deliver(send(number), CHUNK, lambda: True)
+
+    if waits:
+        run_in_virtual_time(scenario())
+    else:
+        with pytest.raises(EndpointError, match="slow_reader"):
+            run_in_virtual_time(scenario())
+
+
 def test_the_error_is_typed() -> None:
     """The error has a code and a close code, and it is retryable."""
 

@@ -6,6 +6,7 @@ event.
 import math
 import sys
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_omni.actions import ActionFrame, ActionSpace, Axis, Button
+from vllm_omni.entrypoints.errors import EndpointError
 from vllm_omni.entrypoints.realtime.controls.analog_track import MAX_WAITING
 from vllm_omni.entrypoints.realtime.controls.camera import CameraPath
 from vllm_omni.entrypoints.realtime.controls.control_track import (
@@ -31,6 +33,7 @@ from vllm_omni.entrypoints.realtime.controls.pose_track import (
     PoseTrack,
     unit_quaternion,
 )
+from vllm_omni.entrypoints.realtime.controls.stream_state import decode_state, encode_state
 from vllm_omni.inputs import Lora
 from vllm_omni.worlds.movement import pitch_of
 
@@ -449,3 +452,47 @@ def test_a_rotation_needs_a_direction(values: tuple[float, ...]) -> None:
     """Zero, infinite and NaN quaternions are refused."""
     with pytest.raises(ValueError, match="quaternion"):
         unit_quaternion(values)
+
+
+class Controls(msgspec.Struct, tag="controls"):
+    """Both tracks of a stream."""
+
+    track: ControlTrack
+    poses: PoseTrack
+
+
+class OtherControls(Controls, tag="other"):
+    """Those of another endpoint."""
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 2])
+def test_controls_continue_exactly_from_their_bytes(num_before: int) -> None:
+    """On another server, each later chunk gets the same controls, progress and poses."""
+    here = Controls(ControlTrack(SPACE), PoseTrack())
+    here.track.apply([script(W, A, NONE, D, W)], 1)
+    here.poses.push(command("target", move=(0, 1.2, 2.4), chunks=3))
+    for number in range(num_before):
+        here.track.sample(2)
+        here.poses.sample(9, 3)
+        here.track.apply([state(axes={"steer": 0.5, "dx": 7.0}, scroll=2.0)], 10 + number)
+        here.track.apply([states(W, NONE), PromptChange("rain")], 20 + number)
+        here.track.apply([AdapterChange((Lora(name="x"),))], 30 + number)
+        here.poses.push(command(f"turn-{number}", mode="velocity", move=(0.1, 0, 0.3)))
+    there = decode_state(encode_state(here), Controls)
+    assert there.track.is_repeated(1)
+    for _ in range(4):
+        assert there.track.sample(2) == here.track.sample(2)
+        (poses_N44, progress), (expected_N44, expected) = (
+            one.poses.sample(12, 3) for one in (there, here)
+        )
+        np.testing.assert_array_equal(poses_N44, expected_N44)
+        assert progress == expected
+    assert there.track.apply([state(buttons=("d",))], 99) == here.track.apply(
+        [state(buttons=("d",))], 99
+    )
+
+
+def test_controls_of_another_endpoint_are_refused() -> None:
+    data = encode_state(OtherControls(ControlTrack(SPACE), PoseTrack()))
+    with pytest.raises(EndpointError, match="another endpoint"):
+        decode_state(data, Controls)

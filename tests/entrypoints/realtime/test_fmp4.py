@@ -29,7 +29,7 @@ def test_fragments_join_into_one_file() -> None:
     """Chunks of 9, 12 and 12 frames are 33 frames in order, at the given rate."""
     encoder = FragmentEncoder(16.0)
     parts = [
-        encoder.encode_fragment(frames(first, count))
+        encoder.encode_fragment(frames(first, count), first)
         for first, count in ((0, 9), (9, 12), (21, 12))
     ]
     assert boxes(parts[0]) == [b"ftyp", b"moov", b"moof", b"mdat"]
@@ -44,9 +44,9 @@ def test_a_stream_can_be_joined_in_the_middle() -> None:
     key frame.
     """
     encoder = FragmentEncoder(8.0)
-    first = encoder.encode_fragment(frames(0, 4))
-    encoder.encode_fragment(frames(4, 4))
-    last = encoder.encode_fragment(frames(8, 4))
+    first = encoder.encode_fragment(frames(0, 4), 0)
+    encoder.encode_fragment(frames(4, 4), 4)
+    last = encoder.encode_fragment(frames(8, 4), 8)
     video_THWC, _ = decode_mp4(first[: first.index(b"moof") - 4] + last)
     np.testing.assert_allclose(video_THWC[:, 16, 24, 0], 2 * np.arange(8, 12), atol=3)
 
@@ -57,9 +57,9 @@ def test_fragments_carry_their_time_and_number() -> None:
     """
     encoder = FragmentEncoder(16.0)
     parts = [
-        encoder.encode_fragment(frames(0, 9)),
-        encoder.encode_fragment(frames(9, 12)),
-        encoder.encode_fragment(frames(21, 12)),
+        encoder.encode_fragment(frames(0, 9), 0),
+        encoder.encode_fragment(frames(9, 12), 9),
+        encoder.encode_fragment(frames(21, 12), 21),
     ]
     starts, numbers = [], []
     for part in parts:
@@ -78,14 +78,14 @@ def test_the_mime_type_names_the_codec() -> None:
     """`MediaSource.addSourceBuffer` requires it. It is known after the first frame."""
     encoder = FragmentEncoder(16.0)
     assert encoder.mime_type is None
-    encoder.encode_fragment(frames(0, 1))
+    encoder.encode_fragment(frames(0, 1), 0)
     assert encoder.mime_type is not None
     assert re.fullmatch(r'video/mp4; codecs="avc1\.[0-9a-f]{6}"', encoder.mime_type)
 
 
 def test_odd_sides_are_padded() -> None:
     """H.264 in yuv420p has even sides."""
-    video_THWC, _ = decode_mp4(FragmentEncoder(16.0).encode_fragment(frames(0, 2, 31, 47)))
+    video_THWC, _ = decode_mp4(FragmentEncoder(16.0).encode_fragment(frames(0, 2, 31, 47), 0))
     assert video_THWC.shape == (2, 32, 48, 3)
 
 
@@ -97,6 +97,6 @@ def test_an_impossible_frame_rate_is_refused(fps: float) -> None:
 
 def test_another_size_is_refused() -> None:
     encoder = FragmentEncoder(16.0)
-    encoder.encode_fragment(frames(0, 1))
+    encoder.encode_fragment(frames(0, 1), 0)
     with pytest.raises(ValueError, match="same size"):
-        encoder.encode_fragment(frames(1, 1, 64, 64))
+        encoder.encode_fragment(frames(1, 1, 64, 64), 1)

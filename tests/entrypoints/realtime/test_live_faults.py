@@ -241,7 +241,7 @@ def test_a_reader_at_a_quarter_of_the_rate_is_closed(
         engine.noise = True
         noise_THWC = np.random.default_rng(0).integers(0, 256, (12, 64, 96, 3), dtype=np.uint8)
         sized["fps"] = int(
-            4 * bytes_per_s / (len(FragmentEncoder(16).encode_fragment(noise_THWC)) / 12)
+            4 * bytes_per_s / (len(FragmentEncoder(16).encode_fragment(noise_THWC, 0)) / 12)
         )
         path, start = "/v1/realtime/video", msgspec.json.encode({**START, **sized}).decode()
     elif endpoint_name == "world camera":

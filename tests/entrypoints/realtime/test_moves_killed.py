@@ -4,6 +4,7 @@
 A session is never live on two servers. If it is live on none, its last snapshot is on the disk.
 """
 
+import asyncio
 import contextlib
 import json
 import random
@@ -14,12 +15,15 @@ import psutil
 import pytest
 from helpers.fake_engine import FIRST, LATER, camera
 from helpers.fleets import TestFleet, live_sessions, migrate
-from helpers.served import family
+from helpers.haproxy import needs_haproxy, running_proxy
+from helpers.scripts import load_script
+from helpers.served import AUTHORIZED, family
 from helpers.waits import pause, seconds, wait_until
 from session_calls import call, request, signatures
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
+ROLLING_RESTART = Path(__file__).parents[3] / "benchmarks" / "rolling_restart.py"
 KILLS = 4
 """Kills in each test. benchmarks/moves.py makes more."""
 
@@ -132,6 +136,45 @@ def test_a_rolling_restart_moves_every_session(null_world: Path, tmp_path: Path)
         assert len(list(kept.glob("*.safetensors"))) == 2
     finally:
         fleet.stop()
+
+
+class Restartable:
+    """Servers of a `TestFleet`, for the benchmark."""
+
+    def __init__(self, fleet: TestFleet) -> None:
+        self._fleet, self.ports = fleet, fleet.ports
+
+    def drain(self, name: str) -> float:
+        process = self._fleet[name].process
+        process.terminate()
+        assert process.wait(seconds(60)) == 0
+        return 0.0
+
+    def start(self, name: str) -> None:
+        self._fleet.start(name).wait_until_healthy()
+
+
+@needs_haproxy
+def test_played_streams_survive_a_rolling_restart_behind_haproxy(
+    null_world: Path, tmp_path: Path
+) -> None:
+    """Each of three servers is stopped and started again. No stream ends, every chunk arrives once,
+    and no client waits for longer than two seconds. The benchmark plays 24 of them.
+    """
+    benchmark = load_script(ROLLING_RESTART)
+    fleet = TestFleet(null_world, tmp_path, names="abc")
+    try:
+        addresses = {name: f"127.0.0.1:{port}" for name, port in fleet.ports.items()}
+        with running_proxy(tmp_path, addresses) as proxy:
+            proxy.wait_until_checked(3)
+            playing = benchmark.measure(Restartable(fleet), proxy.port, 6, 1.0, AUTHORIZED)
+            seen = asyncio.run(playing)
+    finally:
+        fleet.stop()
+    assert seen["lost"] == []
+    assert seen["wrong_chunks"] == 0
+    assert seen["moves"] >= 6
+    assert seen["longest_gap_of_a_session_ms"]["max"] <= 1e3 * seconds(2.0)
 
 
 def test_a_server_that_drains_takes_no_session(null_world: Path, tmp_path: Path) -> None:

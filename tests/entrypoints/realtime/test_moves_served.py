@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sessions that move between two real servers on real sockets."""
 
+import base64
+import contextlib
+import itertools
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,12 +25,16 @@ from helpers.fleets import (
 )
 from helpers.live_clients import png
 from helpers.quick_programs import run_python
-from helpers.served import AUTHORIZED, HEIGHT, KEY, WIDTH
-from helpers.waits import pause
+from helpers.served import AUTHORIZED, HEIGHT, KEY, WIDTH, Served
+from helpers.waits import pause, seconds, wait_until
 from session_calls import call, code_of, request, signatures
-from websockets.sync.client import connect
+from websockets.exceptions import ConnectionClosedOK
+from websockets.sync.client import ClientConnection, connect
 
-SCRIPT = Path(__file__).parents[3] / "examples" / "online_serving" / "world_camera.py"
+from vllm_omni.entrypoints.media.mp4 import decode_mp4
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "online_serving"
+SCRIPT = EXAMPLES / "world_camera.py"
 SLOW = {"step_ms": 60.0}
 
 
@@ -147,17 +156,165 @@ def test_refused_moves_leave_the_session(fleet: TestFleet) -> None:
     wait_for_engine_sessions(b, 0)
 
 
-def test_a_session_whose_client_cannot_follow_stays(fleet: TestFleet) -> None:
-    """The streaming protocols have no message for it."""
+GENERATE = "/v1/realtime_video/generate"
+VIDEO = "/v1/realtime/video"
+SCRIPT_KEYS = [["w"], ["w", "j"], [], ["l"], ["s", "i"]] * 5
+"""Keys of 25 latent frames: more than the chunks before the first move use."""
+
+
+def stream_url(server: Served, path: str) -> str:
+    return f"ws://127.0.0.1:{server.port}{path}"
+
+
+@pytest.mark.parametrize("path", [GENERATE, VIDEO])
+def test_a_session_whose_client_cannot_follow_stays(fleet: TestFleet, path: str) -> None:
+    """Clients of the original protocols have no message for it."""
     a = fleet["a"]
-    url = f"ws://127.0.0.1:{a.port}/v1/realtime_video/generate"
-    with connect(url, additional_headers=AUTHORIZED, max_size=None) as socket:
-        init = {"type": "init", "prompt": "a path", "size": f"{WIDTH}x{HEIGHT}", "max_chunks": 500}
-        socket.send(msgspec.msgpack.encode({**init, "first_frame": png()}))
-        socket.recv(timeout=20)
+    with connect(stream_url(a, path), additional_headers=AUTHORIZED, max_size=None) as socket:
+        socket.send(first_message(path, 500, follows=False))
+        while not live_sessions(a):
+            socket.recv(timeout=seconds(20))
         (name,) = live_sessions(a)
         status, reply = migrate(a, name, "b")
         assert (status, reply["error"]["code"]) == (409, "not_movable")
+    wait_until(lambda: not live_sessions(a))
+
+
+def first_message(
+    path: str, num_chunks: int, follows: bool = True, session_id: str | None = None
+) -> bytes | str:
+    """The first message of a client that steers by a script, of a new or a continued session."""
+    if path == GENERATE:
+        message = {"type": "init", "prompt": "a path", "size": f"{WIDTH}x{HEIGHT}", "seed": 3}
+        message |= {"first_frame": png(), "max_chunks": num_chunks, "session_id": session_id}
+        message |= {"condition_inputs": {"camera_actions": SCRIPT_KEYS}}
+        message |= {"prompts": [{"prompt": "at night", "seconds": 4.5}]}
+        return msgspec.msgpack.encode({**message, "extensions": ["moves"] if follows else None})
+    start = {"type": "session.start", "prompt": "a path", "width": WIDTH, "height": HEIGHT}
+    start |= {"seed": 3, "num_frames": FIRST + (num_chunks - 1) * LATER}
+    image = "data:image/png;base64," + base64.b64encode(png()).decode()
+    extra = {"camera_action_script": SCRIPT_KEYS, "follow_moves": follows}
+    extra |= {"prompts": [{"prompt": "at night", "seconds": 4.5}], "session_id": session_id}
+    return json.dumps({**start, "image_reference": {"image_url": image}, "extra_params": extra})
+
+
+class Stream:
+    """A client of a live endpoint that follows its session."""
+
+    def __init__(self, fleet: TestFleet, path: str, num_chunks: int) -> None:
+        self._fleet, self._path, self._num_chunks = fleet, path, num_chunks
+        self.server, self.session_id = "a", ""
+        self.chunks: list[tuple[int, bytes]] = []
+        """Number and encoded frames of each chunk."""
+        self._moves: list[threading.Thread] = []
+        self.replies: list[tuple[int, dict[str, Any]]] = []
+        """Replies to `move`."""
+
+    def move(self, to: str) -> None:
+        """Move the session, while its client goes on to read."""
+
+        def call(source: str = self.server) -> None:
+            self.replies.append(migrate(self._fleet[source], self.session_id, to))
+
+        self._moves.append(threading.Thread(target=call))
+        self._moves[-1].start()
+
+    def messages(self) -> Iterator[tuple[dict[str, Any], ClientConnection]]:
+        """Yield each message and the connection, from the start to the planned end."""
+        is_over = False
+        while not is_over:
+            url = stream_url(self._fleet[self.server], self._path)
+            with connect(url, additional_headers=AUTHORIZED, max_size=None) as socket:
+                named = self.session_id or None
+                socket.send(first_message(self._path, self._num_chunks, session_id=named))
+                server, is_over = self.server, True
+                for message in self._received(socket):
+                    assert message["type"] != "error", message
+                    yield message, socket
+                    if message["type"] in ("moved", "session.moved"):
+                        self.server, is_over = message["server"], False
+                        port = self._fleet.ports[self.server]
+                        assert message["url"] == f"http://127.0.0.1:{port}"
+                        assert message["session_id"] == self.session_id
+                        assert message["next_chunk_index"] == len(self.chunks)
+                assert is_over == (server == self.server)
+        for move in self._moves:
+            move.join()
+
+    def _received(self, socket: ClientConnection) -> Iterator[dict[str, Any]]:
+        data = b""
+        with contextlib.suppress(ConnectionClosedOK):
+            while True:
+                text = socket.recv(timeout=seconds(20))
+                is_json = isinstance(text, str)
+                message = json.loads(text) if is_json else msgspec.msgpack.decode(text)
+                kind, config = message["type"], message.get("config", message)
+                if kind in ("session", "video.start"):
+                    self.session_id = config["session_id"]
+                elif kind in ("frame_batch_header", "video.chunk_metadata"):
+                    data += bytes(socket.recv(timeout=seconds(20)))
+                elif kind == "frame_batch":
+                    data += message["payload"]
+                if kind == "video.chunk_metadata":
+                    frames = b"".join(media(data))
+                    self.chunks.append((message["generation_chunk_index"], frames))
+                elif kind == "chunk_stats":
+                    self.chunks.append((message["chunk_index"], data))
+                data = data if kind.startswith("frame_batch") else b""
+                yield message
+
+
+def media(data: bytes) -> Iterator[bytes]:
+    """The `mdat` boxes of an MP4."""
+    while data:
+        size = int.from_bytes(data[:4])
+        if data[4:8] == b"mdat":
+            yield data[:size]
+        data = data[size:]
+
+
+@pytest.mark.parametrize("path", [GENERATE, VIDEO])
+def test_a_live_stream_continues_bit_for_bit(fleet: TestFleet, path: str) -> None:
+    """Its script and its timed prompt continue too, on the way there and back."""
+    still = Stream(fleet, path, 10)
+    for _ in still.messages():
+        pass
+    assert [index for index, _ in still.chunks] == list(range(10))
+    moved, moves = Stream(fleet, path, 10), {2: "b", 5: "a"}
+    for _ in moved.messages():
+        if to := moves.pop(len(moved.chunks), None):
+            moved.move(to)
+    assert [(status, reply["server"]) for status, reply in moved.replies] == [
+        (200, "b"),
+        (200, "a"),
+    ]
+    assert moved.chunks == still.chunks
+    for name in "ab":
+        wait_for_engine_sessions(fleet[name], 0)
+
+
+def test_an_interaction_with_receipt_acts_on_the_other_server(fleet: TestFleet) -> None:
+    """An interaction that arrives while the session moves is confirmed and acts, or is ignored."""
+    stream, numbers = Stream(fleet, VIDEO, 30), itertools.count()
+    confirmed, acted = set(), set()
+    for message, socket in stream.messages():
+        match message["type"]:
+            case "video.chunk_metadata":
+                acted |= {*message["started_event_ids"], *message["completed_event_ids"]}
+                if len(stream.chunks) in (4, 12):
+                    stream.move("b" if stream.server == "a" else "a")
+                if len(stream.chunks) < 28:
+                    number = next(numbers)
+                    actions = {"mode": "state", "transitions": [{"buttons": ["jl"[number % 2]]}]}
+                    interaction: dict[str, Any] = {"event_id": f"event-{number}"}
+                    interaction["event"] = {"multi_modal_data": {"actions": actions}}
+                    sent = {"type": "session.interaction", "interaction": interaction}
+                    socket.send(json.dumps(sent))
+            case "session.interaction.queued":
+                confirmed.add(message["event_id"])
+    assert [status for status, _ in stream.replies] == [200, 200]
+    assert len(confirmed) > 20
+    assert confirmed <= acted
 
 
 def test_rebalance_empties_a_server_and_evens_out(fleet: TestFleet) -> None:
@@ -227,15 +384,8 @@ def test_the_example_client_follows_its_session(fleet: TestFleet, tmp_path: Path
     common = [SCRIPT, "--server", f"ws://127.0.0.1:{a.port}", "--api-key", KEY, *arguments, *sizes]
     result = run_python(*common, "--output", still, "--num-calls", 12, limit_s=120)
     assert result.returncode == 0, result.stderr
-    stop = threading.Event()
-    moves: list[int] = []
-    mover = threading.Thread(target=move_about, args=(fleet, stop, moves))
-    mover.start()
-    try:
+    with moving_about(fleet) as moves:
         result = run_python(*common, "--output", moved, "--num-calls", 12, limit_s=120)
-    finally:
-        stop.set()
-        mover.join()
     assert result.returncode == 0, result.stderr
     assert len(moves) >= 1
     assert "the session moves to the server b" in result.stderr
@@ -243,6 +393,41 @@ def test_the_example_client_follows_its_session(fleet: TestFleet, tmp_path: Path
     for server in (a, b):
         for name in live_sessions(server):
             call(server, "DELETE", f"/v1/sessions/{name}")
+
+
+@pytest.mark.parametrize("endpoint", ["generate", "video"])
+def test_the_live_example_follows_its_session(
+    fleet: TestFleet, tmp_path: Path, endpoint: str
+) -> None:
+    """The frames of its file equal those of a session that does not move."""
+    url = f"ws://127.0.0.1:{fleet['a'].port}"
+    arguments = [EXAMPLES / "realtime_video.py", "--server", url, "--api-key", KEY, "--keys", "w*9"]
+    arguments += ["--image", start_image(tmp_path), "--size", f"{WIDTH}x{HEIGHT}", "--chunks", 60]
+    arguments += ["--endpoint", endpoint, "--format", "raw"]
+    files = [tmp_path / "still.mp4", tmp_path / "moved.mp4"]
+    result = run_python(*arguments, "--output", files[0], limit_s=120)
+    assert result.returncode == 0, result.stderr
+    with moving_about(fleet) as moves:
+        result = run_python(*arguments, "--output", files[1], limit_s=120)
+    assert result.returncode == 0, result.stderr
+    assert len(moves) >= 1
+    assert "the session moves to the server b" in result.stderr
+    still_THWC, moved_THWC = (decode_mp4(file.read_bytes())[0] for file in files)
+    assert np.array_equal(still_THWC, moved_THWC)
+
+
+@contextlib.contextmanager
+def moving_about(fleet: TestFleet) -> Iterator[list[int]]:
+    """Move each session that plays, again and again, and list the chunks at which they moved."""
+    stop = threading.Event()
+    moves: list[int] = []
+    mover = threading.Thread(target=move_about, args=(fleet, stop, moves))
+    mover.start()
+    try:
+        yield moves
+    finally:
+        stop.set()
+        mover.join()
 
 
 def move_about(fleet: TestFleet, stop: threading.Event, moves: list[int]) -> None:

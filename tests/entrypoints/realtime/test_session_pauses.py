@@ -2,6 +2,8 @@
 """Work between two chunks of a session, without a second server."""
 
 import asyncio
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from helpers.fake_engine import FIRST, LATER, FakeEngine
@@ -102,5 +104,60 @@ def test_a_disconnect_during_a_pause_waits_for_its_end() -> None:
         assert error is not None
         assert error.code == "cancelled"
         assert manager.find(session.key) is None
+
+    scenario(test)
+
+
+def test_a_pause_does_not_wait_for_a_reader_to_begin() -> None:
+    """A run that waits for its reader pauses at once, and then waits for the reader again."""
+
+    async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
+        request = job(FIRST + 9 * LATER, "r", image=True)
+        request = replace(request, replies=replace(request.replies, unsent_chunks=2))
+        run = session.submit(request)
+        await until(lambda: len(run.replies) == 3)
+        seen: list[int] = []
+
+        async def work(pause: SessionPause) -> None:
+            seen.append(len(engine.chunks))
+
+        await asyncio.wait_for(session.pause(work), 5)
+        await pause_task(0.05)
+        assert seen[0] <= len(engine.chunks) < 10
+        await session.reset()
+
+    scenario(test)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_pause_waits_until_a_client_has_every_finished_chunk(leaves: bool) -> None:
+    """Also of a request that has been generated, because the session may come back and then drop
+    its old replies. It does not wait for a client that has left.
+    """
+
+    async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
+        run = session.submit(job(FIRST, "r", image=True))
+        may_read = asyncio.Event()
+
+        async def deliver(payload: Any) -> None:
+            await may_read.wait()
+
+        window = manager.delivery_window(None)
+        following = asyncio.ensure_future(run.follow(deliver, "client", window))
+        await until(lambda: run.finished)
+
+        async def work(pause: SessionPause) -> None:
+            await pause.wait_until_delivered()
+
+        waiting = session.pause(work)
+        await pause_task(0.05)
+        assert not waiting.done()
+        if leaves:
+            following.cancel()
+        else:
+            may_read.set()
+            assert await following
+        await asyncio.wait_for(waiting, 5)
+        await session.reset()
 
     scenario(test)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import Browser
+from browser import Browser, Page
+from helpers.fake_engine import FIRST, LATER
 from helpers.fleets import TestFleet, live_sessions, migrate
 from helpers.served import KEY
 from helpers.waits import wait_until
@@ -14,6 +15,9 @@ from page_driving import PARTS
 
 pytestmark = pytest.mark.nightly
 
+BRIGHTNESS = """(() => { const view = document.querySelector("#view"); if (!view.videoWidth) return -1;
+    const canvas = new OffscreenCanvas(160, 96), c = canvas.getContext("2d");
+    c.drawImage(view, 0, 0); return c.getImageData(150, 90, 1, 1).data[1]; })()"""  # noqa: E501
 LAST_CHUNK = f"{PARTS}.then(({{ app }}) => app.world.lastChunk)"
 
 
@@ -33,17 +37,44 @@ def fleet(null_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         fleet.stop()
 
 
+def enter_key(page: Page) -> None:
+    page.wait_for("document.querySelector('#key-dialog').open")
+    page.run("document.querySelector('#key-dialog input').focus()")
+    page.write(KEY)
+    page.click("#key-dialog .main")
+    page.wait_for("document.body.dataset.link === 'up'")
+
+
+def test_the_webrtc_page_follows_its_session(browser: Browser, fleet: TestFleet) -> None:
+    """Frame n of the null world has the brightness n, which goes on to rise after each move."""
+    a, b = fleet["a"], fleet["b"]
+    with browser.page(f"http://127.0.0.1:{a.port}/omni/webrtc.html") as page:
+        enter_key(page)
+        page.click("#begin")
+        page.wait_for(f"{BRIGHTNESS} > 10", timeout_s=60)
+        page.key("keyDown", "w")
+        for source, target, name in ((a, b, "b"), (b, a, "a")):
+            wait_until(lambda source=source: len(live_sessions(source)) == 1)
+            (session,) = live_sessions(source)
+            status, reply = migrate(source, session, name)
+            assert status == 200, reply
+            frames = FIRST + LATER * (reply["next_chunk_index"] - 1)
+            page.wait_for(f"{BRIGHTNESS} > {frames + 4}", timeout_s=60)
+            assert page.text("#status") == "Playing"
+            assert live_sessions(target) == {session}
+        page.key("keyUp", "w")
+        page.errors = [error for error in page.errors if "401" not in error]
+        assert not page.errors
+    wait_until(lambda: not live_sessions(a))
+
+
 def test_the_page_follows_its_world(browser: Browser, fleet: TestFleet) -> None:
     """It moves there and back while it is played, and once when its server stops. The page shows
     each chunk once and reports no trouble.
     """
     a, b = fleet["a"], fleet["b"]
     with browser.page(f"http://127.0.0.1:{a.port}/omni/") as page:
-        page.wait_for("document.querySelector('#key-dialog').open")
-        page.run("document.querySelector('#key-dialog input').focus()")
-        page.write(KEY)
-        page.click("#key-dialog .main")
-        page.wait_for("document.body.dataset.link === 'up'")
+        enter_key(page)
         page.run(
             f"{PARTS}.then(({{ app }}) => {{ window.chunks = []; window.trouble = [];"
             "app.world.addEventListener('chunk', (e) => window.chunks.push(e.detail.message.chunk_index));"  # noqa: E501

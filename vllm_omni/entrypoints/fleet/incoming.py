@@ -157,8 +157,12 @@ class IncomingSessions:
         move.timer = loop.call_later(_PREPARED_S, self._expire, move_id, move)
         return session
 
-    def commit(self, move_id: str) -> Session:
+    def commit(self, move_id: str, stream_state: bytes | None = None) -> Session:
         """Make a prepared session live. From now on it exists only here.
+
+        Args:
+            move_id: Id of the move.
+            stream_state: Controls of the session's live stream. None: it has none.
 
         Raises:
             EndpointError: `unknown_migration` or `session_exists`. The session is not live here.
@@ -173,6 +177,7 @@ class IncomingSessions:
             self._discard(move)
             raise
         session, move.state = move.session, "committed"
+        session.stream_state = stream_state
         session.protected_until_s = time.monotonic() + _CLAIM_S
         self._stop_timer(move)
         move.timer = asyncio.get_running_loop().call_later(_SETTLE_S, self._settle, move)

@@ -35,7 +35,8 @@ from vllm_omni.entrypoints.staging_directory import StagingDirectory
 logger = logging.getLogger("vllm." + __name__)
 
 _AT_A_TIME: Final = 2
-"""Sessions that move at the same time when the server drains. The others continue to play."""
+"""Sessions whose snapshots are written and sent at the same time when the server drains. The others
+continue to play, or wait until their clients have read what is finished."""
 _COPIES_AHEAD: Final = 2
 """Versions of a snapshot that are copied while its session plays. The first one takes long, so that
 much has changed after it, and the second one takes little more than the last one."""
@@ -96,13 +97,20 @@ class SessionMover:
         assert self._fleet.key is not None
         return Peer(self._client, name, server, self._fleet.key)
 
-    async def move(self, session: Session, name: str, server: FleetServer) -> MovedSession:
+    async def move(
+        self,
+        session: Session,
+        name: str,
+        server: FleetServer,
+        turn: contextlib.AsyncExitStack | None = None,
+    ) -> MovedSession:
         """Move a session at its next border between two chunks.
 
         Args:
             session: The session.
             name: Name of the other server.
             server: Its addresses.
+            turn: Closed when the snapshot has been sent.
 
         Raises:
             EndpointError: `not_movable`, `session_busy` or `move_failed`: the session is still
@@ -112,21 +120,30 @@ class SessionMover:
             raise EndpointError("not_movable", "the session has no finished chunk yet")
         if not session.is_settled:
             raise EndpointError("session_busy", "the session has just arrived; try again")
-        if not all(isinstance(one, FollowsSession) for one in session.connections):
+        if not all(
+            isinstance(one, FollowsSession) and one.follows_moves for one in session.connections
+        ):
             raise EndpointError(
-                "not_movable", "the client's protocol cannot continue a session on another server"
+                "not_movable",
+                "the client has not said that it continues its session on another server",
             )
         # a move that has begun goes on if its caller is cancelled
-        return await asyncio.shield(self._move(session, self._peer(name, server), server))
+        return await asyncio.shield(self._move(session, self._peer(name, server), server, turn))
 
-    async def _move(self, session: Session, peer: Peer, server: FleetServer) -> MovedSession:
+    async def _move(
+        self,
+        session: Session,
+        peer: Peer,
+        server: FleetServer,
+        turn: contextlib.AsyncExitStack | None,
+    ) -> MovedSession:
         moved: list[MovedSession] = []
         shared: _Shared | None = None
         if self._shared is not None and self._fleet.shared_dir == server.shared_dir:
             shared = await self._copy_ahead(session, peer, self._shared.new_path())
 
         async def work(pause: SessionPause) -> Destination:
-            moved.append(await self._hand_over(session, pause, peer, server, shared))
+            moved.append(await self._hand_over(session, pause, peer, server, shared, turn))
             return moved[0].destination
 
         try:
@@ -173,6 +190,7 @@ class SessionMover:
         peer: Peer,
         server: FleetServer,
         shared: _Shared | None,
+        turn: contextlib.AsyncExitStack | None,
     ) -> MovedSession:
         started_s, engine_id = time.monotonic(), session.engine_id
         if shared is None:
@@ -180,35 +198,43 @@ class SessionMover:
         else:
             move_id, path = shared.move_id, shared.path
         is_committing = is_live_there = False
-        try:
-            if shared is None:
-                header = await self._migration.save(session, path, owner_of_session(session))
-                await peer.prepare(move_id, path)
-                pause_bytes = path.stat().st_size
-            else:
-                header, pause_bytes = await self._migration.copy(session, path, is_playing=False)
-                await peer.prepare_shared(move_id, path)
-            num_bytes = path.stat().st_size
-            async with asyncio.timeout(self._manager.limits.send_deadline_s):
-                await pause.wait_until_delivered()
-            if pause.is_cancelled or session.engine_id != engine_id:
-                raise EndpointError("move_failed", "the session has ended in the meantime")
-            is_committing = True
-            result = await self._commit(session, peer, move_id)
-            if result is MoveResult.UNKNOWN:
-                self._lose(session, peer, path, header.chunk_index)
-            if result is MoveResult.STAYED:
-                raise EndpointError("move_failed", f"server {peer.name!r} did not take the session")
-            is_live_there = True
-        except TimeoutError:
-            raise EndpointError("move_failed", "the client reads too slowly") from None
-        finally:
-            if not is_committing:
-                self._manager.spawn(peer.end(move_id))
-            if not is_live_there:
-                path.unlink(missing_ok=True)
-        destination = Destination(peer.name, server.public_url, header.chunk_index)
-        session.leave(destination)
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                if shared is None:
+                    header = await self._migration.save(session, path, owner_of_session(session))
+                    await peer.prepare(move_id, path)
+                    pause_bytes = path.stat().st_size
+                else:
+                    header, pause_bytes = await self._migration.copy(
+                        session, path, is_playing=False
+                    )
+                    await peer.prepare_shared(move_id, path)
+                num_bytes = path.stat().st_size
+                if turn is not None:
+                    await turn.aclose()
+                async with asyncio.timeout(self._manager.limits.send_deadline_s):
+                    await pause.wait_until_delivered()
+                    await stack.enter_async_context(session.steering)
+                if pause.is_cancelled or session.engine_id != engine_id:
+                    raise EndpointError("move_failed", "the session has ended in the meantime")
+                is_committing = True
+                result = await self._commit(session, pause, peer, move_id)
+                if result is MoveResult.UNKNOWN:
+                    self._lose(session, peer, path, header.chunk_index)
+                if result is MoveResult.STAYED:
+                    raise EndpointError(
+                        "move_failed", f"server {peer.name!r} did not take the session"
+                    )
+                is_live_there = True
+            except TimeoutError:
+                raise EndpointError("move_failed", "the client reads too slowly") from None
+            finally:
+                if not is_committing:
+                    self._manager.spawn(peer.end(move_id))
+                if not is_live_there:
+                    path.unlink(missing_ok=True)
+            destination = Destination(peer.name, server.public_url, header.chunk_index)
+            session.leave(destination)
         self._manager.spawn(self._settle(session, peer, move_id, path))
         pause_s = time.monotonic() - started_s
         moved = MovedSession(destination, num_bytes, pause_s, pause_bytes)
@@ -223,14 +249,17 @@ class SessionMover:
         )
         return moved
 
-    async def _commit(self, session: Session, peer: Peer, move_id: str) -> MoveResult:
+    async def _commit(
+        self, session: Session, pause: SessionPause, peer: Peer, move_id: str
+    ) -> MoveResult:
         """Commit a move while no other server can restore the session's periodic snapshot."""
         periodic, engine_id = self._migration.periodic_snapshots, session.engine_id
         if periodic is not None:
             periodic.withhold(session)
         result = MoveResult.UNKNOWN
         try:
-            result = await peer.commit(move_id)
+            state = pause.stream_state() or session.stream_state
+            result = await peer.commit(move_id, state)
         finally:
             if periodic is not None and result is MoveResult.STAYED:
                 periodic.release(engine_id)
@@ -284,8 +313,9 @@ class SessionMover:
         limit = asyncio.Semaphore(_AT_A_TIME)
 
         async def move(session: Session) -> None:
-            async with limit:
-                await self._move_anywhere(session, free, chosen)
+            async with contextlib.AsyncExitStack() as turn:
+                await turn.enter_async_context(limit)
+                await self._move_anywhere(session, free, chosen, turn)
 
         if free:
             await asyncio.gather(*map(move, sessions))
@@ -296,7 +326,11 @@ class SessionMover:
         return [(peer.name, room) for peer, room in zip(peers, rooms, strict=True) if room]
 
     async def _move_anywhere(
-        self, session: Session, free: Counter[str], chosen: dict[str, str]
+        self,
+        session: Session,
+        free: Counter[str],
+        chosen: dict[str, str],
+        turn: contextlib.AsyncExitStack,
     ) -> None:
         """Try the servers in order of their room, first the one with this client's sessions."""
         tried: set[str] = set()
@@ -311,7 +345,7 @@ class SessionMover:
             free[name] -= 1
             try:
                 async with asyncio.timeout(_MOVE_S):
-                    await self.move(session, name, self._fleet.others[name])
+                    await self.move(session, name, self._fleet.others[name], turn)
                 chosen.setdefault(session.client, name)
             except (EndpointError, TimeoutError) as error:
                 free[name] += 1

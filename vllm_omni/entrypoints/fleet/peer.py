@@ -103,13 +103,18 @@ class Peer:
         if reply.get("sha256") != digest.hexdigest():
             raise self._failed("the snapshot was damaged on its way")
 
-    async def commit(self, move_id: str) -> MoveResult:
+    async def commit(self, move_id: str, stream_state: bytes | None = None) -> MoveResult:
         """Make a prepared session live, and find out whether it is.
+
+        Args:
+            move_id: Id of the move.
+            stream_state: Controls of the session's live stream. None: it has none.
 
         Returns within `RESOLVE_S`.
         """
         with contextlib.suppress(EndpointError):
-            status, _ = await self._call("POST", f"{move_id}/commit", _COMMIT_S)
+            path = f"{move_id}/commit"
+            status, _ = await self._call("POST", path, _COMMIT_S, data=stream_state)
             if status == 200:
                 return MoveResult.MOVED
         return await self.end_for_certain(move_id, RESOLVE_S - _COMMIT_S)

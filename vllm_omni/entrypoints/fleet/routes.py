@@ -29,9 +29,10 @@ from vllm_omni.entrypoints.fleet.incoming import IncomingSessions
 from vllm_omni.entrypoints.fleet.outgoing import SessionMover
 from vllm_omni.entrypoints.fleet.servers import KEY_VARIABLE, Fleet
 from vllm_omni.entrypoints.limits.access import MIGRATIONS_PATH, OPERATOR_SESSIONS_PATH
-from vllm_omni.entrypoints.openai.body import read_body
+from vllm_omni.entrypoints.openai.body import read_body, read_bytes
 from vllm_omni.entrypoints.openai.errors import ApiError, invalid, not_found, respond_to_errors
 from vllm_omni.entrypoints.openai.protocol import ErrorReply
+from vllm_omni.entrypoints.realtime.controls.stream_state import MAX_STATE_BYTES
 from vllm_omni.entrypoints.realtime.sessions.migration import SessionMigration
 from vllm_omni.entrypoints.realtime.sessions.session import Session
 from vllm_omni.entrypoints.server_context import ServerContext
@@ -258,7 +259,8 @@ class FleetRoutes:
     async def _commit(self, request: Request, move_id: str) -> Response:
         """Make a prepared session live."""
         self._check_operator(request)
-        session = self._incoming.commit(move_id)
+        stream_state = await read_bytes(request, MAX_STATE_BYTES)
+        session = self._incoming.commit(move_id, stream_state or None)
         return JSONResponse({"state": "committed", "next_chunk_index": session.next_chunk})
 
     @respond_to_errors

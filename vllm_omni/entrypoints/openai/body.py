@@ -50,7 +50,7 @@ async def read_body(request: Request, max_bytes: int) -> ParsedBody:
     content_type = (
         request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     )
-    data = await _read_all(request, max_bytes)
+    data = await read_bytes(request, max_bytes)
     if content_type in ("multipart/form-data", "application/x-www-form-urlencoded"):
         return await _read_form(request, data)
     if content_type == "application/json":
@@ -62,7 +62,12 @@ async def read_body(request: Request, max_bytes: int) -> ParsedBody:
     )
 
 
-async def _read_all(request: Request, max_bytes: int) -> bytes:
+async def read_bytes(request: Request, max_bytes: int) -> bytes:
+    """Read a request's body.
+
+    Raises:
+        ApiError: 413.
+    """
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)

@@ -87,6 +87,12 @@ class ChunkSource(ABC):
     def sample(self, span: ChunkSpan) -> ChunkControls:
         """Return the controls of the next chunk. Called once for each chunk, in order."""
 
+    def state(self) -> bytes | None:
+        """Return the controls with which another server continues a live request between two
+        chunks, as `encode_state`. None: the client sends the rest of its request itself.
+        """
+        return None
+
     def note_result(self, meta: Mapping[str, Any]) -> None:  # noqa: B027  (most sources do not follow the results)
         """Process the metadata of a finished chunk, before the next one is sampled."""
 

@@ -79,6 +79,13 @@ class DeliveryWindow:
             self._late_since_s = started_s if self._late_since_s is None else self._late_since_s
             self._last_late_s = now_s
 
+    def note_wait(self) -> None:
+        """Note that the server waits for the time of a reply, so that its client is not late.
+
+        The next chunk then waits for its time and not for the client.
+        """
+        self._late_since_s = None
+
     async def _within(self, left_s: float, delivery: Awaitable[None]) -> None:
         try:
             async with asyncio.timeout(left_s) as limit:

@@ -7,16 +7,19 @@ is aborted and the session is closed.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final
 
 from starlette.websockets import WebSocket
 
 from vllm_omni.entrypoints.errors import ClientDisconnected, EndpointError, WebSocketCloseCode
 from vllm_omni.entrypoints.realtime.connection.connection import Connection
+from vllm_omni.entrypoints.realtime.connection.delivery_window import DeliveryWindow
+from vllm_omni.entrypoints.realtime.controls.stream_state import T, decode_state
 from vllm_omni.entrypoints.realtime.sessions.run import SessionJob
 from vllm_omni.entrypoints.realtime.sessions.session import Session, new_session_id
 from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
@@ -95,6 +98,14 @@ class ConnectionHandler(ABC):
             await self.stop()
             self._log_end(time.monotonic() - started_s)
 
+    @property
+    def follows_moves(self) -> bool:
+        """Whether the client continues its sessions on another server when it is told to."""
+        return False
+
+    async def session_moved(self, session: Session) -> None:  # noqa: B027  (the end of a stream does)
+        """Tell the client where a session continues, unless a request's end tells it."""
+
     def _log_end(self, seconds: float) -> None:
         logger.info("%s ended after %.1f s: %s", self.endpoint, seconds, self._end)
 
@@ -125,7 +136,9 @@ class ConnectionHandler(ABC):
             await self.send_error(error)
         except ClientDisconnected:
             return
-        await self.connection.close(error.close or WebSocketCloseCode.INTERNAL, error.message)
+        is_planned = error.code == "moved"
+        otherwise = WebSocketCloseCode.NORMAL if is_planned else WebSocketCloseCode.INTERNAL
+        await self.connection.close(error.close or otherwise, error.message)
 
     # -- for endpoints -----------------------------------------------------------------------------
 
@@ -153,6 +166,21 @@ class LiveClient(ConnectionHandler):
         self.session: Session | None = None
         self._stream: asyncio.Task[None] | None = None
         self._num_messages = 0
+        self.clock: MediaClock | None = None
+        """Spaces chunks by their playing time. None: they are sent at once."""
+        self._window: DeliveryWindow | None = None
+
+    async def wait_for_media_time(self, num_frames: int, skip: bool) -> float:
+        """Wait until a chunk plays, if the client has requested this, and return the milliseconds.
+
+        Args:
+            num_frames: Frames of the chunk.
+            skip: Send this chunk at once.
+        """
+        waited_ms = 0.0 if self.clock is None else await self.clock.wait(num_frames, skip)
+        if waited_ms and self._window is not None:
+            self._window.note_wait()
+        return waited_ms
 
     @property
     def is_active(self) -> bool:
@@ -216,6 +244,47 @@ class LiveClient(ConnectionHandler):
                 receive_task.cancel()
                 await asyncio.wait([receive_task])
 
+    def take_stream(self, session_id: str, kind: type[T]) -> tuple[Session, T]:
+        """Continue a session that has moved here with its stream.
+
+        Args:
+            session_id: Id of the session.
+            kind: Class of the stream's controls.
+
+        Returns:
+            `(session, controls)`.
+
+        Raises:
+            EndpointError: `moved`, `session_evicted`, or `invalid_request` if another endpoint has
+                started it.
+        """
+        key = (self.connection.principal, session_id)
+        log_context.bind(session_id=session_id)
+        self.manager.check_moved(key)
+        session = self.manager.find(key)
+        if session is None or session.stream_state is None:
+            raise EndpointError(
+                "session_evicted", "no stream of this session waits here; start a new one"
+            )
+        state = decode_state(session.stream_state, kind)
+        session.stream_state = None
+        session.connections.add(self)
+        self.session = session
+        return session, state
+
+    @contextlib.asynccontextmanager
+    async def steering(self) -> AsyncIterator[bool]:
+        """Let an input take effect as a whole before or after the session moves.
+
+        Yields:
+            Whether the session is still here.
+        """
+        if (session := self.session) is None:
+            yield True
+            return
+        async with session.steering:
+            yield session.destination is None
+
     def start_job(self, job: SessionJob) -> None:
         """Start to generate and deliver a job's chunks. Requires `open_session`."""
         assert self.session is not None
@@ -225,7 +294,8 @@ class LiveClient(ConnectionHandler):
         try:
             run = session.submit(job)
             try:
-                await run.follow(self.deliver, self, self.manager.delivery_window(job.replies.fps))
+                self._window = self.manager.delivery_window(job.replies.fps)
+                await run.follow(self.deliver, self, self._window)
             finally:
                 self._num_messages += run.delivered
                 if not run.finished:

@@ -4,16 +4,16 @@
 A `rate` axis keeps its value until it changes. Distances on a `motion` axis are summed until a
 chunk starts. The sum is spread evenly over the chunk's frames and limited to the range of a frame,
 so that the motion ends when the hand rests. Notches of the wheel are also summed. Each frame gets
-one notch, from the first frame on; surplus notches are dropped. This module is pure data.
+one notch, from the first frame on; surplus notches are dropped. This module is pure data, which
+`stream_state.py` writes.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
 
-from vllm_omni.actions import ActionSpace
+from vllm_omni.actions import CAMERA_SPACE, ActionSpace
 
 MAX_WAITING: Final = 1024
 """Maximum number of motion events that wait for one chunk."""
@@ -30,8 +30,7 @@ class AnalogEvent(msgspec.Struct, frozen=True):
     """The client's id. None: the client sent none."""
 
 
-@dataclass
-class _Rate:
+class _Rate(msgspec.Struct):
     value: float
     """Current value of the axis."""
     event: AnalogEvent
@@ -40,19 +39,18 @@ class _Rate:
     """Whether no chunk has used the value yet."""
 
 
-@dataclass
-class AnalogTrack:
+class AnalogTrack(msgspec.Struct):
     """Axes and wheel of one session."""
 
-    space: ActionSpace
+    space: ActionSpace = CAMERA_SPACE
     """Controls of the model."""
-    _rates: dict[str, _Rate] = field(default_factory=dict)
+    _rates: dict[str, _Rate] = msgspec.field(default_factory=dict)
     """Value of each rate axis by name."""
-    _moved: dict[str, float] = field(default_factory=dict)
+    _moved: dict[str, float] = msgspec.field(default_factory=dict)
     """Distance on each motion axis since the last sample, by name."""
     _notches: float = 0.0
     """Notches of the wheel since the last sample."""
-    _movers: dict[int, AnalogEvent] = field(default_factory=dict)
+    _movers: dict[int, AnalogEvent] = msgspec.field(default_factory=dict)
     """Events of these motions and notches, by order of arrival."""
 
     @property

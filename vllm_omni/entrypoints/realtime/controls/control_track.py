@@ -8,12 +8,10 @@ pressed and released between two chunks still acts for one latent frame. `Analog
 and wheel. A script replaces states, and states replace a script. Of prompts and LoRA adapters, only
 the latest applies. All buffers are bounded.
 
-This module is pure data: it has no sockets, clock or engine.
+This module is pure data, which `stream_state.py` writes: it has no sockets, clock or engine.
 """
 
-from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -94,15 +92,14 @@ class ControlSample(msgspec.Struct, frozen=True):
     """Ids of the events that still act after this chunk."""
 
 
-@dataclass
-class ControlTrack:
+class ControlTrack(msgspec.Struct):
     """Controls of one session, in order of arrival. Call `apply` and `sample` on one event loop."""
 
     space: ActionSpace = CAMERA_SPACE
     """Controls of the model. Every control of an update must be one of them."""
-    _script: deque[tuple[ActionFrame, AnalogEvent]] = field(default_factory=deque)
+    _script: list[tuple[ActionFrame, AnalogEvent]] = []
     """Remaining frames of the script, each with its event."""
-    _transitions: list[tuple[Held, AnalogEvent]] = field(default_factory=list)
+    _transitions: list[tuple[Held, AnalogEvent]] = []
     """Held buttons since the last sample, each with its event."""
     _held: Held = ()
     """Buttons that were held in the last frame of the last sample."""
@@ -118,13 +115,15 @@ class ControlTrack:
     """Number of events so far."""
     _newest_sent: int = -1
     """Largest order of an event whose id a sample contained."""
-    _acting: set[int] = field(default_factory=set)
+    _acting: set[int] = msgspec.field(default_factory=set)
     """Order of the events that acted in the last sample."""
-    _seen: OrderedDict[EventId, None] = field(default_factory=OrderedDict)
-    """Ids of the latest events, to detect repetitions."""
+    _seen: dict[EventId, None] = {}
+    """Ids of the latest events, oldest first, to detect repetitions."""
+    _analog: AnalogTrack = msgspec.field(default_factory=AnalogTrack)
+    """Axes and wheel."""
 
     def __post_init__(self) -> None:
-        self._analog = AnalogTrack(self.space)
+        self._analog.space = self.space
 
     def is_repeated(self, event_id: EventId | None) -> bool:
         """Whether an event with this id has been applied. A repetition has no effect."""
@@ -151,7 +150,7 @@ class ControlTrack:
         if event_id is not None:
             self._seen[event_id] = None
             while len(self._seen) > _REMEMBERED_IDS:
-                self._seen.popitem(last=False)
+                del self._seen[next(iter(self._seen))]
         replaced: list[AnalogEvent] = []
         for update in updates:
             match update:
@@ -277,7 +276,7 @@ class ControlTrack:
 
     def _sample_actions(self, latent_frames: int, events: list[AnalogEvent]) -> list[ActionEntry]:
         if self._script:
-            taken = [self._script.popleft() for _ in range(min(latent_frames, len(self._script)))]
+            taken, self._script = self._script[:latent_frames], self._script[latent_frames:]
             events += [event for _, event in taken]
             return [
                 *(as_entry(frame) for frame, _ in taken),

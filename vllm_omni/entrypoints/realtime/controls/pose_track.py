@@ -9,15 +9,15 @@ are interpolated in the same way.
 
 If the model has the axes `WALK_AXES`, a velocity is converted to their values instead
 (`walk_axes`). The model then moves the camera with the package's only integrator, so that walls
-stop it. This module is pure data.
+stop it. This module is pure data, which `stream_state.py` writes.
 """
 
 import math
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Literal
 
+import msgspec
 import numpy as np
 import torch
 
@@ -96,27 +96,27 @@ _Pose = tuple[np.ndarray, np.ndarray]
 """(translation_3, rotation_4), in the axes of commands."""
 
 
-@dataclass
-class PoseTrack:
+class PoseTrack(msgspec.Struct):
     """Camera of one session. It starts at the identity pose."""
 
     walks: bool = False
     """Whether velocities are converted to `WALK_AXES`. Default: False."""
     pitch_limit_degrees: float = PITCH_LIMIT_DEGREES
     """Largest angle of the view above or below the horizon that velocities reach."""
-    _pending: deque[CameraCommand] = field(default_factory=lambda: deque(maxlen=MAX_PENDING))
+    _pending: list[CameraCommand] = []
     """Commands that start with the next chunk."""
     _active: CameraCommand | None = None
     """Command that moves the camera now."""
-    _source: _Pose = field(default_factory=lambda: _identity())
+    _source: _Pose = msgspec.field(default_factory=lambda: _identity())
     """Pose at the start of the active command."""
-    _pose: _Pose = field(default_factory=lambda: _identity())
+    _pose: _Pose = msgspec.field(default_factory=lambda: _identity())
     """Current pose."""
     _steps: int = 0
     """Latent frames since the start of a target."""
 
     def push(self, command: CameraCommand) -> None:
         self._pending.append(command)
+        del self._pending[:-MAX_PENDING]
 
     @property
     def velocity(self) -> CameraCommand | None:
@@ -148,7 +148,7 @@ class PoseTrack:
         while self._pending:
             if self._active is not None:
                 completed.append(self._active.event_id)
-            self._active, self._source, self._steps = self._pending.popleft(), self._pose, 0
+            self._active, self._source, self._steps = self._pending.pop(0), self._pose, 0
         knots = [self._pose]
         for _ in range(latent_frames):
             self._step(latent_frames, completed)

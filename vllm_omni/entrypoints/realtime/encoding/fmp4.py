@@ -47,19 +47,18 @@ class FragmentEncoder(StatelessEncoder):
 
     def __init__(self, fps: float) -> None:
         self._rate = frame_rate(fps)
-        self._num_frames = 0
         self._num_fragments = 0
         self._init_segment: bytes | None = None
 
     def encode(self, frames: StampedFrames) -> list[EncodedPart]:
         """Return one part: the bytes that continue the stream."""
         is_first = self._init_segment is None
-        data = self.encode_fragment(frames.frames_THWC)
+        data = self.encode_fragment(frames.frames_THWC, frames.stamps[0].frame)
         _, height, width, _ = frames.frames_THWC.shape
         mime_type = self.mime_type if is_first else None
         return [EncodedPart(data, frames.stamps, width, height, mime_type=mime_type)]
 
-    def encode_fragment(self, frames_THWC: np.ndarray) -> bytes:
+    def encode_fragment(self, frames_THWC: np.ndarray, first_frame: int) -> bytes:
         """Return the bytes that continue the stream.
 
         The first call returns the initialization segment and a fragment, later calls a fragment.
@@ -67,6 +66,7 @@ class FragmentEncoder(StatelessEncoder):
 
         Args:
             frames_THWC: Frames, uint8 RGB, T >= 1, with the same H and W in every call.
+            first_frame: Number of the first frame, which determines its time.
 
         Raises:
             ValueError: The frames have another size.
@@ -74,12 +74,11 @@ class FragmentEncoder(StatelessEncoder):
         check_frames(frames_THWC)
         self._num_fragments += 1
         init, media = [], []
-        for kind, box in _boxes(self._mux(frames_THWC)):
+        for kind, box in _boxes(self._mux(frames_THWC, first_frame)):
             if kind in (b"ftyp", b"moov"):
                 init.append(box)
             elif kind in (b"moof", b"mdat"):
                 media.append(box)
-        self._num_frames += len(frames_THWC)
         segment = b"".join(init)
         if self._init_segment is None:
             self._init_segment = segment
@@ -96,13 +95,13 @@ class FragmentEncoder(StatelessEncoder):
         profile = self._init_segment.index(b"avcC") + 5
         return f'video/mp4; codecs="avc1.{self._init_segment[profile : profile + 3].hex()}"'
 
-    def _mux(self, frames_THWC: np.ndarray) -> bytes:
+    def _mux(self, frames_THWC: np.ndarray, first_frame: int) -> bytes:
         """Return a separate MP4 file that continues the times and sequence numbers."""
         buffer = io.BytesIO()
         options = {"movflags": _MOVFLAGS, "fragment_index": str(self._num_fragments)}
         with av.open(buffer, mode="w", format="mp4", options=options) as container:
             stream = add_stream(container, frames_THWC, self._rate, _ENCODER)
-            encode_frames(container, stream, frames_THWC, self._num_frames)
+            encode_frames(container, stream, frames_THWC, first_frame)
             container.mux(stream.encode(None))
         return buffer.getvalue()
 

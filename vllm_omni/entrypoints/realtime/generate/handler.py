@@ -34,10 +34,12 @@ from vllm_omni.entrypoints.realtime.controls.control_track import (
     PromptChange,
     TooManyEvents,
 )
+from vllm_omni.entrypoints.realtime.controls.stream_state import encode_state
 from vllm_omni.entrypoints.realtime.encoding.session_encoders import EncoderSpec
 from vllm_omni.entrypoints.realtime.generate import protocol
 from vllm_omni.entrypoints.realtime.generate.frames import ChunkReport, FrameBatcher, FrameMessage
 from vllm_omni.entrypoints.realtime.sessions.run import ReplyOptions, SessionJob, SessionStart
+from vllm_omni.entrypoints.realtime.sessions.session import Session
 from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager
 from vllm_omni.entrypoints.timed_prompts import PromptSchedule
 from vllm_omni.seeds import chosen_seed
@@ -49,29 +51,43 @@ _OFF_LOOP_BYTES: Final = 64 * 1024
 _pack = msgspec.msgpack.Encoder().encode
 
 
+class _KeyedState(msgspec.Struct, kw_only=True, tag="keyed"):
+    """What steers a stream, as it moves to another server with its session."""
+
+    timed: PromptSchedule
+    """Timed prompts."""
+    track: ControlTrack
+    """Controls that wait for a chunk."""
+    paused: bool = False
+    """Whether the client has paused the stream."""
+    input_id: EventId | None = None
+    """Newest event that has acted."""
+
+
 class _KeyedSource(LiveChunks):
     """Samples a client's controls for each chunk.
 
     Args:
+        state: What steers the stream.
         init: The client's first message.
         prompt: Prompt of `init`; None if the model has no prompt.
-        timed: Prompts with a start time.
-        track: Controls that wait for a chunk.
         throttle: Pause and credit.
+        session: The session, of which the stream generates the next chunks.
     """
 
     def __init__(
         self,
+        state: _KeyedState,
         init: protocol.InitMessage,
         prompt: str | None,
-        timed: PromptSchedule,
-        track: ControlTrack,
         throttle: ChunkThrottle,
+        session: Session,
     ) -> None:
-        self._prompt, self._lora, self.num_chunks = prompt, init.lora, init.max_chunks
-        self._timed, self._track, self._throttle = timed, track, throttle
-        self._takes_actions = track.space.has_controls
-        self._input_id: EventId | None = None
+        self._state, self._throttle, self._first_frame = state, throttle, session.next_frame
+        self._prompt, self._lora = prompt, init.lora
+        if init.max_chunks is not None:
+            self.num_chunks = init.max_chunks - session.next_chunk
+        self._takes_actions = state.track.space.has_controls
 
     @property
     def ready(self) -> bool:
@@ -80,21 +96,26 @@ class _KeyedSource(LiveChunks):
     async def wait_until_ready(self) -> None:
         await self._throttle.wait_until_ready()
 
+    def state(self) -> bytes:
+        self._state.paused = self._throttle.paused
+        return encode_state(self._state)
+
     def sample(self, span: ChunkSpan) -> ChunkControls:
+        state = self._state
         self._throttle.take_chunk()
-        sample = self._track.sample(span.num_latents, with_prompt=span.chunk_index > 0)
+        sample = state.track.sample(span.num_latents, with_prompt=span.chunk_index > 0)
         actions = (
             sample.actions if sample.actions is not None else [[] for _ in range(span.num_latents)]
         )
-        timed = self._timed.take_prompt(span.chunk_index, span.first_frame)
+        timed = state.timed.take_prompt(span.chunk_index, self._first_frame + span.first_frame)
         own = self._prompt if span.chunk_index == 0 else None
         if sample.is_new:
-            self._input_id = sample.event_id
+            state.input_id = sample.event_id
         return ChunkControls(
             actions=actions if self._takes_actions else None,
             prompt=sample.prompt or timed or own,
             lora=sample.lora if sample.lora is not None or span.chunk_index else self._lora,
-            input_id=self._input_id,
+            input_id=state.input_id,
             mark=sample,
         )
 
@@ -111,7 +132,6 @@ class _Client(LiveClient):
         self._image: np.ndarray | None = None
         self._track = ControlTrack(self.info.actions)
         self._throttle = ChunkThrottle()
-        self._clock: MediaClock | None = None
         self._fps = self.info.fps
         self._sent_bytes = 0
         self._write_ms = self._throttle_ms = 0.0
@@ -137,7 +157,9 @@ class _Client(LiveClient):
                 await self._take_extra(extra)
             else:
                 event_id = _event_id(value)
-                await self._take_event(self._events.read_event(value))
+                async with self.steering() as is_here:
+                    if is_here:  # otherwise the client sends it to the other server
+                        await self._take_event(self._events.read_event(value))
         except EndpointError as error:
             if error.close is not None:
                 raise
@@ -157,31 +179,34 @@ class _Client(LiveClient):
         self.connection.count_values(decoded.num_values)
         return decoded.value
 
+    @property
+    def follows_moves(self) -> bool:
+        return "moves" in self._granted
+
     async def _start_now(self, value: Any) -> None:
         """Start the session of an `init` message. After an error the client may send another."""
         init = protocol.parse_init(value, self.limits, self.info.actions)
+        continues = init.session_id is not None and "moves" in init.granted
         lora = self.manager.with_adapter(init.model, init.lora)
         init = msgspec.structs.replace(init, seed=chosen_seed(init.seed), lora=lora)
         for prompt in (init.prompt, *(timed.prompt for timed in init.prompts)):
             self.info.check_prompt(prompt)
         size = init.height_width() or (self.info.height, self.info.width)
         self.info.check_size(*size)
-        self.info.check_image(init.first_frame is not None, "first_frame")
-        self.info.check_images(init.images)
+        if not continues:
+            self.info.check_image(init.first_frame is not None, "first_frame")
+            self.info.check_images(init.images)
         if init.first_frame is not None:
             self._image = await self.manager.off_loop(
                 load_image, init.first_frame, *size, self.limits
             )
+        if continues:
+            assert init.session_id is not None
+            session, state = self.take_stream(init.session_id, _KeyedState)
+        else:
+            session, state = await self._open(init), self._first_state(init)
         self._init, self._granted, self._size = init, init.granted, size
-        self._fps = init.fps or self.info.fps
         self._events = protocol.EventReader(self.limits, self.info.actions, init.granted)
-        try:
-            session = await self.open_session(uuid.uuid4().hex)
-        except EndpointError as error:
-            error.close = error.close or (
-                WebSocketCloseCode.CAPACITY if self._granted else WebSocketCloseCode.POLICY
-            )
-            raise
         if "credit" in self._granted:
             self._throttle.credit = 0
         if self._granted:
@@ -191,7 +216,7 @@ class _Client(LiveClient):
                     "protocol": 1,
                     "session_id": session.session_id,
                     "granted": list(self._granted),
-                    "seed": init.seed,
+                    "seed": init.seed if session.seed is None else session.seed,
                     "limits": {
                         "max_image_bytes": min(self.limits.max_image_bytes, (1 << 32) - 1),
                         "max_prompt_chars": self.limits.max_prompt_chars,
@@ -205,30 +230,49 @@ class _Client(LiveClient):
                     ),
                 }
             )
-        self._start(init)
+        self._start(session, state, init)
 
-    def _start(self, init: protocol.InitMessage) -> None:
+    async def _open(self, init: protocol.InitMessage) -> Session:
+        """Open a new session. A refusal closes the connection."""
+        try:
+            return await self.open_session(uuid.uuid4().hex)
+        except EndpointError as error:
+            error.close = error.close or (
+                WebSocketCloseCode.CAPACITY if init.granted else WebSocketCloseCode.POLICY
+            )
+            raise
+
+    def _first_state(self, init: protocol.InitMessage) -> _KeyedState:
+        """Return the controls of a stream from its start."""
+        timed = PromptSchedule(init.prompts, init.fps or self.info.fps)
+        state = _KeyedState(timed=timed, track=ControlTrack(self.info.actions))
         script = init.script(self.info.actions)
         if script is not None:
-            self._track.apply([script])
-        if init.realtime_output_pacing:
-            self._clock = MediaClock(init.fps or self.info.fps)
-        self.start_job(self._job(init))
+            state.track.apply([script])
+        return state
 
-    def _job(self, init: protocol.InitMessage) -> SessionJob:
+    def _start(self, session: Session, state: _KeyedState, init: protocol.InitMessage) -> None:
+        """Generate chunks from a session's next one on.
+
+        Args:
+            session: The session.
+            state: What steers it.
+            init: The client's first message.
+        """
+        self._track, self._fps = state.track, init.fps or self.info.fps
+        self._throttle.update(paused=state.paused)
+        if init.realtime_output_pacing:
+            self.clock = MediaClock(self._fps)
+        self.start_job(self._job(session, state, init))
+
+    def _job(self, session: Session, state: _KeyedState, init: protocol.InitMessage) -> SessionJob:
         kind = init.codec
         image = self._image
         window_frames, sink_frames = init.window(self.info.window_frames, self.info.sink_frames)
-        return SessionJob(
-            request_id=uuid.uuid4().hex,
-            source=_KeyedSource(
-                init,
-                None if self.info.actions.prompt == "none" else init.prompt,
-                PromptSchedule(init.prompts, init.fps or self.info.fps),
-                self._track,
-                self._throttle,
-            ),
-            start=SessionStart(
+        prompt = None if self.info.actions.prompt == "none" else init.prompt
+        start, options = SessionStart(), {}
+        if not session.started:
+            start = SessionStart(
                 load_image=None if image is None else lambda height, width: image,
                 images=init.images,
                 seed=init.seed,
@@ -236,13 +280,18 @@ class _Client(LiveClient):
                 width=self._size[1],
                 window_frames=window_frames,
                 sink_frames=sink_frames,
-            ),
-            options={} if init.start_pose is None else init.start_pose.as_option(),
+            )
+            options = {} if init.start_pose is None else init.start_pose.as_option()
+        return SessionJob(
+            request_id=uuid.uuid4().hex,
+            source=_KeyedSource(state, init, prompt, self._throttle, session),
+            start=start,
+            options=options,
             replies=ReplyOptions(
                 render=FrameBatcher(
                     EncoderSpec(
                         codec=kind,
-                        fps=init.fps or self.info.fps,
+                        fps=self._fps,
                         quality=init.output_compression,
                         max_width=init.realtime_preview_max_width,
                         full_chroma=True,
@@ -277,10 +326,9 @@ class _Client(LiveClient):
     async def deliver(self, payload: FrameMessage) -> None:
         if payload.is_first:
             self._sent_bytes, self._write_ms, self._throttle_ms = 0, 0.0, 0.0
-            if self._clock is not None:
-                self._throttle_ms = await self._clock.wait(
-                    payload.chunk_frames, payload.is_new_event
-                )
+            self._throttle_ms = await self.wait_for_media_time(
+                payload.chunk_frames, payload.is_new_event
+            )
         self._sent_bytes += payload.num_bytes
         last = [] if payload.report is None else self._after_chunk(payload.report)
         started_s = time.perf_counter()
@@ -351,6 +399,12 @@ class _Client(LiveClient):
         # the close frame has the reason; these clients would show an error message permanently
         if error.close is WebSocketCloseCode.IDLE:
             return
+        if error.code == "moved":
+            session_id = None if self.session is None else self.session.session_id
+            moved = {"type": "moved", "session_id": session_id, "message": error.message}
+            moved |= error.details
+            await self._send({key: value for key, value in moved.items() if value is not None})
+            return
         if error.code in ("capacity", "session_limit", "quota_exceeded"):
             content = protocol.BUSY
         elif error.close is WebSocketCloseCode.INTERNAL or (
@@ -382,8 +436,12 @@ class _Client(LiveClient):
             case protocol.CreditMessage(chunks=chunks):
                 self._throttle.update(more_credit=chunks)
             case protocol.ControlMessage(op="pause" | "resume" as op):
-                self._throttle.update(paused=op == "pause")
-                await self._send({"type": "control_result", "id": extra.id, "ok": True, "op": op})
+                async with self.steering() as is_here:
+                    if not is_here:
+                        return
+                    self._throttle.update(paused=op == "pause")
+                    result = {"type": "control_result", "id": extra.id, "ok": True, "op": op}
+                    await self._send(result)
             case protocol.ControlMessage(op="stop"):
                 await self._send(
                     {"type": "control_result", "id": extra.id, "ok": True, "op": "stop"}
@@ -397,11 +455,10 @@ class _Client(LiveClient):
         """Restart with the same `init`. Controls are cleared, and the first prompt applies."""
         assert self._init is not None
         await self.stop()
-        self._track = ControlTrack(self.info.actions)
         session = await self.open_session(uuid.uuid4().hex)
         reply = {"type": "control_result", "id": control.id, "ok": True, "op": "reset"}
         await self._send({**reply, "session_id": session.session_id})
-        self._start(self._init)
+        self._start(session, self._first_state(self._init), self._init)
 
 
 def _event_id(value: Any) -> int | None:

@@ -32,7 +32,7 @@ from vllm_omni.entrypoints.realtime.controls.control_track import (
 from vllm_omni.entrypoints.realtime.encoding.session_encoders import VideoCodec
 from vllm_omni.entrypoints.realtime.world_camera.protocol import check_prompt, with_integers
 from vllm_omni.entrypoints.timed_prompts import MAX_PROMPTS, TimedPrompt
-from vllm_omni.inputs import Loras
+from vllm_omni.inputs import Loras, SessionId
 from vllm_omni.seeds import RequestedSeed, check_seed
 from vllm_omni.worlds.start_pose import StartPose
 
@@ -44,6 +44,7 @@ EXTENSIONS: Final = (
     "actions",
     "world_poses",
     "key_frame",
+    "moves",
 )
 """Extensions that a client may enable with `init.extensions`. Other clients never receive other
 types of messages."""
@@ -123,6 +124,9 @@ class InitMessage(msgspec.Struct, frozen=True, kw_only=True):
     """Refused if True."""
     lora: Loras | None = None
     """LoRA adapters, `[{"name", "scale"}]`."""
+    session_id: SessionId | None = None
+    """Extension `moves`: continue this session, which has moved here. The other keys are those of
+    its start; the images may be absent. Default: start a new session."""
     start_pose: StartPose | None = None
     """Extension: pose of the start image in the world."""
     extensions: Annotated[list[str], msgspec.Meta(max_length=32)] | None = None

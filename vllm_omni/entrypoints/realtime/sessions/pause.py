@@ -52,7 +52,9 @@ class SessionPause:
         self.is_cancelled = False
         """Whether the request that was paused has been cancelled, so that the session will end."""
         self.wait_until_delivered: Callable[[], Awaitable[None]] = _at_once
-        """Waits until the client has received every finished chunk."""
+        """Waits until the clients have received every finished chunk."""
+        self.stream_state: Callable[[], bytes | None] = lambda: None
+        """Returns the controls of the request that was paused (`ChunkSource.state`)."""
         self.done: asyncio.Future[Destination | None] = asyncio.get_running_loop().create_future()
         """Result of the work."""
 

@@ -370,16 +370,24 @@ class SessionRun:
         finally:
             if self._follower is me:
                 self._follower = None
+                self._notify()
 
     def _has_later(self, reply: EncodedReply) -> bool:
         return bool(self.replies) and self.replies[-1].chunk_index != reply.chunk_index
 
     async def wait_for_reader(self, unsent_chunks: int) -> None:
         """Wait until at most `unsent_chunks` chunks wait for delivery."""
-        while self._num_unsent_chunks() > unsent_chunks:
+        while self.num_unsent_chunks > unsent_chunks:
             await self._notify_waiters()
 
-    def _num_unsent_chunks(self) -> int:
+    async def wait_for_follower(self) -> None:
+        """Wait until the connection that receives the replies has all of them, or has left."""
+        while self.has_follower and self.num_unsent_chunks:
+            await self._notify_waiters()
+
+    @property
+    def num_unsent_chunks(self) -> int:
+        """Number of chunks that wait for delivery."""
         unsent = self.num_replies - max(self.delivered, self.first_retained)
         if unsent <= 1:
             return unsent
@@ -453,6 +461,11 @@ class DeliveryLog:
                 next_chunk_index=next_chunk,
             )
         return missed
+
+    async def wait_until_delivered(self) -> None:
+        """Wait until every client that receives replies has those of every finished chunk."""
+        for run in list(self.runs.values()):
+            await run.wait_for_follower()
 
     def drop_delivered(self, keep_bytes: int) -> None:
         """Drop delivered replies, oldest first, until at most `keep_bytes` remain."""

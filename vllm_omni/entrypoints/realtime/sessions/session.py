@@ -102,6 +102,12 @@ class Session:
         self.audience = Audience(manager)
         """Spectators of the session."""
         self._clock = PlayClock()
+        self.steering = asyncio.Lock()
+        """Held while an input takes effect, and while another server takes the session, so that the
+        controls which it takes along are complete."""
+        self.stream_state: bytes | None = None
+        """Controls of a live stream that has arrived from another server, until its client
+        continues it here."""
         self.destination: Destination | None = None
         """Server on which the session continues. None: this one."""
         self.is_visible = True
@@ -165,7 +171,9 @@ class Session:
         Raises:
             EndpointError: `session_busy`: the session is being paused already.
         """
-        return self._manager.spawn(self._hold(self._pauses.request(work)))
+        pause = self._pauses.request(work)
+        pause.wait_until_delivered = self.delivery_log.wait_until_delivered
+        return self._manager.spawn(self._hold(pause))
 
     async def _hold(self, pause: SessionPause) -> Destination | None:
         with self.keep_alive():
@@ -177,7 +185,7 @@ class Session:
         Raises:
             EndpointError: `moved` or `session_lost`: the session is not here any more.
         """
-        pause.wait_until_delivered = partial(run.wait_for_reader, 0)
+        pause.stream_state = run.job.source.state
         await self._pauses.run(pause)
         self._check_present()
         error = None if pause.done.cancelled() else pause.done.exception()
@@ -352,7 +360,11 @@ class Session:
                 chunk = self._advance(run, result, warnings)
                 fill()  # the engine works while this chunk is rendered and sent
                 await self._render(run, chunk)
-                await run.wait_for_reader(0 if self._manager.is_over_budget else unsent_chunks)
+                most_unsent = 0 if self._manager.is_over_budget else unsent_chunks
+                if run.num_unsent_chunks > most_unsent:  # otherwise without tasks
+                    await drain.unless_draining(
+                        run.wait_for_reader(most_unsent), self._pauses.requested.wait()
+                    )
         except TimeoutError:
             await self._abort(run, in_flight)
             raise EndpointError(

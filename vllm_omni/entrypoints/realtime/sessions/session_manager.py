@@ -50,7 +50,12 @@ _FAREWELL_S: Final = 1.5
 
 @runtime_checkable
 class FollowsSession(Protocol):
-    """A connection whose client continues a session on another server."""
+    """A connection whose client may continue a session on another server."""
+
+    @property
+    def follows_moves(self) -> bool:
+        """Whether the client does so."""
+        ...
 
     async def session_moved(self, session: Session) -> None:
         """Tell the client where a session continues, unless a request's end tells it."""

@@ -44,6 +44,7 @@ from vllm_omni.entrypoints.realtime.controls.pose_track import (
     PoseTrack,
     walks,
 )
+from vllm_omni.entrypoints.realtime.controls.stream_state import encode_state
 from vllm_omni.entrypoints.realtime.encoding.frames import FrameStamp
 from vllm_omni.entrypoints.realtime.encoding.session_encoders import EncoderSpec
 from vllm_omni.entrypoints.realtime.sessions.run import (
@@ -127,36 +128,134 @@ def chunk_metadata(
     return metadata
 
 
+class SessionFrame(msgspec.Struct):
+    """Coordinates of a session that may have known world poses.
+
+    Commands are relative to the start image. If a session starts with poses from its client, its
+    coordinates are theirs. If it starts with actions and its world pose is known, its coordinates
+    are the world's, scaled to pose units.
+    """
+
+    unit_m: float
+    """Metres of a pose unit."""
+    start_44: np.ndarray | None = None
+    """World pose of the start image in pose units. None: unknown."""
+    first_44: np.ndarray | None = None
+    """First pose of a session that starts with poses of its client. None: another one."""
+
+    def of_session(self, poses_N44: np.ndarray, *, starts: bool) -> np.ndarray:
+        """Return poses in the session's coordinates.
+
+        Args:
+            poses_N44: Poses relative to the start image.
+            starts: Whether they are the session's first poses.
+        """
+        if starts:
+            self.first_44 = poses_N44[0].astype(np.float64)
+        if self.first_44 is not None or self.start_44 is None:
+            return poses_N44
+        return (self.start_44 @ poses_N44).astype(np.float32)
+
+    def note(self, world_poses: Sequence[Sequence[float]]) -> None:
+        """Read a chunk's world poses. The session's first one is the pose of the start image."""
+        if self.start_44 is None:
+            self.start_44 = self._pose_44(world_poses[0])
+
+    def position_3(self, row: Sequence[float]) -> np.ndarray:
+        """Return the position of a world pose in the coordinates of commands."""
+        assert self.start_44 is not None
+        relative_44 = np.linalg.inv(self.start_44) @ self._pose_44(row)
+        return (relative_44 if self.first_44 is None else self.first_44 @ relative_44)[:3, 3]
+
+    def _pose_44(self, row: Sequence[float]) -> np.ndarray:
+        pose_44 = world_pose(*row).numpy()
+        pose_44[:3, 3] /= self.unit_m
+        return pose_44
+
+
+class CommandedState(msgspec.Struct, kw_only=True, tag="commanded"):
+    """What steers a stream, as it moves to another server with its session."""
+
+    timed: PromptSchedule
+    """Timed prompts."""
+    track: ControlTrack
+    """Actions."""
+    poses: PoseTrack
+    """Camera commands."""
+    frame: SessionFrame
+    """Coordinates of camera commands."""
+    new_prompt: tuple[str, str] | None = None
+    """Prompt of an interaction and its id, for the next chunk."""
+    new_lora: tuple[list[Lora], str] | None = None
+    """LoRA adapters of an interaction and its id, for the next chunk."""
+    acting: tuple[str, ...] = ()
+    """Ids of the interactions that acted in the last chunk."""
+    replaced: list[str] = []
+    """Ids of those that have been replaced since."""
+    has_actions: bool = False
+    """Whether actions steer the session."""
+    uses_poses: bool = False
+    """Whether camera commands steer the session."""
+    input_id: str | None = None
+    """Newest interaction that has acted."""
+
+    @classmethod
+    def of_start(
+        cls,
+        start: protocol.StartMessage,
+        script: ControlScript | ControlStates | None,
+        info: StreamInfo,
+    ) -> "CommandedState":
+        """Return the state of a new stream.
+
+        Args:
+            start: The client's first message.
+            script: Its actions of the first chunks.
+            info: Stream metadata.
+        """
+        state = cls(
+            timed=PromptSchedule(start.extra_params.prompts, start.fps or info.fps),
+            track=ControlTrack(info.actions),
+            poses=PoseTrack(walks(info.actions), info.pitch_limit_degrees),
+            frame=SessionFrame(1.0 if info.card is None else info.card.metres_per_unit),
+            has_actions=script is not None,
+        )
+        if script is not None:
+            state.track.apply([script])
+        return state
+
+
 class CommandedSource(LiveChunks):
-    """Samples a client's interactions for each chunk."""
+    """Samples a client's interactions for each chunk.
+
+    Args:
+        state: What steers the stream.
+        start: The client's first message.
+        info: Stream metadata.
+        size: Height and width of the frames in pixels.
+        num_chunks: Chunks that are left. None: unlimited.
+        first_frame: Number of the first of their frames within the session.
+    """
 
     def __init__(
         self,
+        state: CommandedState,
         start: protocol.StartMessage,
-        timed: PromptSchedule,
-        script: ControlScript | ControlStates | None,
         info: StreamInfo,
         size: tuple[int, int],
         num_chunks: int | None,
+        first_frame: int,
     ) -> None:
+        self.steered = state
         self._prompt: str | None = None if info.actions.prompt == "none" else start.prompt
         self._lora = start.lora
-        self._timed, self._info, self.num_chunks = timed, info, num_chunks
+        self._info, self.num_chunks, self._first_frame = info, num_chunks, first_frame
         # commands do not change the field of view
         self._intrinsics_4 = np.array(info.key_intrinsics(size[1], size[0]), np.float32)
-        self._new_prompt: tuple[str, str] | None = None
-        self._new_lora: tuple[list[Lora], str] | None = None
-        self._track = ControlTrack(info.actions)
-        self.has_actions = script is not None
-        if script is not None:
-            self._track.apply([script])
-        self._acting: dict[str, None] = {}
-        self._replaced: list[str] = []
-        self._poses = PoseTrack(walks(info.actions), info.pitch_limit_degrees)
-        self._frame = _SessionFrame(info)
         self._expected: deque[np.ndarray | None] = deque()
-        self.uses_poses = False
-        self._input_id: str | None = None
+
+    def state(self) -> bytes:
+        return encode_state(self.steered)
 
     def check_velocity(self, command: CameraCommand) -> None:
         """Check a velocity command.
@@ -164,7 +263,7 @@ class CommandedSource(LiveChunks):
         Raises:
             EndpointError: The velocity exceeds the range of the model's axes.
         """
-        if not self._poses.walks or command.mode != "velocity":
+        if not self.steered.poses.walks or command.mode != "velocity":
             return
         try:
             check_frame(
@@ -183,71 +282,74 @@ class CommandedSource(LiveChunks):
         """
         if interaction.actions is not None:
             try:
-                self._replaced += map(
-                    str, self._track.apply([interaction.actions], interaction.event_id)
+                self.steered.replaced += map(
+                    str, self.steered.track.apply([interaction.actions], interaction.event_id)
                 )
             except TooManyEvents:
                 raise EndpointError(
                     "too_many_events", f"{MAX_WAITING} motion events wait for the next chunk"
                 ) from None
-            self.has_actions = True
+            self.steered.has_actions = True
         if interaction.prompt is not None:
-            self._new_prompt = (interaction.prompt, interaction.event_id)
+            self.steered.new_prompt = (interaction.prompt, interaction.event_id)
         if interaction.lora is not None:
-            self._new_lora = (interaction.lora, interaction.event_id)
+            self.steered.new_lora = (interaction.lora, interaction.event_id)
         if interaction.command is not None:
-            self._poses.push(interaction.command)
-            self.uses_poses = True
+            self.steered.poses.push(interaction.command)
+            self.steered.uses_poses = True
 
     def _sample_actions(self, num_latents: int) -> tuple[list[ActionEntry], CommandProgress]:
         """Return the actions of each latent frame and the progress of their events."""
-        sample = self._track.sample(num_latents)
+        sample = self.steered.track.sample(num_latents)
         started, active = (
             [str(event_id) for event_id in ids] for ids in (sample.applied, sample.active)
         )
-        ended = [event_id for event_id in [*self._acting, *started] if event_id not in active]
-        progress = CommandProgress(tuple(started), tuple(active), (*self._replaced, *ended))
-        self._acting, self._replaced = dict.fromkeys(active), []
+        state = self.steered
+        ended = [event_id for event_id in [*state.acting, *started] if event_id not in active]
+        progress = CommandProgress(tuple(started), tuple(active), (*state.replaced, *ended))
+        state.acting, state.replaced = tuple(active), []
         return sample.actions or [[] for _ in range(num_latents)], progress
 
     def sample(self, span: ChunkSpan) -> ChunkControls:
+        state = self.steered
         progress, camera, actions = CommandProgress(), None, None
-        velocity = self._poses.velocity if self._poses.walks else None
-        if self.uses_poses:
-            poses_N44, progress = self._poses.sample(span.num_frames, span.num_latents)
+        velocity = state.poses.velocity if state.poses.walks else None
+        if state.uses_poses:
+            poses_N44, progress = state.poses.sample(span.num_frames, span.num_latents)
         if velocity is not None:
-            frame = as_entry(ActionFrame(axes=velocity.walk_axes(self._info.key_step)))
-            actions = [frame] * span.num_latents
-        elif self.uses_poses:
-            poses_N44 = self._frame.of_session(poses_N44, starts=span.chunk_index == 0)
+            step = as_entry(ActionFrame(axes=velocity.walk_axes(self._info.key_step)))
+            actions = [step] * span.num_latents
+        elif state.uses_poses:
+            poses_N44 = state.frame.of_session(poses_N44, starts=span.chunk_index == 0)
             camera = CameraPath(poses_N44, np.tile(self._intrinsics_4, (span.num_frames, 1)))
         elif self._info.actions.has_controls:
             actions, progress = self._sample_actions(span.num_latents)
-        self._expected.append(None if velocity is None else self._poses.position_3)
-        prompt = self._timed.take_prompt(span.chunk_index, span.first_frame)
+        self._expected.append(None if velocity is None else state.poses.position_3)
+        frame = self._first_frame + span.first_frame
+        prompt = state.timed.take_prompt(span.chunk_index, frame)
         if span.chunk_index == 0:
             prompt = prompt or self._prompt
-        elif self._new_prompt is not None:
-            (prompt, event_id), self._new_prompt = self._new_prompt, None
+        elif state.new_prompt is not None:
+            (prompt, event_id), state.new_prompt = state.new_prompt, None
             done = (*progress.completed, event_id)
             progress = CommandProgress(
                 (*progress.started, event_id), progress.active, tuple(dict.fromkeys(done))
             )
         lora = self._lora if span.chunk_index == 0 else None
-        if self._new_lora is not None:
-            (lora, event_id), self._new_lora = self._new_lora, None
+        if state.new_lora is not None:
+            (lora, event_id), state.new_lora = state.new_lora, None
             started, ended = (
                 dict.fromkeys((*ids, event_id)) for ids in (progress.started, progress.completed)
             )
             progress = CommandProgress(tuple(started), progress.active, tuple(ended))
         if progress.started:
-            self._input_id = progress.started[-1]
+            state.input_id = progress.started[-1]
         return ChunkControls(
             actions=actions,
             camera=camera,
             prompt=prompt,
             lora=lora,
-            input_id=self._input_id,
+            input_id=state.input_id,
             mark=progress,
         )
 
@@ -257,57 +359,14 @@ class CommandedSource(LiveChunks):
         world_poses = meta.get(WORLD_POSES)
         if world_poses is None:
             return
-        self._frame.note(world_poses)
+        self.steered.frame.note(world_poses)
         if expected_3 is None:
             return
-        off_3 = self._frame.position_3(world_poses[-1]) - expected_3
-        self._poses.shift(off_3)
+        off_3 = self.steered.frame.position_3(world_poses[-1]) - expected_3
+        self.steered.poses.shift(off_3)
         self._expected = deque(
             None if later_3 is None else later_3 + off_3 for later_3 in self._expected
         )
-
-
-class _SessionFrame:
-    """Coordinates of a session that may have known world poses.
-
-    Commands are relative to the start image. If a session starts with poses from its client, its
-    coordinates are theirs. If it starts with actions and its world pose is known, its coordinates
-    are the world's, scaled to pose units.
-    """
-
-    def __init__(self, info: StreamInfo) -> None:
-        self._unit_m = 1.0 if info.card is None else info.card.metres_per_unit
-        self._start_44: np.ndarray | None = None
-        self._first_44: np.ndarray | None = None
-
-    def of_session(self, poses_N44: np.ndarray, *, starts: bool) -> np.ndarray:
-        """Return poses in the session's coordinates.
-
-        Args:
-            poses_N44: Poses relative to the start image.
-            starts: Whether they are the session's first poses.
-        """
-        if starts:
-            self._first_44 = poses_N44[0].astype(np.float64)
-        if self._first_44 is not None or self._start_44 is None:
-            return poses_N44
-        return (self._start_44 @ poses_N44).astype(np.float32)
-
-    def note(self, world_poses: Sequence[Sequence[float]]) -> None:
-        """Read a chunk's world poses. The session's first one is the pose of the start image."""
-        if self._start_44 is None:
-            self._start_44 = self._pose_44(world_poses[0])
-
-    def position_3(self, row: Sequence[float]) -> np.ndarray:
-        """Return the position of a world pose in the coordinates of commands."""
-        assert self._start_44 is not None
-        relative_44 = np.linalg.inv(self._start_44) @ self._pose_44(row)
-        return (relative_44 if self._first_44 is None else self._first_44 @ relative_44)[:3, 3]
-
-    def _pose_44(self, row: Sequence[float]) -> np.ndarray:
-        pose_44 = world_pose(*row).numpy()
-        pose_44[:3, 3] /= self._unit_m
-        return pose_44
 
 
 class VideoClient(LiveClient):
@@ -323,7 +382,7 @@ class VideoClient(LiveClient):
         super().__init__(manager, websocket)
         self._request_id: str | None = None
         self.source: CommandedSource | None = None
-        self._clock: MediaClock | None = None
+        self._follows_moves = False
         self._binaries = TextFrames()
         self._event_ids: OrderedDict[str, None] = OrderedDict()
         self._chunks = 0
@@ -339,8 +398,13 @@ class VideoClient(LiveClient):
             value = protocol.decode(data, protocol.max_start_bytes(self.limits), "session.start")
             await self._start(protocol.parse_start(value, self.limits, self.info.actions))
         except EndpointError as error:
-            error.close = error.close or WebSocketCloseCode.POLICY
+            if error.code != "moved":
+                error.close = error.close or WebSocketCloseCode.POLICY
             raise
+
+    @property
+    def follows_moves(self) -> bool:
+        return self._follows_moves
 
     async def _start(self, start: protocol.StartMessage) -> None:
         info, start = self.info, msgspec.structs.replace(start, seed=chosen_seed(start.seed))
@@ -353,8 +417,7 @@ class VideoClient(LiveClient):
         start = msgspec.structs.replace(
             start, lora=self.manager.with_adapter(start.model, start.lora)
         )
-        size = (start.height or info.height, start.width or info.width)
-        info.check_size(*size)
+        self._follows_moves = start.extra_params.follow_moves
         num_chunks = self._num_chunks(start.num_frames)
         script = start.script(info.actions)
         if script is not None and not info.actions.has_controls:
@@ -363,33 +426,33 @@ class VideoClient(LiveClient):
             )
         for prompt in (start.prompt, *(timed.prompt for timed in start.extra_params.prompts)):
             info.check_prompt(prompt)
-        info.check_image(start.image_reference is not None, "image_reference")
-        info.check_images(start.images)
-        image: np.ndarray | None = None
-        if start.image_reference is not None:
-            image = await self.manager.off_loop(
-                load_image, start.image_reference.image_url, *size, self.limits
-            )
-        request_id = f"video_stream-{uuid.uuid4().hex}"
-        try:
-            session = await self.open_session()
-        except EndpointError as error:
-            error.close = error.close or WebSocketCloseCode.CAPACITY
-            raise
-        self._request_id = request_id
+        if start.extra_params.session_id is not None:
+            session, state = self.take_stream(start.extra_params.session_id, CommandedState)
+            first = SessionStart(height=session.height, width=session.width)
+        else:
+            first = await self._first(start)
+            try:
+                session = await self.open_session()
+            except EndpointError as error:
+                error.close = error.close or WebSocketCloseCode.CAPACITY
+                raise
+            state = CommandedState.of_start(start, script, info)
+        assert first.height is not None
+        assert first.width is not None
+        self._request_id = request_id = f"video_stream-{uuid.uuid4().hex}"
         fps = start.fps or info.fps
         if start.extra_params.pace_to_media_time:
-            self._clock = MediaClock(fps)
+            self.clock = MediaClock(fps)
         config = {
             "model": info.model,
             "prompt": start.prompt,
-            "width": size[1],
-            "height": size[0],
+            "width": first.width,
+            "height": first.height,
             "fps": fps,
         }
         config |= {
             "num_frames": start.num_frames,
-            "seed": start.seed,
+            "seed": start.seed if session.seed is None else session.seed,
             "session_id": session.session_id,
         }
         await self._send(
@@ -400,22 +463,17 @@ class VideoClient(LiveClient):
                 "config": config,
             }
         )
-        timed, start_pose = (
-            PromptSchedule(start.extra_params.prompts, fps),
-            start.extra_params.start_pose,
+        if num_chunks is not None:
+            num_chunks -= session.next_chunk
+        self.source = self.source_class(
+            state, start, info, (first.height, first.width), num_chunks, session.next_frame
         )
-        self.source = self.source_class(start, timed, script, info, size, num_chunks)
+        start_pose = None if session.started else start.extra_params.start_pose
         self.start_job(
             SessionJob(
                 request_id=request_id,
                 source=self.source,
-                start=SessionStart(
-                    load_image=None if image is None else lambda height, width: image,
-                    images={name: given.image_url for name, given in start.images.items()},
-                    seed=start.seed,
-                    height=size[0],
-                    width=size[1],
-                ),
+                start=first,
                 options={} if start_pose is None else start_pose.as_option(),
                 replies=ReplyOptions(
                     render=self.renderer(fps, request_id),
@@ -424,6 +482,25 @@ class VideoClient(LiveClient):
                     fps=start.fps,
                 ),
             )
+        )
+
+    async def _first(self, start: protocol.StartMessage) -> SessionStart:
+        """Return how a new session starts."""
+        info, size = self.info, (start.height or self.info.height, start.width or self.info.width)
+        info.check_size(*size)
+        info.check_image(start.image_reference is not None, "image_reference")
+        info.check_images(start.images)
+        image: np.ndarray | None = None
+        if start.image_reference is not None:
+            image = await self.manager.off_loop(
+                load_image, start.image_reference.image_url, *size, self.limits
+            )
+        return SessionStart(
+            load_image=None if image is None else lambda height, width: image,
+            images={name: given.image_url for name, given in start.images.items()},
+            seed=start.seed,
+            height=size[0],
+            width=size[1],
         )
 
     def _num_chunks(self, num_frames: int | None) -> int | None:
@@ -458,7 +535,9 @@ class VideoClient(LiveClient):
             elif kind == "session.interaction":
                 interaction = protocol.parse_interaction(value, self.limits, self.info.actions)
                 event_id = interaction.event_id
-                await self._interact(interaction)
+                async with self.steering() as is_here:
+                    if is_here:  # otherwise the client sends it to the other server
+                        await self._interact(interaction)
             else:
                 raise EndpointError("invalid_request", "Unknown message type", param="type")
         except EndpointError as error:
@@ -473,13 +552,13 @@ class VideoClient(LiveClient):
         self.info.check_prompt(interaction.prompt)
         if interaction.command is not None and not self.info.actions.pose:
             raise EndpointError("interaction_failed", "the served model takes no camera")
-        if interaction.command is not None and self.source.has_actions:
+        if interaction.command is not None and self.source.steered.has_actions:
             raise EndpointError(
                 "interaction_failed", "actions steer this session; start one without for the camera"
             )
         if interaction.command is not None:
             self.source.check_velocity(interaction.command)
-        if interaction.actions is not None and self.source.uses_poses:
+        if interaction.actions is not None and self.source.steered.uses_poses:
             raise EndpointError(
                 "interaction_failed",
                 "camera commands steer this session; start another to use actions",
@@ -512,8 +591,7 @@ class VideoClient(LiveClient):
         return _FragmentRenderer(fps, request_id)
 
     async def deliver(self, payload: Any) -> None:
-        if self._clock is not None:
-            await self._clock.wait(payload.metadata["num_frames"], payload.is_response)
+        await self.wait_for_media_time(payload.metadata["num_frames"], payload.is_response)
         await self.connection.send(self.next_metadata(payload.metadata), payload.data)
 
     def next_metadata(self, metadata: dict[str, Any]) -> str:
@@ -538,7 +616,13 @@ class VideoClient(LiveClient):
         )
 
     async def send_error(self, error: EndpointError) -> None:
-        await self._send_event(error, None)
+        if error.code != "moved":
+            await self._send_event(error, None)
+            return
+        session_id = None if self.session is None else self.session.session_id
+        moved = {"type": "session.moved", "session_id": session_id, "message": error.message}
+        moved |= {"request_id": self._request_id, **error.details}
+        await self._send({key: value for key, value in moved.items() if value is not None})
 
     async def _send_event(self, error: EndpointError, event_id: str | None) -> None:
         message = {

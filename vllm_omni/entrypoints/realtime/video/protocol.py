@@ -27,7 +27,7 @@ from vllm_omni.entrypoints.realtime.controls.control_track import (
 from vllm_omni.entrypoints.realtime.controls.pose_track import CameraCommand, unit_quaternion
 from vllm_omni.entrypoints.realtime.world_camera.protocol import check_prompt, with_integers
 from vllm_omni.entrypoints.timed_prompts import MAX_PROMPTS, TimedPrompt
-from vllm_omni.inputs import Lora, Loras
+from vllm_omni.inputs import Lora, Loras, SessionId
 from vllm_omni.seeds import RequestedSeed, check_seed
 from vllm_omni.worlds.start_pose import StartPose
 
@@ -60,6 +60,12 @@ class ExtraParams(msgspec.Struct, frozen=True, kw_only=True):
     start_pose: StartPose | None = None
     """Pose of the start image in the world. Default: the world's own start images are recognized.
     """
+    follow_moves: bool = False
+    """Extension: the client continues its session on another server after `session.moved`. Default:
+    False."""
+    session_id: SessionId | None = None
+    """Extension: continue this session, which has moved here. The other keys are those of its
+    start; the images may be absent. Default: start a new session."""
     pace_to_media_time: bool = False
     """Send each chunk no earlier than it plays. Default: False."""
     preencode_mp4: bool = False

@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol
 
 from starlette.websockets import WebSocket
 
+from vllm_omni.entrypoints.errors import EndpointError
 from vllm_omni.entrypoints.realtime.chunk_source import ChunkControls, ChunkSpan
 from vllm_omni.entrypoints.realtime.encoding.frames import EncodedPart
 from vllm_omni.entrypoints.realtime.encoding.session_encoders import EncoderSpec
@@ -119,6 +120,11 @@ class WebRtcClient(VideoClient):
         assert self._pacer is not None
         self._pacer.note_chunk(payload.ready_s)
         await self._track.put(payload.units, _AHEAD_FRAMES)
+
+    async def send_error(self, error: EndpointError) -> None:
+        if error.code == "moved":
+            await self._track.put((), 0)  # the last frames leave before the connection ends
+        await super().send_error(error)
 
     def request_key_frame(self) -> None:
         """Start the next chunk with a key frame."""

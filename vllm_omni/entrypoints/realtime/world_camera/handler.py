@@ -120,6 +120,10 @@ class _Client(ConnectionHandler):
             if session is not None:
                 session.connections.discard(self)
 
+    @property
+    def follows_moves(self) -> bool:
+        return True
+
     async def session_moved(self, session: Session) -> None:
         """Send `moved`, unless a request of this client ends with it."""
         if any(run.is_followed_by(self) for run in session.delivery_log.runs.values()):

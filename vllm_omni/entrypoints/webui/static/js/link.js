@@ -22,6 +22,15 @@ const FINAL = {
   4009: "This world was taken over from another page.",
 };
 
+/** The address of a path on this page's server, or on the one that a session has moved to. server: {name, url, session}. */
+export function addressOf(path, server) {
+  const { name = null, url = null, session = null } = server ?? {};
+  const root = url === null ? new URL("..", document.baseURI) : new URL(url.replace(/\/*$/, "/"));
+  const address = new URL(path, root);
+  if (name !== null && url === null) address.search = new URLSearchParams({ server: name, session });
+  return address;
+}
+
 export class Link extends EventTarget {
   hello = null;
   rttMs = null;
@@ -95,7 +104,7 @@ export class Link extends EventTarget {
     let socket;
     try {
       const ticket = await this.#ticket();
-      const url = this.#address("omni/ws/realtime/world/camera");
+      const url = addressOf("omni/ws/realtime/world/camera", this.#server);
       url.protocol = url.protocol.replace("http", "ws");
       socket = new WebSocket(url, ticket ? [SUBPROTOCOL, `ticket.${ticket}`] : [SUBPROTOCOL]);
     } catch (error) {
@@ -109,19 +118,10 @@ export class Link extends EventTarget {
     this.#after(GREETING_MS, () => this.#lost(socket, "the server does not answer"));
   }
 
-  /** The address of a path on the server that this page belongs to, or on the one that its world has moved to. */
-  #address(path) {
-    const { name = null, url = null, session = null } = this.#server ?? {};
-    const root = url === null ? new URL("..", document.baseURI) : new URL(url.replace(/\/*$/, "/"));
-    const address = new URL(path, root);
-    if (name !== null && url === null) address.search = new URLSearchParams({ server: name, session });
-    return address;
-  }
-
   async #ticket() {
     for (let asked = false; ; asked = true) {
       const headers = this.#key === null ? {} : { Authorization: `Bearer ${this.#key}` };
-      const answer = await fetch(this.#address("v1/omni/ticket"), {
+      const answer = await fetch(addressOf("v1/omni/ticket", this.#server), {
         method: "POST",
         headers,
         cache: "no-store",

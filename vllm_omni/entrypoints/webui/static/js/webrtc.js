@@ -2,7 +2,7 @@
 // A world over WebRTC: video by a track, held keys by a data channel. The messages are those of /v1/realtime/video.
 
 import { keyDialog } from "./dialogs.js";
-import { Link } from "./link.js";
+import { addressOf, Link } from "./link.js";
 import { SAMPLES } from "./samples.js";
 
 const SENT_QUALITY = 0.85; // of the start image, so that it fits into one message
@@ -26,13 +26,12 @@ export class Stream extends EventTarget {
     this.#channel.onclose = () => this.close("the server closed the connection");
   }
 
-  /** Connect and start a session. start: keys of `session.start`; key: the API key, null = none. */
-  async open(start, key) {
+  /** Connect and start a session. start: keys of `session.start`; key: the API key, null = none; server: `addressOf`. */
+  async open(start, key, server = null) {
     await this.#connection.setLocalDescription();
     await this.#gathered();
     const headers = { "Content-Type": "application/sdp", ...(key === null ? {} : { Authorization: `Bearer ${key}` }) };
-    const url = new URL("../v1/realtime/webrtc", document.baseURI);
-    const answer = await fetch(url, { method: "POST", headers, body: this.#connection.localDescription.sdp });
+    const answer = await fetch(addressOf("v1/realtime/webrtc", server), { method: "POST", headers, body: this.#connection.localDescription.sdp });
     const text = await answer.text();
     if (!answer.ok) throw new Error(errorText(text) ?? `the server answers ${answer.status}`);
     await this.#connection.setRemoteDescription({ type: "answer", sdp: text });
@@ -129,22 +128,41 @@ function start(link, hello) {
   by("begin").disabled = false;
   say("up", "Ready");
 
+  /** Play a session. keys: of `session.start`; server: the one that it has moved to. */
+  async function play(keys, server = null) {
+    const next = (stream = new Stream());
+    const fail = (reason) => {
+      if (stream !== next) return; // the session goes on in another stream
+      stream = null;
+      by("begin").disabled = false;
+      say("down", reason);
+    };
+    next.addEventListener("track", ({ detail }) => (by("view").srcObject = detail.stream));
+    next.addEventListener("closed", ({ detail }) => fail(detail.reason));
+    next.addEventListener("message", ({ detail: { message } }) => {
+      if (message.type === "error") say("up", message.message);
+      if (message.type === "session.moved") follow(keys, message);
+    });
+    try {
+      await next.open(keys, link.key, server);
+      if (server !== null) next.hold([...held]); // they may have changed on the way
+      say("up", "Playing");
+    } catch (error) {
+      next.close(error.message);
+      fail(error.message);
+    }
+  }
+
+  /** Go on with a session on the server that it has moved to. */
+  function follow({ extra_params: extra, ...keys }, { server, url = null, session_id: session }) {
+    play({ ...keys, extra_params: { ...extra, session_id: session } }, { name: server, url, session });
+  }
+
   by("begin").onclick = async () => {
     by("begin").disabled = true;
     try {
-      const keys = await firstKeys(hello);
-      stream = new Stream();
-      stream.addEventListener("track", ({ detail }) => (by("view").srcObject = detail.stream));
-      stream.addEventListener("message", ({ detail: { message } }) => message.type === "error" && say("up", message.message));
-      stream.addEventListener("closed", ({ detail }) => {
-        stream = null;
-        by("begin").disabled = false;
-        say("down", detail.reason);
-      });
-      await stream.open(keys, link.key);
-      say("up", "Playing");
+      await play({ ...(await firstKeys(hello)), extra_params: { follow_moves: true } });
     } catch (error) {
-      stream?.close(error.message);
       by("begin").disabled = false;
       say("down", error.message);
     }

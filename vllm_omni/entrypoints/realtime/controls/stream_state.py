@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The controls of a live stream as bytes, so that another server continues it.
+
+They contain what no snapshot of the session has: held buttons, the rest of a script, the camera of
+a command, and inputs that wait for the next chunk. The classes of this folder are written as they
+are, with their private fields. Only servers of the same fleet exchange these bytes.
+"""
+
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from vllm_omni.entrypoints.errors import EndpointError
+
+MAX_STATE_BYTES = 1 << 20
+"""Maximum size of the bytes. The buffers of all controls are bounded far below."""
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def encode_state(state: msgspec.Struct) -> bytes:
+    """Return the controls of a stream as bytes."""
+    return msgspec.msgpack.encode(state, enc_hook=_to_list)
+
+
+def decode_state(data: bytes, kind: type[T]) -> T:
+    """Return the controls of a stream.
+
+    Args:
+        data: Result of `encode_state`.
+        kind: Class of the controls.
+
+    Raises:
+        EndpointError: `invalid_request`: they are those of another endpoint.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=kind, dec_hook=_to_array)
+    except msgspec.ValidationError:
+        message = "the session was started by another endpoint; continue it there"
+        raise EndpointError("invalid_request", message, param="session_id") from None
+
+
+def _to_list(value: Any) -> list[Any]:
+    assert isinstance(value, np.ndarray), type(value)
+    values: list[Any] = value.tolist()
+    return values
+
+
+def _to_array(kind: type, value: list[Any]) -> np.ndarray:
+    assert kind is np.ndarray, kind
+    return np.array(value, np.float64)
