@@ -38,13 +38,18 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")  # for the servers' records
 sys.path.insert(0, str(Path(__file__).parent))
 import lingbot_world
 from common import add_output_arguments, quantiles, save
-from moves import KEY, Pair, Player
+from moves import KEY, Player
+
+try:
+    from moves import Servers
+except ImportError:  # its name before moves of live streams
+    from moves import Pair as Servers
 
 NAMES = ("a", "b")
 _TIMED = re.compile(r"(session_copied|session_updated|session_moved) (.*)$")
 
 
-class LargePair(Pair):
+class LargePair(Servers):
     """Two servers of one host that share a directory."""
 
     def __init__(self, folder: Path, shared: Path, args: argparse.Namespace) -> None:

@@ -29,6 +29,7 @@ from vllm_omni.entrypoints.fleet.servers import Fleet, FleetServer
 from vllm_omni.entrypoints.realtime.sessions.migration import SessionMigration, owner_of_session
 from vllm_omni.entrypoints.realtime.sessions.pause import Destination, SessionPause
 from vllm_omni.entrypoints.realtime.sessions.session import Session
+from vllm_omni.entrypoints.realtime.sessions.session_host import SessionKey
 from vllm_omni.entrypoints.realtime.sessions.session_manager import FollowsSession
 from vllm_omni.entrypoints.staging_directory import StagingDirectory
 
@@ -88,7 +89,7 @@ class SessionMover:
             except OSError as error:
                 raise ValueError(f"shared_dir {fleet.shared_dir}: {error.strerror}") from error
             self._shared.sweep()
-        self._copied: set[str] = set()
+        self._copied: set[SessionKey] = set()
         self._client: aiohttp.ClientSession | None = None
 
     def _peer(self, name: str, server: FleetServer) -> Peer:
@@ -162,10 +163,10 @@ class SessionMover:
         Raises:
             EndpointError: The session could not be copied. Nothing is left of it there.
         """
-        if session.session_id in self._copied:
+        if session.key in self._copied:
             raise EndpointError("session_busy", "the session is being moved")
         shared = _Shared(secrets.token_urlsafe(16), path)
-        self._copied.add(session.session_id)
+        self._copied.add(session.key)
         try:
             for _ in range(_COPIES_AHEAD):
                 await self._migration.copy(session, path, is_playing=True)
@@ -176,7 +177,7 @@ class SessionMover:
             self._manager.spawn(peer.end(shared.move_id))
             raise
         finally:
-            self._copied.discard(session.session_id)
+            self._copied.discard(session.key)
         return shared
 
     async def _end_copy(self, path: Path) -> None:

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real server with more sessions than fit into memory (`omni.suspend_dir`)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.fake_engine import FIRST, LATER
+from helpers.fleets import end_session
+from helpers.served import Served, family, mortal_servers
+from session_calls import call, request, signatures
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
+
+NAMES = ("one", "two", "three")
+
+
+def ready(server: Served) -> dict[str, Any]:
+    reply: dict[str, Any] = json.loads(call(server, "GET", "/omni/ready")[1])
+    return reply
+
+
+def play_in_turn(server: Served) -> dict[str, list[tuple[int, int]]]:
+    """Play two chunks of three sessions in turn. Return their frames."""
+    played: dict[str, list[tuple[int, int]]] = {name: [] for name in NAMES}
+    with server.client() as client:
+        for num_frames, fields in ((FIRST, {}), (LATER, {"image": None})):
+            for name in NAMES:
+                prompt = f"a path of {name}"
+                client.send(request(num_frames, session_id=name, prompt=prompt, **fields))
+                played[name] += signatures(client.frames())
+    return played
+
+
+def test_sessions_come_back_from_disk_by_themselves(null_world: Path, tmp_path: Path) -> None:
+    """One session fits on the device and none in host memory. A killed server leaves no file."""
+    disk = tmp_path / "disk"
+    with mortal_servers(null_world, tmp_path, {}) as start:
+        roomy = start()
+        whole = play_in_turn(roomy)
+        assert len({str(frames) for frames in whole.values()}) == len(NAMES)
+        nbytes = ready(roomy)["bytes"] // len(NAMES)
+        tight = start(
+            suspend_idle_s=0.0,
+            suspend_dir=str(disk),
+            max_suspended_bytes=1,
+            max_session_bytes=nbytes,
+        )
+        assert play_in_turn(tight) == whole
+        reply = ready(tight)
+        assert (reply["sessions"], reply["on_disk"], reply["bytes"]) == (3, 2, nbytes)
+        assert reply["disk_bytes"] > 0 and reply["suspended"] == 0
+        with tight.client() as client:
+            end_session(client, "one")
+        for process in (*family(tight), tight.process):
+            process.kill()
+        assert list(disk.iterdir()) == []
