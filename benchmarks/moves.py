@@ -12,7 +12,7 @@ The frames are compared, bit for bit, with those of a session that did not move.
 A kill ends all processes of one server with SIGKILL at a random moment of a move. Then the server
 is started again, and the live copies of the session are counted. A live session must continue: its
 next chunk is compared with that of a session that did not move. Kills after the end of a move are
-reported, but do not count. Ctrl-C ends the kills and saves the result.
+reported, but do not count. SIGTERM or Ctrl-C ends the kills and saves the result.
 """
 
 import argparse
@@ -324,6 +324,8 @@ def measure_moves(pair: Servers, num_moves: int) -> dict[str, Any]:
 def measure_kills(pair: Servers, num_kills: int) -> dict[str, Any]:
     """Kill either server in turn at a random moment of a move, and count the live copies."""
     chance, results, late = random.Random(1), Counter[str](), Counter[str]()
+    for stop in (signal.SIGTERM, signal.SIGINT):  # shells let programs in the background ignore it
+        signal.signal(stop, signal.default_int_handler)
     still = play(pair, 2, moves=False)["digests"]
     trial = play(pair, 12, moves=True)["hand_over_ms"]
     median_ms = statistics.median(trial)
