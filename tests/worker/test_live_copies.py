@@ -65,6 +65,33 @@ def test_a_session_is_copied_while_it_plays(
     here.rpc("end_copy", (str(path),))
 
 
+def test_what_a_chunk_tears_is_mended_by_the_next_version(pair: Any, tmp_path: Path) -> None:
+    """A chunk that runs while a version is written replaces the oldest frames of the window."""
+    here, there = pair("lingbot_world", SMALL)
+    path = tmp_path / "a"
+    for index in range(4):
+        world_chunk(here, "a", index)
+    here.copy("a", path, is_playing=True)
+    there.restore("b", path)
+    index = 4
+
+    def rpc(method: str, args: tuple[Any, ...]) -> list[Any]:
+        nonlocal index
+        if method == "write_copy":
+            for _ in range(2):  # the first one writes where no finished chunk has written
+                world_chunk(here, "a", index)
+                index += 1
+        return here.rpc(method, args)
+
+    for _ in range(2):
+        header, _ = run_exchange(copy_exchange("a", path, "0.test", is_playing=True), rpc)
+        assert not header.is_complete
+        there.update("b", path)
+    header, _ = here.copy("a", path, is_playing=False)
+    there.update("b", path)
+    assert header.is_complete and there.bits("b") == here.bits("a")
+
+
 def test_only_what_has_changed_is_written(pair: Any, tmp_path: Path) -> None:
     """Frames that stay in the window keep their place in the file."""
     here, _ = pair("lingbot_world", SMALL)

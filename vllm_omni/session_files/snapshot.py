@@ -119,6 +119,9 @@ class SnapshotHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Owner of the session as identified by the endpoint that wrote the file; None if none did."""
     lora: UsedLoras = []
     """LoRA adapters of the last chunk. The next chunk uses them unless it names others."""
+    is_complete: bool = True
+    """Whether the tensors are of one moment. False: they were written while the session played, and
+    a later version replaces those that chunks have changed meanwhile."""
 
 
 class RankDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

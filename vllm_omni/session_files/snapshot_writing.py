@@ -61,6 +61,8 @@ def plan(
     package_version: str,
     owner: Mapping[str, str] | None,
     align: int = _ALIGN,
+    *,
+    is_complete: bool = True,
 ) -> SnapshotPlan:
     """Lay out a snapshot file.
 
@@ -69,6 +71,7 @@ def plan(
         package_version: Version of this package.
         owner: As `SnapshotHeader.owner`.
         align: The size of the head is a multiple of it, in bytes.
+        is_complete: As `SnapshotHeader.is_complete`.
 
     Raises:
         RequestFailed: `session_busy`: the ranks are at different chunks. `snapshot_too_large`: the
@@ -86,6 +89,7 @@ def plan(
         ranks=[rank.part for rank in described],
         owner=None if owner is None else dict(owner),
         lora=first.lora,
+        is_complete=is_complete,
     )
     entries: dict[str, Any] = {
         METADATA: {"format": "pt", "kind": KIND, KEY: msgspec.json.encode(header).decode()}

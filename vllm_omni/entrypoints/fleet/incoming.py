@@ -52,6 +52,8 @@ class _Move:
     """The snapshot that has arrived."""
     next_chunk: int = 0
     """Number of the session's next chunk in the snapshot."""
+    is_complete: bool = True
+    """As `SnapshotHeader.is_complete`, of the version that has arrived."""
     timer: asyncio.TimerHandle | None = None
     """Ends the state after its time limit."""
 
@@ -109,7 +111,7 @@ class IncomingSessions:
         except BaseException:
             self._discard(move)
             raise
-        move.next_chunk = header.chunk_index
+        move.next_chunk, move.is_complete = header.chunk_index, header.is_complete
         return self._set_prepared(move_id, move, move.session)
 
     async def prepare(self, move_id: str, path: Path, *, is_shared: bool = False) -> Session:
@@ -128,7 +130,7 @@ class IncomingSessions:
         try:
             header = await asyncio.to_thread(read_header, path)
             owner = msgspec.convert(header.owner or {}, SessionOwner)
-            move.next_chunk = header.chunk_index
+            move.next_chunk, move.is_complete = header.chunk_index, header.is_complete
             move.key = (owner.principal, owner.session_id)
             if self._manager.find(move.key) is not None:
                 raise EndpointError("session_exists", "a session with this id is live here")
@@ -170,6 +172,8 @@ class IncomingSessions:
         move = self._known(move_id)
         if move.state != "prepared" or move.session is None or move.key is None:
             raise EndpointError("unknown_migration", f"the move is {move.state}")
+        if not move.is_complete:
+            raise EndpointError("invalid_snapshot", "the session's last version has not arrived")
         self._manager.drain.check_new()
         try:
             self._manager.admit_moved(move.session, move.key)
