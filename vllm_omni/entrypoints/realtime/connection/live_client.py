@@ -260,14 +260,17 @@ class LiveClient(ConnectionHandler):
         """
         key = (self.connection.principal, session_id)
         log_context.bind(session_id=session_id)
-        self.manager.check_moved(key)
+        try:
+            self.manager.check_moved(key)
+        except EndpointError as error:  # it has moved on before its client came
+            error.details["session_id"] = session_id
+            raise
         session = self.manager.find(key)
-        if session is None or session.stream_state is None:
+        if session is None or session.stream_state is None or session.connections:
             raise EndpointError(
                 "session_evicted", "no stream of this session waits here; start a new one"
             )
         state = decode_state(session.stream_state, kind)
-        session.stream_state = None
         session.connections.add(self)
         self.session = session
         return session, state

@@ -161,7 +161,7 @@ class _Client(LiveClient):
                     if is_here:  # otherwise the client sends it to the other server
                         await self._take_event(self._events.read_event(value))
         except EndpointError as error:
-            if error.close is not None:
+            if error.close is not None or error.code == "moved":
                 raise
             if event_id is not None and self.session is not None:
                 await self._acknowledge("rejected", event_id, reason=error.code)

@@ -106,8 +106,8 @@ class Session:
         """Held while an input takes effect, and while another server takes the session, so that the
         controls which it takes along are complete."""
         self.stream_state: bytes | None = None
-        """Controls of a live stream that has arrived from another server, until its client
-        continues it here."""
+        """Controls of a live stream that has arrived from another server, until the request of its
+        client starts here."""
         self.destination: Destination | None = None
         """Server on which the session continues. None: this one."""
         self.is_visible = True
@@ -303,6 +303,7 @@ class Session:
         limits, info, drain = self._manager.limits, self._manager.info, self._manager.drain
         source, unsent_chunks = run.job.source, run.job.replies.unsent_chunks
         self._check_present()
+        self.stream_state = None  # from now on, the request has it
         drain.check()  # before a restart may discard the session's state
         self.allowance.check_chunk()
         self.meter.request_started()
