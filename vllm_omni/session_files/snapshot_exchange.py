@@ -140,9 +140,7 @@ def copy_exchange(
     try:
         responses = _results((yield WorkerCall("describe_copy", (session_id, str(path)))))
         described = [msgspec.json.decode(response, type=RankDescription) for response in responses]
-        planned = plan(
-            described, package_version, owner, HEAD_BYTES, is_complete=not is_playing
-        )
+        planned = plan(described, package_version, owner, HEAD_BYTES, is_complete=not is_playing)
         create_file(path, planned, is_update=path.exists())
         position = (session_id, str(path), planned.header.chunk_index, planned.starts, is_playing)
         _results((yield WorkerCall("write_copy", position)))
