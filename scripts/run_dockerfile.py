@@ -224,14 +224,18 @@ def first_child(process: "subprocess.Popen[bytes]") -> int:
     raise StepError(f"the entry point ended with status {process.returncode}")
 
 
-def main() -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("dockerfile", type=Path)
     parser.add_argument("folder", type=Path, help="for the base and the image; 4 GB")
     parser.add_argument("--bind", action="append", default=[], metavar="PATH")
     parser.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--build-only", action="store_true", help="do not start the entry point")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    args = make_parser().parse_args()
     build_args = dict(one.split("=", 1) for one in args.build_arg)
     args.folder.mkdir(parents=True, exist_ok=True)
     try:

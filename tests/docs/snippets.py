@@ -157,6 +157,8 @@ def check_command(command: list[str], runs_in: Path, *, execute: bool = True) ->
         _check_python(arguments)
     elif name == "pip":
         _check_pip(arguments)
+    elif name == "uv" and arguments[:1] in (["pip"], ["tool"]):
+        _check_pip(arguments[1:])
     elif name not in NOT_RUN:
         raise DocsError(
             f"no check knows the command {name!r}; add one, or a reason to NOT_RUN: "
@@ -241,12 +243,12 @@ def _check_pip(arguments: list[str]) -> None:
         "optional-dependencies"
     ]
     for argument in arguments:
-        if arguments[0] == "install" and re.match(r"vllm.(omni|worlds)\b", argument):
+        if arguments[0] == "install" and re.match(r"vllm.(omni|worlds)\b(?!.*\.whl\b)", argument):
             raise DocsError(
                 f"pip install {argument}: the package index has another project with this import "
                 "name, and not this one"
             )
-        for group in re.findall(r"^\.\[([^\]]*)\]", argument):
+        for group in re.findall(r"^(?:\.|[\w.-]+\.whl)\[([^\]]*)\]", argument):
             unknown = [name for name in group.split(",") if name not in extras]
             if unknown:
                 raise DocsError(

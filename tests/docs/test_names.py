@@ -43,6 +43,7 @@ ELSEWHERE = {
     "Worker._make_model_runner": "of vLLM's gpu_worker; this package has an enum of the same name",
     "vllm_omni/model_executor/models/checkers/": "written by the reader of the tutorial",
     "_hf_config": "written by the reader of the tutorial",
+    "VOMN": "the first bytes of an envelope",
     "rank0.kv.frame3": "an example: names in a snapshot are put together",
 }
 """Names that belong neither to this package nor to vLLM -> their origin."""
@@ -97,7 +98,7 @@ def flags() -> frozenset[str]:
     """Return the options of all programs that pages name.
 
     These are `vllm serve` with and without `--omni`, `vllm-omni`, this repository's scripts, pip,
-    Ray, Docker, kubectl and pytest.
+    uv, Ray, Docker, kubectl and pytest.
     """
     parsers: list[argparse.ArgumentParser] = [serve_parser(), docs._stock_parser(), make_parser()]
     found = {
@@ -112,6 +113,7 @@ def flags() -> frozenset[str]:
     found |= {"--rm", "--gpus", "--dist", "--durations", "--store-durations"}
     found |= {"--from-file", "--from-literal"}
     found |= {"--mode", "--dimension"}  # of VBench
+    found |= {"--torch-backend", "--find-links"}  # of uv and pip
     # of every supported version of vLLM
     found |= {"--" + name.strip("_").replace("_", "-") for name in KNOWN_FIELDS}
     while parsers:

@@ -128,7 +128,7 @@ def test_equal_frames_make_equal_files(tmp_path: Path) -> None:
         writer.close()
         files |= {encode_mp4(frames_THWC, fps=16), path.read_bytes()}
     assert len(files) == 1
-    streams = {FragmentEncoder(16.0).encode_fragment(frames_THWC[:9]) for _ in range(20)}
+    streams = {FragmentEncoder(16.0).encode_fragment(frames_THWC[:9], 0) for _ in range(20)}
     assert len(streams) == 1
 
 
@@ -136,7 +136,7 @@ def test_equal_frames_make_equal_files(tmp_path: Path) -> None:
     "encode",
     [
         lambda frames: encode_mp4(frames, 16),
-        lambda frames: FragmentEncoder(16).encode_fragment(frames),
+        lambda frames: FragmentEncoder(16).encode_fragment(frames, 0),
     ],
 )
 def test_files_do_not_depend_on_the_machine(encode: Callable[[np.ndarray], bytes]) -> None:

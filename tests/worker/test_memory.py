@@ -107,7 +107,7 @@ def test_a_worker_passes_the_initial_memory_use_to_the_warm_up(
     worker: Any = object.__new__(DiffusionGPUWorker)
     worker.init_snapshot = SimpleNamespace(total_memory=TOTAL, free_memory=TOTAL - 93 * GIB)
     requested: list[int] = []
-    omni = SimpleNamespace(rank_timeout_s=None)
+    omni = SimpleNamespace(rank_timeout_s=None, suspend_dir=None)
     worker.model_runner = SimpleNamespace(omni=omni)
     worker._paths_of_all_ranks = list
     monkeypatch.setattr(

@@ -142,7 +142,8 @@ def test_ranks_watch_each_other_from_the_warm_up_to_the_shutdown(
     )
     monkeypatch.setattr(diffusion_worker, "freeze_gc_heap", lambda: None)
     worker._paths_of_all_ranks = list
-    worker.model_runner = SimpleNamespace(omni=SimpleNamespace(rank_timeout_s=timeout_s))
+    omni = SimpleNamespace(rank_timeout_s=timeout_s, suspend_dir=None)
+    worker.model_runner = SimpleNamespace(omni=omni)
     assert worker.compile_or_warm_up_model().language_model == 1.5
     assert used == [0]
     worker.shutdown()

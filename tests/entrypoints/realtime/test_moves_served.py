@@ -307,7 +307,7 @@ def test_an_interaction_with_receipt_acts_on_the_other_server(fleet: TestFleet) 
                 acted |= {*message["started_event_ids"], *message["completed_event_ids"]}
                 if len(stream.chunks) in (4, 12):
                     stream.move("b" if stream.server == "a" else "a")
-                if len(stream.chunks) < 28:
+                if len(stream.chunks) < 24:  # the last chunks may be in work already
                     number = next(numbers)
                     actions = {"mode": "state", "transitions": [{"buttons": ["jl"[number % 2]]}]}
                     interaction: dict[str, Any] = {"event_id": f"event-{number}"}
@@ -317,7 +317,7 @@ def test_an_interaction_with_receipt_acts_on_the_other_server(fleet: TestFleet) 
             case "session.interaction.queued":
                 confirmed.add(message["event_id"])
     assert [status for status, _ in stream.replies] == [200, 200]
-    assert len(confirmed) > 20
+    assert len(confirmed) > 16
     assert confirmed <= acted
 
 

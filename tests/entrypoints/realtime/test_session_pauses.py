@@ -161,3 +161,33 @@ def test_a_pause_waits_until_a_client_has_every_finished_chunk(leaves: bool) -> 
         await session.reset()
 
     scenario(test)
+
+
+def test_a_stream_that_waits_for_a_pause_moves_on_with_its_newest_controls() -> None:
+    """Its client may steer it before its request starts."""
+
+    async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
+        assert await ended(session.submit(job(FIRST, "r", image=True))) is None
+        session.stream_state = lambda: b"arrived"
+        controls = [b"arrived"]
+        started, waiting = asyncio.Event(), job(LATER, "stream")
+        waiting.source.state = lambda: controls[-1]  # type: ignore[method-assign]
+
+        async def leave(pause: SessionPause) -> Destination:
+            started.set()
+            await until(lambda: len(controls) == 2)
+            assert pause.stream_state() is None
+            assert session.stream_state() == b"steered"
+            session.leave(Destination("b", None, 1))
+            return Destination("b", None, 1)
+
+        moved = session.pause(leave)
+        await started.wait()
+        run = session.submit(waiting)
+        controls.append(b"steered")
+        await moved
+        error = await ended(run)
+        assert error is not None
+        assert error.code == "moved"
+
+    scenario(test)

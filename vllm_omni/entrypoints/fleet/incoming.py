@@ -181,7 +181,7 @@ class IncomingSessions:
             self._discard(move)
             raise
         session, move.state = move.session, "committed"
-        session.stream_state = stream_state
+        session.stream_state = lambda: stream_state
         session.protected_until_s = time.monotonic() + _CLAIM_S
         self._stop_timer(move)
         move.timer = asyncio.get_running_loop().call_later(_SETTLE_S, self._settle, move)

@@ -259,7 +259,7 @@ class SessionMover:
             periodic.withhold(session)
         result = MoveResult.UNKNOWN
         try:
-            state = pause.stream_state() or session.stream_state
+            state = pause.stream_state() or session.stream_state()
             result = await peer.commit(move_id, state)
         finally:
             if periodic is not None and result is MoveResult.STAYED:

@@ -23,6 +23,9 @@ from vllm_omni.entrypoints.openai.errors import ApiError, invalid
 _MAX_FILES: Final = 20
 _MAX_FIELDS: Final = 200
 _MAX_FIELD_BYTES: Final = 1 << 20
+_DROPPED_BYTES: Final = 1 << 20
+"""Bytes beyond the limit that are read and dropped, because a client that still writes its body when
+the server closes the connection cannot read the reply."""
 _STRUCTURED: Final = frozenset(
     {"extra_params", "camera_actions", "prompts", "actions", "lora", "input_reference", "images"}
 )
@@ -69,13 +72,17 @@ async def read_bytes(request: Request, max_bytes: int) -> bytes:
         ApiError: 413.
     """
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > max_bytes:
+    if declared.isdecimal() and int(declared) > max_bytes + _DROPPED_BYTES:
         raise _too_large(max_bytes)
-    data = bytearray()
+    data, num_bytes = bytearray(), 0
     async for part in request.stream():
-        data += part
-        if len(data) > max_bytes:
-            raise _too_large(max_bytes)
+        num_bytes += len(part)
+        if num_bytes > max_bytes + _DROPPED_BYTES:
+            break
+        if num_bytes <= max_bytes:
+            data += part
+    if num_bytes > max_bytes:
+        raise _too_large(max_bytes)
     return bytes(data)
 
 

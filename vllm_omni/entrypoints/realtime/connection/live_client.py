@@ -266,11 +266,12 @@ class LiveClient(ConnectionHandler):
             error.details["session_id"] = session_id
             raise
         session = self.manager.find(key)
-        if session is None or session.stream_state is None or session.connections:
+        controls = None if session is None else session.stream_state()
+        if session is None or controls is None or session.connections:
             raise EndpointError(
                 "session_evicted", "no stream of this session waits here; start a new one"
             )
-        state = decode_state(session.stream_state, kind)
+        state = decode_state(controls, kind)
         session.connections.add(self)
         self.session = session
         return session, state

@@ -200,12 +200,13 @@ class _Client(LiveClient):
             self._image = await self.manager.off_loop(
                 load_image, init.first_frame, *size, self.limits
             )
+        self._granted = init.granted  # a refusal has the fields of the extensions
         if continues:
             assert init.session_id is not None
             session, state = self.take_stream(init.session_id, _KeyedState)
         else:
             session, state = await self._open(init), self._first_state(init)
-        self._init, self._granted, self._size = init, init.granted, size
+        self._init, self._size = init, size
         self._events = protocol.EventReader(self.limits, self.info.actions, init.granted)
         if "credit" in self._granted:
             self._throttle.credit = 0

@@ -67,6 +67,10 @@ def new_session_id(server_name: str | None = None) -> str:
     return token if server_name is None else f"{server_name}.{token}"
 
 
+def _no_state() -> bytes | None:
+    return None
+
+
 class Session:
     """One session of one client. Not thread-safe: use it from one event loop."""
 
@@ -105,9 +109,9 @@ class Session:
         self.steering = asyncio.Lock()
         """Held while an input takes effect, and while another server takes the session, so that the
         controls which it takes along are complete."""
-        self.stream_state: bytes | None = None
-        """Controls of a live stream that has arrived from another server, until the request of its
-        client starts here."""
+        self.stream_state: Callable[[], bytes | None] = _no_state
+        """Returns the controls of a live stream that has arrived from another server, until the
+        request of its client starts here."""
         self.destination: Destination | None = None
         """Server on which the session continues. None: this one."""
         self.is_visible = True
@@ -249,6 +253,8 @@ class Session:
             )
             self._trim_delivery_log()
             self.delivery_log.evict_old()
+        if self.stream_state() is not None:  # inputs may act before the request starts
+            self.stream_state = job.source.state
         self._waiting += 1
         run.task = self._manager.spawn(self._produce(run))
         run.task.add_done_callback(lambda task: self._ended(run, task))
@@ -303,7 +309,7 @@ class Session:
         limits, info, drain = self._manager.limits, self._manager.info, self._manager.drain
         source, unsent_chunks = run.job.source, run.job.replies.unsent_chunks
         self._check_present()
-        self.stream_state = None  # from now on, the request has it
+        self.stream_state = _no_state  # from now on, the pause has it
         drain.check()  # before a restart may discard the session's state
         self.allowance.check_chunk()
         self.meter.request_started()
