@@ -112,6 +112,22 @@ class RequestStates(dict[str, RequestState]):
                     found[session_id] = [state.chunk.step, state.chunk.num_steps]
         return found
 
+    def done_in(self, session_id: str) -> list[str]:
+        """Return vLLM's ids of the requests of a session whose last step is done."""
+        return [
+            state.request_id
+            for state in self.values()
+            if state.done
+            and state.chunk is not None
+            and state.chunk.session.session_id == session_id
+        ]
+
+    def fail_chunks(self, code: str, message: str) -> None:
+        """Fail all chunks whose last step is not done, unless they have failed already."""
+        for state in self.values():
+            if state.chunk is not None and not state.done and state.failure is None:
+                state.failure = RequestFailed(code, message)
+
 
 def as_failure(error: Exception, request_id: str) -> RequestFailed:
     """Convert an exception to an error for the client.

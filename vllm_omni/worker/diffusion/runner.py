@@ -41,7 +41,6 @@ from vllm_omni.model_executor.layers.offload import offloader_for
 from vllm_omni.model_executor.requests import RequestState, RequestStates
 from vllm_omni.model_executor.vllm_model import driven_model
 from vllm_omni.model_executor.whole_request import in_steps
-from vllm_omni.outputs import RequestFailed
 from vllm_omni.worker.diffusion.agreement import RankAgreement
 from vllm_omni.worker.diffusion.decode import ChunkEnd
 from vllm_omni.worker.diffusion.roles import role_for
@@ -153,11 +152,9 @@ class DiffusionGPUModelRunner(RunnerSurface):
         """Close all sessions, and fail the chunks in flight. Equal on all ranks."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a decode may still run
-        for state in self.requests.values():
-            if state.chunk is not None and not state.done and state.failure is None:
-                state.failure = RequestFailed(
-                    "cancelled", "the weights were replaced during this chunk; start again"
-                )
+        self.requests.fail_chunks(
+            "cancelled", "the weights were replaced during this chunk; start again"
+        )
         self.sessions.close_all()
         self.sessions.trim_pool(0)
 
@@ -225,15 +222,8 @@ class DiffusionGPUModelRunner(RunnerSurface):
 
     def settle(self, session_id: str) -> None:
         """Commit this session's finished chunks, by applying the last stage's return messages."""
-        done = [
-            state.request_id
-            for state in self.requests.values()
-            if state.done
-            and state.chunk is not None
-            and state.chunk.session.session_id == session_id
-        ]
         with torch.inference_mode():  # as every commit
-            self.role.receive_results(done)
+            self.role.receive_results(self.requests.done_in(session_id))
 
     def shutdown(self) -> None:
         self.sessions.close_all()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionJob`, `SessionRun` and `DeliveryLog`: the inputs of a request, its replies, and a
-session's requests.
+"""`SessionJob`, `SessionRun`, `ChunksInFlight` and `DeliveryLog`: the inputs of a request, its
+replies, its chunks in the engine, and a session's requests.
 
 A run outlives the connection that requested it. Its replies are numbered and retained by the
 session, so a client that reconnects can receive them again or follow a run in progress. A job's
@@ -183,6 +183,30 @@ class EncodedReply(msgspec.Struct, frozen=True):
 class _Follower:
     owner: object
     """The connection."""
+
+
+class ChunksInFlight(deque[asyncio.Task[ChunkResult]]):
+    """Chunks of a run that are in the engine, oldest first."""
+
+    def start(self, chunk: Coroutine[Any, Any, ChunkResult]) -> None:
+        self.append(asyncio.get_running_loop().create_task(chunk))
+
+    def take_finished(self) -> list[ChunkResult]:
+        """Remove the chunks that succeeded before any that runs or failed, and return them."""
+        finished = []
+        while self and self[0].done() and not self[0].cancelled() and self[0].exception() is None:
+            finished.append(self.popleft().result())
+        return finished
+
+    def cancel(self) -> None:
+        for task in self:
+            task.cancel()
+
+    async def wait_for_end(self) -> None:
+        await asyncio.wait(self)
+        for task in self:  # retrieve every exception, so that asyncio does not report it
+            if not task.cancelled():
+                task.exception()
 
 
 @dataclass

@@ -17,7 +17,6 @@ import contextlib
 import logging
 import secrets
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sized
 from functools import partial
 from typing import Final
@@ -37,6 +36,7 @@ from vllm_omni.entrypoints.realtime.sessions.pause import (
 )
 from vllm_omni.entrypoints.realtime.sessions.rendering import render_replies
 from vllm_omni.entrypoints.realtime.sessions.run import (
+    ChunksInFlight,
     DeliveryLog,
     EncodedReply,
     FinishedChunk,
@@ -317,8 +317,7 @@ class Session:
         planned, num_chunks = len(run.sizes), run.num_chunks
         # a live run is charged for each chunk
         self.allowance.charge_chunks(max(0, planned - run.completed))
-        in_flight: deque[asyncio.Task[ChunkResult]] = deque()
-        loop = asyncio.get_running_loop()
+        in_flight = ChunksInFlight()
         spans = run.spans(info)
         most_in_flight = source.most_in_flight(info, limits)
         unsent_chunks = limits.unsent_chunks if unsent_chunks is None else unsent_chunks
@@ -341,9 +340,7 @@ class Session:
                 span = next(spans)
                 controls = source.sample(span)
                 run.controls.append(controls)
-                in_flight.append(
-                    loop.create_task(self._request_chunk(run, span, start_images, controls))
-                )
+                in_flight.start(self._request_chunk(run, span, start_images, controls))
             return False
 
         try:
@@ -615,7 +612,7 @@ class Session:
         self._trim_delivery_log(run.job.replies.keep)
 
     async def _abort(
-        self, run: SessionRun, in_flight: deque[asyncio.Task[ChunkResult]], refused: bool = False
+        self, run: SessionRun, in_flight: ChunksInFlight, refused: bool = False
     ) -> None:
         """Process finished chunks, cancel the others, and update whether the position is certain.
 
@@ -625,25 +622,14 @@ class Session:
             refused: Whether the engine refused an earlier chunk, so that no chunk of `in_flight`
                 was committed.
         """
-        responded = []
-        while (
-            in_flight
-            and in_flight[0].done()
-            and not in_flight[0].cancelled()
-            and not in_flight[0].exception()
-        ):
-            responded.append(in_flight.popleft().result())
-        for task in in_flight:
-            task.cancel()
+        responded = in_flight.take_finished()
+        in_flight.cancel()
         if in_flight:
             self.meter.chunks_aborted("cancelled", len(in_flight))
         for result in responded:
             await self._render(run, self._advance(run, result, ()))
         if in_flight:
-            await asyncio.wait(in_flight)
-            for task in in_flight:  # retrieve every exception, so that asyncio does not report it
-                if not task.cancelled():
-                    task.exception()
+            await in_flight.wait_for_end()
             self.in_step = self.in_step and refused
         if not self.started and not refused and self.destination is None:
             self.discard_engine_session()  # the first chunk may still have been committed
