@@ -7,16 +7,19 @@ vLLM's own route `/collective_rpc` calls `reload_weights`; vLLM has it with VLLM
 import json
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import helpers.needs_gymnasium  # noqa: F401
 import numpy as np
 import pytest
-from helpers.served import AUTHORIZED, KEY, Served
+from helpers.served import AUTHORIZED, HEIGHT, KEY, WIDTH, Served
 from helpers.waits import seconds
 
 from vllm_omni.environments.world import WorldVectorEnv
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
+
+IMAGE = np.zeros((HEIGHT, WIDTH, 3), np.uint8)
 
 
 def reload(server: Served, checkpoint: Path) -> None:
@@ -42,7 +45,8 @@ def test_weights_are_replaced_under_the_environments(null_world: Path, tmp_path:
         url = f"http://127.0.0.1:{server.port}"
         with pytest.raises(RequestFailed, match=r"unauthorized: .*needs an API key"):
             WorldVectorEnv.connect(url, 1)
-        env = WorldVectorEnv.connect(url, 2, api_key=KEY, prompt="a field", latents=False)
+        world: dict[str, Any] = {"api_key": KEY, "prompt": "a field", "image": IMAGE}
+        env = WorldVectorEnv.connect(url, 2, **world, latents=False)
         first = env.reset(seed=1)[0]
         still = env.action_space.sample()
         env.step(still)
@@ -55,7 +59,7 @@ def test_weights_are_replaced_under_the_environments(null_world: Path, tmp_path:
         reload(server, null_world)
         assert np.array_equal(env.reset(seed=1)[0], first)
         with pytest.raises(RequestFailed, match="trajectory requires a streaming model"):
-            WorldVectorEnv.connect(url, 1, api_key=KEY, prompt="a field", trajectory=True).reset()
+            WorldVectorEnv.connect(url, 1, **world, trajectory=True).reset()
         env.close()
     finally:
         server.stop()

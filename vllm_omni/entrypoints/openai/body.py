@@ -24,8 +24,8 @@ _MAX_FILES: Final = 20
 _MAX_FIELDS: Final = 200
 _MAX_FIELD_BYTES: Final = 1 << 20
 _DROPPED_BYTES: Final = 1 << 20
-"""Bytes beyond the limit that are read and dropped, because a client that still writes its body when
-the server closes the connection cannot read the reply."""
+"""Bytes beyond the limit that are read and dropped, because a client that still writes its body
+when the server closes the connection cannot read the reply."""
 _STRUCTURED: Final = frozenset(
     {"extra_params", "camera_actions", "prompts", "actions", "lora", "input_reference", "images"}
 )
