@@ -38,7 +38,7 @@ SCRIPT = EXAMPLES / "world_camera.py"
 SLOW = {"step_ms": 60.0}
 
 
-@pytest.fixture(scope="module", params=["sent", "shared"])
+@pytest.fixture(scope="module", params=["sent", pytest.param("shared", marks=pytest.mark.nightly)])
 def fleet(
     null_world: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[TestFleet]:
