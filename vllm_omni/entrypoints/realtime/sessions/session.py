@@ -67,10 +67,6 @@ def new_session_id(server_name: str | None = None) -> str:
     return token if server_name is None else f"{server_name}.{token}"
 
 
-def _no_state() -> bytes | None:
-    return None
-
-
 class Session:
     """One session of one client. Not thread-safe: use it from one event loop."""
 
@@ -109,7 +105,7 @@ class Session:
         self.steering = asyncio.Lock()
         """Held while an input takes effect, and while another server takes the session, so that the
         controls which it takes along are complete."""
-        self.stream_state: Callable[[], bytes | None] = _no_state
+        self.stream_state: Callable[[], bytes | None] = lambda: None
         """Returns the controls of a live stream that has arrived from another server, until the
         request of its client starts here."""
         self.destination: Destination | None = None
@@ -309,7 +305,7 @@ class Session:
         limits, info, drain = self._manager.limits, self._manager.info, self._manager.drain
         source, unsent_chunks = run.job.source, run.job.replies.unsent_chunks
         self._check_present()
-        self.stream_state = _no_state  # from now on, the pause has it
+        self.stream_state = lambda: None  # from now on, the pause has it
         drain.check()  # before a restart may discard the session's state
         self.allowance.check_chunk()
         self.meter.request_started()
