@@ -26,10 +26,9 @@ import re
 import statistics
 import sys
 import tempfile
-import threading
 import time
 import uuid
-from collections import Counter, deque
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +37,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")  # for the servers' records
 sys.path.insert(0, str(Path(__file__).parent))
 import lingbot_world
 from common import add_output_arguments, quantiles, save
-from moves import KEY, Player
-
-try:
-    from moves import Servers
-except ImportError:  # its name before moves of live streams
-    from moves import Pair as Servers
+from moves import KEY, Mover, Player, Servers
 
 NAMES = ("a", "b")
 _TIMED = re.compile(r"(session_copied|session_updated|session_moved) (.*)$")
@@ -164,36 +158,26 @@ def play(
     Ends after `num_chunks`, or with moves after the last one and two more chunks.
     """
     player = Walker(pair, f"walk-{uuid.uuid4().hex[:8]}", args)
-    digests, times_s, servers, failed = [], [], [], Counter[str]()
+    mover, ending = Mover(pair, player.session_id, player.server), 2
+    digests, times_s, servers = [], [], []
     copying: list[bool] = []
-    replies: deque[dict[str, Any]] = deque()
-    where, mover, ending = player.server, threading.Thread(), 2
     give_up_s = time.monotonic() + args.move_s
     player.ask()
     for number in itertools.count():
         player.ask()
-        if num_moves and number >= args.chunks and not mover.is_alive() and where == player.server:
-            if len(replies) + sum(failed.values()) >= num_moves or time.monotonic() > give_up_s:
+        has_followed = not mover.is_moving and mover.where == player.server
+        if num_moves and number >= args.chunks and has_followed:
+            num_tried = len(mover.replies) + len(mover.errors)
+            if num_tried >= num_moves or time.monotonic() > give_up_s:
                 ending -= 1
             else:
-
-                def move(source: str = where) -> None:
-                    nonlocal where
-                    status, reply = pair.migrate(source, player.session_id)
-                    if status == 200:
-                        replies.append(reply)
-                        where = reply["server"]
-                    else:
-                        failed[f"{reply['error']['code']}: {reply['error']['message']}"] += 1
-
-                mover = threading.Thread(target=move)
                 mover.start()
         index, digest, arrived_s = player.chunk()
         assert index == number, (index, number)
         digests.append(digest)
         times_s.append(arrived_s)
         servers.append(player.server)
-        copying.append(mover.is_alive())
+        copying.append(mover.is_moving)
         if (num_moves and not ending) or (not num_moves and number + 1 == num_chunks):
             break
     player.chunk()
@@ -203,8 +187,8 @@ def play(
         "gaps_ms": [1e3 * (b - a) for a, b in itertools.pairwise(times_s)],
         "servers": servers,
         "copying": copying,
-        "replies": list(replies),
-        "failed": dict(failed),
+        "replies": mover.replies,
+        "failed": dict(Counter(f"{each['code']}: {each['message']}" for each in mover.errors)),
     }
 
 

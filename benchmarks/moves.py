@@ -254,44 +254,69 @@ class Player:
         self._stack.close()
 
 
+class Mover:
+    """Moves a session there and back in a thread.
+
+    Args:
+        pair: The servers.
+        session_id: The session.
+        where: Name of the server that has the session.
+    """
+
+    def __init__(self, pair: Servers, session_id: str, where: str) -> None:
+        self._pair, self._session_id, self.where = pair, session_id, where
+        self.replies: list[dict[str, Any]] = []
+        """Replies of the moves that succeeded."""
+        self.errors: list[dict[str, Any]] = []
+        """Errors of the others."""
+        self._thread = threading.Thread()
+
+    @property
+    def is_moving(self) -> bool:
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._move)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the end of the move that was started last."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _move(self) -> None:
+        status, reply = self._pair.migrate(self.where, self._session_id)
+        if status == 200:
+            self.replies.append(reply)
+            self.where = reply["server"]
+        else:
+            self.errors.append(reply["error"])
+
+
 def play(pair: Servers, num_chunks: int, *, moves: bool) -> dict[str, Any]:
     """Play a session. With `moves`, move it whenever its client has followed the last move."""
     player = Player(pair, f"walk-{uuid.uuid4().hex}")
-    digests, times_s, servers, failed = [], [], [], Counter[str]()
-    hand_over_ms: list[float] = []
-    where = player.server
+    mover = Mover(pair, player.session_id, player.server)
+    digests, times_s, servers = [], [], []
     player.ask()
     for number in range(num_chunks):
         if number + 1 < num_chunks:
             player.ask()
-        mover: threading.Thread | None = None
-        if moves and number and where == player.server:  # the client has followed
-
-            def move(source: str = where) -> None:
-                nonlocal where
-                status, reply = pair.migrate(source, player.session_id)
-                if status == 200:
-                    hand_over_ms.append(reply["pause_ms"])
-                    where = reply["server"]
-                else:
-                    failed[reply["error"]["code"]] += 1
-
-            mover = threading.Thread(target=move)
+        if moves and number and mover.where == player.server:  # the client has followed
             mover.start()
         index, digest, arrived_s = player.chunk()
         assert index == number, (index, number)
         digests.append(digest)
         times_s.append(arrived_s)
         servers.append(player.server)
-        if mover is not None:
-            mover.join()
+        mover.join()
     player.end()
     return {
         "digests": digests,
         "gaps_ms": [1e3 * (b - a) for a, b in itertools.pairwise(times_s)],
         "servers": servers,
-        "hand_over_ms": hand_over_ms,
-        "failed": failed,
+        "hand_over_ms": [reply["pause_ms"] for reply in mover.replies],
+        "failed": Counter(error["code"] for error in mover.errors),
     }
 
 

@@ -214,23 +214,27 @@ async def measure(
     return {"streams": num_streams, **row, "wall_s": round(time.monotonic() - now_s, 1)}
 
 
-async def measure_policy(
-    model: Path, policy: str, args: argparse.Namespace, rows: list[Any], keep: Any
-) -> None:
-    """One engine; adds a row for each number of streams and calls `keep` after each."""
-    options = {
+def model_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Options of causal Wan."""
+    return {
         "window_frames": args.window,
         "sink_frames": args.sink,
         "video_input": False,
         "decoder": DECODERS[args.decoder],
         **json.loads(args.model_options),
     }
+
+
+async def measure_policy(
+    model: Path, policy: str, args: argparse.Namespace, rows: list[Any], keep: Any
+) -> None:
+    """One engine; adds a row for each number of streams and calls `keep` after each."""
     omni = {
         "height": args.height,
         "width": args.width,
         "scheduling": policy,
         "max_sessions": max(args.streams) + 1,
-        "model": options,
+        "model": model_options(args),
         **json.loads(args.omni_options),
     }
     loading_s = time.monotonic()

@@ -49,7 +49,7 @@ from common import (
     running_engine,
     save,
 )
-from streams_per_gpu import DECODERS, make_parser, measure, set_plan
+from streams_per_gpu import make_parser, measure, model_options, set_plan
 
 PROMPT = "a coast road in the evening"
 
@@ -124,13 +124,6 @@ class Resumed:
 async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     (playing,) = args.streams
     waiting = playing * args.times + args.spare
-    options = {
-        "window_frames": args.window,
-        "sink_frames": args.sink,
-        "video_input": False,
-        "decoder": DECODERS[args.decoder],
-        **json.loads(args.model_options),
-    }
     omni = {
         "height": args.height,
         "width": args.width,
@@ -139,7 +132,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "suspend_idle_s": 0.1,
         "max_suspended_bytes": args.host_bytes,
         "session_idle_s": 3600,
-        "model": options,
+        "model": model_options(args),
         **json.loads(args.omni_options),
     }
     result: dict[str, Any] = {
