@@ -26,6 +26,16 @@ def pair(make_runner: Any, request: pytest.FixtureRequest) -> Callable[..., tupl
     return make
 
 
+def copied_ahead(pair: Any, path: Path) -> tuple[Worker, Worker]:
+    """Play four chunks of the session `a`, whose first version is `b` of the second worker."""
+    here, there = pair("lingbot_world", SMALL)
+    for index in range(4):
+        world_chunk(here, "a", index)
+    here.copy("a", path, is_playing=True)
+    there.restore("b", path)
+    return here, there
+
+
 @pytest.mark.parametrize("staged", [False, True], ids=["host", "staged"])
 @pytest.mark.parametrize(
     "case",
@@ -67,12 +77,8 @@ def test_a_session_is_copied_while_it_plays(
 
 def test_what_a_chunk_tears_is_mended_by_the_next_version(pair: Any, tmp_path: Path) -> None:
     """A chunk that runs while a version is written replaces the oldest frames of the window."""
-    here, there = pair("lingbot_world", SMALL)
     path = tmp_path / "a"
-    for index in range(4):
-        world_chunk(here, "a", index)
-    here.copy("a", path, is_playing=True)
-    there.restore("b", path)
+    here, there = copied_ahead(pair, path)
     index = 4
 
     def rpc(method: str, args: tuple[Any, ...]) -> list[Any]:
@@ -110,12 +116,8 @@ def test_only_what_has_changed_is_written(pair: Any, tmp_path: Path) -> None:
 @torch.inference_mode()
 def test_damage_is_noticed(pair: Any, tmp_path: Path) -> None:
     """What is damaged in memory is read again. What is damaged in the file closes the copy."""
-    here, there = pair("lingbot_world", SMALL)
     path = tmp_path / "a"
-    for index in range(4):
-        world_chunk(here, "a", index)
-    here.copy("a", path, is_playing=True)
-    there.restore("b", path)
+    here, there = copied_ahead(pair, path)
 
     def damage() -> None:
         there.runner.sessions.get("b").tensors()["kv.frame0"].view(torch.uint8)[0, 0, 0, 0, 0] ^= 1

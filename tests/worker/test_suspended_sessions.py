@@ -18,6 +18,19 @@ from vllm_omni.worker.diffusion.sessions.store import Suspension
 NUM_SESSIONS = 4
 
 
+def play_in_turn(chunk: Any, tight: Worker, roomy: Worker) -> None:
+    """Play three chunks of each session, one session after the other, on both workers, and compare
+    the bits.
+    """
+    for index in range(3):
+        for number in range(NUM_SESSIONS):
+            ours, theirs = (
+                chunk(worker, f"s{number}", index, output="latents")["latents"]
+                for worker in (tight, roomy)
+            )
+            assert torch.equal(ours, theirs), (index, number)
+
+
 @pytest.mark.parametrize(
     ("family", "chunk"), [("lingbot_world", world_chunk), ("matrix_game", game_chunk)]
 )
@@ -33,13 +46,7 @@ def test_sessions_take_turns_on_the_device(
         make_runner(checkpoint, {"suspend_idle_s": 0, "max_suspended_bytes": 2 * nbytes})
     )
     tight.runner.sessions.max_bytes = 2 * nbytes
-    for index in range(3):
-        for number in range(NUM_SESSIONS):
-            ours, theirs = (
-                chunk(worker, f"s{number}", index, output="latents")["latents"]
-                for worker in (tight, roomy)
-            )
-            assert torch.equal(ours, theirs), (index, number)
+    play_in_turn(chunk, tight, roomy)
     stats = tight.runner.sessions.stats()
     assert (stats["sessions"], stats["suspended"]) == (NUM_SESSIONS, NUM_SESSIONS - 2)
     assert stats["bytes"] == stats["suspended_bytes"] == 2 * nbytes
@@ -82,13 +89,7 @@ def test_sessions_return_from_disk_bit_for_bit(
     and a copy of one that is on disk are those of the session.
     """
     (tight, nbytes), roomy = on_disk, Worker(make_runner(lingbot_world, {}))
-    for index in range(3):
-        for number in range(NUM_SESSIONS):
-            ours, theirs = (
-                world_chunk(worker, f"s{number}", index, output="latents")["latents"]
-                for worker in (tight, roomy)
-            )
-            assert torch.equal(ours, theirs), (index, number)
+    play_in_turn(world_chunk, tight, roomy)
     stats = tight.runner.sessions.stats()
     names = ("sessions", "suspended", "on_disk", "bytes", "suspended_bytes")
     assert [stats[name] for name in names] == [NUM_SESSIONS, 1, 2, nbytes, nbytes]

@@ -4,12 +4,13 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from browser import Browser, Page
 from helpers.fake_engine import FIRST, LATER
 from helpers.fleets import TestFleet, live_sessions, migrate
-from helpers.served import KEY
+from helpers.served import KEY, Served
 from helpers.waits import wait_until
 from page_driving import PARTS
 
@@ -45,6 +46,17 @@ def enter_key(page: Page) -> None:
     page.wait_for("document.body.dataset.link === 'up'")
 
 
+def move_only_session(source: Served, name: str) -> tuple[str, dict[str, Any]]:
+    """Move the session of one server to another once it is the only one. Return its id and the
+    reply.
+    """
+    wait_until(lambda: len(live_sessions(source)) == 1)
+    (session,) = live_sessions(source)
+    status, reply = migrate(source, session, name)
+    assert status == 200, reply
+    return session, reply
+
+
 def test_the_webrtc_page_follows_its_session(browser: Browser, fleet: TestFleet) -> None:
     """Frame n of the null world has the brightness n, which goes on to rise after each move."""
     a, b = fleet["a"], fleet["b"]
@@ -54,10 +66,7 @@ def test_the_webrtc_page_follows_its_session(browser: Browser, fleet: TestFleet)
         page.wait_for(f"{BRIGHTNESS} > 10", timeout_s=60)
         page.key("keyDown", "w")
         for source, target, name in ((a, b, "b"), (b, a, "a")):
-            wait_until(lambda source=source: len(live_sessions(source)) == 1)
-            (session,) = live_sessions(source)
-            status, reply = migrate(source, session, name)
-            assert status == 200, reply
+            session, reply = move_only_session(source, name)
             frames = FIRST + LATER * (reply["next_chunk_index"] - 1)
             page.wait_for(f"{BRIGHTNESS} > {frames + 4}", timeout_s=60)
             assert page.text("#status") == "Playing"
@@ -84,10 +93,7 @@ def test_the_page_follows_its_world(browser: Browser, fleet: TestFleet) -> None:
         page.wait_for("document.querySelector('#view').classList.contains('has-picture')", 60)
         page.key("keyDown", "w")
         for source, target, name in ((a, b, "b"), (b, a, "a")):
-            wait_until(lambda source=source: len(live_sessions(source)) == 1)
-            (session,) = live_sessions(source)
-            status, reply = migrate(source, session, name)
-            assert status == 200, reply
+            session, reply = move_only_session(source, name)
             page.wait_for(f"{LAST_CHUNK}.then((n) => n >= {reply['next_chunk_index'] + 2})", 30)
             assert live_sessions(target) == {session}
         reached = page.run(LAST_CHUNK)
