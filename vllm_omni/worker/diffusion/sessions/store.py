@@ -126,7 +126,7 @@ class SessionStore:
         return sum(
             session.nbytes
             for session_id, session in self._sessions.items()
-            if session_id not in self._suspended and not isinstance(session, SessionFile)
+            if not self._is_suspended(session_id)
         )
 
     @property
