@@ -145,9 +145,11 @@ def result_of_ours(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Return name, UUID and MiB of the GPUs, without a CUDA context in this process."""
+    """Return name, UUID and MiB of the visible GPUs, without a CUDA context in this process."""
     fields = ("name", "uuid", "memory.total")
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command.append(f"--id={visible}")
     try:
         lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
