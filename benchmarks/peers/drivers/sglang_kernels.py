@@ -40,8 +40,8 @@ class KernelModule(types.ModuleType):
     __version__ = "0.4.10"
 
     def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
+        if name.startswith("__") or self.__name__ == "sgl_kernel.scalar_type":
+            raise AttributeError(name)  # SGLang has types of its own for a missing scalar_type
         return REPLACEMENTS.get(name) or Uncallable(f"{self.__name__}.{name}")
 
 
@@ -129,10 +129,10 @@ def install():
     from sglang.kernels.ops.attention.rope import apply_rope_inplace
     from sglang.multimodal_gen.runtime.layers.rotary_embedding import utils
 
-    def rope(positions, q, k, head_size, cos_sin, is_neox=True):
+    def rope(positions, query, key, head_size, cos_sin_cache, is_neox=True):
         calls["RoPE"] += 1
-        q, k = (x.view(len(x), -1, head_size) for x in (q, k))
-        apply_rope_inplace(q, k, cos_sin, positions, is_neox=is_neox)
+        q, k = (x.view(len(x), -1, head_size) for x in (query, key))
+        apply_rope_inplace(q, k, cos_sin_cache, positions, is_neox=is_neox)
 
     utils.flashinfer_apply_rope_inplace = rope
 
