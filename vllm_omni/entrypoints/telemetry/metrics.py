@@ -66,7 +66,7 @@ has been played.
 def log_event(event: str, **fields: object) -> None:
     """Log one structured line: `event key=value ...`.
 
-    Floats have three decimals. None is omitted.
+    Floats have three decimals. Pairs whose value is None are omitted.
     """
     shown = (
         f"{name}={value:.3f}" if isinstance(value, float) else f"{name}={value}"

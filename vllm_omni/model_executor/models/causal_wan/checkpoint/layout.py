@@ -176,7 +176,7 @@ def why_not(path: Path) -> str | None:
     """Return the reason why the only training checkpoint of a directory has no Wan network, or None
     if it has one or does not exist.
 
-    If there are no other components, only the tensors can show this.
+    If the directory contains nothing else, the tensors are inspected.
     """
     try:
         if (unnamed := find_unnamed(path)) is not None:

@@ -3,10 +3,10 @@
 tokens.
 
 Contexts are short, but a long video has many latents. `und` tokens are therefore computed on every
-rank, and `gen` tokens are sharded. For attention, every rank has its own heads of all tokens. An
-all-to-all reshards `gen` tokens to heads, and back after attention. For `und` tokens, a rank
-selects its heads, and an all-gather collects the results of the other ranks. Caches hold only this
-rank's heads. Without sequence parallelism, everything here is the identity.
+rank, and `gen` tokens are sharded. In attention, each rank holds a subset of the heads for all
+tokens. An all-to-all reshards `gen` tokens to heads, and back after attention. For `und` tokens, a
+rank selects its heads, and an all-gather collects the results of the other ranks. Caches hold only
+this rank's heads. Without sequence parallelism, everything here is the identity.
 """
 
 # T tokens, t of them on this rank, N query heads, K key/value heads, H head dim, D width; _r: this

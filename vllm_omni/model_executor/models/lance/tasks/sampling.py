@@ -65,8 +65,8 @@ class ClassifierFreeGuidance:
 
         Args:
             cond_NC: Velocity in the full context.
-            uncond_NC: Velocity without the user's text. None: `scale` does not act.
-            unseen_NC: Velocity without the picture or clip. None: `image_scale` does not act.
+            uncond_NC: Velocity without the user's text. None: `scale` has no effect.
+            unseen_NC: Velocity without the image or clip. None: `image_scale` does not act.
             counted: Tokens that are included in the `global` norm.
         """
         guided = cond_NC

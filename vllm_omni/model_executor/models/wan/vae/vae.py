@@ -558,8 +558,8 @@ def _compiled(network: Network) -> Network:
     """Compile for one shape at a time, and copy features to separate memory.
 
     Compiled code returns some features as views of a convolution's input buffer, which they would
-    keep alive. If compilation fails (kernels are built for the device, which can fail), the network
-    runs eagerly. Nothing has run at that point, because the network is one graph.
+    keep alive. If compilation fails, the network runs eagerly. Nothing has run at that point,
+    because the network is one graph.
     """
     compiled: Network = torch.compile(network, dynamic=False, fullgraph=True)
     failures: Counter[torch.Size] = Counter()
