@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vllm_omni: video world models, streaming video and unified image/video models on stock vLLM.
 
-Importing this package changes nothing in vLLM. `register()` is the `vllm.general_plugins` entry
-point: vLLM calls it in every process, possibly twice. It only adds entries to vLLM's public
-registries (tests/test_import_purity.py).
+Importing this package does not modify vLLM. `register()` is the `vllm.general_plugins` entry point:
+vLLM calls it in every process, possibly twice. It only adds entries to vLLM's public registries
+(tests/test_import_purity.py).
 """
 
 import os

@@ -44,19 +44,20 @@ class Button(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Name
     """Name in requests."""
     title: str
-    """Effect in one or two words, for display."""
+    """Short description of the effect, for display."""
     codes: tuple[str, ...] = ()
-    """Inputs of the web page that press the button: key codes of browsers (KeyW, ArrowUp) or mouse
-    buttons (Mouse0)."""
+    """Browser inputs that press the button on the web page: key codes (KeyW, ArrowUp) or mouse
+    buttons (Mouse0).
+    """
 
 
 class Axis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A control that has a value."""
+    """A control with a continuous value."""
 
     name: Name
     """Name in requests."""
     title: str
-    """Effect in one or two words, for display."""
+    """Short description of the effect, for display."""
     unit: str
     """Unit of the values."""
     kind: Literal["rate", "motion"] = "rate"
@@ -67,8 +68,9 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     high: float = _LARGEST
     """Maximum value of one frame, in `unit`."""
     mouse: Literal["x", "y"] | None = None
-    """Direction of the captured mouse on the web page that moves the axis; right and down are
-    positive."""
+    """Direction of mouse motion that moves the axis while the web page captures the mouse; right
+    and down are positive.
+    """
     scale: float = 1.0
     """Units per pixel of mouse motion."""
 
@@ -99,7 +101,7 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     scroll: bool = False
     """Whether the model uses the scroll wheel, as -1, 0 or 1 per frame."""
     exclusive: bool = False
-    """Whether at most one button may be held in a frame."""
+    """Whether at most one button may be held at a time."""
     pose: bool = False
     """Whether camera poses may steer the model instead of buttons."""
     prompt: Use = "required"
@@ -109,7 +111,7 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Whether the first request of a session needs a start image; `none` means the model has
     none."""
     images: tuple[NamedImage, ...] = ()
-    """Images that the first request of a session may have in addition, each under its name."""
+    """Additional images that the first request of a session may include, each under its name."""
 
     @property
     def image_names(self) -> tuple[str, ...]:
@@ -135,7 +137,7 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def button_of_key(self, key: str) -> str | None:
         """Return the button for a camera key (`CAMERA_KEYS`).
 
-        That is the button of this name, else the one the web page maps to the key, else None.
+        The key may be the name of a button or a key that the web page maps to one; None if neither.
         """
         code, found = f"Key{key.upper()}", None
         for button in self.buttons:
@@ -185,15 +187,17 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 _MOST_LISTED: Final = 36
-"""Maximum number of names of a kind in an error message.
+"""Maximum number of names of each kind in an error message.
 
-The letters, space, mouse buttons, arrows, shift and control fit.
+Large enough for the letters, space, mouse buttons, arrow keys, shift and control.
 """
 _HABITS: Final = ("Key", "Space", "Mouse", "Arrow", "Shift", "Control", "")
 
 
 def _habit(button: Button) -> int:
-    """Sort key of long button lists: the key on the web page. Buttons without a key are last."""
+    """Sort key of long button lists: the key that triggers the button on the web page. Buttons
+    without a key are last.
+    """
     return next(
         (
             n
@@ -238,7 +242,9 @@ class ActionFrame(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
 
 
 ActionEntry = list[Name] | ActionFrame
-"""Controls of one frame. A list of names is short for a frame with only these buttons held."""
+"""Controls of one frame. A list of names stands for a frame in which only these buttons are
+held.
+"""
 
 
 @dataclass(frozen=True)
@@ -325,7 +331,7 @@ def as_frame(entry: ActionEntry) -> ActionFrame:
 
 
 def as_entry(frame: ActionFrame) -> ActionEntry:
-    """Return the shortest form of a frame: a list of names if it has only buttons."""
+    """Return a frame in its shortest form: a list of names if it contains only buttons."""
     return frame if frame.axes or frame.scroll else list(frame.buttons)
 
 
@@ -396,7 +402,7 @@ class _Columns:
 
 @lru_cache(maxsize=16)
 def _columns(space: ActionSpace) -> _Columns:
-    """Return the columns of the names in dense arrays."""
+    """Return the indices of the named columns in dense arrays."""
     buttons, axes = (
         {name: n for n, name in enumerate(names)}
         for names in (space.button_names, space.axis_names)

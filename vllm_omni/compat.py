@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differences between the supported vLLM versions: one entry each, with its reason and its end.
+"""Differences between the supported vLLM versions. Each entry states its reason and when it can be
+removed.
 
 The last two minor versions are supported: `MIN_VLLM` inclusive to `NEXT_VLLM` exclusive, as in
-pyproject.toml. A difference gets an entry here if code would otherwise test for a version or for
-the existence of an attribute; no other module of the package does that. Code that works with both
-versions needs no entry, for example a method that only the newer version calls, or a parameter
-with a default that only the newer version passes. docs/architecture/compatibility.md lists such
-code and describes how the versions were tested. Nothing of vLLM is modified.
+pyproject.toml. Code that would otherwise check a version or the existence of an attribute belongs
+here; no other module of the package does such checks. Code that works with both versions needs no
+entry, for example a method that only the newer version calls, or a parameter with a default that
+only the newer version passes. docs/architecture/compatibility.md lists such code and describes how
+the versions were tested. Nothing in vLLM is modified.
 """
 
 import importlib
@@ -18,7 +19,7 @@ NEXT_VLLM = (0, 34)
 
 
 def is_supported(version: str) -> bool:
-    """Whether a version of vLLM ("0.33.0", "0.32.0+cpu") is among the tested ones."""
+    """Return whether a version of vLLM ("0.33.0", "0.32.0+cpu") is one of the tested versions."""
     major, minor, *_ = (*version.split("."), "", "")
     return (
         major.isdecimal() and minor.isdecimal() and MIN_VLLM <= (int(major), int(minor)) < NEXT_VLLM
@@ -31,11 +32,12 @@ def supported_range() -> str:
 
 
 def cli_env_setup() -> None:
-    """Prepare this process as vLLM's own command does before it parses its arguments.
+    """Prepare this process in the same way as vLLM's command line does before it parses its
+    arguments.
 
     Why: `cli_env_setup` is in `entrypoints.common.startup` in 0.33 and in
-    `entrypoints.serve.utils.api_utils` in 0.32.
-    Remove when 0.32 is no longer supported: import the function where it is used.
+    `entrypoints.serve.utils.api_utils` in 0.32. When 0.32 is no longer supported, import the
+    function directly at its call site.
     """
     try:
         module = importlib.import_module("vllm.entrypoints.common.startup")
@@ -48,8 +50,7 @@ def set_profiler_kwargs(profiler: Any, profiler_kwargs: dict[str, Any] | None) -
     """Pass the arguments of one profiling session to vLLM's worker profiler.
 
     Why: 0.33 passes `profiler_kwargs` when profiling starts and has a setter for it; 0.32 has
-    neither.
-    Remove when 0.32 is no longer supported: call the method.
+    neither. When 0.32 is no longer supported, call the method directly.
 
     Args:
         profiler: vLLM's worker profiler.
@@ -89,8 +90,7 @@ class WrapsAsyncOutput:
     The wrapper holds the wrapped output in `_inner` and lists this class first.
 
     Why: in 0.33 `get_kv_connector_output` is abstract and is called when `get_output` fails; 0.32
-    has no such method.
-    Remove when 0.32 is no longer supported: define the method in the wrapper.
+    has no such method. When 0.32 is no longer supported, define the method in the wrapper.
     """
 
     _inner: Any

@@ -17,7 +17,7 @@ DEFAULT_HEIGHT, DEFAULT_WIDTH = 480, 832
 """Default video size in pixels if neither the user, the world description nor the model sets
 one."""
 SERVER_NAME = r"^[A-Za-z0-9-]{1,63}\Z"
-"""Names of servers, as in a host name, so that they need no quotes in URLs and ids."""
+"""Server names follow the rules of host names, so that they need no quoting in URLs and ids."""
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Degradation = Literal["fewer_steps", "tiny_vae"]
 T = TypeVar("T", bound=msgspec.Struct)
@@ -27,23 +27,25 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Options of the diffusion worker, shared by all models."""
 
     height: Annotated[int, msgspec.Meta(ge=16, le=4096)] = DEFAULT_HEIGHT
-    """Default height of a video in pixels. `height * width` is also the largest area that a request
-    may have. Default: the size in the world description, else the size the model was trained at,
-    else 480x832."""
+    """Default height of a video in pixels. The largest area that a request may use is also
+    `height * width`. Default: the size in the world description, otherwise the size that the model
+    was trained at, otherwise 480x832.
+    """
     width: Annotated[int, msgspec.Meta(ge=16, le=4096)] = DEFAULT_WIDTH
     """Default width of a video in pixels; see `height`."""
     max_sessions: Positive = 8
     """Maximum number of live sessions per engine. Further sessions are refused with `capacity`."""
     max_session_bytes: Positive | None = None
-    """Maximum memory of all sessions together, in bytes. Default: the memory of the device that is
-    free after the model is loaded."""
+    """Maximum memory of all sessions together, in bytes. Default: the device memory that is free
+    after the model has been loaded.
+    """
     kv_growth: bool = False
-    """Allocate the K/V window of a session as it fills, and count only this memory, so that many
-    short sessions fit where few full windows would. If the memory is used up when a window needs
-    more, the session continues with the window that it has, and its results name the degradation
-    `short_window` (docs/how_to/serving.md). If false, every session counts with its full window
-    from the start. Requires a single pipeline stage and a model whose sessions can choose their
-    window."""
+    """Allocate the K/V window of a session as it fills, and count only the allocated memory, so
+    that more short sessions fit than full windows would. If no memory is left when a window must
+    grow, the session continues with its current window, and its results report the degradation
+    `short_window` (docs/how_to/serving.md). If false, every session counts as a full window from
+    the start. Requires a single pipeline stage and a model whose sessions can choose their window.
+    """
     session_idle_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
     """Seconds without a request after which a session may be closed to make room for another."""
     suspend_idle_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] | None = None
@@ -52,66 +54,78 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     larger than the number of sessions that the device holds. Requires a single rank. Default:
     sessions stay on the device."""
     max_suspended_bytes: Positive = 16 << 30
-    """Maximum size of the sessions in host memory together, in bytes, with `suspend_idle_s`."""
+    """Maximum total size of the sessions in host memory, in bytes, with `suspend_idle_s`."""
     suspend_dir: str | None = None
-    """Directory on a disk for suspended sessions beyond `max_suspended_bytes`, those first that
-    have been idle longest. They come back before their next chunk. The directory stays empty,
-    because the files have no names and end with the process. Requires `suspend_idle_s`. Default:
-    suspended sessions stay in host memory."""
+    """Directory on a disk for suspended sessions beyond `max_suspended_bytes`. The sessions that
+    have been idle longest are moved first. A session is loaded again before its next chunk. The
+    directory appears empty, because the files have no names, and they disappear with the process.
+    Requires `suspend_idle_s`. Default: suspended sessions stay in host memory.
+    """
     max_requests_per_step: Positive = 4
     """Maximum number of requests that run a denoise step in one engine step."""
     batch_invariant: bool = True
-    """Run the forward passes of a step's requests one by one, so that results of a session are
-    bit-identical no matter which other sessions are in the batch. If false, requests of equal shape
+    """Run the forward passes of a step's requests one by one, so that the results of a session are
+    bit-identical regardless of the other sessions in the batch. If false, requests of equal shape
     share one forward pass: results agree within float tolerance, and small models run faster.
-    Models with thousands of tokens per request gain little, because arithmetic limits them."""
+    Models with thousands of tokens per request gain little, because they are compute-bound.
+    """
     overlap_decode: bool | None = None
     """Decode a finished chunk while the session's next chunk is denoised. The result is then
-    returned by a later engine step. Default: true on CUDA with several ranks. It is false on a
-    single GPU, which denoising already fills: the gain is small and the second chunk needs
-    memory."""
+    returned by a later engine step. Default: true on CUDA with several ranks. On a single GPU the
+    default is false, because denoising already saturates it: the gain would be small, and the
+    second chunk needs memory.
+    """
     vae_stage: bool = False
-    """Reserve the last of the `--pipeline-parallel-size` stages for the VAE. It holds no
-    transformer layers and decodes while the other stages denoise the next chunk."""
+    """Reserve the last of the `--pipeline-parallel-size` stages for the VAE. The VAE stage holds no
+    transformer layers and decodes while the other stages denoise the next chunk.
+    """
     pipeline_partition: tuple[Positive, ...] | Literal["measured"] | None = None
     """Number of transformer layers of each pipeline stage that holds layers. `measured` times
-    layers and decode at start and minimizes the time of the slowest stage. Default: as even as
-    possible."""
+    layers and decode at startup and minimizes the time of the slowest stage. Default: as even as
+    possible.
+    """
     vae_parallel: bool = False
     """Split the decode of each frame into horizontal bands, one per rank of
     `--tensor-parallel-size` (Ulysses ranks included). If false, the first rank decodes alone, and
     frames are bit-identical to those of a single GPU."""
     scheduling: Literal["fifo", "deadline"] = "fifo"
     """Scheduling policy. `fifo` runs chunks in order of arrival. `deadline` runs the next denoise
-    step of the request with the earliest deadline and limits the batch size such that deadlines
-    hold (docs/how_to/scheduling.md)."""
+    step of the request with the earliest deadline, and limits the batch size so that deadlines are
+    met (docs/how_to/scheduling.md).
+    """
     target_fps: Annotated[float, msgspec.Meta(gt=0, le=240)] | None = None
-    """Frame rate of the realtime endpoints for clients that request none, in frames per second. A
-    stream whose rate cannot be sustained is refused with `capacity`. Default: no target. Requires
-    `scheduling` `deadline`."""
+    """Frame rate of the realtime endpoints for clients that do not request one, in frames per
+    second. A stream whose rate cannot be sustained is refused with `capacity`. Default: no target.
+    Requires `scheduling` `deadline`.
+    """
     degradations: tuple[Degradation, ...] = ()
-    """Quality reductions allowed for a chunk that would miss its deadline, the cheapest first.
-    Requires `scheduling` `deadline`."""
+    """Quality reductions allowed for a chunk that would otherwise miss its deadline, in order of
+    increasing quality loss. Requires `scheduling` `deadline`.
+    """
     chunks_in_flight: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     """Maximum number of chunks of a session in flight. Each runs one denoise step after its
     predecessor. Requires a noise-matched K/V cache: a chunk attends to earlier chunks at its own
     noise level (docs/how_to/parallelism.md)."""
     pipeline: Literal["blocks", "temporal"] = "blocks"
-    """Work of each `--pipeline-parallel-size` stage: `blocks` gives it a part of the transformer's
-    layers, `temporal` one of the denoise steps with all layers."""
+    """Work of each `--pipeline-parallel-size` stage: `blocks` assigns each stage a part of the
+    transformer's layers, `temporal` one of the denoise steps with all layers.
+    """
     snapshot_dir: str | None = None
-    """Directory for session snapshots on their way to and from clients. Every rank must be able to
-    read and write it. Default: the system's directory for temporary files."""
+    """Directory for session snapshots that are being sent to or received from clients. Every rank
+    must be able to read and write it. Default: the system's directory for temporary files.
+    """
     record_dir: str | None = None
     """Directory in which every session of the realtime endpoints is recorded, for
     `vllm-omni replay`. Default: sessions are not recorded."""
     rank_timeout_s: Annotated[float, msgspec.Meta(ge=2, le=3600)] | None = 6.0
-    """Seconds without a sign of life after which an engine is reported dead and all its processes
-    exit. Detects a stopped process (SIGSTOP) and, with several ranks, a rank that was killed or
-    lost its network. If none, vLLM's own timeouts apply."""
+    """Time in seconds without a heartbeat after which an engine is reported dead and all its
+    processes exit. Detects a stopped process (SIGSTOP) and, with several ranks, a rank that was
+    killed or lost its network connection. If unset, vLLM's own timeouts apply.
+    """
     drain_timeout_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 25.0
-    """Seconds that a server may spend on finishing the chunks in flight after SIGTERM. 0 stops it
-    immediately."""
+    """Time in seconds that a server may spend on finishing the chunks in flight after SIGTERM. 0
+    stops it immediately.
+    """
     drain_snapshot_dir: str | None = None
     """Directory for session snapshots written at shutdown and restored at the next start. Default:
     sessions are discarded."""
@@ -120,16 +134,19 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     share the capacity."""
     server_name: Annotated[str, msgspec.Meta(pattern=SERVER_NAME)] | None = None
     """Name of this server behind a reverse proxy: up to 63 letters, digits and hyphens. Ids that
-    are valid on one server only, for example of videos, contain it, so that the proxy finds the
-    server (docs/how_to/data_parallel.md). Default: ids contain no name."""
+    are valid on one server only, for example of videos, contain this name, so that the proxy can
+    route requests (docs/how_to/data_parallel.md). Default: ids contain no name.
+    """
     fleet: str | None = None
     """Path of a TOML file with the servers between which sessions may move
     (docs/how_to/fleet.md). Requires `server_name` and the variable `VLLM_OMNI_OPERATOR_KEY`.
     Default: sessions do not move."""
     snapshot_period_s: Annotated[float, msgspec.Meta(ge=0.1, le=86_400)] | None = None
-    """Seconds between periodic snapshots of each session that has changed, from which a server
-    restores its sessions after a crash. The interval grows if snapshots would take more than 1.5 %
-    of the engine's time. Requires `drain_snapshot_dir`. Default: snapshots only at shutdown."""
+    """Interval in seconds between periodic snapshots of each session that has changed. After a
+    crash, a server restores its sessions from them. The interval grows if snapshots would take more
+    than 1.5 % of the engine's time. Requires `drain_snapshot_dir`. Default: snapshots only at
+    shutdown.
+    """
     dequantize: bool = False
     """Convert quantized weights to `--dtype` while they are loaded, for formats that the device
     cannot compute in (docs/how_to/quantization.md)."""
@@ -168,9 +185,9 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @property
     def ahead(self) -> str | None:
-        """The option that starts a session's next chunk before the current one has finished.
+        """Option that starts a session's next chunk before the current one has finished.
 
-        Spelled as a user would write it. None if no such option is set.
+        It is spelled as a user would write it. None if no such option is set.
         """
         if self.pipeline == "temporal":
             return "pipeline 'temporal'"
@@ -181,10 +198,10 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return self.height * self.width
 
     def check_stages(self, pipeline_parallel_size: int) -> None:
-        """Check that the options fit a pipeline of `pipeline_parallel_size` stages.
+        """Check that the options are valid for a pipeline of `pipeline_parallel_size` stages.
 
         Raises:
-            ValueError: They do not; the message gives the reason.
+            ValueError: The options are not valid; the message gives the reason.
         """
         if self.vae_stage and pipeline_parallel_size < 2:
             raise ValueError(
@@ -212,10 +229,10 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             )
 
     def check_ranks(self, tensor_parallel_size: int) -> None:
-        """Check that the options fit `tensor_parallel_size` ranks that share layers.
+        """Check that the options are valid for `tensor_parallel_size` ranks that share layers.
 
         Raises:
-            ValueError: They do not; the message gives the reason.
+            ValueError: The options are not valid; the message gives the reason.
         """
         if self.suspend_idle_s is not None and tensor_parallel_size > 1:
             raise ValueError(
@@ -230,7 +247,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> "OmniConfig":
-        """Parse `additional_config["omni"]`. All options have their defaults if the key is missing.
+        """Parse `additional_config["omni"]`. All options have their default values if the key is
+        missing.
 
         Args:
             additional_config: vLLM's option of that name: a mapping or None. vLLM passes it to the
@@ -259,12 +277,13 @@ def parse_options(cls: type[T], options: Mapping[str, Any], where: str) -> T:
     """Convert `options` into the Struct `cls`.
 
     Args:
-        cls: Struct that declares the options.
+        cls: Struct type that declares the options.
         options: Values by option name.
         where: Origin of the options, for error messages.
 
     Raises:
-        ValueError: The message has the rejected value, the allowed values and `where`.
+        ValueError: An option is invalid. The message contains the rejected value, the allowed
+            values and `where`.
     """
     try:
         return msgspec.convert(dict(options), cls)

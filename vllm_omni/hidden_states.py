@@ -2,11 +2,11 @@
 """Hidden states of autoregressive requests: request parameters, results and wire format.
 
 A client requests hidden states in `SamplingParams.extra_args` (`HiddenStatesRequest.to_extra_args`)
-and reads them from the stock `RequestOutput` (`hidden_states_of`), offline and streamed. They
-travel next to the text in `CompletionOutput.sampling_mask`, because it is the only stock field with
-data per generated token that vLLM collects, merges for a slow reader and truncates at a stop string
-together with the tokens. Only `encode_hidden_states` and `_decode` depend on the format of an
-entry. This module contains no scheduler and no worker.
+and reads them from the stock `RequestOutput` (`hidden_states_of`), offline and streamed. They are
+stored in `CompletionOutput.sampling_mask`, because it is the only stock field with data per
+generated token that vLLM collects, merges for a slow reader and truncates at a stop string together
+with the tokens. Only `encode_hidden_states` and `_decode` depend on the format of an entry. This
+module contains no scheduler and no worker.
 """
 
 import json
@@ -35,22 +35,24 @@ _MAGIC: Final = b"VOHS"
 _HEADER: Final = struct.Struct("<4sIIB?H")
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _END: Final = 1
-"""Last byte of every entry, because NumPy strips trailing zeros of byte strings."""
+"""Last byte of every entry, because NumPy strips trailing zeros from byte strings."""
 
 LayerIndex = Annotated[int, msgspec.Meta(ge=-1024, le=1024)]
 
 
 class HiddenStatesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Hidden states that a request returns: which tokens and which layers."""
+    """Specifies the hidden states that a request returns: which tokens and which layers."""
 
     hidden_states: Literal["all", "generated", "last"]
-    """Tokens: `all` that went through the model (prompt and generated), only `generated` ones, or
-    only the `last` one. The token sampled last has no hidden state, because it was never fed
-    back."""
+    """Tokens: `all` tokens that were processed by the model (prompt and generated), only
+    `generated` ones, or only the `last` one. The last sampled token has no hidden state, because it
+    was never fed back to the model.
+    """
     layers: Annotated[tuple[LayerIndex, ...], msgspec.Meta(min_length=1, max_length=64)] = (FINAL,)
     """Layer indices as in transformers' `output_hidden_states`: 0 is the input embeddings, k the
     output of block k, -1 (or the number of blocks) the output of the final norm. Layers other than
-    the last must be enabled at start with `omni.hidden_state_layers`."""
+    the last must be enabled at startup with `omni.hidden_state_layers`.
+    """
 
     def to_extra_args(self) -> dict[str, Any]:
         """Return `SamplingParams.extra_args` that carry this request."""
@@ -61,11 +63,11 @@ class HiddenStatesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
         """Parse the request of `SamplingParams.extra_args`.
 
         Args:
-            extra_args: Arguments of the request. The value may also be JSON text, because
+            extra_args: Arguments of the request. The value may also be a JSON string, because
                 `vllm_xargs` of the HTTP API does not support nested objects.
 
         Returns:
-            The request, or None if it requests no hidden states.
+            The request, or None if it does not ask for hidden states.
 
         Raises:
             RequestFailed: `invalid_request`.
@@ -137,7 +139,7 @@ class HiddenStates(Mapping[int, torch.Tensor]):
 
     @property
     def last(self) -> "HiddenStates":
-        """The hidden states of the last token only (`[1, hidden_size]`)."""
+        """The hidden states of only the last token (`[1, hidden_size]`)."""
         return HiddenStates(
             {k: states[-1:] for k, states in self.items()}, self.positions[-1:], self.token_ids[-1:]
         )
@@ -151,9 +153,9 @@ def hidden_states_of(
     Args:
         output: Result of `LLM.generate` or `AsyncLLM.generate`. A streamed delta has the hidden
             states of the delta's tokens; the first delta has all hidden states of the prompt.
-            `CUMULATIVE` and `FINAL_ONLY` outputs have all of them, once, when the request has
+            `CUMULATIVE` and `FINAL_ONLY` outputs contain all hidden states once the request has
             finished.
-        index: Which of the `n` completions.
+        index: Index of the completion among the `n` completions.
 
     Returns:
         The hidden states, or None if the output has none.
@@ -180,7 +182,7 @@ def concat(parts: Sequence[HiddenStates | None]) -> HiddenStates | None:
     """Join the hidden states of consecutive deltas.
 
     Returns:
-        All of them (for a `last` request: the newest), or None if no delta has any.
+        All hidden states (for a `last` request: the newest), or None if no delta has any.
     """
     found = [part for part in parts if part is not None]
     if len(found) < 2 or found[-1].newest_only:
@@ -201,7 +203,7 @@ def to_safetensors(states: HiddenStates) -> bytes:
 
 
 def from_safetensors(data: bytes) -> HiddenStates:
-    """Parse the file that `to_safetensors` wrote. For clients of the HTTP API."""
+    """Parse a file written by `to_safetensors`. For clients of the HTTP API."""
     from safetensors.torch import load
 
     tensors = load(data)
@@ -214,7 +216,7 @@ def from_safetensors(data: bytes) -> HiddenStates:
 
 
 def error_text(failed: RequestFailed) -> str:
-    """Return the stop reason with which the engine finishes a failed request."""
+    """Return the stop reason of a request that the engine ends with an error."""
     return f"{_ERROR_PREFIX}{json.dumps([failed.code, failed.message])}"
 
 
@@ -236,8 +238,8 @@ def encode_hidden_states(
 ) -> "SamplingMaskLists":
     """Pack hidden states for transport to the client.
 
-    The last tokens' entries are attached one to each newly sampled token and all others to the
-    first of these, so that truncating tokens at the end truncates their hidden states too.
+    Each of the last entries is attached to one newly sampled token, and all others to the first of
+    these, so that truncating tokens at the end also truncates their hidden states.
 
     Args:
         states: Hidden states `[num_rows, len(layers), hidden_size]` on the CPU.

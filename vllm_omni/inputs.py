@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters and tensors of a diffusion request, and their transport through stock vLLM.
+"""Parameters and tensors of a diffusion request, and how stock vLLM transports them.
 
 Scalars and text travel as JSON types in `PoolingParams.extra_kwargs["omni"]`, tensors as the bytes
 of an envelope in `extra_kwargs["omni_tensors"]` (a NumPy array there would crash the engine,
-because vLLM cannot serialize it). This channel works through every stock entry point:
-`LLM.encode`, `AsyncLLM.encode` and Ray. Clients, endpoints and examples build requests with this
-module; the runner reads them with it.
+because vLLM cannot serialize it). This channel works with every stock entry point: `LLM.encode`,
+`AsyncLLM.encode` and Ray. Clients, endpoints and examples build requests with this module, and the
+runner parses them with it.
 """
 
 import functools
@@ -45,10 +45,10 @@ class Lora(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class UsedLora(Lora, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A LoRA adapter as a chunk used it."""
+    """A LoRA adapter that was applied to a chunk."""
 
     digest: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
-    """Hash of the tensors and strengths in the adapter's files and of the dtype it is stored in."""
+    """Hash of the tensors and strengths in the adapter's files and of the storage dtype."""
 
 
 Loras = Annotated[list[Lora], msgspec.Meta(max_length=16)]
@@ -58,29 +58,30 @@ UsedLoras = Annotated[list[UsedLora], msgspec.Meta(max_length=16)]
 class DiffusionParams(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True
 ):
-    """All parameters of a diffusion request except its tensors.
+    """All parameters of a diffusion request except tensors.
 
     Image and video models use `negative_prompt`, `num_frames`, `num_inference_steps`,
-    `guidance_scale`, `num_images` and `fps`; their default is the model's. A model refuses
+    `guidance_scale`, `num_images` and `fps`, which default to the model's values. A model refuses
     parameters that it does not use (`refuse_unused`).
     """
 
     session_id: SessionId
-    """Session that the request belongs to."""
+    """Session to which the request belongs."""
     op: Literal["generate", "reset", "close", "fork"] = "generate"
     """`generate` runs the next chunk. `reset`, `close` and `fork` change the session and return
     only metadata."""
     chunk_index: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """Index that the client expects the next chunk to have. None accepts any."""
     prompt: Text | None = None
-    """Text prompt. Required for the first chunk of a session; later, it replaces the prompt from
-    this chunk on."""
+    """Text prompt. Required for the first chunk of a session. In later chunks, it replaces the
+    prompt from that chunk on.
+    """
     seed: Seed | None = None
     """Seed of the noise."""
     height: Pixels | None = None
-    """Height in pixels. The first chunk fixes it for the session."""
+    """Height in pixels. The value of the first chunk applies to the whole session."""
     width: Pixels | None = None
-    """Width in pixels. The first chunk fixes it for the session."""
+    """Width in pixels. The value of the first chunk applies to the whole session."""
     actions: Annotated[list[ActionEntry], msgspec.Meta(max_length=MAX_ENTRIES)] | None = None
     """Controls of the chunk, one entry per latent frame: names of held buttons, or an
     `ActionFrame`. The model's `ActionSpace` lists the controls. Mutually exclusive with a `poses`
@@ -89,20 +90,24 @@ class DiffusionParams(
     """`rgb` returns uint8 frames `[T, H, W, 3]`, `latents` the unmodified latents of the model,
     `both` returns both and requires a streaming model."""
     trajectory: bool = False
-    """Return the latents before each denoise step and the log-probabilities of the sampler's draws
-    too. Requires a model that is `SupportsTrajectory` and whose sampler draws noise."""
+    """Also return the latents before each denoise step and the log-probabilities of the sampler's
+    draws. Requires a model that implements `SupportsTrajectory` and whose sampler is stochastic.
+    """
     window_frames: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
     """Attention window of a chunk in latent frames, including the chunk and the sink frames. The
-    first chunk fixes it for the session. Default and maximum: the server's window. Requires a model
-    that is `SupportsSessionWindows`."""
+    value of the first chunk applies to the whole session. Default and maximum: the server's window.
+    Requires a model that implements `SupportsSessionWindows`.
+    """
     sink_frames: Annotated[int, msgspec.Meta(ge=0, le=4096)] | None = None
-    """Number of latent frames at the start of the session that stay in the window. Fixed and
-    limited like `window_frames`."""
+    """Number of latent frames at the start of the session that remain in the window. Fixed and
+    limited like `window_frames`.
+    """
     fork_to: SessionId | None = None
     """Id of the new session, for `op="fork"`."""
     one_shot: bool = False
-    """Create the session for this request only and close it afterwards, even after a failure. For
-    example, for one image or one video."""
+    """Create the session for this request only and close it afterwards, even after a failure. Used
+    for a single image or a single video.
+    """
     negative_prompt: Text | None = None
     """Text that classifier-free guidance steers away from."""
     num_frames: Count | None = None
@@ -116,15 +121,17 @@ class DiffusionParams(
     fps: Annotated[float, msgspec.Meta(gt=0, le=240)] | None = None
     """Frame rate of the video in frames per second."""
     deadline_s: Seconds | None = None
-    """Seconds between the arrival of the request at the engine and its deadline. Used only if the
-    server schedules by deadline (`omni.scheduling`)."""
+    """Time in seconds between the arrival of the request at the engine and its deadline. Used only
+    with deadline scheduling (`omni.scheduling`).
+    """
     chunk_period_s: Seconds | None = None
     """Seconds between two chunks of the stream. Used only if the server schedules by deadline."""
     lora: Loras | None = None
-    """LoRA adapters from this chunk on; several may be active. An empty list removes all. None
-    keeps the session's adapters; a new session has none."""
+    """LoRA adapters from this chunk on; several may be active at once. An empty list removes all.
+    None keeps the session's adapters; a new session has none.
+    """
     options: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Options of the model; the model validates them."""
+    """Options of the model, which validates them."""
 
     def __post_init__(self) -> None:
         if self.seed is not None:  # later chunks have none, so skip a call
@@ -133,7 +140,7 @@ class DiffusionParams(
     def to_pooling_params(
         self, tensors: Mapping[str, torch.Tensor] | None = None
     ) -> "PoolingParams":
-        """Return stock `PoolingParams` that carry this request.
+        """Return stock `PoolingParams` that contain this request.
 
         Args:
             tensors: Input tensors on the CPU, by name. They are copied.
@@ -182,7 +189,7 @@ def refuse_unused(params: DiffusionParams, used: Collection[str]) -> None:
 
     Args:
         params: The request.
-        used: Fields of `_CONTENT` that the model uses.
+        used: Fields of `_CONTENT` that the model supports.
 
     Raises:
         RequestFailed: `invalid_request`; the message names the ignored fields.
@@ -209,7 +216,9 @@ def engine_prompt() -> Any:
 
 @functools.cache
 def _stock() -> "tuple[type[PoolingParams], Callable[..., Any]]":
-    """Import the parts of vLLM that a request needs, once: importing again takes a microsecond."""
+    """Import the parts of vLLM that a request needs only once, because repeating the import takes a
+    microsecond.
+    """
     from vllm.inputs import tokens_input
     from vllm.pooling_params import PoolingParams
 
@@ -219,8 +228,8 @@ def _stock() -> "tuple[type[PoolingParams], Callable[..., Any]]":
 def request_tensors(extra_kwargs: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
     """Return the tensors of a request by name.
 
-    Those of uint8, images and videos, share the request's memory and must not be written to: they
-    are large, and models convert them first. The others are copies.
+    Tensors of dtype uint8 (images and videos) share the request's memory and must not be written
+    to: they are large, and models convert them first. All other tensors are copies.
 
     Raises:
         RequestFailed: `invalid_request`: the envelope is malformed.

@@ -86,7 +86,7 @@ class NamedTensorsParser(MultiModalDataParser):
         """Parse `multi_modal_data`.
 
         Raises:
-            ValueError: A modality is unknown or a value is not an array; the message names it.
+            ValueError: A modality is unknown or a value is not an array. The message names it.
         """
         items = MultiModalDataItems()
         for modality, value in mm_data.items():

@@ -2,8 +2,8 @@
 """The result envelope: one uint8 tensor that carries metadata and several tensors.
 
 vLLM transfers exactly one tensor per pooling request from a worker to a client, so everything that
-a request returns (frames, latents, timings, or an error) is packed into one. This module defines
-the byte layout:
+a request returns (frames, latents, timings, or an error) is packed into one tensor. This module
+defines the byte layout:
 
     magic "VOMN" | u32 version | u64 header length | JSON header | padding | payload 0 | padding |
     payload 1 ...
@@ -69,7 +69,7 @@ def empty_result(
     """Return an uninitialised CPU tensor that `pack` turns into an envelope without a copy.
 
     Its storage reserves space for the header in front of the data. `pack` takes over the storage
-    and must get this tensor alone, so the tensor must not be used for anything else.
+    and must be called with only this tensor, which must not be used for anything else.
 
     Args:
         shape: Shape of the tensor.
@@ -85,7 +85,8 @@ def _pack_in_place(meta: Mapping[str, Any], name: str, tensor: torch.Tensor) -> 
     """Turn the storage of an `empty_result` tensor into an envelope.
 
     Returns:
-        The envelope, or None if the storage is another's or the header does not fit.
+        The envelope, or None if the storage was not created by `empty_result` or the header does
+        not fit.
     """
     storage = tensor.untyped_storage()
     made_for_it = (
@@ -194,7 +195,7 @@ def opaque(envelope: torch.Tensor) -> torch.Tensor:
 
     None of the encodings of vLLM's `/pooling` supports this dtype, so the endpoint returns status
     500. Otherwise it would return the bytes of an error as data, with status 200. Do not use it for
-    messages between processes that are pickled.
+      messages that are pickled between processes.
     """
     return envelope.view(torch.bits8)
 
@@ -215,7 +216,7 @@ class _Payload(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
         """Return the size of the payload.
 
         Raises:
-            ValueError: The payload does not lie inside an envelope of `total` bytes.
+            ValueError: The payload is not inside an envelope of `total` bytes.
         """
         dtype = _DTYPES.get(self.dtype)
         if dtype is None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Registration with vLLM: model classes, the checkpoint config parser and the config hooks.
 
-`register_with_vllm` only adds entries, is idempotent, and replaces nothing of vLLM.
-tests/test_import_purity.py asserts the exact list of registries that it touches.
+`register_with_vllm` only adds entries, is idempotent, and does not replace any code of vLLM.
+tests/test_import_purity.py asserts the exact list of registries that it modifies.
 """
 
 import logging
@@ -67,23 +67,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm." + __name__)
 
 IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""Full name, because on a CPU vLLM replaces the short name `uni` by `mp`."""
+"""The full name is used, because on a CPU vLLM replaces the short name `uni` by `mp`."""
 ONLINE_METHOD = "fp8_per_channel"
 """Method that `--quantization fp8` selects for a checkpoint that is not stored quantized."""
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
-"""Environment variable of vLLM with the cores of each rank."""
+"""vLLM's environment variable for the cores of each rank."""
 SPIN_COUNT, SPINS = "GOMP_SPINCOUNT", "3000"
 """Environment variable of libgomp: spins of a waiting thread before it sleeps. 3000 take 0.1 ms."""
 
 
 class OmniPipelineConfig(PreTrainedConfig):
-    """Hugging Face config of a pipeline checkpoint. The model family fills it."""
+    """Hugging Face config of a pipeline checkpoint. The model family fills in its fields."""
 
     model_type = ROOT_MODEL_TYPE
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Read the checkpoint directory that transformers names.
+        """Read the checkpoint directory that transformers passes.
 
         Its `config.json` only declares that the checkpoint belongs to this package.
         """
@@ -120,7 +120,7 @@ class OmniConfigParser(ConfigParserBase):
 
 
 def read_checkpoint(path: Path) -> OmniPipelineConfig:
-    """Return the config of a checkpoint directory, as the model family reads it.
+    """Return the config of a checkpoint directory, as read by the model family.
 
     Raises:
         ValueError: The directory is not a valid checkpoint. The message is one line.
@@ -208,9 +208,9 @@ class OmniModelConfig(VerifyAndUpdateConfig):
 
 
 class LanguageModelConfig(VerifyAndUpdateConfig):
-    """Config hook of stock architectures that have none.
+    """Config hook for stock architectures that have no config hook.
 
-    It acts only if `--worker-cls` names a worker of this package.
+    It has an effect only if `--worker-cls` names a worker of this package.
     """
 
     @staticmethod
@@ -257,11 +257,12 @@ def choose_executor(parallel: "ParallelConfig", executor_cls: str) -> None:
 
 
 def apply_preset(vllm_config: "VllmConfig", family: ModelFamily, omni: OmniConfig) -> None:
-    """Set the precision of the preset, unless the user has set it, and log the preset in one line.
+    """Set the precision of the preset, unless the user has set it, and log one line about the
+    preset.
 
     Args:
         vllm_config: Updated in place.
-        family: Family of the model, which has presets.
+        family: Family of the model. It must have presets.
         omni: Options of this package.
 
     Raises:
@@ -352,11 +353,11 @@ def stay_in_process(parallel: "ParallelConfig") -> None:
 def let_threads_sleep() -> None:
     """Shorten the time that waiting OpenMP threads spin, unless the user has set a wait policy.
 
-    By default they spin for 10 ms. That uses up their share of a core on which another program
-    runs; a thread without a share is preempted within the next small matmul, and all others wait
-    for it. Even one busy low-priority program then slows small models down by an order of magnitude
-    (`benchmarks/served_attacks.py --attack program`). The variable applies to processes that start
-    later, because libgomp reads its variables once.
+    By default they spin for 10 ms. This uses up their share of a core on which another program
+    runs; a thread without a share is preempted during the next small matmul, and all other threads
+    wait for it. As a result, even one busy low-priority program would slow small models down by an
+    order of magnitude (`benchmarks/served_attacks.py --attack program`). The variable applies to
+    processes that start later, because libgomp reads its variables once.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault(SPIN_COUNT, SPINS)

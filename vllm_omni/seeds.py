@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seeds of all endpoints: an integer from 0 to 2**64 - 1, or -1 for a random seed.
 
-ComfyUI generates unsigned 64-bit seeds, and `torch.Generator` accepts them. An endpoint that gets
--1 draws the seed itself, so that its response and the recording contain the drawn seed and a replay
-gives the same result. An engine request never contains -1.
+ComfyUI generates unsigned 64-bit seeds, and `torch.Generator` accepts them. An endpoint that
+receives -1 generates the seed itself, so that its response and the recording contain the seed and a
+replay gives the same result. An engine request never contains -1.
 """
 
 import secrets
@@ -36,12 +36,16 @@ def draw_seed() -> int:
 
 
 def chosen_seed(seed: int | None) -> int | None:
-    """Return the seed of a request. -1 draws one. None stays None, the model's default."""
+    """Return the seed of a request. For -1, a random seed is generated. None is returned unchanged
+    and selects the model's default.
+    """
     return draw_seed() if seed == RANDOM_SEED else seed
 
 
 def definite_seed(seed: int | None) -> int:
-    """Return the seed of a request, for endpoints that draw a seed also if the request has none."""
+    """Return the seed of a request, for endpoints that also generate a seed if the request has
+    none.
+    """
     return draw_seed() if seed is None or seed == RANDOM_SEED else seed
 
 

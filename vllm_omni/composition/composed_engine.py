@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ComposedEngine`: one vLLM engine of a composition, with a name that its errors include.
+"""`ComposedEngine`: one vLLM engine of a composition, with a name that appears in its errors.
 
 Every request ends in exactly one way: its last output, a `RequestFailed`, or `ComposedEngineDied`.
 A reader that stops early, by cancellation or by closing the generator, aborts the request in the
@@ -28,7 +28,7 @@ logger = logging.getLogger("vllm." + __name__)
 class ComposedEngineDied(Exception):
     """An engine of a composition is dead.
 
-    Requests that need it fail until the server is restarted.
+    Requests that need this engine fail until the server is restarted.
     """
 
     def __init__(self, name: str) -> None:
@@ -142,7 +142,7 @@ class ComposedEngine:
         return {"trace_headers": span.headers}
 
     def _no_room(self) -> RequestFailed:
-        """Return the error of an engine that is paused or has a full queue."""
+        """Return the error for an engine that is paused or has a full queue."""
         return RequestFailed(
             "capacity", f"engine {self.name!r} takes no requests now; try again later"
         )
@@ -159,7 +159,7 @@ class ComposedEngine:
             )
 
     def shutdown(self) -> None:
-        """Stop the engine and everything it started. Idempotent."""
+        """Stop the engine and its processes. Idempotent."""
         if self._owned:
             self._owned = False
             self.engine.shutdown()

@@ -2,8 +2,8 @@
 """Hidden states of one engine as the text embeddings of a diffusion request to another engine.
 
 The text encoder of many image models is a language model (for example Qwen2.5-VL for Qwen-Image).
-Served by the AR worker, it shares its weights and batches with chat requests. Its hidden states
-reach the diffusion engine as the bytes of an envelope, never as JSON.
+The AR worker serves it, so that weights and batches are shared with chat requests. Its hidden
+states are sent to the diffusion engine as the bytes of an envelope, never as JSON.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from vllm_omni.hidden_states import (
 
 
 def prompt_states_params(layer: int = FINAL) -> SamplingParams:
-    """Return sampling parameters of a request for the hidden states of its prompt.
+    """Return the sampling parameters of a request for the hidden states of its prompt.
 
     One token is sampled and discarded, because vLLM requires at least one.
 

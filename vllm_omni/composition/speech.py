@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SpeechModel`: interface between the speech endpoints and a model that speaks, and its events.
+"""`SpeechModel`: the interface between the speech endpoints and a model that generates speech, and
+its events.
 
-A family that speaks starts its engines next to the server's (`ModelFamily.start_speech`). The
-endpoints (`entrypoints/speech`) depend only on this interface. It depends neither on a model nor on
-HTTP.
+A family with speech output starts its engines next to the server's engine
+(`ModelFamily.start_speech`). The endpoints (`entrypoints/speech`) depend only on this interface. It
+depends neither on a model nor on HTTP.
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -38,10 +39,11 @@ class AudioChunk:
 
 
 class SpeechModel(Protocol):
-    """Several engines that reply with text and speech.
+    """Several engines that together generate text and speech.
 
     `respond` and `read_aloud` raise `RequestFailed`, `ComposedEngineDied`, or vLLM's own client
-    errors. Closing their generator or cancelling its reader aborts the request in every engine.
+    errors. Closing the generator, or cancelling the task that reads it, aborts the request in every
+    engine.
     """
 
     @property
@@ -50,8 +52,9 @@ class SpeechModel(Protocol):
 
     @property
     def engines(self) -> Sequence[ComposedEngine]:
-        """All engines. `ComposedEngine.shutdown` stops an engine that was started next to the
-        server's."""
+        """All engines. `ComposedEngine.shutdown` stops engines that were started next to the
+        server's engine.
+        """
 
     def check_voice(self, voice: str | None) -> None:
         """Check that the model has a voice.
@@ -76,14 +79,14 @@ class SpeechModel(Protocol):
         voice: str | None = None,
         seed: int | None = None,
     ) -> AsyncGenerator[TextDelta | AudioChunk, None]:
-        """Reply to a rendered prompt. Text and sound are yielded as they are generated.
+        """Reply to a rendered prompt. Text and audio are yielded as they are generated.
 
         Args:
             engine_input: The prompt.
             params: Sampling parameters of the text.
             request_id: Id of the request.
-            voice: Name of the voice; None or "" is the model's default.
-            seed: Seed of everything that is sampled for the sound; None is any.
+            voice: Name of the voice. None or "" selects the model's default.
+            seed: Random seed for sampling the audio. None selects a random seed.
         """
 
     def read_aloud(
@@ -95,11 +98,11 @@ class SpeechModel(Protocol):
         voice: str | None = None,
         seed: int | None = None,
     ) -> AsyncGenerator[AudioChunk, None]:
-        """Speak a given reply, word for word.
+        """Synthesize a given reply word for word.
 
         Args:
             prompt_ids: Tokens of the conversation up to the reply.
-            text_ids: Tokens of the reply, including the one that ends it.
+            text_ids: Token ids of the reply, including the end token.
             request_id: Id of the request.
             voice: As for `respond`.
             seed: As for `respond`.

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler and the diffusion workers share: messages of an engine step, order of chunks.
+"""The protocol between scheduler and diffusion workers: messages of an engine step, and the order
+of chunks.
 
-- `SchedulerNote`: message of the scheduler to the runner about one request. It travels in the
-  `extra_kwargs` of the request's `PoolingParams`, under a key that clients cannot set, because the
-  scheduler removes it.
+- `SchedulerNote`: message of the scheduler to the runner about one request. It is sent in the
+  `extra_kwargs` of the request's `PoolingParams`. Clients cannot set its key, because the scheduler
+  removes it from requests.
 - `StepOutput`: message of the diffusion runner to the scheduler after one engine step. It is a
-  `ModelRunnerOutput` with additional fields and travels from the worker process to the engine.
-  Stock schedulers read only vLLM's fields.
-- `ChunkOrder`: when a chunk may run a step while others of its session are in flight. The rule
-  applies twice: the scheduler applies it to requests (`ScheduledStreams`), and the first pipeline
-  stage applies it to the chunks that it has started (`ChunksInFlight`). A chunk may start, and run
-  each further step, while its predecessor in the session is at least `lag_steps` steps ahead. The
-  first chunk of a session runs alone, because until it is committed there is no session to
-  continue.
+  `ModelRunnerOutput` with additional fields, sent from the worker process to the engine. Stock
+  schedulers read only vLLM's fields.
+- `ChunkOrder`: the rule for when a chunk may run a step while other chunks of its session are in
+  flight. The rule applies twice: the scheduler applies it to requests (`ScheduledStreams`), and the
+  first pipeline stage applies it to the chunks that it has started (`ChunksInFlight`). A chunk may
+  run a step only while its predecessor in the session is at least `lag_steps` steps ahead. The
+  first chunk of a session runs alone, because there is no session to continue until it has been
+  committed.
 """
 
 import copy
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 DONE = math.inf
-"""Step of a chunk that has no steps left. It never delays its successor."""
+"""Step number of a chunk that has no steps left. Such a chunk never delays its successor."""
 
 
 class ChunkOrder:
@@ -37,7 +38,7 @@ class ChunkOrder:
 
     Args:
         limit: Maximum number of chunks of a session in flight (`omni.chunks_in_flight`). With 1,
-            they run one after the other.
+            chunks run one after another.
     """
 
     def __init__(self, limit: int) -> None:
@@ -48,9 +49,9 @@ class ChunkOrder:
         """Whether a chunk may run its next step.
 
         Args:
-            step: Steps that the chunk has run; None if it has not started.
-            ahead: Steps of the earlier chunks in flight of its session, oldest first.
-            established: Whether the session has a committed chunk, which the chunks in flight
+            step: Number of steps that the chunk has run; None if it has not started.
+            ahead: Number of steps of each earlier chunk in flight of the session, oldest first.
+            established: Whether the session has a committed chunk that the chunks in flight
                 continue.
         """
         if not ahead:
@@ -72,7 +73,7 @@ class SchedulerNote(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Message about one request."""
 
     refused: str | None = None
-    """Reason why the request is refused with `capacity`, if it is."""
+    """Reason for refusing the request with `capacity`, if it is refused."""
     degradations: list[str] = []
     """Degradations to apply to the request's chunk."""
 
@@ -89,7 +90,7 @@ class SchedulerNote(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 def without_note(params: "PoolingParams") -> "PoolingParams":
-    """Return `params` without a value that a client has set under the note's key."""
+    """Return `params` without any value that a client has set under the note's key."""
     if not params.extra_kwargs or _KEY not in params.extra_kwargs:
         return params
     bare = copy.copy(params)
@@ -113,8 +114,10 @@ class StepOutput(ModelRunnerOutput):
     """Output of the diffusion runner for one engine step."""
 
     denoised: tuple[str, ...] = ()
-    """Requests whose chunk is committed while its result is still being decoded or copied. Each is
-    scheduled once more to deliver the result; the session's next chunk may start at once."""
+    """Requests whose chunk is committed while its result is still being decoded or copied. Each
+    request is scheduled once more to deliver its result; the session's next chunk may start at
+    once.
+    """
     committed: tuple[str, ...] = ()
     """Requests whose chunk was committed in this step."""
     lag_steps: int = 1
@@ -122,7 +125,8 @@ class StepOutput(ModelRunnerOutput):
     progress: dict[str, ChunkProgress] = field(default_factory=dict)
     """Progress of this step's unfinished chunks by request id."""
     before_s: float | None = None
-    """Device time in seconds of the step launched before this one. None if it is unknown or if the
-    host does not run ahead of the device."""
+    """Device time in seconds of the step that was launched before this one. None if it is unknown
+    or if the host does not run ahead of the device.
+    """
     unfinished: bool = False
-    """Whether the device is still running this step, because the host is ahead."""
+    """Whether the device is still running this step, because the host runs ahead."""

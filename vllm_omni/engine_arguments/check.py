@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the arguments of a start against the table. A refused argument is a one-line error.
+"""Checks the arguments of a start command against the table. A refused argument results in a
+one-line error.
 
-`vllm serve --omni` has the parsed command line, so an argument that differs from vLLM's default was
-given by the user (`requested_on_command_line`). Plain `vllm serve` and `LLM(...)` only have a
-`VllmConfig` (`requested_in_config`). Every argument is a field of it, and the config hook runs
-before vLLM fills in values for the platform, the model and the optimization level.
-`_DECIDED_BY_VLLM` lists the values that vLLM sets even earlier. A value equal to vLLM's own is
-never refused.
+`vllm serve --omni` can inspect the parsed command line, so an argument that differs from vLLM's
+default was given by the user (`requested_on_command_line`). Plain `vllm serve` and `LLM(...)`
+provide only a `VllmConfig` (`requested_in_config`). Every argument is a field of the config, and
+the config hook runs before vLLM fills in values for the platform, the model and the optimization
+level. `_DECIDED_BY_VLLM` lists the values that vLLM sets even before the hook. A value equal to
+vLLM's own value is never refused.
 """
 
 import dataclasses
@@ -46,13 +47,13 @@ _PATHS = {
     "max_cudagraph_capture_size": "compilation_config.max_cudagraph_capture_size",
     "lora_target_modules": "lora_config.target_modules",
 }
-"""Path in the config of fields that have another name there."""
+"""Path in the config of fields that have a different name there."""
 
 _DECIDED_BY_VLLM: dict[str, Callable[["VllmConfig"], Any]] = {
     "enable_prefix_caching": lambda config: config.model_config.is_prefix_caching_supported,
     "elastic_ep_max_dp_size": lambda config: config.parallel_config.data_parallel_size,
 }
-"""Values that vLLM sets without an argument, where they differ from the field's default."""
+"""Values that vLLM sets without a user's argument and that differ from the field's default."""
 
 _PARTS = {
     "attention_config": {"attention_backend"},
@@ -60,14 +61,16 @@ _PARTS = {
     "compilation_config": {"cudagraph_capture_sizes", "max_cudagraph_capture_size"},
     "aux_output_config": {"enable_return_routed_experts"},
 }
-"""Arguments that vLLM copies into another one. Only the argument that the user gave is reported."""
+"""Arguments whose value vLLM copies to another argument. Only the argument given by the user is
+reported.
+"""
 
 
 def check_config(worker: WorkerKind, vllm_config: "VllmConfig") -> None:
     """Check a config.
 
     Raises:
-        ValueError: The worker refuses arguments. The message is one line.
+        ValueError: The worker refuses arguments. An argument is refused. The message is one line.
     """
     names = [
         name for name, argument in ARGUMENTS.items() if argument.verdicts[worker].kind == "refused"
@@ -96,7 +99,8 @@ def requested_on_command_line(
 
     Args:
         parsed: Namespace of vLLM's parser.
-        plain: Namespace of an empty command line. A few of its defaults are not the engine's.
+        plain: Namespace of an empty command line. A few defaults of the parser differ from those of
+            the engine.
     """
     defaults = _defaults()
     return {
@@ -107,7 +111,9 @@ def requested_on_command_line(
 
 
 def requested_in_config(vllm_config: "VllmConfig", names: Iterable[str]) -> dict[str, Any]:
-    """Return the named fields that have another value in the config than vLLM sets by itself."""
+    """Return the named fields whose value in the config differs from the value that vLLM sets by
+    itself.
+    """
     defaults, requested = _defaults(), {}
     for name in names:
         if name not in defaults:
@@ -159,7 +165,9 @@ def _follow(owner: Any, path: str) -> tuple[bool, Any]:
 
 
 def _shown(argument: EngineArgument, value: Any) -> str:
-    """Return the argument as on a command line, without values that are not scalars."""
+    """Return the argument as it would be written on a command line, without values that are not
+    scalars.
+    """
     if value is False:
         return argument.flag.replace("--", "--no-", 1)
     if isinstance(value, enum.Enum):

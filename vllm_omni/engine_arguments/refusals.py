@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Combinations of vLLM's arguments that this package refuses, and default classes of a start.
+"""Combinations of vLLM's arguments that this package refuses, and the default classes of a server.
 
 `vllm serve --omni` checks the flags of the command line (`entrypoints/cli/serve.py`). Every other
 start checks vLLM's config (`registration.py`). Each check raises ValueError with one line. This
@@ -40,7 +40,7 @@ def is_diffusion_worker(worker_cls: str) -> bool:
 def check_diffusion_worker(worker_cls: str) -> None:
     """Refuse workers that cannot run a diffusion model.
 
-    A class of the user is checked when it starts.
+    A user-defined class is checked when it starts.
     """
     if is_ar_worker(worker_cls) or worker_cls.startswith("vllm.v1.worker."):
         raise ValueError(
@@ -62,7 +62,7 @@ def check_ar_scheduler(carries_hidden_states: bool) -> None:
     """Refuse schedulers that do not send hidden states to clients.
 
     Args:
-        carries_hidden_states: Whether the scheduler sends them.
+        carries_hidden_states: Whether the scheduler sends hidden states.
     """
     if not carries_hidden_states:
         raise ValueError(
@@ -107,7 +107,7 @@ def check_kv_cache_dtype(name: str, allowed: Sequence[str]) -> None:
 
 
 def check_heads(ranks: int, hf_config: Mapping[str, Any]) -> None:
-    """Check that tensor-parallel ranks have equal numbers of heads.
+    """Check that the attention heads can be distributed evenly over tensor-parallel ranks.
 
     Args:
         ranks: `--tensor-parallel-size`.
@@ -123,10 +123,10 @@ def check_heads(ranks: int, hf_config: Mapping[str, Any]) -> None:
 
 
 def check_one_device(sizes: Mapping[str, int], executor_cls: str) -> None:
-    """Refuse several ranks for a family with a separate executor, which runs in one process.
+    """Refuse several ranks for a family whose separate executor runs in one process.
 
     Args:
-        sizes: Number of ranks by flag.
+        sizes: Number of ranks for each flag.
         executor_cls: The executor.
     """
     for flag, ranks in sizes.items():
@@ -138,7 +138,7 @@ def check_one_device(sizes: Mapping[str, int], executor_cls: str) -> None:
 
 
 def check_backend(backend: Any, executor_cls: str) -> None:
-    """Refuse backends that start workers, for a family with an executor without workers."""
+    """Refuse backends that start workers for a family whose executor has none."""
     if backend in ("ray", "external_launcher"):
         raise ValueError(
             f"--distributed-executor-backend {backend} starts workers; this checkpoint requires "
@@ -157,7 +157,7 @@ def check_quantization(
     """Check the quantization of a start.
 
     Args:
-        method: `--quantization`, or the method of a checkpoint that is stored quantized.
+        method: Value of `--quantization`, or the quantization method of the stored checkpoint.
         omni: Options of this package.
         has_config: Whether `--quantization-config` is given.
         cpu: Whether the model runs on a CPU.
@@ -196,7 +196,7 @@ def check_quantization(
 
 
 def _not_on_cpu(stored: Mapping[str, Any]) -> str | None:
-    """Return the name of a stored format without a CPU kernel in vLLM, or None."""
+    """Return the name of a stored quantization format without a CPU kernel in vLLM, or None."""
     method = stored["quant_method"]
     if method == "fp8":
         return None if stored.get("weight_block_size") else "FP8 with a scale per tensor"
@@ -214,7 +214,7 @@ def _not_on_cpu(stored: Mapping[str, Any]) -> str | None:
 
 
 def check_preset_precision(preset: ServedPreset, dtype: str, *, has_fp8: bool, device: str) -> None:
-    """Check that the device supports the FP8 of a preset.
+    """Check that the device supports FP8 if a preset requires it.
 
     Args:
         preset: The preset.
@@ -288,7 +288,8 @@ def check_chunks_ahead(omni: OmniConfig, *, stages: int, by_step: bool) -> None:
     """Check that stages and scheduler fit `omni.chunks_in_flight` and `omni.pipeline` "temporal".
 
     Args:
-        omni: Options of the server. The family has checked that its model supports them.
+        omni: Options of the server. The model family has already checked that its model supports
+            them.
         stages: `--pipeline-parallel-size`.
         by_step: Whether the scheduler runs one denoise step per engine step.
     """

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of vLLM's `AsyncEngineArgs` that a worker refuses or that have another effect here.
+"""Fields of vLLM's `AsyncEngineArgs` that a worker refuses or treats differently.
 
-A field is *refused* if a worker would ignore it although it promises memory, speed, precision, data
-or parallelism. A refusal names an alternative. A field is *honoured* with a note if its effect
-differs from vLLM's documentation. All other fields are listed in `PLAIN_FIELDS`, so that a new
-field of vLLM fails a test (tests/test_engine_arguments.py) until it has a verdict. This module
-does not import vLLM.
+A field is *refused* if a worker would ignore it although the user expects an effect on memory,
+speed, precision, data or parallelism. A refusal names an alternative. A field is *honoured* with a
+note if its effect differs from vLLM's documentation. All other fields are listed in `PLAIN_FIELDS`,
+so that a new field of vLLM fails a test (tests/test_engine_arguments.py) until it has been
+classified. This module does not import vLLM.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,11 +27,13 @@ class ArgumentVerdict:
     """Effect of a field on one worker."""
 
     kind: Literal["honoured", "no effect", "refused"]
-    """`honoured`: the argument works. `no effect`: it configures a part that this worker does not
-    have. `refused`: a start with it fails."""
+    """`honoured`: the argument works. `no effect`: the field configures a part that this worker
+    does not have. `refused`: the server does not start with this argument.
+    """
     why: str = ""
-    """For a refusal the alternative, otherwise the difference from vLLM's documentation. Completes
-    the line of the generated page."""
+    """For a refusal, the alternative; otherwise the difference from vLLM's documentation. Completes
+    the line of the generated page.
+    """
     unless: tuple[Any, ...] = ()
     """Values that are accepted although the argument is refused."""
 
@@ -64,7 +66,7 @@ class ArgumentGroup:
     diffusion: ArgumentVerdict
     """Verdict of the diffusion worker."""
     diffusers: ArgumentVerdict | None = None
-    """Verdict of the diffusers executor. None: the same as the diffusion worker's."""
+    """Verdict of the diffusers executor. None: the same verdict as for the diffusion worker."""
     ar: ArgumentVerdict = ArgumentVerdict("honoured")
     """Verdict of the autoregressive worker. Default: honoured."""
     since: str = "0.32"
@@ -98,8 +100,9 @@ DIFFUSION_WORKERS = (
     "vllm_omni.worker.DiffusionGPUWorker",
     "vllm_omni.worker.diffusion_gpu_worker.DiffusionGPUWorker",
 )
-"""Names of the diffusion worker. The diffusers executor accepts and ignores them, because users
-pass them for every diffusion checkpoint."""
+"""Names of the diffusion worker. The diffusers executor accepts and ignores these fields, because
+users pass them for every diffusion checkpoint.
+"""
 _WITHOUT_WORKER = refused("this executor has no worker: drop it")
 _ONE_DEVICE = refused(
     "this executor uses one process and one device: drop it, or use --data-parallel-size"
@@ -438,8 +441,9 @@ PLAIN_FIELDS: Final[Mapping[str, str]] = {
     ),
     "0.33": ("monokernel watchdog_config"),
 }
-"""Fields without a row, by the first supported version of vLLM that has them. They work as vLLM
-documents, or configure a part that does not exist here."""
+"""Fields without an entry in the table, by the first supported version of vLLM that has them. They
+work as documented by vLLM, or configure a part that does not exist in this package.
+"""
 
 ARGUMENTS: dict[str, EngineArgument] = {
     argument.name: argument for row in ROWS for argument in row.arguments()

@@ -6,8 +6,8 @@
         GET  /v1/hidden_states/{response id}
             hidden states of one choice as safetensors, returned once
 
-vLLM loads it when `VLLM_PLUGINS` names it. vLLM's handlers of the two text routes do not change.
-They receive an engine client that stores hidden states for requests that include them
+vLLM loads this plugin if `VLLM_PLUGINS` names it. vLLM's handlers of the two text routes do not
+change. They receive an engine client that stores hidden states for requests that include them
 (`EngineClientWithHiddenStates`); other requests pass through.
 """
 
@@ -53,14 +53,15 @@ logger = init_logger("vllm." + __name__)
 
 
 _principal: ContextVar[str] = ContextVar("omni_principal", default=ANONYMOUS)
-"""Client of the current HTTP request, by its API key. Without keys all clients are one.
+"""Client of the current HTTP request, by its API key. Without API keys, all clients are treated as
+one.
 
-It is a context variable, because vLLM's handlers pass only the request's id to the engine client.
+This is a context variable, because vLLM's handlers pass only the request's id to the engine client.
 """
 
 
 def _with_principal(app: ASGIApp) -> ASGIApp:
-    """Wrap an application: record the client of each request in `_principal`."""
+    """Wrap an ASGI application so that the client of each request is recorded in `_principal`."""
 
     async def noted(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":  # the server runs each request in a separate task
@@ -71,7 +72,9 @@ def _with_principal(app: ASGIApp) -> ASGIApp:
 
 
 class HiddenStatesEndpoint:
-    """Route and hidden states of one API server process. Satisfies `EndpointPlugin`."""
+    """The route and the stored hidden states of one API server process. Satisfies
+    `EndpointPlugin`.
+    """
 
     name = "vllm_omni_ar"
     required_tasks: tuple[SupportedTask, ...] | None = ("generate",)
@@ -136,8 +139,8 @@ class HiddenStatesEndpoint:
 class EngineClientWithHiddenStates:
     """An engine client that stores the hidden states of requests that include them.
 
-    All other attributes are forwarded to the wrapped client, because vLLM's handlers read many
-    attributes, and more in each version.
+    All other attributes are forwarded to the wrapped client, because vLLM's handlers read many of
+    them, and more with each version.
     """
 
     def __init__(self, client: EngineClient, store: HiddenStatesStore) -> None:
@@ -164,7 +167,9 @@ class EngineClientWithHiddenStates:
     async def _store_states(
         self, outputs: AsyncGenerator[RequestOutput, None], request_id: str, num_completions: int
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Forward outputs. Hidden states are stored before the client sees the end."""
+        """Forward outputs. Hidden states are stored before the client receives the end of the
+        response.
+        """
         found: dict[int, list[HiddenStates | None]] = {}
         principal = _principal.get()
         self._store.open_request(request_id, principal)

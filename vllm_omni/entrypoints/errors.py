@@ -2,8 +2,8 @@
 """Errors and close codes that clients of realtime endpoints can receive.
 
 Messages come from this package or from `RequestFailed`: they are short and contain no paths,
-addresses or texts of libraries. Clients should switch on `code`. `retryable` states whether the
-same request may succeed later.
+addresses or messages of libraries. Clients should switch on `code`. `retryable` states whether the
+same request can succeed later.
 """
 
 from enum import IntEnum
@@ -51,8 +51,8 @@ class EndpointError(Exception):
     Args:
         code: Stable identifier of the error.
         message: Explanation for a human reader.
-        param: Field of the message that is at fault.
-        close: Close code. If set, the connection is closed after the error was sent.
+        param: Field of the message that caused the error.
+        close: Close code. If set, the connection is closed after the error has been sent.
         details: Further keys of the error message, for example `expected`, `next_chunk_index` or
             `retry_after_ms`.
     """

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sends several WebSocket messages with one write and without copies, as an ASGI extension.
 
-Stock uvicorn copies each message to append it to its frame header, and writes it separately. For
-video this costs a copy of every frame, and a system call for every small message. An application
-may get a `MessageWriter` from `writer_of(scope)` and use it after accept instead of
-`websocket.send`. The client receives the same messages in the same order.
+Stock uvicorn appends a copy of each message to its frame header and writes it separately. For video
+this costs a copy of every frame and a system call for every small message. An application can get a
+`MessageWriter` from `writer_of(scope)` and use it instead of `websocket.send` after the connection
+has been accepted. The client receives the same messages in the same order.
 
 Why a subclass of a private class: `uvicorn.Config(ws=...)` is the public way to set a protocol
 class, but uvicorn has no hook for writes, and ASGI sends one message at a time.
-tests/seams/test_uvicorn.py detects a change of the parts that this module uses.
+tests/seams/test_uvicorn.py detects changes to the parts that this module uses.
 """
 
 import functools
@@ -24,7 +24,7 @@ from websockets.http11 import Request
 Message = bytes | memoryview | str
 
 EXTENSION: Final = "omni.websocket.messages"
-"""Key in `scope["extensions"]`. Its value contains the writer."""
+"""Key in `scope["extensions"]`. The value of this key contains the writer."""
 
 _FINAL: Final = 0x80
 _SHORT, _MEDIUM = 126, 1 << 16
@@ -49,8 +49,8 @@ class MessageWriter(Protocol):
     async def send(self, messages: Sequence[Message]) -> None:
         """Write messages when the kernel accepts data.
 
-        Returns when the kernel has accepted them, or for a single message when it is written.
-        Without messages, returns when the kernel has accepted everything written before.
+        Returns when the kernel has accepted the messages, or for a single message when it has been
+        written. Without messages, returns when the kernel has accepted everything written before.
         """
 
 

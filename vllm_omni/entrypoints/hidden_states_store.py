@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`HiddenStatesStore`: hidden states of finished HTTP requests, until their client fetches them.
+"""`HiddenStatesStore`: hidden states of finished HTTP requests, stored until the client fetches
+them.
 
 The store is limited in bytes and seconds. Each completion is returned once, and only to the API key
-that requested it. Entries are named by the id of vLLM's response. If a request has several prompts,
-their ids end with `-0`, `-1` and so on. This module depends neither on HTTP nor on the engine.
+that requested it. Entries are identified by the id of vLLM's response. If a request has several
+prompts, their ids end with `-0`, `-1` and so on. This module depends neither on HTTP nor on the
+engine.
 """
 
 import time
@@ -20,14 +22,15 @@ from vllm_omni.outputs import RequestFailed
 class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one API server process.
 
-    Each is the environment variable `VLLM_OMNI_` plus the field's name in upper case.
+    Each field is set by the environment variable `VLLM_OMNI_` followed by the field's name in upper
+    case.
     """
 
     hidden_states_store_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)] = 1 << 30
     """Maximum size of stored hidden states in bytes; the oldest are dropped first. Default: 1 GiB.
     """
     hidden_states_expiry_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 120.0
-    """Seconds after which hidden states that were not fetched are dropped. Default: 120."""
+    """Time in seconds after which hidden states that were not fetched are dropped. Default: 120."""
 
 
 Key = tuple[str, str]
@@ -39,7 +42,7 @@ class _Entry:
     expires_at: float
     """Monotonic time in seconds at which the entry is dropped."""
     completions: dict[int, HiddenStates]
-    """Hidden states that were not fetched yet, by index of the completion."""
+    """Hidden states that have not been fetched yet, by index of the completion."""
     num_completions: int
     """Number of completions of the prompt, with or without hidden states."""
 
@@ -54,8 +57,9 @@ class HiddenStatesStore:
         self._clock = clock
         self._entries: dict[Key, _Entry] = {}
         self._running: dict[Key, int] = {}
-        """Requests in progress. Two at the same time may have the same id, because clients choose
-        it."""
+        """Requests in progress. Concurrent requests may have the same id, because clients choose
+        it.
+        """
         self.nbytes = 0
 
     def open_request(self, request_id: str, principal: str = "") -> None:
@@ -77,11 +81,12 @@ class HiddenStatesStore:
     ) -> None:
         """Store the hidden states of a finished request.
 
-        Expired entries are dropped, and then the oldest ones over the limit.
+        Expired entries are dropped, followed by the oldest entries above the limit.
 
         Args:
             request_id: Id of the request.
-            completions: Hidden states by index of the completion. A completion may have none.
+            completions: Hidden states by index of the completion. A completion may have no hidden
+                states.
             num_completions: `n` of the request.
             principal: The client, by its API key.
         """
@@ -147,7 +152,7 @@ class HiddenStatesStore:
 def _belongs(request_id: str, response_id: str) -> bool:
     """Return whether a request belongs to a response.
 
-    Only completions append the number of the prompt to the id.
+    Only the completions route appends the index of the prompt to the id.
     """
     prefix, _, number = request_id.rpartition("-")
     numbered = response_id.startswith("cmpl-") and prefix == response_id and number.isdigit()

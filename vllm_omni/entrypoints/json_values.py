@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Upper bound of the number of values in a JSON text, computed before it is decoded.
 
-Decoding blocks the whole process: 60 MB of empty lists took 3.8 s, counting their brackets 0.07 s.
+Decoding blocks the whole process: 60 MB of empty lists took 3.8 s, whereas counting the brackets
+took 0.07 s.
 """
 
 from typing import Final

@@ -14,7 +14,9 @@ from fastapi import FastAPI
 
 
 def run_before_serving(app: FastAPI, step: Callable[[FastAPI], None]) -> None:
-    """Call a function after the earlier steps have started and before the server listens."""
+    """Register a function that runs after all earlier steps have started and before the server
+    listens.
+    """
 
     @asynccontextmanager
     async def around(starting: FastAPI) -> AsyncIterator[None]:
@@ -27,7 +29,9 @@ def run_before_serving(app: FastAPI, step: Callable[[FastAPI], None]) -> None:
 def run_while_serving(
     app: FastAPI, step: Callable[[FastAPI], AbstractAsyncContextManager[None]]
 ) -> None:
-    """Enter a context after the earlier steps have started, and leave it before they end."""
+    """Register a context manager that is entered after all earlier steps have started and exited
+    before they end.
+    """
     inner = app.router.lifespan_context
 
     @asynccontextmanager

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections to servers on this machine, which must not use the environment's proxy.
+"""Connections to servers on this machine, which must bypass the proxy set in the environment.
 
 Companies and VPN clients often set a proxy variable without an exception for 127.0.0.1, and the
-proxy refuses such connections. httpx, urllib and websockets read these variables; aiohttp does not
-by default. The demo, the benchmarks and the examples share this module.
+proxy then refuses such connections. httpx, urllib and websockets read these variables; aiohttp does
+not by default. The demo, the benchmarks and the examples share this module.
 """
 
 import ipaddress
@@ -33,12 +33,12 @@ def websocket_proxy(url: str) -> Literal[True] | None:
     """Return the argument `proxy` of `websockets.connect`.
 
     Returns:
-        None for no proxy, True for the environment's.
+        None for no proxy, True for the proxy of the environment.
     """
     return None if is_loopback(url) else True
 
 
 def open_loopback(url: str, timeout_s: float) -> Any:
-    """Open a URL of this machine without a proxy, as `urllib.request.urlopen`."""
+    """Open a URL on this machine without a proxy, like `urllib.request.urlopen`."""
     assert is_loopback(url), url
     return _DIRECT.open(url, timeout=timeout_s)

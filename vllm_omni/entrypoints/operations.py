@@ -2,9 +2,9 @@
 """`OperatorFeatures`: features for operators, in every API server of this package.
 
 They are `X-Request-Id` in responses and log lines, quotas of API keys (`omni.quotas`), trace spans
-if vLLM exports its own, bounded memory, one HTTP parser with header limits, the check of browser
-origins, and the policy for media URLs. The endpoint plugins of video models, hidden states and
-speech attach them.
+if vLLM exports traces, bounded memory, a single HTTP parser with header limits, the check of
+browser origins, and the policy for media URLs. The endpoint plugins for video models, hidden states
+and speech attach these features.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ from vllm_omni.runtime.heap import collect_after_freeze
 
 
 class OperatorFeatures:
-    """The features of one API server process."""
+    """The operator features of one API server process."""
 
     def __init__(self) -> None:
         self._guard = QuotaGuard()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `vllm.endpoint_plugins` entry point: adds this package's endpoints to stock vLLM.
 
-vLLM loads it when `VLLM_PLUGINS` names `vllm_omni` (`vllm serve --omni` sets it) and the served
-model accepts pooling requests of the task `plugin`. `server.py` lists the endpoints.
+vLLM loads the plugin if `VLLM_PLUGINS` contains `vllm_omni` (`vllm serve --omni` sets it) and the
+served model accepts pooling requests of the task `plugin`. `server.py` lists the endpoints.
 """
 
 from argparse import Namespace
@@ -27,7 +27,7 @@ from vllm_omni.runtime.processes import end_with_parent
 
 
 class OmniEndpoints:
-    """Endpoints, middleware and life cycle of one API server process.
+    """Endpoints, middleware and life cycle of an API server process.
 
     Satisfies vLLM's `EndpointPlugin`.
     """
@@ -44,7 +44,9 @@ class OmniEndpoints:
         self._watch = EngineWatch()
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add all routes and middleware. Middleware that is added later sees a request earlier."""
+        """Add all routes and middleware. Middleware that is added later processes a request
+        earlier.
+        """
         self._limits = read_struct(EndpointLimits)
         open_paths = [path for endpoint in self._endpoints for path in endpoint.add_routes(app)]
         apply_at_startup(app, self._limits.frame_budget)
@@ -57,7 +59,7 @@ class OmniEndpoints:
     async def init_state(
         self, engine_client: EngineClient | None, state: State, args: Namespace
     ) -> None:
-        """Start every endpoint, the graceful stop and the watch over the engine."""
+        """Start all endpoints, the handler for graceful shutdown and the engine watch."""
         # A render-only server has no engine. `required_tasks` excludes this plugin there.
         if engine_client is None:
             return

@@ -31,7 +31,9 @@ from vllm_omni.entrypoints.webui.pages import WebPage
 
 
 class WebSocketEndpoint:
-    """WebSocket endpoint of models with sessions. Other models refuse the handshake with 404."""
+    """WebSocket endpoint of models with sessions. For other models, the handshake is refused with
+    404.
+    """
 
     def __init__(
         self, paths: Sequence[str], create: Callable[[ServerContext], RealtimeEndpoint]
@@ -39,7 +41,7 @@ class WebSocketEndpoint:
         """Initialize the endpoint.
 
         Args:
-            paths: Paths that lead to it.
+            paths: Paths of the endpoint.
             create: Builds the endpoint after the engine has started.
         """
         self._paths, self._create = paths, create

@@ -39,7 +39,7 @@ class ServerContext:
     """
 
     client: EngineClient
-    """vLLM's engine client of this API server process."""
+    """vLLM's engine client in this API server process."""
     args: Namespace
     """Parsed arguments of the server."""
     omni: OmniConfig
@@ -57,17 +57,19 @@ class ServerContext:
     served: ServedModel
     """Names, capabilities and sizes of the served model."""
     engine: OmniEngine
-    """Requests and collective calls of this package."""
+    """Interface for requests and collective calls to the engine."""
     room_checks: list[Callable[[], bool]] = field(default_factory=list)
-    """The server accepts new work if all of them return True."""
+    """The server accepts new work if all of these return True."""
     migration: SessionMigration | None = None
     """Saves and restores sessions. None: the model has no sessions."""
     media_bytes: Callable[[], int] = int
-    """Returns the size of stored media files in bytes. It may block, so call it on a thread."""
+    """Returns the size of stored media files in bytes. It may block, so call it on a worker
+    thread.
+    """
 
     @property
     def is_world(self) -> bool:
-        """Whether the model has sessions that clients steer while they run."""
+        """Whether the model has sessions that clients control while they run."""
         return self.served.capabilities.is_world
 
     @classmethod
@@ -84,7 +86,7 @@ class ServerContext:
 
         Args:
             client: vLLM's engine client.
-            state: State of the application. vLLM has stored its served models there.
+            state: State of the application, in which vLLM has stored its served models.
             args: Parsed arguments of the server.
             omni: Options of this package.
             limits: Limits of WebSocket connections and sessions.
@@ -138,5 +140,5 @@ class ServerEndpoint(Protocol):
         ...
 
     async def start_serving(self, server: ServerContext) -> None:
-        """Prepare for requests. Called once, after engine startup and before the server listens."""
+        """Prepare for requests. Called once after engine startup and before the server listens."""
         ...

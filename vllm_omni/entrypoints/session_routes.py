@@ -6,8 +6,8 @@
         POST   /v1/sessions                         the same under an id that the server chooses
         DELETE /v1/sessions/{session_id}            close the session
 
-A session belongs to the API key that created it, as on the WebSocket endpoints. Bodies are streamed
-to a file and never held in memory.
+A session belongs to the API key that created it, as for the WebSocket endpoints. Bodies are
+streamed to a file and never held in memory.
 """
 
 import asyncio
@@ -53,12 +53,12 @@ logger = logging.getLogger("vllm." + __name__)
 MEDIA_TYPE: Final = "application/octet-stream"
 _ENDPOINT: Final = "sessions"
 _EXCHANGES: Final = 2
-"""Maximum number of snapshots that the engine writes or reads at the same time; others wait."""
+"""Maximum number of snapshots that the engine writes or reads concurrently; others wait."""
 _UPLOADS: Final = 8
-"""Maximum number of uploads at the same time, each as large as a session may be."""
+"""Maximum number of concurrent uploads, each as large as a session may be."""
 _UPLOADS_PER_CLIENT: Final = 2
 _SENT_BYTES: Final = 64 << 10
-"""Bytes that a client must receive within the send deadline: 22 KB/s with the default."""
+"""Number of bytes that a client must receive within the send deadline: 22 KB/s with the default."""
 _BINARY: Final = {MEDIA_TYPE: {"schema": {"type": "string", "contentMediaType": MEDIA_TYPE}}}
 
 
@@ -70,7 +70,7 @@ class SessionReply(BaseModel):
     object: str = "session"
     """Type of the object."""
     next_chunk_index: int
-    """Number of the session's next chunk."""
+    """Index of the session's next chunk."""
     width: int
     """Width of the frames in pixels."""
     height: int
@@ -159,7 +159,7 @@ class SessionRoutes:
 
     @respond_to_errors
     async def _snapshot(self, request: Request, session_id: str) -> Response:
-        """Download the session as of its last finished chunk."""
+        """Download a snapshot of the session after its last finished chunk."""
         session = self._known(request, session_id)
         path = self._new_path()
         try:
@@ -179,12 +179,12 @@ class SessionRoutes:
 
     @respond_to_errors
     async def _create(self, request: Request) -> Response:
-        """Restore a session under an id that the server chooses."""
+        """Restore a session under an id chosen by the server."""
         return await self._restore(request, new_session_id(self.migration.manager.server_name))
 
     @respond_to_errors
     async def _put(self, request: Request, session_id: str) -> Response:
-        """Restore a session under this id, which must be free."""
+        """Restore a session under this id, which must not be in use."""
         return await self._restore(request, _checked(session_id))
 
     @respond_to_errors

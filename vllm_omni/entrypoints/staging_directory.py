@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ownership of files by server processes, in directories that several processes share.
 
-A process holds a lock on a file while it lives. The operating system releases the lock when the
-process ends for any reason.
+A process holds a lock on a file as long as it is running. The operating system releases the lock
+when the process ends for any reason.
 
-Why not `filelock`: it protects a path for some time; here the lock shows whether the process that
-created a file is alive.
+Why not `filelock`: it protects a path for a limited time, whereas this lock shows whether the
+process that created a file is alive.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _PREFIX: Final = "vllm_omni-"
 def hold_lock(path: Path) -> IO[Any]:
     """Create a file that is locked from the moment it is visible.
 
-    The lock ends when the returned file or the process is closed.
+    The lock is released when the returned file is closed or the process ends.
     """
     hidden = path.with_name(f".{path.name}.new")
     file = hidden.open("wb")
@@ -34,7 +34,7 @@ def hold_lock(path: Path) -> IO[Any]:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file of a shared directory for reading, without blocking.
+    """Open a file in a shared directory for reading, without blocking.
 
     Raises:
         OSError: The file cannot be opened or is not a regular file.

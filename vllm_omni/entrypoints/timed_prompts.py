@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that start at a chunk or a second of a video."""
+"""Prompts that take effect at a given chunk or second of a video."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _MAX_CHARS: Final = 16_384  # as for a request's own prompt, inputs.Text
 
 @dataclass(frozen=True, kw_only=True)
 class TimedPrompt:
-    """A prompt with its start, given either in seconds or as a chunk.
+    """A prompt with its start, given in seconds or as a chunk index.
 
     It applies from the first chunk at or after its start until the next prompt.
 
@@ -28,7 +28,7 @@ class TimedPrompt:
     seconds: float | None = None
     """Start in seconds of the video, from 0."""
     chunk: int | None = None
-    """Start as number of a chunk, from 0."""
+    """Start as the index of a chunk, from 0."""
 
     def __post_init__(self) -> None:
         if not self.prompt.strip() or len(self.prompt) > _MAX_CHARS:
@@ -69,7 +69,7 @@ class TimedPrompt:
         """Parse a JSON object.
 
         Raises:
-            ValueError: A field is invalid. The text names it.
+            ValueError: A field is invalid. The error names the invalid entry.
         """
         try:
             return msgspec.convert(value, cls)
@@ -80,7 +80,7 @@ class TimedPrompt:
         """Return whether the prompt applies to a chunk.
 
         Args:
-            chunk_index: Number of the chunk.
+            chunk_index: Index of the chunk.
             seconds: Start of the chunk in seconds.
         """
         return (
@@ -115,18 +115,18 @@ class PromptSchedule(msgspec.Struct):
     """Timed prompts of one stream."""
 
     prompts: Sequence[TimedPrompt]
-    """Prompts that have not started."""
+    """Prompts that have not taken effect yet."""
     fps: float
     """Frames per second of the video."""
 
     def take_prompt(self, chunk_index: int, first_frame: int) -> str | None:
-        """Return the prompt that starts with a chunk, or None if the current one stays.
+        """Return the prompt that takes effect with a chunk, or None if the current prompt remains.
 
-        Each prompt is returned once. If several start with the chunk, the last one in the list is
-        returned.
+        Each prompt is returned once. If several prompts start with the same chunk, the last one in
+        the list is returned.
 
         Args:
-            chunk_index: Number of the chunk.
+            chunk_index: Index of the chunk.
             first_frame: First pixel frame of the chunk in the video.
         """
         if not self.prompts:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""WebSocket limits that stock `vllm serve` has no flags for.
+"""WebSocket limits for which stock `vllm serve` has no flags.
 
 `vllm serve --omni` adds the flags. The endpoint plugin calls `apply_at_startup(app)`, which also
 covers plain `vllm serve` (with defaults) and several API server processes.
@@ -25,12 +25,15 @@ class WebSocketOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of every WebSocket of one server."""
 
     max_bytes: int = 64 * MIB
-    """Maximum size of a client's message in bytes. A larger one closes the connection with 1009.
-    Default: 64 MiB."""
+    """Maximum size of a client's message in bytes. A larger message closes the connection with
+    1009. Default: 64 MiB.
+    """
     ping_interval_s: float | None = 10.0
     """Seconds between keepalive pings. None: no pings. Default: 10."""
     ping_timeout_s: float | None = 10.0
-    """Seconds after which an unanswered ping closes the connection. None: never. Default: 10."""
+    """Time in seconds after which an unanswered ping closes the connection. None: never. Default:
+    10.
+    """
 
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +72,7 @@ class WebSocketOptions(msgspec.Struct, frozen=True, kw_only=True):
     def from_args(cls, args: argparse.Namespace) -> "WebSocketOptions":
         """Read the flags.
 
-        A namespace of plain `vllm serve` has none of them and gives the defaults.
+        A namespace of plain `vllm serve` has none of these flags, so the defaults apply.
         """
         if "ws_max_size" not in args:
             return cls()
@@ -82,7 +85,7 @@ class WebSocketOptions(msgspec.Struct, frozen=True, kw_only=True):
     def apply(self, uvicorn_config: Any) -> None:
         """Set the limits on a `uvicorn.Config`.
 
-        Compression is off, because it costs 300 ms per raw chunk and saves little.
+        Compression is disabled, because it costs 300 ms per raw chunk and saves little.
         """
         uvicorn_config.ws_max_size = self.max_bytes
         uvicorn_config.ws_ping_interval = self.ping_interval_s
@@ -91,7 +94,7 @@ class WebSocketOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def apply_at_startup(app: FastAPI, frames: FrameBudget | None = None) -> None:
-    """Apply the flags and the frame budget before vLLM's server listens.
+    """Apply the flags and the frame budget before vLLM's server starts to listen.
 
     Args:
         app: The application.

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's `ActionSpace` as a gymnasium space, and that space's actions as `ActionFrame`s."""
+"""Converts a model's `ActionSpace` to a gymnasium space, and actions of that space to
+`ActionFrame`s.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,12 +15,12 @@ Action = Mapping[str, np.ndarray] | np.integer
 
 
 def gymnasium_space(space: ActionSpace) -> spaces.Dict | spaces.Discrete:
-    """Return the gymnasium space of one environment's action, which applies to a whole chunk.
+    """Return the gymnasium space of one environment's action, which applies to an entire chunk.
 
     `buttons` is a `MultiBinary` over `ActionSpace.button_names`, or a `Discrete` with 0 for none if
-    at most one may be held. `axes` is a `Box` over `ActionSpace.axis_names` in their units.
-    `scroll` is a `Discrete` of -1, 0 and 1. Controls that the model does not have are omitted. For
-    a model without controls the space is `Discrete(1)`.
+    at most one may be held. `axes` is a `Box` over `ActionSpace.axis_names`, in the units of the
+    axes. `scroll` is a `Discrete` of -1, 0 and 1. Controls that the model does not have are
+    omitted. For a model without controls the space is `Discrete(1)`.
     """
     kinds: dict[str, spaces.Space[Any]] = {}
     if space.buttons and space.exclusive:
@@ -36,7 +38,7 @@ def gymnasium_space(space: ActionSpace) -> spaces.Dict | spaces.Discrete:
 
 
 def with_rest(taken: spaces.Space[Any], action: Any) -> Any:
-    """Add neutral values for controls that an action, or a batch of actions, omits."""
+    """Add neutral values for controls that are missing in an action or a batch of actions."""
     if not isinstance(taken, spaces.Dict) or not isinstance(action, Mapping):
         return action
     return {
@@ -46,7 +48,7 @@ def with_rest(taken: spaces.Space[Any], action: Any) -> Any:
 
 
 def action_frame(space: ActionSpace, action: Action) -> ActionFrame:
-    """Convert an action of one environment, a member of `gymnasium_space(space)`.
+    """Convert an action of one environment, which is a member of `gymnasium_space(space)`.
 
     Controls may be omitted.
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RemoteEngine`: the environments of a server (`/v1/environments`). It needs no model and no vLLM.
+"""`RemoteEngine`: the environments of a server (`/v1/environments`). It requires neither a model
+nor vLLM on this machine.
 
-One connection stays open. A request that finds it closed, for example after a pause, is sent once
-more: a server closes a connection only between requests, and a step names its chunk, so a server
-that has run it refuses it.
+A single connection is kept open. If the connection turns out to be closed, for example after a
+pause, the request is sent once more. This is safe: a server closes a connection only between
+requests, and a step names its chunk, so a server that has already run the step refuses it.
 """
 
 import base64
@@ -46,11 +47,11 @@ class RemoteEngine(WorldEngine):
 
     Args:
         url: Address of the server, for example `http://127.0.0.1:8000`.
-        api_key: API key of the server. None: it needs none.
-        timeout_s: Longest time in seconds that the server may take for a reply.
+        api_key: API key of the server. None: the server needs no key.
+        timeout_s: Maximum time in seconds for a reply of the server.
 
     Raises:
-        RequestFailed: The server refuses the key or serves no world.
+        RequestFailed: The server refuses the key or does not serve a world.
         ValueError: The server uses another version of the protocol.
         OSError: The server does not respond.
     """
@@ -141,7 +142,7 @@ class RemoteEngine(WorldEngine):
         """Send a request and return the body of its reply.
 
         Raises:
-            RequestFailed: The server refused it.
+            RequestFailed: The server refused the request.
         """
         body = None if message is None else msgspec.json.encode(message)
         kind = {} if message is None else {"Content-Type": "application/json"}
@@ -180,7 +181,7 @@ class RemoteEngine(WorldEngine):
 
 
 def _failure(status: int, body: bytes) -> RequestFailed:
-    """Return the error of a reply, of this package or of a proxy."""
+    """Return the error in a reply of this package or of a proxy."""
     try:
         error: Any = msgspec.json.decode(body)["error"]
         return RequestFailed(str(error["code"]), str(error["message"]))

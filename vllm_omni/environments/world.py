@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WorldVectorEnv`: sessions of a world model as a gymnasium `VectorEnv`. `WorldEnv`: one as `Env`.
+"""`WorldVectorEnv`: sessions of a world model as a gymnasium `VectorEnv`. `WorldEnv`: a single
+session as a gymnasium `Env`.
 
     env = WorldVectorEnv.load("my_world", 8, prompt="a village", image=image)
     env = WorldVectorEnv.connect("http://gpu:8000", 8, prompt="a village", image=image)
@@ -7,11 +8,11 @@
     observations, rewards, terminations, truncations, infos = env.step(env.action_space.sample())
 
 The engine is vLLM's offline engine in this process (`load`) or a server (`connect`). All
-environments are stepped by one call to it, so it batches them. A step is one chunk: the action of
-an environment applies to all its latent frames. Frames are uint8; latents are float32 and
-unmodified. Forking an environment copies its session. Noise depends only on (seed, chunk, step), so
-equal seeds and actions give bit-identical results, here and on a server. Worlds have no rewards;
-the caller may provide a function (`reward`).
+environments are stepped with a single call to the engine, which batches them. A step is one chunk:
+the action of an environment applies to all its latent frames. Frames are uint8; latents are float32
+and unmodified. Forking an environment copies its session. Noise depends only on (seed, chunk,
+step), so equal seeds and actions give bit-identical results, both here and on a server. Worlds have
+no rewards; the caller may provide a reward function (`reward`).
 """
 
 import math
@@ -56,11 +57,12 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
     """Vector environment of world model sessions.
 
     An episode that has ended is reset by the next step (`AutoresetMode.NEXT_STEP`). A chunk that
-    fails raises `RequestFailed`; its environment needs a reset, and all others have advanced.
+    fails raises `RequestFailed`; its environment must be reset, and all other environments have
+    advanced.
 
     Attributes:
         observation_space: Frames of a chunk [T, H, W, 3], or its latents [C, F, h, w]. The first
-            chunk after a reset is shorter and padded at the front with its first frame.
+            chunk after a reset is shorter and is padded at the front with its first frame.
         action_space: `gymnasium_space` of the model's controls.
         episodes: History of each environment.
     """
@@ -90,19 +92,19 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
             engine: The engine.
             num_envs: Number of environments.
             prompt: Prompt of all environments, or one per environment.
-            image: Start image, uint8 [H, W, 3], for models that need one.
-            images: Named images of each episode (`ActionSpace.images`), in the same form.
+            image: Start image, uint8 [H, W, 3], for models that require one.
+            images: Named images of each episode (`ActionSpace.images`), in the same format.
             height: Height in pixels. Default: the model's.
             width: Width in pixels. Default: the model's.
             observation: `frames`, or `latents`, which are not decoded.
-            latents: Whether `infos["latents"]` has the latents beside frames.
-            trajectory: Whether infos have the latents and log-probabilities of the denoise steps.
-                Requires a model whose sampler draws noise.
-            max_steps: Steps after which an episode is truncated. Default: never.
+            latents: Whether `infos["latents"]` contains the latents in addition to frames.
+            trajectory: Whether infos contain the latents and log-probabilities of the denoise
+                steps. Requires a model whose sampler is stochastic.
+            max_steps: Number of steps after which an episode is truncated. Default: never.
             reward: Function that computes rewards. Default: all are 0.
 
         Raises:
-            ValueError: The model is not a world, or the engine has too few sessions.
+            ValueError: The model is not a world model, or the engine supports too few sessions.
         """
         self._engine = engine if isinstance(engine, WorldEngine) else OfflineEngine(engine)
         self.info = self._engine.spec
@@ -154,7 +156,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         omni: dict[str, Any] | None = None,
         **env: Any,
     ) -> "WorldVectorEnv":
-        """Start vLLM's offline engine on a checkpoint and create environments in it.
+        """Start vLLM's offline engine with a checkpoint and create environments in it.
 
         `close` stops the engine.
 
@@ -162,7 +164,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
             model: Checkpoint directory.
             num_envs: Number of environments.
             exact: Whether the results of an environment are bit-identical regardless of the others.
-                If false, all share one forward pass, which is faster for small models
+                If false, all environments share one forward pass, which is faster for small models
                 (`omni.batch_invariant`).
             omni: Further options of `additional_config["omni"]`.
             **env: Arguments of the constructor.
@@ -197,13 +199,14 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         timeout_s: float = 600.0,
         **env: Any,
     ) -> "WorldVectorEnv":
-        """Create environments on a server (`vllm serve --omni`), which needs no model here.
+        """Create environments on a server (`vllm serve --omni`). No model is needed on this
+        machine.
 
         Args:
             url: Address of the server, for example `http://127.0.0.1:8000`.
             num_envs: Number of environments.
-            api_key: API key of the server. None: it needs none.
-            timeout_s: Longest time in seconds that a step may take.
+            api_key: API key of the server. None: the server needs no key.
+            timeout_s: Maximum time in seconds for a step.
             **env: Arguments of the constructor.
 
         Raises:
@@ -217,10 +220,11 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
     def reset(
         self, *, seed: int | Sequence[int] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Start new episodes and generate their first chunk without any action.
+        """Start new episodes and generate their first chunks without any action.
 
         Args:
-            seed: Seed of the first environment, counted up for the others, or one seed each.
+            seed: Seed of the first environment, incremented for each further one, or a list with
+                one seed per environment.
             options: `reset_mask`, bool [N], selects the environments to reset. `start_pose` is the
                 world pose of the start image, `{x_m, z_m, heading_degrees, pitch_degrees}`, or a
                 list with one per environment; it applies until the next call.
@@ -291,7 +295,8 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
     # -- research ----------------------------------------------------------------------------------
 
     def fork(self, source: int, targets: Sequence[int]) -> None:
-        """Make environments exact copies of another one. Afterwards they are independent.
+        """Turn environments into exact copies of another environment. Afterwards they are
+        independent.
 
         Args:
             source: Environment to copy.
@@ -307,14 +312,15 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
             self._arrays[target] = self._arrays[source]
 
     def replay(self, target: int, episode: Episode) -> np.ndarray:
-        """Replay an episode (`episodes[i]` or a stored one) from its start.
+        """Replay an episode (`episodes[i]` or a stored one) from its beginning.
 
         Args:
             target: Environment to use.
             episode: The episode.
 
         Returns:
-            Its frames, uint8 [frames, H, W, 3], bit-identical to the original ones (with `exact`).
+            The frames of the episode, uint8 [frames, H, W, 3], bit-identical to the original ones
+            (with `exact`).
             With latents as observations: [steps, C, F, h, w].
         """
         self._begin([target], [replace(episode, actions=[])])
@@ -357,7 +363,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
     def _keep(self, which: Sequence[int], outcomes: Sequence[Outcome]) -> None:
         """Store the arrays of chunks. First chunks are padded at the front.
 
-        A failed environment loses its episode. The first failure is raised.
+        An environment that has failed loses its episode. The first failure is raised.
         """
         failures: list[RequestFailed] = []
         for index, outcome in zip(which, outcomes, strict=True):
@@ -388,7 +394,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         return episode
 
     def _observations(self) -> np.ndarray:
-        """Return the observations of all environments, owned by the caller."""
+        """Return the observations of all environments in arrays owned by the caller."""
         for index in range(self.num_envs):
             self._episode(index)
         return np.stack([arrays[self._observed] for arrays in self._arrays])
@@ -459,7 +465,7 @@ class WorldEnv(gymnasium.Env[np.ndarray, Any]):
 
 
 def _of_first(infos: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the infos of the first environment, without poses that are unknown."""
+    """Return the infos of the first environment, without unknown poses."""
     first = {name: value[0] for name, value in infos.items()}
     if np.isnan(first["world_poses"]).any():
         del first["world_poses"]  # NaN differs from itself, and gymnasium compares infos
@@ -467,7 +473,7 @@ def _of_first(infos: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _padded(array: np.ndarray, length: int, axis: int) -> np.ndarray:
-    """Repeat the first entry of an axis in front of it, up to a length."""
+    """Pad an axis at the front with copies of its first entry, up to a given length."""
     missing = max(0, length - array.shape[axis])
     if not missing:
         return array

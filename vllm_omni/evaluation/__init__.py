@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni evaluate`: videos by the endpoints of a server, and measures of videos.
+"""`vllm-omni evaluate`: generates videos through the endpoints of a server and measures them.
 
-The measures need no other model and no download.
+The metrics need no other model and no download.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimate from a video how far its camera turned between frames, and whether it moved ahead.
+"""Estimates from a video how far its camera turned between frames, and whether it moved forward.
 
-The functions search the motion that explains a frame best by correlation, which does not depend on
-brightness or contrast. Frames are [N, H, W, 3], uint8 or float. A focal length is divided by the
+The functions search for the motion with the best correlation between frames, which does not depend
+on brightness or contrast. Frames are [N, H, W, 3], uint8 or float. Focal lengths are divided by the
 width of the image.
 """
 
@@ -18,11 +18,12 @@ _COARSE, _FINE = 0.5, 0.05
 
 
 def turns(frames_NHW3: torch.Tensor, focal: float) -> torch.Tensor:
-    """Return the degrees that the camera turned right from each frame to the next, [N - 1].
+    """Return the angle in degrees by which the camera turned right from each frame to the next, [N
+    - 1].
 
-    When a camera turns without moving, one image maps to the next independently of depth. The
-    result is the angle for which the warped frame correlates best with the next one in their
-    overlap, searched first at half the resolution and then at the full resolution.
+    If a camera turns without moving, one image maps to the next independently of depth. The result
+    is the angle for which the warped frame correlates best with the next one in their overlap,
+    searched first at half the resolution and then at the full resolution.
     """
     images = channels_first(frames_NHW3)
     half = functional.avg_pool2d(images, 2)
@@ -38,9 +39,10 @@ def turns(frames_NHW3: torch.Tensor, focal: float) -> torch.Tensor:
 
 
 def growths(frames_NHW3: torch.Tensor) -> torch.Tensor:
-    """Return how much larger each frame shows the centre of the one before it, [N - 1].
+    """Return the factor by which the centre of the image grows from each frame to the next, [N -
+    1].
 
-    It is the factor for which the enlarged frame correlates best with the next one.
+    It is the factor for which the enlarged frame has the best correlation with the next frame.
     """
     images = channels_first(frames_NHW3)
     factors = torch.arange(0.9, 1.3 + 0.005, 0.01)
@@ -60,7 +62,9 @@ def growths(frames_NHW3: torch.Tensor) -> torch.Tensor:
 
 
 def pixels_at_centre(degrees: torch.Tensor, width: int, focal: float) -> torch.Tensor:
-    """Return how many pixels the centre of an image of this width moves when the camera turns."""
+    """Return the number of pixels by which the centre of an image of this width moves when the
+    camera turns.
+    """
     return focal * width * torch.tan(torch.deg2rad(degrees))
 
 
@@ -108,7 +112,7 @@ def _correlation(
 
 
 def peak(positions_K: torch.Tensor, values_K: torch.Tensor) -> float:
-    """Return the position of the largest value, refined by a parabola through its neighbours."""
+    """Return the position of the maximum, refined with a parabola through its neighbours."""
     best = int(values_K.argmax())
     if best in (0, len(values_K) - 1):
         return float(positions_K[best])

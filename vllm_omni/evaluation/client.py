@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`EvaluatedServer`: the requests to a server of this package that an evaluation needs."""
+"""`EvaluatedServer`: the requests that an evaluation sends to a server of this package."""
 
 import base64
 import json
@@ -21,8 +21,8 @@ class ServerRefusedError(Exception):
     """The server refused a request, or cannot be reached.
 
     Attributes:
-        code: The code of its error, or "".
-        param: The field that it names, or "".
+        code: The code of the server's error, or "".
+        param: The field that the error names, or "".
     """
 
     def __init__(self, message: str, code: str = "", param: str = "") -> None:
@@ -34,9 +34,9 @@ class EvaluatedServer:
     """A running server.
 
     Args:
-        url: Its address, `http://HOST:PORT`, with or without a path prefix.
-        key: Its API key, if it requires one.
-        video_s: Seconds that one video may take.
+        url: Address of the server, `http://HOST:PORT`, with or without a path prefix.
+        key: API key, if the server requires one.
+        video_s: Maximum time in seconds for one video.
     """
 
     def __init__(self, url: str, key: str | None = None, video_s: float = 3600.0) -> None:
@@ -52,7 +52,7 @@ class EvaluatedServer:
 
     def greeting(self) -> dict[str, Any] | None:
         """Return the greeting of a world (docs/reference/realtime_world_camera.md), or None if the
-        model is no world.
+        model is not a world model.
         """
         import msgspec
         from websockets.exceptions import WebSocketException
@@ -69,7 +69,7 @@ class EvaluatedServer:
         return hello if isinstance(hello, dict) and "chunk_frames" in hello else None
 
     def video(self, fields: Mapping[str, Any]) -> tuple[bytes, dict[str, Any]]:
-        """Generate a video by `/v1/videos` and remove it from the server.
+        """Generate a video through `/v1/videos` and delete it from the server.
 
         Args:
             fields: Fields of the request.

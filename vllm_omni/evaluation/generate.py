@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generate the videos of a run through a server: key programs of a world, clips, or images."""
+"""Generates the videos of a run through a server: key programs of a world, clips, or images."""
 
 import base64
 import time
@@ -21,19 +21,19 @@ PROMPTS: Final = (
     "A steam train crosses a stone bridge in a green valley",
     "Rain falls on a quiet city street at night",
 )
-"""Prompts of models that make images or clips, unless the user has some."""
+"""Prompts for models that generate images or clips, unless the user provides prompts."""
 _MOUSE_PIXELS: Final = 20.0
-"""Mouse motion per latent frame that turns a world without look keys."""
+"""Mouse motion in pixels per latent frame that turns the camera in a world without look keys."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a video starts from."""
+    """The initial conditions of a video."""
 
     prompt: str | None
-    """Prompt. None: the model has none."""
+    """Prompt. None: the model takes no prompt."""
     image: bytes | None
-    """Start image as a PNG or JPEG file. None: the model starts from the prompt."""
+    """Start image as a PNG or JPEG file. None: the model starts from the prompt alone."""
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of a request."""
@@ -47,24 +47,24 @@ class Start:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What the user wants to be generated."""
+    """The user's options for generating videos."""
 
     programs: Sequence[str]
     """Names of key programs, for worlds with controls."""
     prompts: Sequence[str]
-    """Prompts. Empty: those of the world, or `PROMPTS`."""
+    """Prompts. Empty: the prompts of the world, or `PROMPTS`."""
     images: Sequence[bytes]
-    """Start images, one for each prompt or one for all. Empty: those of the world."""
+    """Start images, one for each prompt or one for all. Empty: the start images of the world."""
     default_image: bytes
-    """Start image of models that require one, if nobody else has one."""
+    """Start image for models that require one, if neither the user nor the world provides one."""
     default_prompt: str
-    """Prompt of worlds that have none of their own."""
+    """Prompt for worlds without prompts of their own."""
     starts: int
-    """Start images of the world that are used."""
+    """Names of the world's start images to use."""
     samples: int
-    """Videos of each prompt and program, with seeds that follow each other."""
+    """Number of videos for each prompt and program, with consecutive seeds."""
     turn: int
-    """Latent frames of one turn of a program."""
+    """Number of latent frames in one turn of a program."""
     seed: int
     """First seed."""
     size: str | None
@@ -106,7 +106,7 @@ class _Generation:
         self._server, self._folder, self._options = server, folder, options
 
     def clips(self, starts: Sequence[Start]) -> None:
-        """Generate clips without keys, or images if the model makes no clips."""
+        """Generate clips without keys, or images if the model does not generate clips."""
         options = self._options
         if not starts:
             images: list[bytes | None] = [*options.images] or [None]
@@ -135,7 +135,7 @@ class _Generation:
         """Generate the samples of each start.
 
         Args:
-            starts: What the videos start from.
+            starts: The initial conditions of the videos.
             fields: Further fields of the requests.
             program: Key program.
             controls: Its keys.
@@ -186,7 +186,7 @@ def entries(space: ActionSpace, keys: Sequence[str]) -> list[Any] | None:
 
 
 def _entry(space: ActionSpace, key: str) -> list[str] | dict[str, Any] | None:
-    """Return the action for a camera key: a button, or else the axis that the mouse moves."""
+    """Return the action for a camera key: a button, or otherwise the axis that the mouse moves."""
     if not key:
         return []
     if key in space.button_names:
@@ -218,7 +218,9 @@ def _world_starts(
     space: ActionSpace,
     options: RunOptions,
 ) -> list[Start]:
-    """Return what the sessions of a world start from: the user's, or else the world's own."""
+    """Return the initial conditions for the sessions of a world: those of the user, or otherwise of
+    the world.
+    """
     prompts: Sequence[str | None] = options.prompts
     images: Sequence[bytes | None] = options.images
     if world is not None and world["starts"]:

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 _CAP = 1e-10
-"""Smallest mean squared error, so that equal images have 100 dB."""
+"""Lower bound of the mean squared error, so that equal images have a PSNR of 100 dB."""
 _SSIM_TAPS, _SSIM_SIGMA = 11, 1.5
 
 
@@ -28,7 +28,7 @@ def squared_error(made: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
 
 
 def decibels(squared_error: torch.Tensor) -> torch.Tensor:
-    """Return the PSNR of mean squared errors of images in [0, 1], at most 100 dB."""
+    """Return the PSNR for mean squared errors of images in [0, 1], at most 100 dB."""
     return -10 * squared_error.clamp(min=_CAP).log10()
 
 
@@ -38,7 +38,7 @@ def edges(frames: torch.Tensor) -> torch.Tensor:
 
 
 def sharpness(made: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    """Return the sharpness of each clip (`edges`) relative to the truth, [B]."""
+    """Return the sharpness of each clip (`edges`) relative to the ground truth, [B]."""
     return edges(made) / edges(truth).clamp(min=1e-6)
 
 

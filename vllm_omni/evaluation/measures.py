@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a video shows by itself: sharpness, contrast, colour, flicker, and its return to a view.
+"""Metrics of a video that need no reference: sharpness, contrast, colour, flicker, and its return
+to a view.
 
 Levels are those of 8-bit images, 0 to 255. Ratios and differences over time compare the last tenth
 of the frames with the first tenth, at least one frame each.
@@ -78,16 +79,16 @@ def likeness_of_frames(made_THWC: np.ndarray, other_THWC: np.ndarray) -> dict[st
 
 
 def view_return(frames_THWC: np.ndarray, away: int) -> Mapping[str, float]:
-    """Compare the last frame with the first one, whose view it should show again.
+    """Compare the last frame with the first frame, whose view it should show again.
 
     Args:
         frames_THWC: Frames, uint8 RGB.
-        away: Index of the frame that should show the first view least.
+        away: Index of the frame whose view should differ most from the first one.
 
     Returns:
         `return_psnr` in dB and `return_ssim` of the last frame, and `return_gain`, the PSNR of the
         last frame minus that of the frame away. A return means little without a gain, because a
-        video that stands still also shows its first view.
+        video without motion also shows its first view.
     """
     first_THWC = frames_THWC[[0, 0]]
     found = likeness_of_frames(frames_THWC[[-1, away]], first_THWC)

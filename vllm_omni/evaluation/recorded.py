@@ -14,15 +14,15 @@ from vllm_omni.worlds.description import read_description, with_defaults
 from vllm_omni.worlds.movement import YAW_DEGREES
 
 _FOCAL_PIXELS: Final = 500.0
-"""Focal length of models that define none, as in `StreamInfo`."""
+"""Focal length for models that define none, as in `StreamInfo`."""
 
 
 def recorded_controls(header: RecordingHeader, chunks: Sequence[RecordedChunk]) -> Controls | None:
-    """Return the keys of a recorded session, or None if not all its chunks have keys.
+    """Return the keys of a recorded session, or None if a chunk has no keys.
 
     Args:
         header: Of the recording.
-        chunks: Its finished chunks, in order, with their outcomes.
+        chunks: The finished chunks of the session, in order, with their outcomes.
     """
     family = get_family(header.family)
     counts = [chunk.outcome.num_frames for chunk in chunks if chunk.outcome is not None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the files of a run, and write `report.json`, `report.md` and `frames.png`."""
+"""Measures the files of a run, and writes `report.json`, `report.md` and `frames.png`."""
 
 import json
 import math
@@ -22,12 +22,12 @@ _SHEET_WIDTH: Final = 240
 
 @dataclass(frozen=True)
 class Measure:
-    """A column of the report, and the range in which the values of a good video usually lie."""
+    """A column of the report, and the usual range of its values for good videos."""
 
     name: str
     """Name of the measure."""
     title: str
-    """Head of its column."""
+    """Heading of the column."""
     meaning: str
     """Explanation for readers of the report."""
     low: float = -math.inf
@@ -35,9 +35,9 @@ class Measure:
     high: float = math.inf
     """Largest usual value."""
     too_low: str = ""
-    """What a value below the range means."""
+    """Interpretation of a value below the range."""
     too_high: str = ""
-    """What a value above the range means."""
+    """Interpretation of a value above the range."""
 
     def usual(self) -> str:
         """Return the range as text."""
@@ -158,7 +158,7 @@ _KEYS_NOTE: Final = (
 
 @dataclass
 class MeasuredFile:
-    """A file with its measures."""
+    """A file and its measured values."""
 
     made: MadeFile
     """The file."""
@@ -210,7 +210,7 @@ def measure_run(folder: RunFolder, references: Path | None = None) -> list[Measu
         references: Folder with reference frames (`reference_frames`).
 
     Raises:
-        ValueError: There are no files, one cannot be measured, or none has a reference.
+        ValueError: There are no files, a file cannot be measured, or no file has a reference.
     """
     if not folder.run.files:
         raise ValueError(f"{folder.path} has no videos or images: nothing was generated")
@@ -245,8 +245,8 @@ def measure_run(folder: RunFolder, references: Path | None = None) -> list[Measu
 def reference_frames(folder: Path, stem: str) -> dict[int, np.ndarray]:
     """Return reference frames of a video by index, uint8 RGB [H, W, 3].
 
-    `STEM.mp4`, `STEM.png` and `STEM.npy` ([T, H, W, 3]) have all frames from the first one on.
-    `STEM.N.png` and `STEM.N.npy` have frame N; -1 is the last one.
+    `STEM.mp4`, `STEM.png` and `STEM.npy` ([T, H, W, 3]) contain all frames from the first one on.
+    `STEM.N.png` and `STEM.N.npy` contain frame N; -1 is the last frame.
 
     Raises:
         ValueError: A file cannot be read.
@@ -271,7 +271,7 @@ def uint8_frame(array: np.ndarray) -> np.ndarray:
             [-1, 1].
 
     Raises:
-        ValueError: It is no frame.
+        ValueError: The array is not a frame.
     """
     frame = array.squeeze()
     if frame.ndim != 3 or 3 not in (frame.shape[0], frame.shape[-1]):
@@ -309,11 +309,11 @@ def _compared(
 
 
 def _strip(frames_THWC: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Return a file's row of the overview: an image, or evenly spread frames of a video.
+    """Return a file's row of the overview: an image, or evenly spaced frames of a video.
 
     Args:
         frames_THWC: Frames, uint8 RGB.
-        size: Width and height of the first file; all frames of the overview have its shape.
+        size: Width and height of the first file, to which all frames of the overview are fitted.
     """
     count = _SHEET_COLUMNS if len(frames_THWC) > 1 else 1
     shown = np.linspace(0, len(frames_THWC) - 1, count).round().astype(int)
@@ -378,7 +378,7 @@ def _markdown(folder: RunFolder, measured: list[MeasuredFile]) -> str:
 
 
 def _table(measured: list[MeasuredFile], columns: Sequence[Measure]) -> str:
-    """Return a table of the files that have a measure of the columns."""
+    """Return a table of the files that have values in the columns."""
     shown = [c for c in columns if any(c.name in result.measures for result in measured)]
     rows = [["video", "keys", *(column.title for column in shown)]]
     for result in measured:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RunFolder`: the files of an evaluation, as VBench and WBench read them.
+"""`RunFolder`: the files of an evaluation, in the layout that VBench and WBench expect.
 
         run.json                    what was generated, from which measures are computed again
         videos/PROMPT-INDEX.mp4     VBench's names; images are .png
@@ -8,7 +8,7 @@
         wbench/cases/case_ID.json   WBench's cases: the turns of each key program
         wbench/videos/case_ID_combined.mp4
 
-The layouts were read in these public repositories: VBench in github.com/Vchitect/VBench, commit
+The layouts are taken from these public repositories: VBench in github.com/Vchitect/VBench, commit
 6b1f1347914b070235bd0d73b4944c65dc1cdf65 (vbench/__init__.py, prompts/README.md); WBench in
 github.com/meituan-longcat/WBench, commit 0fd1f7427865d0f895e0a26ab278515b2116ab66 (main.py,
 src/evaluate.py) and 0e4884f12eb8c29a5e329ea79f2f8a5953065c98 (src/models/navigation.py).
@@ -38,7 +38,7 @@ _DIMENSIONS: Final = (
     "aesthetic_quality",
     "imaging_quality",
 )
-"""VBench's dimensions that allow any prompt."""
+"""Dimensions of VBench that accept any prompt."""
 _WBENCH_ACTIONS: Final = {"": "stop", "w": "W", "s": "S", "a": "A", "d": "D", "j": "left"} | {
     "l": "right",
     "i": "up",
@@ -55,11 +55,11 @@ class MadeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     prompt: str = ""
     """Prompt; empty for a model without one."""
     program: str | None = None
-    """Key program; None: no keys, or those of a recording."""
+    """Key program. None: no keys, or the keys of a recording."""
     seed: int | None = None
     """Seed of the noise. None: unknown."""
     controls: Controls | None = None
-    """Keys that were held. None: the model has none, or they are unknown."""
+    """Keys that were held. None: the model has no keys, or they are unknown."""
 
 
 class Run(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -70,14 +70,14 @@ class Run(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     package_version: str
     """Version of this package that generated the files. Empty: unknown."""
     files: list[MadeFile] = msgspec.field(default_factory=list)
-    """The files in the order in which they were made."""
+    """The files in the order of their creation."""
 
 
 class RunFolder:
     """The folder of a run.
 
     Args:
-        path: The folder, which exists.
+        path: Path of the folder, which must exist.
         run: Its contents.
     """
 
@@ -92,7 +92,7 @@ class RunFolder:
 
     @classmethod
     def read(cls, path: Path) -> "RunFolder":
-        """Read a run, or a folder with any videos and images, about which nothing else is known.
+        """Read a run, or a folder with arbitrary videos and images.
 
         Raises:
             ValueError: The folder has neither, or `run.json` is invalid.
@@ -115,8 +115,9 @@ class RunFolder:
     def next_path(self, prompt: str, suffix: str) -> Path:
         """Return the path of the next video or image of a prompt.
 
-        Names are the prompt, because VBench reads it from them. Characters that file names cannot
-        have are replaced, and long prompts are cut; `vbench_prompts.json` has the full ones.
+        Files are named after the prompt, because VBench reads the prompt from the name. Characters
+        that are not allowed in file names are replaced, and long prompts are truncated;
+        `vbench_prompts.json` contains the full prompts.
         """
         stem = re.sub(r"[/\\\x00-\x1f]", "_", prompt).strip() or "no prompt"
         stem = stem.encode()[:_LONGEST_NAME].decode(errors="ignore")
@@ -126,7 +127,7 @@ class RunFolder:
         return path
 
     def add(self, path: Path, **fields: Any) -> MadeFile:
-        """Add a file that was written at `next_path`. `fields` are those of `MadeFile`."""
+        """Add a file that was written to `next_path`. `fields` are those of `MadeFile`."""
         made = MadeFile(file=str(path.relative_to(self.path)), **fields)
         self.run.files.append(made)
         if made.program is not None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a video follows the keys that were held: turns, steps and returns of its camera.
+"""Checks whether a video follows the keys that were held: turns, steps and returns of its camera.
 
-A key program consists of turns of equal length, as in WBench. Each turn holds one key, or none.
+A key program consists of phases of equal length, called turns, as in WBench. In each turn one key
+or no key is held.
 """
 
 # T frames, L latent frames, H height, W width
@@ -27,14 +28,14 @@ PROGRAMS: Final[Mapping[str, tuple[str, ...]]] = {
     "right_and_back": ("l", "j"),
     "loop": ("l", "w", "s", "j"),
 }
-"""Key of each turn by the name of the program. w and s walk, j and l turn left and right."""
+"""Keys of the turns of each program. w and s walk, j and l turn left and right."""
 _NOT_TURNED_DEGREES: Final = 0.1
 _NOT_GROWN: Final = 1.001
-"""Motion per latent frame below which a camera stands still."""
+"""Motion per latent frame below which a camera counts as standing still."""
 _WIDTH: Final = 320
-"""Larger frames are reduced to this width, which is exact enough and saves time."""
+"""Larger frames are downscaled to this width, which is accurate enough and saves time."""
 _SAME_PLACE: Final = 0.05
-"""Distance of poses that show the same view, in the unit of `_distance`."""
+"""Maximum distance of poses that show the same view, in the unit of `_distance`."""
 _WHOLE_STEP: Final = 0.7
 
 
@@ -42,7 +43,9 @@ class Controls(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Keys that were held while a video was generated."""
 
     keys: list[str]
-    """Camera keys held in each latent frame, as letters; the first one is the start image's."""
+    """Camera keys held in each latent frame, as letters; the first entry belongs to the start
+    image.
+    """
     first_frames: int
     """Video frames of the first latent frame."""
     later_frames: int
@@ -50,7 +53,9 @@ class Controls(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     focal: float
     """Focal length of the camera, divided by the width of the image."""
     turn_degrees: float | None = None
-    """Turn by a look key in one latent frame. None: the model defines none."""
+    """Angle in degrees by which a look key turns the camera in one latent frame. None: the model
+    does not define it.
+    """
     world_poses: list[list[float]] | None = None
     """x_m, z_m, heading_degrees and pitch_degrees of each latent frame. None: unknown."""
 
@@ -60,15 +65,17 @@ class Controls(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def program_keys(program: str, turn: int) -> list[str]:
-    """Return the keys of a program: none in the first latent frame, then `turn` for each turn."""
+    """Return the keys of a program: none in the first latent frame, then `turn` latent frames for
+    each turn.
+    """
     return ["", *(key for key in PROGRAMS[program] for _ in range(turn))]
 
 
 def steering(frames_THWC: np.ndarray, controls: Controls) -> dict[str, float]:
     """Compare the motion of a video with the keys that were held.
 
-    Latent frames with one of j and l count as turns, those with one of w and s as steps. All others
-    are ignored, and steps that a wall stopped according to the world poses.
+    Latent frames with either j or l count as turns, those with either w or s as steps. All others
+    are ignored, as are steps that were stopped by a wall according to the world poses.
 
     Args:
         frames_THWC: Frames, uint8 RGB, `controls.num_frames` or more.
@@ -117,8 +124,8 @@ def steering(frames_THWC: np.ndarray, controls: Controls) -> dict[str, float]:
 
 
 def _stopped_steps(controls: Controls) -> set[int]:
-    """Return the latent frames whose step has less than `_WHOLE_STEP` of the longest one's length
-    in the direction of the view.
+    """Return the latent frames whose step, projected on the viewing direction, is shorter than
+    `_WHOLE_STEP` of the longest step.
     """
     poses = controls.world_poses or []
     ahead = {}
@@ -135,7 +142,8 @@ def _stopped_steps(controls: Controls) -> set[int]:
 def farthest_if_returned(controls: Controls) -> int | None:
     """Return the latent frame at which the camera is farthest from its start.
 
-    Its path is that of the world poses if they are known, because walls may have stopped it.
+    The path is taken from the world poses if they are known, because walls may have stopped the
+    camera.
 
     Returns:
         The index, or None if the camera does not leave its start or does not return to it.
@@ -150,7 +158,7 @@ def farthest_if_returned(controls: Controls) -> int | None:
 
 
 def _distance(pose: Sequence[float], start: Sequence[float]) -> float:
-    """Return the distance of two poses, of which 10 degrees count as a unit of length."""
+    """Return the distance of two poses, where 10 degrees count as one unit of length."""
     turned = [abs((a - b + 180) % 360 - 180) for a, b in zip(pose[2:], start[2:], strict=True)]
     return math.hypot(pose[0] - start[0], pose[1] - start[1]) + max(turned) / 10
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`PipelineAdapters`: loads, selects and unloads the LoRA adapters of a pipeline.
 
-An adapter is loaded into the pipeline's modules once and is disabled there. A request selects
-adapters by name, with strengths. The result of a request without adapters is exactly that of a
+An adapter is loaded into the pipeline's modules once and is disabled by default. A request selects
+adapters by name, with strengths. The result of a request without adapters is identical to that of a
 pipeline without adapters.
 """
 
@@ -23,11 +23,11 @@ from vllm_omni.outputs import RequestFailed
 logger = logging.getLogger("vllm." + __name__)
 
 Selection = tuple[tuple[str, float], ...]
-"""Names and strengths of the adapters of a request, in its order."""
+"""Names and strengths of the adapters of a request, in the order of the request."""
 
 
 class PipelineAdapters:
-    """LoRA adapters of one pipeline.
+    """The LoRA adapters of one pipeline.
 
     Args:
         sources: Adapters to load with the pipeline, by name.
@@ -37,8 +37,9 @@ class PipelineAdapters:
         self._sources = dict(sources)
         self._ids: dict[int, str] = {}
         self._active: Selection | None = None
-        """Adapters enabled in the pipeline. None if unknown, because one was loaded or unloaded
-        since."""
+        """Adapters enabled in the pipeline. None if unknown, because an adapter was loaded or
+        unloaded since then.
+        """
 
     @property
     def names(self) -> list[str]:
@@ -64,7 +65,7 @@ class PipelineAdapters:
     def add_adapter(
         self, pipeline: Any, name: str, source: LoraSource, number: int | None = None
     ) -> bool:
-        """Load one more adapter.
+        """Load an additional adapter.
 
         Args:
             pipeline: The pipeline.
@@ -73,10 +74,10 @@ class PipelineAdapters:
             number: Id of the adapter in vLLM, if vLLM added it.
 
         Returns:
-            False if an adapter of this name and source is already loaded.
+            False if an adapter with this name and source is already loaded.
 
         Raises:
-            ValueError: The name is in use, or the adapter cannot be loaded.
+            ValueError: The name is already in use, or the adapter cannot be loaded.
         """
         if name in self._sources:
             if self._sources[name] != source:
@@ -91,7 +92,7 @@ class PipelineAdapters:
         return True
 
     def remove(self, pipeline: Any, name: str) -> bool:
-        """Unload an adapter. Returns False if there is none of that name."""
+        """Unload an adapter. Returns False if there is no adapter with that name."""
         if name not in self._sources:
             return False
         self._active = None
@@ -102,7 +103,9 @@ class PipelineAdapters:
         return True
 
     def remove_number(self, pipeline: Any, number: int) -> bool:
-        """Unload the adapter with an id of vLLM. Returns False if there is none."""
+        """Unload the adapter with an id of vLLM. Returns False if there is no adapter with
+        that id.
+        """
         return number in self._ids and self.remove(pipeline, self._ids[number])
 
     def select(self, wanted: Any) -> Selection:
@@ -206,7 +209,7 @@ def _load(pipeline: Any, name: str, source: LoraSource) -> None:
 
 
 def _not_finite(pipeline: Any, name: str) -> str | None:
-    """Return the first strength or tensor of an adapter that is not finite, or None."""
+    """Return the first non-finite strength or tensor of an adapter, or None."""
     from peft.tuners.lora import LoraLayer
 
     for component in pipeline.components.values():

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of a request to the arguments of a pipeline's `__call__`, with validation.
+"""Converts a request to the arguments of a pipeline's `__call__`, and validates them.
 
 The signature of the pipeline class defines the options. A request field or option without a
-matching argument is an error that lists the valid ones; it is never ignored. Values are validated
-as far as possible without running the pipeline. This module names no model.
+matching argument is never ignored: it is an error that lists the valid ones. Values are validated
+as far as possible without running the pipeline. This module does not depend on a model.
 """
 
 import json
@@ -65,7 +65,7 @@ _FROM_FIELDS = (
     ),
     *("cross_attention_kwargs", "padding_mask_crop"),
 )
-"""Arguments that requests set through their fields, or not at all."""
+"""Arguments that requests set through dedicated fields, or cannot set."""
 _FRAME_RATE = ("frame_rate", "fps")
 _MAX_LIST = 1000
 _MAX_IMAGES = 8
@@ -77,12 +77,14 @@ _Change = Annotated[float, msgspec.Meta(gt=0, le=10)]
 
 @dataclass(frozen=True)
 class PipelineInfo:
-    """Properties of a loaded pipeline. They are read once. Requests are validated against them."""
+    """Properties of a loaded pipeline. They are read once per pipeline. Requests are validated
+    against them.
+    """
 
     class_name: str
     """Pipeline class."""
     parameters: Parameters
-    """Parameters of its `__call__`."""
+    """Parameters of the pipeline's `__call__`."""
     conventions: PipelineConventions
     """Prompt suffixes and aspect ratios of the class."""
     size_multiple: int
@@ -90,7 +92,7 @@ class PipelineInfo:
     frame_stride: int
     """The number of frames must be 1 plus a multiple of this."""
     guidance: str | None
-    """Argument for the guidance scale, if there is one."""
+    """Name of the argument for the guidance scale, if there is one."""
     text_widths: tuple[int, ...]
     """Possible widths of text embeddings; empty if unknown."""
     tensor_dtype: torch.dtype
@@ -135,9 +137,9 @@ class PipelineInfo:
 
 
 def _size_multiple(attributes: Mapping[str, Any], denoiser_config: Mapping[str, Any]) -> int:
-    """Return the pixels per token and side: the VAE's scale factor times the patch size.
+    """Return the number of pixels per token and side: the VAE's scale factor times the patch size.
 
-    Pipeline classes store them under different names.
+    Pipeline classes store these values under different names.
     """
     scale = attributes.get("vae_scale_factor_spatial") or attributes.get("vae_scale_factor") or 1
     patch = denoiser_config.get("patch_size")
@@ -253,7 +255,7 @@ def _adapters(params: DiffusionParams, own: Mapping[str, Any]) -> Any:
 
 
 def _first_block_cache(own: Mapping[str, Any], options: DiffusersOptions) -> float | None:
-    """Return the threshold of the first-block cache that a request names."""
+    """Return the threshold of the first-block cache that a request specifies."""
     if "first_block_cache" not in own:
         return None
     if options.interleave > 1:
@@ -391,7 +393,8 @@ def _size(
 ) -> None:
     """Set height and width.
 
-    They come from the aspect ratio, else from the request, else from the deployment's defaults.
+    They come from the aspect ratio, otherwise from the request, otherwise from the deployment's
+    defaults.
 
     Without any of these, the pipeline chooses.
     """

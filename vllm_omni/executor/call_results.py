@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of a pipeline's output to tensors of the envelope.
+"""Converts the output of a pipeline to tensors of the envelope.
 
 These are `images`, uint8 [N, H, W, 3], or `frames`, uint8 [T, H, W, 3]. Values are quantized as in
-diffusers (`numpy_to_pil`: times 255, round half to even), on the device before the copy, so the
+diffusers (`numpy_to_pil`: times 255, round half to even) on the device before the copy, so that the
 bytes equal those of `output_type="pil"`.
 """
 
@@ -26,7 +26,7 @@ def result_tensors(output: Mapping[str, Any], *, video: bool) -> dict[str, torch
         video: Whether the output is a video.
 
     Raises:
-        TypeError: The output has another type, which the message names.
+        TypeError: The output has another type. The message names it.
     """
     value = _main_value(output)
     pixels = _to_uint8(value)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of a request's tensors to arguments of a pipeline.
+"""Converts the tensors of a request to arguments of a pipeline.
 
 Images become PIL images; embeddings are moved to the pipeline's device. Names are those of the
 pipeline's arguments, except for `mask` (`mask_image`) and `image_1`, `image_2`, and so on (further
 images of `image`), which endpoints send. A wrong dtype, shape or value is an error that names the
-tensor. This module names no model.
+tensor. This module does not depend on a model.
 """
 
 import re
@@ -120,7 +120,7 @@ def _numbers(
     device: torch.device,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Validate and move embeddings [L, D] or [D], masks [L], or latents.
+    """Validate embeddings [L, D] or [D], masks [L], or latents, and move them to the device.
 
     Embeddings and masks get a batch dimension of 1.
     """

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DiffusersPipelineExecutor`: vLLM's executor interface over one diffusers pipeline.
+"""`DiffusersPipelineExecutor`: vLLM's executor interface for a diffusers pipeline.
 
     vllm serve DIR --distributed-executor-backend vllm_omni.executor.DiffusersPipelineExecutor
     --config-format omni
 
-The pipeline runs in the engine's own process on one device, without vLLM's workers, model runner
+The pipeline runs in the engine's process on a single device, without vLLM's workers, model runner
 and K/V cache. `PipelineWorker` handles vLLM's `collective_rpc` calls to workers. Features that a
-pipeline does not support are refused by name.
+pipeline does not support are refused with an error that names them.
 """
 
 import logging
@@ -64,7 +64,7 @@ class DiffusersPipelineExecutor(Executor):
         """Call a method of the only worker immediately. `timeout` is ignored.
 
         Returns:
-            A list of one result, or its future if `non_block`.
+            A list with one result, or a future of it if `non_block`.
         """
         if not non_block:
             return [run_method(self.worker, method, args, kwargs or {})]
@@ -96,12 +96,12 @@ class DiffusersPipelineExecutor(Executor):
         """Check that the executor has not been shut down. The pipeline runs in the calling process.
 
         Raises:
-            RuntimeError: It has been shut down.
+            RuntimeError: The executor has been shut down.
         """
         self.worker.check_health()
 
     def shutdown(self) -> None:
-        """Stop calls at their next step and free the pipeline. Idempotent."""
+        """Stop running calls at their next step and free the pipeline. Idempotent."""
         self.worker.shutdown()
 
     def save_sharded_state(
@@ -119,7 +119,7 @@ def _done(output: ModelRunnerOutput) -> Future[ModelRunnerOutput]:
 
 
 class PipelineWorker:
-    """Methods for `collective_rpc`. Methods that clients may call return JSON types."""
+    """Methods for `collective_rpc`. Methods that clients can call return JSON types."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         end_with_parent()
@@ -162,7 +162,7 @@ class PipelineWorker:
         return {**counts, "can_suspend": False, "max_bytes": None, "chunks": {}}
 
     def fast_paths(self) -> list[dict[str, Any]]:
-        """Return no fast paths: diffusers chooses its own implementations."""
+        """Return no fast paths, because diffusers chooses its own implementations."""
         return []
 
     def engine_processes(self) -> dict[str, Any]:
@@ -180,7 +180,7 @@ class PipelineWorker:
         return {}
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
-        """Return vLLM's layouts: there is no K/V cache, but the engine requires one name."""
+        """Return vLLM's layouts. There is no K/V cache, but the engine requires a name."""
         from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 
         return [layout.name for layout in get_supported_kv_cache_layouts([])]
@@ -202,7 +202,7 @@ class PipelineWorker:
         return 0
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """Do nothing: nothing is compiled, and inputs are too diverse for a warm-up."""
+        """Do nothing, because nothing is compiled and inputs vary too much for a warm-up."""
         return CompilationTimes(language_model=0.0, encoder=0.0)
 
     def supports_draft_weight_updates(self) -> bool:
@@ -215,8 +215,9 @@ class PipelineWorker:
             torch.cuda.synchronize(self.device)
 
     def device_memory(self) -> dict[str, int]:
-        """Return the bytes in use on the device and torch's peak since start, or an empty result on
-        a CPU."""
+        """Return the bytes in use on the device and torch's peak since startup, or an empty result
+        on a CPU.
+        """
         if self.device.type != "cuda":
             return {}
         free, total = torch.cuda.mem_get_info(self.device)
@@ -229,9 +230,9 @@ class PipelineWorker:
     def sleep(self, level: int = 1) -> dict[str, int]:
         """Free device memory.
 
-        Level 1 moves weights to the host (on a CPU it frees nothing); level 2 discards them until
-        `wake_up`. A request in progress continues after level 1. Level 2 fails it, unless vLLM has
-        aborted it.
+        Level 1 moves weights to host memory (on a CPU it frees nothing); level 2 discards them
+        until `wake_up`. A request in progress continues after level 1. Level 2 fails the running
+        request, unless vLLM has aborted it.
         """
         if level == 2:
             self.runner.cancel_all(
@@ -248,7 +249,9 @@ class PipelineWorker:
             self.runner.host.wake_up()
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Refuse to discard weights. vLLM itself only discards `kv_cache`, and there is none."""
+        """Refuse to discard weights. vLLM itself only discards `kv_cache`, which does not exist
+        here.
+        """
         if "weights" in tags:
             raise NotImplementedError("discarding weights: use sleep level 2")
 
@@ -277,7 +280,7 @@ class PipelineWorker:
     # -- adapters ----------------------------------------------------------------------------------
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter for vLLM's own call. Requests then use its name in `options.lora`."""
+        """Load an adapter through vLLM's own call. Requests then use its name in `options.lora`."""
         host, source = self.runner.host, LoraSource(path=lora_request.lora_path)
         return host.adapters.add_adapter(
             host.pipeline, lora_request.lora_name, source, lora_request.lora_int_id
@@ -306,10 +309,10 @@ class PipelineWorker:
             scale: Default strength.
 
         Returns:
-            False if it is already loaded.
+            False if the adapter is already loaded.
 
         Raises:
-            ValueError: It cannot be loaded.
+            ValueError: The adapter cannot be loaded.
         """
         host = self.runner.host
         return host.adapters.add_adapter(
@@ -378,7 +381,7 @@ class PipelineWorker:
 def _device(vllm_config: VllmConfig) -> torch.device:
     """Return the device of this engine.
 
-    As in vLLM's worker, data parallelism selects it by local rank.
+    As in vLLM's worker, the local rank of data parallelism determines the device.
     """
     kind = vllm_config.device_config.device_type
     if kind != "cuda":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`PipelineHost`: owns one loaded pipeline, its weights and its adapters.
 
-This module depends neither on requests nor on the scheduler. Weights are safetensors files. Code
-from checkpoints is never executed.
+This module does not depend on requests or the scheduler. Weights are safetensors files. Code from
+checkpoints is never executed.
 """
 
 import copy
@@ -35,9 +35,9 @@ class PipelineHost:
         path: Pipeline directory.
         options: Options of the deployment.
         device: Device of the pipeline.
-        dtype: Dtype of all components that are not in `options.component_dtypes`.
-        random_weights: Whether to draw random weights on the device instead of loading them. For
-            measurements with `--load-format dummy`.
+        dtype: Dtype of all components that are not listed in `options.component_dtypes`.
+        random_weights: Whether to generate random weights on the device instead of loading weights.
+            For measurements with `--load-format dummy`.
 
     Raises:
         ValueError: The directory or an option is not supported.
@@ -77,7 +77,7 @@ class PipelineHost:
         """The pipeline.
 
         Raises:
-            RuntimeError: Its weights are discarded (sleep level 2).
+            RuntimeError: The weights have been discarded (sleep level 2).
         """
         if self._pipeline is None:
             raise RuntimeError(
@@ -101,7 +101,7 @@ class PipelineHost:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
     def load(self) -> None:
-        """Load the components to the devices that the options define, with the configured adapters.
+        """Load the components to the devices defined by the options, with the configured adapters.
 
         Raises:
             ValueError: The directory or an option is not supported.
@@ -161,7 +161,7 @@ class PipelineHost:
         """Load the pipeline again.
 
         Args:
-            path: Another directory of the same pipeline class; None is the current one.
+            path: Another directory of the same pipeline class. None selects the current one.
 
         Raises:
             ValueError: The class differs, or the directory is not supported.
@@ -202,9 +202,10 @@ class PipelineHost:
             denoiser.set_attention_backend(self.options.attention_backend)
 
     def call_object(self) -> Any:
-        """Return a pipeline for one call: the loaded modules with a separate state and scheduler.
+        """Return a pipeline for one call: the loaded modules, with separate state and a separate
+        scheduler.
 
-        Calls can therefore be interleaved step by step, and an abandoned call has no effect on
+        Calls can therefore be interleaved step by step, and an abandoned call does not affect
         others. Offloading stores hooks on the pipeline object, so with offloading the pipeline
         itself is returned, with a new scheduler.
         """
@@ -215,7 +216,7 @@ class PipelineHost:
         return pipeline
 
     def after_abandoned_call(self) -> None:
-        """Move offloaded weights back to the host after a call that did not run to its end."""
+        """Move offloaded weights back to the host after a call that was not completed."""
         if self.options.offload == "model" and self._pipeline is not None:
             self._pipeline.maybe_free_model_hooks()
 
@@ -244,7 +245,8 @@ class PipelineHost:
             level: 1 moves weights to the host. 2 discards them; `wake_up` loads them from disk.
 
         Returns:
-            Bytes freed on the device under the key `freed`. On a CPU level 1 frees nothing.
+            Number of bytes freed on the device, under the key `freed`. On a CPU level 1 frees
+            nothing.
 
         Raises:
             ValueError: The level is invalid.

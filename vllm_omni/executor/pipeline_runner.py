@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`PipelineRunner`: runs scheduled requests, one denoise step of each per engine step.
 
-It sequences its parts: requests (`RequestStates`), the pipeline (`PipelineHost`), and one worker
-thread (`WorkerThread`) for each request that may run at once (`omni.model.interleave`, by default
-one; other requests wait in the scheduler's order). In its first engine step a request runs its
-encoding and first denoise step, then one step each, and finally its decode. Between engine steps
-its thread is paused, so an abort takes effect before the next step.
+It sequences its parts: requests (`RequestStates`), the pipeline (`PipelineHost`), and a worker
+thread (`WorkerThread`) for each request that may run concurrently (`omni.model.interleave`, by
+default one; other requests wait in the scheduler's order). In its first engine step, a request runs
+its encoding and first denoise step, then one denoise step per engine step, and finally its decode.
+Between engine steps its thread is paused, so an abort takes effect before the next step.
 
 Invariants (tests/executor/):
-- The result is bit-identical to calling the pipeline directly, whatever else is served.
+- The result is bit-identical to calling the pipeline directly, regardless of other requests.
 - A request that fails or is aborted affects only itself. An error of the device ends the engine.
 - A finished, failed or aborted request leaves no memory allocated on the device.
 """
@@ -61,12 +61,12 @@ class RunningCall:
 
 
 class PipelineRunner:
-    """Runs the requests of one pipeline. All methods are called from one thread.
+    """Runs the requests of one pipeline. All methods must be called from one thread.
 
     Args:
-        host: Loads the pipeline and calls it.
-        step_at_a_time: Whether an engine step runs one denoise step. If false, it runs a whole
-            request.
+        host: Loads and calls the pipeline.
+        step_at_a_time: Whether an engine step runs one denoise step. If false, each engine step
+            runs a whole request.
         on_thread_start: Called first on every worker thread.
     """
 
@@ -88,8 +88,9 @@ class PipelineRunner:
             for number in range(host.options.interleave)
         ]
         self.on_step: Callable[[], None] = lambda: None
-        """Called after each step on the worker thread, for example by a profiler that counts
-        steps."""
+        """Called on the worker thread after each step, for example by a profiler that
+        counts steps.
+        """
 
     def _start_thread(self) -> None:
         self._on_thread_start()
@@ -99,7 +100,7 @@ class PipelineRunner:
     # -- the engine step ---------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step of each scheduled request that has a worker thread or gets one."""
+        """Run one step of each scheduled request that has a worker thread or is assigned one."""
         for request_id in scheduler_output.finished_req_ids:
             self._drop(request_id)
         for data in scheduler_output.scheduled_new_reqs:
@@ -115,7 +116,7 @@ class PipelineRunner:
         )
 
     def _step(self, state: RequestState) -> torch.Tensor | None:
-        """Return the envelope of a request that has finished or failed, else None."""
+        """Return the envelope of a request that has finished or failed, otherwise None."""
         try:
             if state.failure is not None:
                 raise state.failure
@@ -140,7 +141,7 @@ class PipelineRunner:
             return pack_error(failure.code, failure.message)
 
     def _admit(self, state: RequestState) -> bool:
-        """Validate a request and assign a worker thread. Returns False if none is free."""
+        """Validate a request and assign a worker thread. Returns False if no thread is free."""
         thread = next((thread for thread in self._threads if not thread.busy), None)
         if thread is None:
             return False
@@ -239,7 +240,7 @@ class PipelineRunner:
             logger.exception("the pipeline failed while its call was cancelled")
 
     def cancel_all(self, failure: RequestFailed) -> None:
-        """Cancel every call. Requests that the scheduler still runs fail with `failure`."""
+        """Cancel every call. Requests that the scheduler is still running fail with `failure`."""
         for request_id in list(self._running):
             self._release(request_id)
             state = self.requests.get(request_id)
@@ -268,7 +269,7 @@ class PipelineRunner:
         return progress
 
     def on_worker_thread(self, function: Callable[[], None]) -> None:
-        """Run a function on the first worker thread, the only one without interleaving."""
+        """Run a function on the first worker thread, which is the only one without interleaving."""
         self._threads[0].call(function)
 
 
@@ -298,11 +299,11 @@ def _session_operation(state: RequestState) -> dict[str, Any]:
 
 
 def _as_failure(error: Exception, *, started: bool) -> RequestFailed:
-    """Convert an exception to the error for the client.
+    """Convert an exception to an error for the client.
 
-    Errors after which the device is unusable are raised again; they end the engine. A pipeline
-    validates its arguments before its first step and raises ValueError or TypeError. The client
-    gets their text if it is short and contains no path, address or tensor.
+    Errors after which the device is unusable are re-raised and end the engine. A pipeline validates
+    its arguments before its first step and raises ValueError or TypeError. The client receives the
+    text if it is short and contains no path, address or tensor.
     """
     if isinstance(error, RequestFailed):
         return error

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Components of a pipeline directory with random weights, drawn on their device.
+"""Creates the components of a pipeline directory with random weights, generated on their device.
 
 Only configs are read.
 
-Used for `--load-format dummy`, to measure real sizes without weights. 20 billion parameters take
-seconds on a GPU, because nothing is initialised on the host. The values depend only on the name of
-the component.
+This is used for `--load-format dummy`, to measure real sizes without weights. 20 billion parameters
+take seconds on a GPU, because nothing is initialised on the host. The values depend only on the
+name of the component.
 """
 
 import importlib
@@ -94,7 +94,9 @@ def _random(
 
 
 def _stays_in_float32(model_class: Any, library: str, dtype: torch.dtype) -> set[str]:
-    """Return the modules that the model's class keeps in float32 when loaded in another dtype."""
+    """Return the modules that the model's class keeps in float32 when it is loaded with another
+    dtype.
+    """
     names = (
         _names(model_class, "_keep_in_fp32_modules")
         if library == "diffusers" or dtype == torch.float16
@@ -104,6 +106,7 @@ def _stays_in_float32(model_class: Any, library: str, dtype: torch.dtype) -> set
 
 
 def _names(model_class: Any, name: str) -> set[str]:
-    """Return a class attribute that holds names, or an empty result if the class does not have
-    it."""
+    """Return a class attribute that holds names, or an empty result if the class has no such
+    attribute.
+    """
     return set(getattr(model_class, name, None) or ())

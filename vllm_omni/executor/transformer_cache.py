@@ -3,7 +3,7 @@
 
 A forward pass computes the first block. If its result has changed little since the last full
 forward pass (diffusers' `FirstBlockCacheConfig`), the contribution of the other blocks in that pass
-is reused. A cached forward pass therefore still costs one block.
+is reused. A cached forward pass therefore still costs the first block.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ _DENOISERS = ("transformer", "transformer_2")
 
 @contextmanager
 def cached_steps(pipeline: Any, threshold: float | None) -> Iterator[Callable[[], dict[str, Any]]]:
-    """Context in which the transformers of a pipeline cache their steps.
+    """Context manager in which the transformers of a pipeline cache their steps.
 
     Args:
         pipeline: The pipeline.
@@ -27,12 +27,11 @@ def cached_steps(pipeline: Any, threshold: float | None) -> Iterator[Callable[[]
             it.
 
     Yields:
-        A function that returns metadata for the result: the threshold, and the share of forward
-            passes
-        that were computed in full.
+        A function that returns metadata for the result: the threshold, and the fraction of forward
+            passes that were computed in full.
 
     Raises:
-        RequestFailed: `invalid_request`: diffusers has no cache for this pipeline.
+        RequestFailed: `invalid_request`: diffusers does not support a cache for this pipeline.
     """
     if threshold is None:
         yield dict

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WorkerThread`: a worker thread whose work pauses at defined points until its owner resumes it.
+"""`WorkerThread`: a worker thread that pauses at defined points until its owner resumes it.
 
 A pipeline's `__call__` cannot be suspended, so it runs on a separate thread. Its step callback
 pauses the thread, and the engine resumes it once per engine step. Exactly one of the two threads
-runs at any time, so neither needs locks. The thread exists as long as the lane, because a thread
+runs at any time, so no locks are needed. The thread is reused for all requests, because a thread
 per request would create a new OpenMP thread pool per request. This module does not depend on
 pipelines.
 """
@@ -22,11 +22,11 @@ class WorkCancelled(BaseException):
 
 
 class WorkerThread(Generic[T]):
-    """A worker thread that runs step by step. Its owner calls all methods from a single thread.
+    """A worker thread that runs step by step. Its owner must call all methods from a single thread.
 
     Args:
         name: Name of the thread.
-        on_thread_start: Called first on the thread, for example to select a device.
+        on_thread_start: Called first on the new thread, for example to select a device.
     """
 
     def __init__(self, name: str, on_thread_start: Callable[[], None] = lambda: None) -> None:
@@ -47,10 +47,10 @@ class WorkerThread(Generic[T]):
         return self._work is not None
 
     def start_work(self, work: Callable[[PausePoint], T]) -> None:
-        """Assign work. It starts to run with `advance`.
+        """Assign work. The work does not run until `advance` is called.
 
         Args:
-            work: Function that is called with a function that pauses the thread.
+            work: Function to run. It is called with a function that pauses the thread.
         """
         assert self._work is None, "the worker thread is busy"
         self._work = work
@@ -59,7 +59,7 @@ class WorkerThread(Generic[T]):
         """Run the work until it pauses or ends. Raises the exception of the work.
 
         Returns:
-            Whether the work has finished, and its result if so.
+            Whether the work has finished, and its result if it has.
         """
         assert self._work is not None, "the worker thread has no work"
         self._resume.release()
@@ -79,7 +79,7 @@ class WorkerThread(Generic[T]):
     def cancel(self) -> None:
         """Cancel the paused work and wait until its thread has unwound.
 
-        Does nothing without work.
+        Does nothing if there is no work.
         """
         if self._work is None:
             return

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device work that the host does not wait for: copies, single values and durations.
+"""Asynchronous device work: copies, single values and durations.
 
 `to_device` copies asynchronously, `PendingScalar` is a value that the device computes, and
-`StageTimer` measures the stages of a chunk. On devices other than CUDA, all work is done when a
-call returns.
+`StageTimer` measures the durations of the stages of a chunk. On devices other than CUDA, all calls
+are synchronous.
 """
 
 import time
@@ -27,7 +27,7 @@ class PendingScalar:
     """A value that the device computes while the host continues.
 
     Args:
-        number: Tensor of one element.
+        number: Tensor with one element.
     """
 
     def __init__(self, number: torch.Tensor) -> None:
@@ -52,7 +52,7 @@ class PendingScalar:
 
 
 class StageTimer:
-    """Durations of the stages of one chunk, for example one per denoise step."""
+    """Durations of the stages of one chunk, for example one stage per denoise step."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -76,14 +76,16 @@ class StageTimer:
     def milliseconds(self) -> dict[str, list[float]]:
         """Return the milliseconds of all stages so far by name, in order.
 
-        On CUDA, waits for all of them, on any stream.
+        On CUDA, this waits for all stages, on any stream.
         """
         for _, _, end in self._events:
             end.synchronize()
         return self.milliseconds_so_far()
 
     def milliseconds_so_far(self) -> dict[str, list[float]]:
-        """As `milliseconds`, for stages that the device has finished, without waiting."""
+        """Like `milliseconds`, but only for stages that the device has finished, without
+        waiting.
+        """
         ended = [
             (name, start.elapsed_time(end)) for name, start, end in self._events if end.query()
         ]

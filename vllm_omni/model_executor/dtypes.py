@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dtypes of parameters, and of the K/V of sessions.
+"""Dtypes of parameters, and of the K/V caches of sessions.
 
-It does not import vLLM, because `vllm-omni verify` works without vLLM.
+The module does not import vLLM, because `vllm-omni verify` works without vLLM.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def kv_cache_dtype(name: str) -> torch.dtype | None:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Context in which torch creates parameters in `dtype`."""
+    """Context manager in which torch creates parameters in `dtype`."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists of fast paths: those of a machine, and those of an engine.
+"""Lists of fast paths: those of a machine and those of an engine.
 
-`FastPath` describes one. Every function here returns choices of other modules and makes none,
-except that an engine does not use a path that its options do not need.
+`FastPath` describes one. The functions in this module only return choices made by other modules,
+except that an engine does not use a path that its options do not require.
 """
 
 from collections.abc import Callable, Sequence

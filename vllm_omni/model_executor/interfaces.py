@@ -3,19 +3,20 @@
 
 The runner (`worker/diffusion/`) sequences the calls and does not depend on latents, cameras or
 caches. A model does not depend on the scheduler, on sockets or on other requests' sessions. The
-protocols are generic in the model's types of a session and of a chunk's working set, so that mypy
-checks both sides.
+protocols are generic in the model's session type and working-set type, so that mypy checks both
+sides.
 
-Calls for one chunk, which is one request. Each line is one engine step of `StreamBatchScheduler`:
+Sequence of calls for one chunk, which is one request. Each line is one engine step of
+`StreamBatchScheduler`:
 
     prepare_encode, denoise_step, step_scheduler        step 0
     denoise_step, step_scheduler                        steps 1 .. num_steps-1
     ... then, after the last step: post_decode, commit
 
 The clean-context pass of a strict causal model is its last step (`DiffusionRequest.clean_passes`).
-`post_decode` precedes it, because the latents are final by then. Before `commit`, nothing of a
-session changes that can influence a later chunk. `commit` only replaces references and counters, so
-it cannot fail half-way.
+`post_decode` is called before that pass, because the latents are already final. Before `commit`, no
+state of a session changes that can affect a later chunk. `commit` only replaces references and
+counters, so it cannot fail half-way.
 """
 
 from abc import ABC, abstractmethod
@@ -36,8 +37,9 @@ from vllm_omni.tensors.saved import SavedTensors
 Inputs = tuple[DiffusionParams, dict[str, torch.Tensor]]
 
 SHORT_WINDOW = "short_window"
-"""Degradation of a session whose K/V window could not grow to its full length
-(`omni.kv_growth`)."""
+"""Name of the degradation of a session whose K/V window could not grow to its full length
+(`omni.kv_growth`).
+"""
 
 
 class SessionState(ABC):
@@ -49,23 +51,26 @@ class SessionState(ABC):
         self.chunk_index = 0
         """Number of committed chunks, which is the index of the next one."""
         self.failure: RequestFailed | None = None
-        """Reason why no chunk can follow: a chunk was committed on other ranks, but its decode
-        failed on this one. None: no failure."""
+        """Reason why no further chunk is possible: a chunk was committed on other ranks, but its
+        decode failed on this one. None: no failure.
+        """
         self.adapters: Selection = ()
-        """LoRA adapters of the last committed chunk. The next one uses them too, unless its request
-        names others."""
+        """LoRA adapters of the last committed chunk. The next chunk uses them too, unless its
+        request specifies others.
+        """
         self.degradations: tuple[str, ...] = ()
         """Degradations of all further chunks."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of device and host memory. Only `grow` changes it: other buffers are allocated at
-        full size."""
+        """Bytes of device and host memory. Only `grow` changes this value: all other buffers are
+        allocated at full size.
+        """
 
     @property
     def growing_nbytes(self) -> int:
-        """Bytes of `nbytes` that torch's allocator does not know, because `grow` allocates them."""
+        """Part of `nbytes` that is not allocated by torch's allocator but by `grow`."""
         return 0
 
     def missing_nbytes(self) -> int:
@@ -81,7 +86,9 @@ class SessionState(ABC):
 
     @property
     def held_frames(self) -> int:
-        """Frames of the K/V window that have memory. 0: not known, the size is constant."""
+        """Number of frames of the K/V window that have memory. 0: unknown, because the size is
+        constant.
+        """
         return 0
 
     def limit_window(self, frames: int) -> None:  # noqa: B027
@@ -89,15 +96,15 @@ class SessionState(ABC):
 
     @abstractmethod
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return every tensor that can influence a later chunk, by stable name.
+        """Return every tensor that can affect a later chunk, by a stable name.
 
-        Forks, digests and snapshots use it. Slots of a ring buffer whose K/V no later chunk attends
-        to are left out.
+        Used for forks, digests and snapshots. Slots of a ring buffer whose K/V no later chunk
+        attends to are omitted.
         """
 
     @abstractmethod
     def scalars(self) -> dict[str, Any]:
-        """Return every other value that can influence a later chunk, JSON types only."""
+        """Return every other value that can affect a later chunk, as JSON types."""
 
     @abstractmethod
     def fork(self, session_id: str) -> "SessionState":
@@ -105,29 +112,32 @@ class SessionState(ABC):
 
     @abstractmethod
     def to(self, device: torch.device | str) -> None:
-        """Move every buffer to `device`. Sleep mode moves sessions to the host and back."""
+        """Move every buffer to `device`. Sleep mode uses this to move sessions to the host and
+        back.
+        """
 
     def start_params(self) -> DiffusionParams:
-        """Return params of a first chunk with which `new_session` creates a session of equal sizes.
+        """Return parameters of a first chunk for which `new_session` creates a session of the same
+        size.
 
         Raises:
-            RequestFailed: `unsupported`; the sessions of this model end with their request.
+            RequestFailed: `unsupported`: sessions of this model end with their request.
         """
         raise RequestFailed(
             "unsupported", "sessions of this model end with their request and cannot be saved"
         )
 
     def restore(self, scalars: Mapping[str, Any], saved: SavedTensors) -> None:
-        """Restore a saved session, or bring it to a later state of the same session.
+        """Restore a saved session, or update it to a later state of the same session.
 
-        Called on a new session, and on one that was restored and has run no chunk since.
+        Called on a new session, or on a restored session that has not run a chunk since then.
 
         Args:
             scalars: Result of `scalars()`, from an untrusted file.
             saved: Result of `tensors()`, from an untrusted file.
 
         Raises:
-            RequestFailed: `invalid_snapshot`; a value or a tensor does not fit.
+            RequestFailed: `invalid_snapshot`: a value or a tensor does not match.
         """
         raise RequestFailed(
             "unsupported",
@@ -148,7 +158,7 @@ Result = tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]
 class DiffusionRequest(Generic[Session, Work]):
     """One chunk in flight on one rank.
 
-    `Session` and `Work` are the model's types of a session and of a chunk's working set.
+    `Session` and `Work` are the model's types for a session and for the working set of a chunk.
     """
 
     request_id: str
@@ -158,31 +168,35 @@ class DiffusionRequest(Generic[Session, Work]):
     tensors: Mapping[str, torch.Tensor]
     """Input tensors of the request, by name."""
     session: Session
-    """Session of the chunk, as of the last commit."""
+    """Session of the chunk, in its state after the last commit."""
     num_steps: int = 0
     """Number of forward passes, set by `prepare_encode`. 0: not prepared."""
     clean_passes: int = 0
-    """Number of these passes that come last and leave the latents unchanged, set by
-    `prepare_encode`."""
+    """Number of final passes that leave the latents unchanged, set by `prepare_encode`."""
     step: int = 0
-    """Index of the next pass. Only the runner's role writes it."""
+    """Index of the next pass. Written only by the runner's role."""
     state: Work | None = None
     """The model's working set of this chunk: latents, noise, conditioning. Owned by the model."""
     predecessor: "DiffusionRequest[Session, Work] | None" = None
-    """The previous chunk of the session if it is in flight (`SupportsChunksInFlight`). It has
-    been prepared and started. None: the chunk follows the committed session. Only `prepare_encode`
-    reads it; it is None afterwards."""
+    """The previous chunk of the session if it is in flight (`SupportsChunksInFlight`). The
+    predecessor has been prepared and started. None: the chunk follows the committed session. Only
+    `prepare_encode` reads it; it is None afterwards.
+    """
     degradations: tuple[str, ...] = ()
     """Degradations that the scheduler requests for this chunk, set before `prepare_encode`.
-    `post_decode` removes the ones that were not applied. The result's meta names the others."""
+    `post_decode` removes those that were not applied. The metadata of the result contains the
+    remaining ones.
+    """
     adapters: Selection = ()
     """LoRA adapters of all forward passes of this chunk."""
     same_adapters: bool = True
-    """Whether the previous chunk used the same adapters. If not, cached results that depend on
-    weights are invalid."""
+    """Whether the previous chunk used the same adapters. If False, cached results that depend on
+    weights are invalid.
+    """
     timer: StageTimer = field(default_factory=lambda: StageTimer(torch.device("cpu")))
-    """Timer of the stages (`encode`, `step`, `decode`, ...) of runner and model. The result's meta
-    has the times."""
+    """Timer for the stages (`encode`, `step`, `decode`, ...) of runner and model. The result's meta
+    has the times.
+    """
 
     @property
     def work(self) -> Work:
@@ -197,7 +211,7 @@ class DiffusionRequest(Generic[Session, Work]):
 
 @runtime_checkable
 class SupportsStepExecution(Protocol[Session, Work]):
-    """A model that is served one denoise step at a time.
+    """A model that can be run one denoise step at a time.
 
     All tensors are on the model's device, unless stated otherwise.
     """
@@ -206,13 +220,13 @@ class SupportsStepExecution(Protocol[Session, Work]):
     """Marks the class for the runner."""
 
     def session_nbytes(self, params: DiffusionParams) -> int:
-        """Return the bytes of `new_session(params)` on this rank.
+        """Return the size of `new_session(params)` on this rank in bytes.
 
-        Called before admission; allocates nothing.
+        Called before admission; must not allocate memory.
         """
 
     def new_session(self, params: DiffusionParams) -> Session:
-        """Create the state of a session from the params of its first chunk.
+        """Create the state of a session from the parameters of its first chunk.
 
         Raises:
             RequestFailed: Size, prompt or options are invalid.
@@ -221,19 +235,21 @@ class SupportsStepExecution(Protocol[Session, Work]):
     def prepare_encode(self, request: DiffusionRequest[Session, Work]) -> None:
         """Validate the inputs, encode text, image and camera, sample noise and set `num_steps`.
 
-        Runs on every rank with equal results and without collectives.
+        Runs on every rank with identical results and without collectives.
 
         Raises:
             RequestFailed: An input is invalid.
         """
 
     def batch_key(self, request: DiffusionRequest[Session, Work]) -> Hashable:
-        """Return a key: requests with equal keys may share a `denoise_step` at different steps."""
+        """Return the batch key: requests with equal keys may share a `denoise_step`, even at
+        different steps.
+        """
 
     def denoise_step(
         self, batch: Sequence[DiffusionRequest[Session, Work]], hidden: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Run one forward pass. Each request has its own step.
+        """Run one forward pass of the transformer. Each request is at its own step.
 
         Args:
             batch: Requests with equal `batch_key`.
@@ -256,28 +272,29 @@ class SupportsStepExecution(Protocol[Session, Work]):
         changes."""
 
     def set_latents(self, request: DiffusionRequest[Session, Work], latents: torch.Tensor) -> None:
-        """Replace the latents on other stages by the last stage's, for the next step."""
+        """Replace the latents on other stages by those of the last stage, for the next step."""
 
     def post_decode(
         self, request: DiffusionRequest[Session, Work]
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Return `(meta, tensors)` of the result, for example `{"frames": uint8 [T, H, W, 3]}`.
 
-        Called on the last stage, only on the first of the ranks that share layers, unless they
-        decode together (`SupportsParallelDecode`). The latents are final. Clean passes may still
-        follow, so the state that they need must remain.
+        Called on the last stage, and only on the first of the ranks that share layers, unless they
+        decode together (`SupportsParallelDecode`). The latents are final. Clean-context passes may
+        follow, so the state that they need must be retained.
 
-        On CUDA it may run on a separate `cuda_stream` alongside the session's next chunk.
-        Therefore it must not synchronise with the device, and `request.state` must keep every
-        tensor that it reads or replaces.
+        On CUDA it may run on a separate `cuda_stream` alongside the session's next chunk. It must
+        therefore not synchronise with the device, and `request.state` must hold a reference to
+        every tensor that it reads or replaces.
         """
 
     def commit(self, request: DiffusionRequest[Session, Work]) -> None:
         """Add the chunk to its session on this rank: lengths, caches, camera, chunk index."""
 
     def warmup_inputs(self) -> list[Inputs]:
-        """Return requests of the largest shape, in order. The runner runs them once in a temporary
-        session."""
+        """Return requests of the largest shape, in order. The runner runs these inputs once in a
+        temporary session.
+        """
 
 
 @runtime_checkable
@@ -285,7 +302,7 @@ class HasFastPaths(Protocol):
     """A part of a model that chooses between implementations when it is built."""
 
     fast_paths: Sequence[FastPath]
-    """Its choices on this rank."""
+    """The implementations chosen on this rank."""
 
 
 @runtime_checkable
@@ -309,10 +326,10 @@ class SupportsTrajectory(Protocol[Session, Work]):
     """A model that can return the denoise steps of a chunk (`DiffusionParams.trajectory`)."""
 
     def record_trajectory(self, request: DiffusionRequest[Session, Work]) -> None:
-        """Make the result of a chunk contain its denoise steps. Called after `prepare_encode`.
+        """Include the denoise steps in the result of a chunk. Called after `prepare_encode`.
 
         Raises:
-            RequestFailed: The chunk's sampler draws no noise, or other ranks run its steps.
+            RequestFailed: The sampler of the chunk draws no noise, or its steps run on other ranks.
         """
 
 
@@ -322,8 +339,9 @@ class SupportsBatchedDecode(Protocol[Session, Work]):
     `omni.batch_invariant`."""
 
     def most_decoded_together(self, request: DiffusionRequest[Session, Work]) -> int:
-        """Return how many requests with its `batch_key` may share a decode with it. 1 means
-        none."""
+        """Return the maximum number of requests with this `batch_key` that may share a decode. 1
+        disables sharing.
+        """
 
     def post_decode_together(
         self, batch: Sequence[DiffusionRequest[Session, Work]]
@@ -336,27 +354,29 @@ class SupportsBatchedDecode(Protocol[Session, Work]):
 
 @runtime_checkable
 class SupportsSharedText(Protocol[Session, Work]):
-    """A model whose text encoder is on one rank of the engine (`ParallelContext.encodes`)."""
+    """A model whose text encoder runs on a single rank of the engine
+    (`ParallelContext.encodes`).
+    """
 
     def texts(self, request: DiffusionRequest[Session, Work]) -> list[torch.Tensor]:
-        """Return the text embeddings of the prompts that `prepare_encode` has read.
+        """Return the text embeddings of the prompts that `prepare_encode` has processed.
 
-        Number, shapes and order are equal on all ranks. On ranks that do not encode, the tensors
-        are uninitialised; the runner fills them before the chunk's first step.
+        Number, shapes and order are equal on all ranks. On ranks without the text encoder, the
+        tensors are uninitialised; the runner fills them before the chunk's first step.
         """
 
 
 @runtime_checkable
 class SupportsVAEStage(Protocol[Session, Work]):
-    """A model whose decoder can be a pipeline stage of its own (`omni.vae_stage`).
+    """A model whose decoder can run as a separate pipeline stage (`omni.vae_stage`).
 
-    The model of that stage has no layers. There `prepare_encode` only checks the request, and of
-    the other methods only `post_decode` and `commit` are called. Before `unpack_decode_state`,
-    `latents` returns a tensor of the chunk's size on any device.
+    The model of that stage has no layers. On that stage `prepare_encode` only validates the
+    request, and of the other methods only `post_decode` and `commit` are called. Before
+    `unpack_decode_state`, `latents` returns a tensor of the chunk's size on any device.
     """
 
     def pack_decode_state(self, request: DiffusionRequest[Session, Work]) -> dict[str, Any]:
-        """Return the values that the decode needs in addition to the clean latents, JSON types.
+        """Return the values that decoding needs in addition to the clean latents, as JSON types.
 
         Called on the last stage with layers; must not synchronise with the device.
         """
@@ -390,7 +410,7 @@ class SupportsParallelDecode(Protocol):
         """Return whether the decode is split.
 
         `post_decode` is then collective: all of these ranks call it for the same chunks in the same
-        order. Only the result of the first rank is used; others may omit the tensors.
+        order. Only the result of the first rank is used; other ranks may omit the tensors.
         """
 
 
@@ -414,22 +434,22 @@ class SupportsLayerMoves(Protocol):
 class LayeredModel(
     SupportsStepExecution[Session, Work], SupportsLayerMoves, Protocol[Session, Work]
 ):
-    """A model that is served in steps and whose layers can move."""
+    """A model that runs step by step and whose layers can be moved."""
 
 
 @runtime_checkable
 class SupportsChunksInFlight(Protocol):
     """A model that can start a session's next chunk before the previous one is complete
-    (`omni.chunks_in_flight`, `omni.pipeline` "temporal").
+    (`omni.chunks_in_flight`, or `omni.pipeline` "temporal").
 
-    `prepare_encode` starts from `request.predecessor` if it is set, else from the session. A step
-    of a chunk runs only after its predecessor has run `lag_steps` more steps or is complete. Chunks
-    are decoded and committed in order. If a chunk is dropped, all later ones are dropped too, and
-    the session continues from its committed state. The second chunk of a session starts after the
-    first is committed.
+    `prepare_encode` starts from `request.predecessor` if it is set, otherwise from the session. A
+    step of a chunk runs only after its predecessor has run `lag_steps` more steps or is complete.
+    Chunks are decoded and committed in order. If a chunk is dropped, all later ones are dropped
+    too, and the session continues from its committed state. The second chunk of a session starts
+    after the first is committed.
 
     In a temporal pipeline, each stage calls `denoise_step` and `step_scheduler` only for its own
-    step. On every stage but the last, the latents of the request at `commit` are those that entered
+    step. On every stage except the last, the latents of the request at `commit` are the inputs of
     the last step.
     """
 
@@ -437,6 +457,6 @@ class SupportsChunksInFlight(Protocol):
     def lag_steps(self) -> int:
         """Distance in steps between consecutive chunks.
 
-        At least 1 and more than `clean_passes`, so that latents become final in the order of the
+        At least 1 and greater than `clean_passes`, so that latents become final in the order of the
         chunks.
         """

@@ -18,10 +18,11 @@ class ModelOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     sequence_parallel: bool = False
     """Use the tensor-parallel ranks for Ulysses sequence parallelism."""
     compile: bool | None = None
-    """Compile pointwise ops and streaming decoders with torch.compile: the largest size at start,
+    """Compile pointwise ops and streaming decoders with torch.compile: the largest size at startup,
     other sizes at their first use. On CUDA, the pointwise ops of Wan transformers and the Wan VAE's
     decoder in half precision have kernels and are not compiled. Default: true on CUDA, unless the
-    engine runs with --enforce-eager."""
+    engine runs with --enforce-eager.
+    """
 
     def vae_torch_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         return {"fp32": torch.float32, "bf16": torch.bfloat16, None: model_dtype}[self.vae_dtype]

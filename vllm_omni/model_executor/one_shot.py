@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`OneShotSession`: the session of a request for one image or one video, which ends with it."""
+"""`OneShotSession`: the session of a single image or video request, which ends with the request."""
 
 from typing import Any
 

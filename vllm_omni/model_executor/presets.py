@@ -3,10 +3,11 @@
 
 Each family defines its presets once (`PRESETS` in its `config.py`). `StreamingOptions` applies the
 options wherever `omni.model` is parsed, and the config hook (`registration.py`) applies the
-precision, because vLLM's arguments are known only there. An option has the first of these values:
+precision, because vLLM's arguments are known only there. The value of an option is the first of
+these:
 
 1. the user's;
-2. that of the world description, which states what this one checkpoint was trained with;
+2. that of the world description, which states what this checkpoint was trained with;
 3. the preset's, which is the same for all checkpoints of a family;
 4. that of the release or the checkpoint, and then the family's default.
 """
@@ -21,8 +22,9 @@ DEGRADED_PRESET: Final[PresetName] = "realtime"
 """Preset with the values of a chunk that would be late (`omni.degradations`)."""
 
 FP8_CHANNELS: Final = 4096
-"""Width of the narrowest network that is faster with FP8 weights. FP8 products gain nothing for
-1536 and 2048 channels (docs/architecture/speed_log.md)."""
+"""Width of the narrowest network that is faster with FP8 weights. FP8 products have no benefit with
+1536 and 2048 channels (docs/architecture/speed_log.md).
+"""
 
 _ALSO_SETS: Final = {"denoise_indices": "max_steps", "denoising_steps": "max_steps"}
 """Options that replace another option of a preset, because both select the denoise steps."""
@@ -30,7 +32,7 @@ _ALSO_SETS: Final = {"denoise_indices": "max_steps", "denoising_steps": "max_ste
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """Defaults of one preset. Everything else is as in `reference`."""
+    """Defaults of one preset. All other values are as in `reference`."""
 
     model: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of `omni.model`."""
@@ -53,7 +55,7 @@ class Preset:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedPreset:
-    """The preset of a server, as it applies to its checkpoint and the user's options."""
+    """The preset of a server, as applied to its checkpoint and the user's options."""
 
     name: PresetName
     """Name of the preset."""
@@ -70,7 +72,7 @@ class ServedPreset:
 
     @property
     def described(self) -> str:
-        """Everything that the preset sets, in one line."""
+        """All settings of the preset in one line."""
         parts = [f"{name} {value}" for name, value in self.model.items()]
         flags = {"quantization": self.quantization, "kv-cache-dtype": self.kv_cache_dtype}
         parts += [f"--{flag} {value}" for flag, value in flags.items() if value is not None]
@@ -81,7 +83,7 @@ class ServedPreset:
 
         Args:
             weights: Whether the precision of the weights is set.
-            keys_and_values: Whether that of keys and values is set.
+            keys_and_values: Whether the precision of keys and values is set.
         """
         return replace(
             self,
@@ -98,7 +100,7 @@ def served_preset(
     channels: int,
     fp8: bool | None,
 ) -> ServedPreset:
-    """Return a preset as it applies to a checkpoint.
+    """Return a preset as applied to a checkpoint.
 
     Args:
         presets: Presets of the family.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`RequestStates`: requests of one rank, from their first scheduling until they finish.
 
-A request that cannot be parsed becomes a failed state, not an exception, so that it does not affect
-other requests. The diffusion worker and the diffusers executor both use this module.
+A request that cannot be parsed becomes a failed state instead of an exception, so that it does not
+affect other requests. The diffusion worker and the diffusers executor both use this module.
 """
 
 import logging
@@ -51,15 +51,17 @@ class RequestState:
     decode_failure: RequestFailed | None = None
     """Error of the decode. The chunk then fails after its last step."""
     deferred: torch.Tensor | None = None
-    """Finished envelope that did not fit the message of this step and follows in the next one."""
+    """Finished envelope that did not fit into the message of this step and is sent in the next
+    step.
+    """
     degradations: tuple[str, ...] = ()
     """Degradations that the scheduler has chosen for the chunk."""
     started_s: float = field(default_factory=time.perf_counter)
-    """When the request was first scheduled, in seconds of `time.perf_counter`."""
+    """Time at which the request was first scheduled, in seconds of `time.perf_counter`."""
 
     @property
     def is_session_operation(self) -> bool:
-        """Whether the request is `reset`, `close` or `fork` and computes no chunk."""
+        """Return whether the request is `reset`, `close` or `fork` and computes no chunk."""
         return self.params is not None and self.params.op != "generate"
 
     @property
@@ -71,7 +73,7 @@ class RequestStates(dict[str, RequestState]):
     """States by request id, oldest first."""
 
     def add_request(self, data: NewRequestData) -> RequestState:
-        """Parse a newly scheduled request. A malformed one gets a state with `failure`."""
+        """Parse a newly scheduled request. A malformed request gets a state with `failure`."""
         extra = data.pooling_params.extra_kwargs if data.pooling_params is not None else None
         try:
             params = DiffusionParams.from_extra_kwargs(extra)
@@ -113,7 +115,7 @@ class RequestStates(dict[str, RequestState]):
         return found
 
     def done_in(self, session_id: str) -> list[str]:
-        """Return vLLM's ids of the requests of a session whose last step is done."""
+        """Return vLLM's ids of the requests of a session that have completed their last step."""
         return [
             state.request_id
             for state in self.values()
@@ -123,7 +125,9 @@ class RequestStates(dict[str, RequestState]):
         ]
 
     def fail_chunks(self, code: str, message: str) -> None:
-        """Fail all chunks whose last step is not done, unless they have failed already."""
+        """Fail all chunks that have not completed their last step, unless they have already
+        failed.
+        """
         for state in self.values():
             if state.chunk is not None and not state.done and state.failure is None:
                 state.failure = RequestFailed(code, message)
@@ -155,8 +159,8 @@ def group_states(
 ) -> list[list[RequestState]]:
     """Split requests into batches of equal `batch_key` and adapters, in order.
 
-    Each batch shares a forward pass, at whatever denoise step its requests are. The order is the
-    scheduler's, so every rank builds the same batches.
+    Each batch shares a forward pass, regardless of the denoise steps of its requests. The order is
+    that of the scheduler, so that every rank builds the same batches.
 
     Args:
         model: Defines `batch_key`.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results that the device still computes: frames of a chunk, and whether its latents are finite.
+"""Results that the device is still computing: frames of a chunk, and whether its latents are
+finite.
 
 Reading either waits for the device. On devices other than CUDA, all work is done when a call
 returns.
@@ -27,8 +28,8 @@ class PendingResult:
         request: The chunk.
         meta: Metadata of the result.
         tensors: Host tensors, valid after `done`.
-        done: Recorded after decode and copy. None: both are done.
-        started_s: When the request was first scheduled, in seconds of `time.perf_counter`.
+        done: Recorded after decode and copy. None: both are complete.
+        started_s: Time at which the request was first scheduled, in seconds of `time.perf_counter`.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class PendingResult:
     def envelope(self) -> torch.Tensor:
         """Wait for the result and pack it.
 
-        Its timings contain the stages that have ended. A clean-context pass may still run.
+        Its timings contain the stages that have finished. A clean-context pass may still run.
         """
         self.wait()
         stages = self._request.timer.milliseconds_so_far()

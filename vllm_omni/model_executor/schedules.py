@@ -7,13 +7,13 @@ predicts v = eps - x0, so x0 = x_sigma - sigma v. A distilled (DMD) model uses a
 
 - `exact`: sigma_i = warp(1 - i/1000) and t_i = 1000 sigma_i, a float. Each step has one sigma.
 - `original`: the table of the UniPC flow scheduler. It starts at 0.999 instead of 1, and t is
-  truncated to an integer, so neighbouring entries share one t. The original looks a sigma up by t.
-  It uses the *first* entry with this t when it converts the flow to x0, and the *second* when it
-  adds noise, hence two sigmas per step.
+  truncated to an integer, so that neighbouring entries share the same t. The original looks a sigma
+  up by t. It uses the *first* entry with this t when it converts the flow to x0, and the *second*
+  when it adds noise, hence two sigmas per step.
 
 Every draw of noise has its own generator, seeded with a hash of seed, chunk and step. The noise
-therefore does not depend on the order of draws, and a replayed session is bit-identical for any
-load of the server and any number of ranks.
+therefore does not depend on the order of draws, and a replayed session is bit-identical regardless
+of the server's load and the number of ranks.
 """
 
 import hashlib
@@ -47,7 +47,9 @@ def standard_normal(shape: Sequence[int], seed: int, chunk_index: int, step: int
 
 @dataclass(frozen=True)
 class ChunkNoise:
-    """Noise of one chunk. Each draw is made when its step needs it, while the device is busy."""
+    """Noise of one chunk. Each tensor is generated when its step needs it, while the device is
+    busy.
+    """
 
     shape: tuple[int, ...]
     """Shape of each draw."""
@@ -95,7 +97,7 @@ class FewStepSchedule:
     ) -> torch.Tensor:
         """Return the latents after `step`, fp32.
 
-        They are x0, with the noise of the next step if there is one.
+        They are x0, with the noise of the next step added if there is one.
         """
         x0 = latents.double() - self.sigmas_x0[step] * flow.double()
         if step + 1 < self.num_steps:
@@ -112,7 +114,7 @@ class FewStepSchedule:
         Args:
             step: The step, less than `num_steps - 1`.
             noise: Noise of the chunk [C, F, h, w].
-            given_frames: First frames, which are not random and therefore left out.
+            given_frames: Number of first frames that are not random and therefore excluded.
         """
         drawn = noise.draw(step + 1)[:, given_frames:].double()
         sigma = self.sigmas_noise[step + 1]
@@ -174,7 +176,7 @@ class EulerSchedule:
 
 
 def with_most_steps(schedule: FewStepSchedule, max_steps: int | None) -> FewStepSchedule:
-    """Return at most `max_steps` entries of a schedule, at even distances, the first included.
+    """Return at most `max_steps` entries of a schedule at even distances, including the first one.
 
     For example, two of four entries are 0 and 2. None: all entries.
     """
@@ -251,9 +253,9 @@ def unipc_flow_table(shift: float) -> tuple[np.ndarray, np.ndarray]:
 def nearest_schedule(shift: float, timesteps: Sequence[float]) -> FewStepSchedule:
     """Return the schedule with the given timesteps.
 
-    The sigma of a timestep is that of the nearest entry of the `exact` table (fp32; the first one
-    of two equally near entries), as in the causal Wan references. It is close to t / 1000 and never
-    0, because the table ends at 1/1000 of warped time.
+    The sigma of a timestep is that of the nearest entry in the `exact` table (fp32; the first of
+    two equally near entries), as in the causal Wan references. It is close to t / 1000 and never 0,
+    because the table ends at 1/1000 of warped time.
 
     Args:
         shift: Warp of the table, > 0.

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step caching: skip denoise steps and reuse the prediction of an earlier step.
+"""Step caching: skips denoise steps and reuses the prediction of an earlier step.
 
 This follows TeaCache (Liu et al. 2024, arXiv 2411.19108): the prediction of a network changes
 between two steps about as much as its time embedding. The changes since the last computed step are
-summed. While the sum is below the threshold of the request, its prediction is reused. Two
+summed. While the sum is below the threshold of the request, the prediction is reused. Two
 differences from TeaCache: changes are relative to their mean over the schedule, because TeaCache's
 polynomial must be fitted to each checkpoint; and the cache holds the prediction, not a residual.
 
-The computed steps of a request follow from its timesteps alone and are chosen before the first
-step. Ranks therefore agree on them, and the host does not wait for the device. diffusers' caches
-(`diffusers.hooks`) do not serve, because they replace forward passes of diffusers' classes, and
-First Block Cache compares tensors on the host at each step.
+The computed steps of a request depend only on its timesteps and are chosen before the first step.
+Ranks therefore agree on them, and the host does not wait for the device. diffusers' caches
+(`diffusers.hooks`) are not suitable, because they replace forward passes of diffusers' classes, and
+First Block Cache compares tensors on the host in each step.
 """
 
 # S steps, D channels of a time embedding
@@ -33,14 +33,14 @@ _ROUNDING = 1e-3
 def computed_steps(
     embeddings_SD: torch.Tensor, threshold: float, fixed: Collection[int] = ()
 ) -> tuple[bool, ...]:
-    """Return for each step whether it is computed. The first and the last step always are.
+    """Return whether each step is computed. The first and the last step always are.
 
     Args:
         embeddings_SD: Time embedding of each step, any float dtype. The change of a step is the
             mean absolute difference from the previous embedding, divided by the mean absolute value
             of the latter.
         threshold: See `StepCache`.
-        fixed: Further steps that are always computed.
+        fixed: Additional steps that are always computed.
     """
     before, after = embeddings_SD[:-1].float(), embeddings_SD[1:].float()
     scale = before.abs().mean(-1).clamp(min=torch.finfo(torch.float32).tiny)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results of record, as data of the package, and how a new measurement compares with them.
+"""The results of record, as data of the package, and comparison of new measurements with them.
 
 `make results` writes `baselines.json` from `benchmarks/results`. `vllm-omni bench --check` repeats
-rows of it.
+some of them.
 """
 
 import re
@@ -16,10 +16,11 @@ import msgspec
 
 _FILE: Final = "baselines.json"
 GPU_TOLERANCE: Final = 0.06
-"""GPUs of one model differ by up to this share."""
+"""GPUs of the same model differ by up to this fraction."""
 CPU_TOLERANCE: Final = 0.25
-"""Processor time of the same work differs by this much, for example with the clock of the cores and
-with other programs on them."""
+"""Processor time of the same work differs by up to this fraction, for example due to the clock of
+the cores and other programs on them.
+"""
 
 Verdict = Literal["within", "faster", "slower", "other hardware"]
 
@@ -30,7 +31,7 @@ class BaselineValue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     """Quantity with its unit, as in docs/reference/results.md."""
     starts: tuple[float | str, ...]
-    """One value for each start of the command."""
+    """One value for each run of the command."""
 
 
 class BaselineCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,7 +44,7 @@ class BaselineCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     number: str
     """Key of the measured number in the benchmark's `result`. Smaller is better."""
     value: str
-    """Name of the same number in `Baseline.values`."""
+    """Name of the same metric in `Baseline.values`."""
 
 
 class Baseline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,7 +71,7 @@ class Baseline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     values: tuple[BaselineValue, ...]
     """The measured values."""
     check: BaselineCheck | None = None
-    """How to repeat the row. None: it takes too long, or needs more than one GPU."""
+    """How to repeat the row. None: the check takes too long, or needs more than one GPU."""
 
     @property
     def hardware(self) -> str:
@@ -78,7 +79,7 @@ class Baseline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{self.gpus} x {self.gpu}" if self.gpu else f"{self.cores} cores of {self.cpu}"
 
     def median(self, value: str) -> float | None:
-        """Return the median of a column over the starts, or None if it is no number."""
+        """Return the median of a column over the runs, or None if it is not numeric."""
         for one in self.values:
             if one.name == value:
                 numbers = [float(start) for start in one.starts if not isinstance(start, str)]
@@ -87,7 +88,7 @@ class Baseline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """The machine at hand."""
+    """The machine that runs this process."""
 
     cpu: str
     """Model of the CPU."""
@@ -115,9 +116,9 @@ class Comparison(msgspec.Struct, frozen=True):
     same_hardware: bool
     """Whether the record is of the same kind of GPU, or of the same CPU and number of cores."""
     tolerance: float
-    """Largest deviation from 1 that counts as equal."""
+    """Maximum deviation from 1 that counts as equal."""
     verdict: Verdict
-    """`other hardware`: the ratio says nothing about this installation."""
+    """`other hardware`: the ratio does not allow conclusions about this installation."""
 
 
 def gpu_kind(name: str) -> str:
@@ -145,13 +146,14 @@ def choose_rows(
     """Return the rows to repeat.
 
     Args:
-        machine: The machine at hand. Rows of GPUs are for machines with one.
+        machine: The machine that runs this process. Rows measured on GPUs are only for machines
+            with a GPU.
         names: Names of rows. None: for each benchmark, the first row of the same hardware whose
-            memory fits, or else the first one that fits, so that a check takes minutes.
+            memory fits, or otherwise the first row that fits, so that a check takes minutes.
         rows: All rows (default: those of the package).
 
     Raises:
-        KeyError: A name is unknown, or its row cannot be repeated on one such machine.
+        KeyError: A name is unknown, or its row cannot be repeated on such a machine.
     """
     fitting = {
         row.name: row
@@ -175,7 +177,7 @@ def compare_result(row: Baseline, document: Mapping[str, Any], machine: Machine)
     """Compare the result file of a repeated benchmark with its row.
 
     Raises:
-        KeyError: The result lacks the number.
+        KeyError: The result does not contain the metric.
     """
     assert row.check is not None
     recorded = row.median(row.check.value)

@@ -60,7 +60,7 @@ def all_runs() -> tuple[MeasuredRun, ...]:
 def find_runs(model: StreamModel, gpu: str, gpus: int) -> list[MeasuredRun]:
     """Return the runs of a network on at most `gpus` GPUs, the fewest GPUs first.
 
-    A checkpoint counts as the network of the same number of parameters and tokens per frame.
+    A checkpoint is matched to the network with the same number of parameters and tokens per frame.
     """
     return sorted(
         (

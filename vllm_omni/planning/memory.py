@@ -11,9 +11,9 @@ from typing import Final
 from vllm_omni.planning.stream_model import BF16, ParallelSplit, StreamModel
 
 GPU_BYTES: Final = {"H200": 150.1e9, "H100": 85.0e9}
-"""GPU -> bytes of memory that its driver reports."""
+"""Number of bytes of memory that the driver reports for each GPU."""
 _USABLE: Final = 0.95
-"""Share of a GPU's memory that a server can use."""
+"""Fraction of a GPU's memory that a server can use."""
 _INT8: Final = 1
 _WORKSPACE_FRAMES: Final = 3
 """Latent frames of a chunk at which `AutoencoderMemory.workspace` was measured."""
@@ -30,7 +30,7 @@ class MemoryPlan:
     memory_bytes: float
     """Bytes of the fullest rank with the requested number of sessions."""
     max_sessions: int
-    """Number of sessions that fit; 0 if the model itself does not."""
+    """Number of sessions that fit; 0 if the model itself does not fit."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ _OPTIONS: Final = {
 
 @cache
 def family_plans() -> dict[str, FamilyPlan]:
-    """Family's name -> its plan, of the families that have one, in the registry's order."""
+    """Plan of each family that has one, by the family's name, in the registry's order."""
     return {name: plan for name in family_names() if (plan := get_family(name).plan) is not None}
 
 
@@ -36,16 +36,18 @@ def size_names() -> list[str]:
 
 
 def known_names() -> list[str]:
-    """Those, and the other names that `vllm-omni download` takes."""
+    """The names of these families, and the other names that `vllm-omni download` accepts."""
     return [*size_names(), *(name for plan in family_plans().values() for name in plan.releases)]
 
 
 def model_of(name: str, preset: PresetName = DEFAULT_PRESET, **changes: Any) -> StreamModel:
-    """A model by name (`known_names`) or checkpoint directory. changes: fields of `StreamModel`.
+    """Return a model given by name (`known_names`) or checkpoint directory. changes: Fields of
+    `StreamModel` to set.
 
     Raises ValueError.
 
-    A directory of a release's name comes before the release, the names of sizes before both.
+    A directory with the name of a release takes precedence over the release, and the names of sizes
+    over both.
     """
     path = Path(name)
     for family_name, plan in family_plans().items():

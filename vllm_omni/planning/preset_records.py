@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed and quality of record of presets, for the log line at start and `vllm-omni plan`.
+"""Recorded speed and quality of presets, for the log line at startup and `vllm-omni plan`.
 
-Speed is in `measured.json` (rows with a `preset`), quality in `preset_quality.json`. A server of
-another network, of another video size or with further options has no record.
+Speed is in `measured.json` (rows with a `preset`), quality in `preset_quality.json`. A server with
+another network, another video size or additional options has no record.
 tests/planning/test_measured.py compares the rows with the result files that they cite.
 """
 
@@ -47,13 +47,15 @@ def all_qualities() -> tuple[PresetQuality, ...]:
 
 
 def speed_of_record(model: StreamModel, preset: PresetName) -> str:
-    """Return the frame rates of a preset on one GPU of each kind, or that none was measured."""
+    """Return the frame rates of a preset on one GPU of each kind, or state that none was
+    measured.
+    """
     runs = [run for gpu in GPU_BYTES for run in find_runs(model, gpu, 1) if run.preset == preset]
     return ", ".join(f"{run.fps:.1f} FPS on one {run.gpu}" for run in runs) or _UNKNOWN
 
 
 def quality_of_record(family: str, preset: PresetName) -> str:
-    """Return the quality of a preset on the demo world, or that it was not measured."""
+    """Return the quality of a preset on the demo world, or state that it was not measured."""
     rows = [row for row in all_qualities() if (row.family, row.preset) == (family, preset)]
     shown = (f"PSNR {row.psnr_db:.1f} dB, sharpness {row.sharpness:.2f}" for row in rows)
     return ", ".join(shown) or _UNKNOWN

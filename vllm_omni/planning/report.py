@@ -30,7 +30,7 @@ def fitting_splits(model: StreamModel, gpu: str, gpus: int, sessions: int) -> li
 
 
 def plan_text(model: StreamModel, gpu: str, gpus: int, sessions: int) -> str:
-    """Return the table of splits and the measured runs. Raises ValueError when nothing fits."""
+    """Return the table of splits and the measured runs. Raises ValueError if nothing fits."""
     plans = fitting_splits(model, gpu, gpus, sessions)
     if not plans:
         raise ValueError(f"{sessions} sessions of {model.name} fit no split of {gpus} {gpu}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A streaming model and a split over GPUs as `plan` sees them. `memory.py` computes with them.
+"""A streaming model and its split over GPUs, as used by `plan`. `memory.py` computes with them.
 
 A family that can be planned describes its networks in `models/<name>/plan.py` (`FamilyPlan`).
 Held by tests/planning/.
@@ -37,12 +37,13 @@ class AutoencoderMemory:
     workspace: float = 4.0e9
     """Bytes of its largest transient: the decode of one chunk of at most three latent frames.
 
-    Measured on one H200: peak less held memory. Longer chunks need proportionally more.
+    Measured on one H200: peak memory minus persistent memory. Longer chunks need proportionally
+    more.
     """
     encoder_workspace: float = 3.5e9
     """Bytes of the largest transient of its encoder, in the same unit.
 
-    It counts for models with an image condition or video input whose decoder needs less.
+    It is used for models with an image condition or video input whose decoder needs less.
     """
     tiny: "AutoencoderMemory | None" = None
     """Memory with the tiny decoder (`omni.model.decoder` `tiny`). None: `TINY_DECODER`."""
@@ -65,9 +66,9 @@ them, the computed memory of the 5B worlds is at most 5 percent above the measur
 
 @dataclass(frozen=True)
 class StreamModel:
-    """Sizes of one model and the options it is served with.
+    """Sizes of one model, and the options with which it is served.
 
-    Fields that are 0 by default and say so are computed by Wan's formulas.
+    Fields documented as 0 by default are then computed with Wan's formulas.
     """
 
     name: str
@@ -101,13 +102,13 @@ class StreamModel:
     camera: bool = False
     """Whether each block has four camera layers."""
     image: bool = False
-    """Whether sessions start from an image, which takes an encoder cache."""
+    """Whether sessions start from an image, which requires an encoder cache."""
     video_input: bool = False
-    """Whether each chunk brings a video, which takes an encoder cache."""
+    """Whether each chunk includes a video, which requires an encoder cache."""
     moving_sinks: bool = False
     """Whether sink frames are stored twice."""
     text_on_cpu: bool = False
-    """Whether the text encoder is in the host's memory."""
+    """Whether the text encoder is in host memory."""
     kv_itemsize: int = BF16
     """Bytes of one stored key or value element."""
     weight_itemsize: float = BF16
@@ -139,7 +140,9 @@ class StreamModel:
     """Tokens outside the window that every chunk attends to, for example of reference images. Their
     keys are stored twice."""
     grid_tokens: int = 0
-    """Tokens per latent frame where the size of the video does not change them; 0 by default."""
+    """Number of tokens per latent frame if it does not depend on the size of the video; 0 by
+    default.
+    """
     linears: int = 0
     """Parameters of the blocks' linear layers; 0 by default."""
     kv_dim: int = 0
@@ -149,7 +152,7 @@ class StreamModel:
     sequence_parallel: bool = True
     """Whether ranks can share the tokens of a chunk (Ulysses) and a decode."""
     preset: PresetName = DEFAULT_PRESET
-    """Preset that the options above are of."""
+    """Preset from which the options above are taken."""
     presets: tuple[PresetName, ...] = ()
     """Presets of the model's family."""
 
@@ -165,7 +168,7 @@ class StreamModel:
 
     @property
     def block_parameters(self) -> int:
-        """Parameters that quantization takes: the linear layers of all blocks."""
+        """Number of parameters that are quantized: the linear layers of all blocks."""
         return self.linears or self.layers * (8 * self.dim**2 + 2 * self.dim * self.ffn_dim)
 
     @property
@@ -175,7 +178,7 @@ class StreamModel:
 
     @property
     def area(self) -> float:
-        """Area of the frames that the autoencoder works on, relative to 480x832."""
+        """Frame area in the autoencoder, relative to 480x832."""
         return 1.0 if self.grid_tokens else self.height * self.width / _VAE_PIXELS
 
 
@@ -197,7 +200,7 @@ class FamilyPlan:
     of_checkpoint: Callable[[str, Mapping[str, Any], Changes], StreamModel]
     """(checkpoint directory, the family's part of its `hf_config`, changes) -> the network."""
     releases: tuple[str, ...] = ()
-    """Further names, which `vllm-omni download` takes."""
+    """Additional names that `vllm-omni download` accepts."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,9 @@ def platform() -> str | None:
 
 
 def is_cpu_build() -> bool:
-    """Whether the installed vLLM is a CPU build, decided by its version as vLLM does."""
+    """Return whether the installed vLLM is a CPU build, determined from its version in the same way
+    as in vLLM.
+    """
     try:
         return "cpu" in importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:

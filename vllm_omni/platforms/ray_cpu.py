@@ -5,9 +5,9 @@ from vllm.platforms.cpu import CpuPlatform
 
 
 class RayCpuPlatform(CpuPlatform):
-    """CPU platform on which one unit of Ray's `GPU` resource is one worker.
+    """CPU platform on which each worker uses one unit of Ray's `GPU` resource.
 
-    `ray start --num-gpus N` creates N units without any GPU. The resource must be `GPU`, because
+    `ray start --num-gpus N` creates N units even without a GPU. The resource must be `GPU`, because
     vLLM queries Ray for the units of an actor, and Ray reports them only for known accelerators.
     """
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of a server: exit codes, memory of the heap, log context, traces, disk space."""
+"""Process-level code of a server: exit codes, heap memory, log context, traces, disk space."""

@@ -4,4 +4,6 @@
 from typing import Final
 
 ENGINE_DIED: Final = 70
-"""The engine died: exit code of its server and of engine processes (EX_SOFTWARE of sysexits.h)."""
+"""Exit code of the server and its engine processes when the engine has died (EX_SOFTWARE of
+sysexits.h).
+"""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Return free memory to the operating system in processes that run for weeks.
+"""Returns free memory to the operating system in processes that run for weeks.
 
 Two effects make a server grow without a leak:
 
@@ -8,8 +8,8 @@ Two effects make a server grow without a leak:
   freezes the heap of a started server directly after a full collection. The quarter is therefore
   computed from 770,000 objects that are no longer collected, and reference cycles (tasks, their
   exceptions and frames, uvicorn's connections) accumulate for hours.
-- `malloc` of glibc returns only the end of its heap. Tensors of many sizes leave holes that stay
-  resident.
+- glibc's `malloc` returns only memory at the end of its heap. Tensors of many sizes leave holes
+  that remain resident.
 """
 
 import ctypes
@@ -25,8 +25,8 @@ from fastapi import FastAPI
 def collect_after_freeze(app: FastAPI) -> None:
     """Make the garbage collector of a server count only objects created after vLLM froze its heap.
 
-    Full collections are then cheap (1 ms for 4,000 objects). The threshold of the oldest
-    generation is therefore lowered: they run after 23,000 new objects instead of 85,000.
+    Full collections are then cheap (1 ms for 4,000 objects). The threshold of the oldest generation
+    is therefore lowered: full collections run after 23,000 new objects instead of 85,000.
 
     Args:
         app: Application whose lifespan is extended.
@@ -50,7 +50,7 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 
 class HeapTrim:
-    """Callable that returns free memory of the C library to the operating system.
+    """Callable that returns the C library's free memory to the operating system.
 
     Each call takes about 5 ms for 60 MB of holes, so calls within `interval_s` of the last one do
     nothing.

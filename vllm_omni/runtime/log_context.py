@@ -19,7 +19,7 @@ from typing import Any, Final
 NAMES: Final = ("request_id", "session_id")
 _OWN_LOGGERS: Final = "vllm.vllm_omni"
 _ids: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar("omni_log_ids", default={})  # noqa: B039
-"""The ids that are set, in the order of `NAMES`. Never modified in place."""
+"""The current ids, in the order of `NAMES`. The value is never modified in place."""
 
 
 @contextlib.contextmanager
@@ -27,8 +27,8 @@ def bound(*, request_id: str | None = None, session_id: str | None = None) -> It
     """Set the ids for the log records of a block.
 
     Args:
-        request_id: Request of the block; None leaves the current value.
-        session_id: Session of the block; None leaves the current value.
+        request_id: Request id for the block; None leaves the current value.
+        session_id: Session id for the block; None leaves the current value.
     """
     token = _ids.set(_merged(request_id, session_id))
     try:
@@ -48,7 +48,7 @@ def bind(*, request_id: str | None = None, session_id: str | None = None) -> Non
 
 
 def current() -> Mapping[str, str]:
-    """Return the ids that are set, by name."""
+    """Return the current ids by name."""
     return _ids.get()
 
 
@@ -62,7 +62,7 @@ def _merged(*given: str | None) -> Mapping[str, str]:
 
 
 class ContextFilter(logging.Filter):
-    """Logging filter that sets `request_id` and `session_id` on every record and drops none.
+    """Logging filter that sets `request_id` and `session_id` on every record and drops no records.
 
     Args:
         missing: Value of an id that is not set. With None the attribute is left unset, so that JSON
@@ -85,8 +85,8 @@ class ContextFormatter(logging.Formatter):
     """Append ` request_id=... session_id=...` to the first line of another formatter's text.
 
     Control characters in the arguments of a record are escaped, because arguments may contain text
-    from clients: paths, close reasons, names. A newline in it would otherwise look like a separate
-    line of the server's log.
+    from clients: paths, close reasons, names. A newline in such text would otherwise look like a
+    separate line of the server's log.
 
     Args:
         inner: The wrapped formatter.

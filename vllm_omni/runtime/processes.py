@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of one engine: their ids, and a watchdog that ends them with their parent.
+"""Processes of one engine: their ids, and a thread that ends them when their parent ends.
 
-vLLM stops its engine when it shuts down. After `kill -9` it cannot: the engine waits for requests
-forever and occupies its device's memory. `end_with_parent` starts a thread that waits, without
-polling, for the end of the parent process, and of the grandparent unless the parent is a main
-process: a worker is started by its engine core, an engine core by the server. Only processes that
-Python's `multiprocessing` started have such a parent. Ray's workers and an engine in the user's
-own process are not watched.
+vLLM stops its engine when it shuts down. After `kill -9` it cannot do this: the engine would wait
+for requests forever and occupy the memory of its device. `end_with_parent` starts a thread that
+waits, without polling, for the end of the parent process, and of the grandparent unless the parent
+is a main process: a worker is started by its engine core, and an engine core by the server. Only
+processes started by Python's `multiprocessing` have such a parent. Ray's workers and an engine in
+the user's own process are not watched.
 
-Workers call it before they load; schedulers call it because they run in the engine core. This
-module imports neither vLLM nor torch.
+Workers call it before they load a model; schedulers call it because they run in the engine core.
+This module imports neither vLLM nor torch.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from vllm_omni.runtime.exit_codes import ENGINE_DIED
 logger = logging.getLogger("vllm." + __name__)
 
 _MAIN: Final = "MainProcess"
-"""Name that `multiprocessing` gives to a process it did not start."""
+"""Name that `multiprocessing` gives to a process that it did not start."""
 _lock = threading.Lock()
 _watching: list[threading.Thread] = []
 
@@ -50,12 +50,14 @@ def engine_processes() -> dict[str, Any]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped (SIGSTOP, Ctrl-Z). One held by a debugger does not count."""
+    """Whether a process is stopped (SIGSTOP, Ctrl-Z). A process that is held by a debugger does not
+    count.
+    """
     return _stat_of(pid)[:1] == ["T"]
 
 
 def end_with_parent() -> None:
-    """Make this process exit with status 70 as soon as a process it depends on has ended.
+    """Make this process exit with status 70 as soon as a process on which it depends has ended.
 
     Idempotent.
     """
@@ -99,8 +101,9 @@ def _end(pid: int) -> None:
 
 
 def _stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on, or an empty result if there is no such
-    process."""
+    """Return the fields of /proc/PID/stat starting with the state, or an empty result if the
+    process does not exist.
+    """
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()
     return []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detection of a full disk from the different errors of the operating system."""
+"""Detects a full disk from the different errors of the operating system."""
 
 import errno
 from typing import Final

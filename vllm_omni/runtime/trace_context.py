@@ -18,7 +18,9 @@ class Span:
     """An open span, a child of the current trace. This base class does nothing."""
 
     headers: Mapping[str, str] | None = None
-    """Trace headers that make this span the parent of others. None: others keep their parent."""
+    """Trace headers that make this span the parent of other spans. None: the parent of other spans
+    does not change.
+    """
 
     def end(self, failed: bool = False) -> None:
         """End the span. Idempotent."""
@@ -43,7 +45,7 @@ def headers() -> Mapping[str, str] | None:
 
 
 def start_span(name: str) -> Span:
-    """Start a child span of the current trace. The caller must end it."""
+    """Start a child span of the current trace. The caller must end the span."""
     return _start_span[0](name)
 
 

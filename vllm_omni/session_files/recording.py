@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recordings of sessions: the complete request of each chunk, and a digest of its frames.
 
-A file has a magic line and then records: a length (8 bytes, little endian) and an envelope of
-`outputs.py`. The first record names model and options. Every other record contains the request of a
-chunk (parameters and arrays) and its outcome: the index and digest of the chunk, or `None` if the
-request was cancelled. A cancelled chunk may have been committed nevertheless, which the index of
-the next chunk shows. A file that ends within a record (because the server died) is valid up to that
-record. This module depends neither on the engine nor on sockets.
+A file consists of a magic line followed by records: a length (8 bytes, little endian) and an
+envelope of `outputs.py`. The first record names model and options. Every other record contains the
+request of a chunk (parameters and arrays) and its outcome: the index and digest of the chunk, or
+`None` if the request was cancelled. A cancelled chunk may still have been committed, which can be
+determined from the index of the next chunk. A file that ends within a record (because the server
+died) is valid up to that record. This module does not depend on the engine or on sockets.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ class LoraSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_cpu_loras: int | None
     """`--max-cpu-loras`."""
     lora_dtype: str
-    """`--lora-dtype` as torch names it."""
+    """Value of `--lora-dtype`, as named in torch."""
 
 
 class RecordingHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -75,7 +75,7 @@ class ChunkOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     digest: str
     """`digest_of` its frames."""
     num_frames: int
-    """Number of its frames."""
+    """Number of frames in the chunk."""
     lora: UsedLoras = []
     """LoRA adapters that the chunk used."""
 
@@ -93,7 +93,7 @@ class RecordedChunk:
 
 
 def digest_of(frames_THWC: np.ndarray) -> str:
-    """Return a digest of frames: of their shape, their dtype and all bytes."""
+    """Return a digest of frames that covers their shape, their dtype and all bytes."""
     digest = hashlib.blake2b(f"{frames_THWC.dtype} {frames_THWC.shape} ".encode(), digest_size=16)
     digest.update(np.ascontiguousarray(frames_THWC).data)
     return digest.hexdigest()
@@ -158,7 +158,7 @@ def read_recording(path: Path) -> tuple[RecordingHeader, list[RecordedChunk], bo
 
 
 def _records(file: BinaryIO, path: Path) -> Iterator[tuple[Any, dict[str, np.ndarray]]]:
-    """Yield the metadata and arrays of each record. The metadata of a truncated one is None."""
+    """Yield the metadata and arrays of each record. The metadata of a truncated record is None."""
     left = path.stat().st_size - file.tell()
     while left:
         size = int.from_bytes(file.read(8), "little")
@@ -177,7 +177,7 @@ def _records(file: BinaryIO, path: Path) -> Iterator[tuple[Any, dict[str, np.nda
 def committed_chunks(chunks: list[RecordedChunk]) -> Iterator[tuple[int, RecordedChunk]]:
     """Yield the chunk index and request of each committed chunk, in order.
 
-    A cancelled request was committed if a later request got the next index.
+    A cancelled request was committed if the index of a later request shows it.
 
     Raises:
         ValueError: Chunks are missing from the recording.

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The file format of session snapshots: byte layout, and validation.
 
-A snapshot is one safetensors file. Its metadata contains a versioned JSON header
+A snapshot is a single safetensors file. Its metadata contains a versioned JSON header
 (`SnapshotHeader`). It contains the tensors of the session on every rank, named for example
-`rank0.kv.frame3`. The file is written in place: the frontend creates it, and each rank then copies
-its tensors from its device to their positions, so that a snapshot costs one copy of its bytes, as
-does restoring it.
+`rank0.kv.frame3`. The file is written in place: the front end creates it, and each rank then copies
+its tensors from its device to their offsets, so that saving or restoring a snapshot copies its
+bytes only once.
 
 Why not the safetensors library: it writes only contiguous tensors in host memory and reads only
-into memory that it allocates. This module has a reader and `snapshot_writing.py` a writer instead.
-Files are validated by the rules of the library, and no data is unpickled.
+into memory that it allocates. This package therefore has its own reader in this module and a writer
+in `snapshot_writing.py`. Files are validated by the rules of the library, and nothing is unpickled.
 
 The file must be accessible to the frontend and to all ranks: on one host or in a shared directory.
-This module depends neither on a model nor on sockets.
+This module does not depend on a model or on sockets.
 """
 
 import math
@@ -47,15 +47,16 @@ MAX_TABLE_BYTES: Final = 1 << 20
 """Maximum size of the JSON table in bytes. The endpoint and every worker parse it between two
 steps, which takes at most 10 ms."""
 MAX_OBJECTS: Final = 4096
-"""Maximum number of JSON objects in the table. Each tensor is one; a session has about 65 per
-rank."""
+"""Maximum number of JSON objects in the table. Each tensor is one object; a session has about 65
+per rank.
+"""
 UNSEEN: Final = "a worker cannot access the snapshot's file: all ranks need access to its directory"
 
 
 class ParallelLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Parallel layout of an engine.
 
-    The part of a rank fits only the same rank of the same layout.
+    A rank's part can only be restored on the same rank of the same layout.
     """
 
     tensor: int
@@ -75,7 +76,7 @@ class ParallelLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Model that a session fits."""
+    """Identity of a model to which a session belongs."""
 
     family: str
     """Model family."""
@@ -97,7 +98,9 @@ class RankPart(
     channels_last: list[str] = []
     """Tensors in channels-last memory format."""
     digests: dict[str, str] = {}
-    """Digest of each tensor (`tensor_digests`), in the snapshot of a session that moves."""
+    """Digest of each tensor (`tensor_digests`), in the snapshot of a session that is being
+    moved.
+    """
 
 
 class SnapshotHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -108,27 +111,32 @@ class SnapshotHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     package_version: str
     """Version of this package that wrote the file."""
     model: ModelIdentity
-    """Model that the session fits."""
+    """Model to which the session belongs."""
     chunk_index: ChunkIndex
     """Index of the session's next chunk."""
     opening: dict[str, Any]
-    """Fields of the first chunk's `DiffusionParams` that determine the session's size."""
+    """Fields of the first chunk's `DiffusionParams` that determine the size of the session."""
     ranks: list[RankPart]
     """Part of each rank."""
     owner: dict[str, str] | None = None
-    """Owner of the session as identified by the endpoint that wrote the file; None if none did."""
+    """Owner of the session, as identified by the endpoint that wrote the file; None if no endpoint
+    did.
+    """
     lora: UsedLoras = []
-    """LoRA adapters of the last chunk. The next chunk uses them unless it names others."""
+    """LoRA adapters of the last chunk. The next chunk uses them unless its request specifies
+    others.
+    """
     is_complete: bool = True
-    """Whether the tensors are of one moment. False: they were written while the session played, and
-    a later version replaces those that chunks have changed meanwhile."""
+    """Whether all tensors are from the same moment. False: they were written while the session was
+    active, and a later version replaces those that have changed meanwhile.
+    """
 
 
 class RankDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Result of `describe_session`: one rank's part of a session without its data."""
+    """Result of `describe_session`: one rank's part of a session, without its data."""
 
     model: ModelIdentity
-    """Model that the session fits."""
+    """Model to which the session belongs."""
     chunk_index: int
     """Index of the session's next chunk."""
     opening: dict[str, Any]
@@ -147,7 +155,7 @@ class StagedRank(msgspec.Struct, frozen=True):
     described: RankDescription
     """The rank's part of the session."""
     held_s: float
-    """Seconds for which the copy delayed the engine."""
+    """Time in seconds for which the copy delayed the engine."""
 
 
 def describe(
@@ -163,7 +171,7 @@ def describe(
     """Describe one rank's part of a session.
 
     Args:
-        model: Model that the session fits.
+        model: Model to which the session belongs.
         weights: Digest of the rank's weights.
         chunk_index: Index of the session's next chunk.
         opening: As `SnapshotHeader.opening`.
@@ -223,7 +231,7 @@ _OFFSETS: Final = operator.attrgetter("data_offsets")
 
 
 def check_length(length: int) -> None:
-    """Check the length of a table, which is in the first 8 bytes of a file.
+    """Check the length of a table, which is stored in the first 8 bytes of a file.
 
     Raises:
         RequestFailed: `invalid_snapshot`: the table is too long.
@@ -238,7 +246,7 @@ def check_length(length: int) -> None:
 def _check_objects(count: int) -> None:
     """Check the number of objects in JSON before it is decoded.
 
-    A mebibyte of empty objects would block the process for 300 ms.
+    Decoding a mebibyte of empty objects would block the process for 300 ms.
 
     Args:
         count: Number of opening braces, including braces in strings.
@@ -303,8 +311,8 @@ def check_fits(header: SnapshotHeader, model: ModelIdentity, rank: int, weights:
         weights: Digest of this rank's weights.
 
     Raises:
-        RequestFailed: `foreign_snapshot`: the snapshot is of another model, layout or checkpoint;
-            the message names the difference.
+        RequestFailed: `foreign_snapshot`: the snapshot belongs to another model, layout or
+            checkpoint; the message names the difference.
     """
     for label, theirs, ours in (
         ("the model", header.model.family, model.family),
@@ -337,7 +345,7 @@ class OpenSnapshot:
     Args:
         file: File descriptor.
         text: Table of the file as JSON.
-        header: Header as `read_header` returns it.
+        header: The header returned by `read_header`.
     """
 
     def __init__(self, file: int, text: bytes, header: SnapshotHeader) -> None:
@@ -383,7 +391,7 @@ class OpenSnapshot:
         Args:
             rank: The rank.
             part: Its part of the header.
-            held: Digests of the tensors that the session to restore has already, by name.
+            held: Digests, by name, of the tensors that the session to be restored already has.
 
         Raises:
             RequestFailed: The table is invalid.
@@ -422,7 +430,7 @@ class OpenSnapshot:
 
 
 def check_table(path: Path) -> None:
-    """Validate the table of a file as every worker will.
+    """Validate the table of a file in the same way as every worker.
 
     Raises:
         RequestFailed: It is invalid.
@@ -432,7 +440,8 @@ def check_table(path: Path) -> None:
 
 
 def _check_offsets(table: Mapping[str, StoredTensor], nbytes: int) -> None:
-    """Check that tensors are contiguous in the file, as long as their shapes, and fill it exactly.
+    """Check that tensors are contiguous in the file, have the length of their shapes, and fill the
+    file exactly.
 
     The safetensors library makes the same checks; tests/worker/test_snapshot_table.py compares
     them.

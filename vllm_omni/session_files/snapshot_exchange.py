@@ -2,14 +2,14 @@
 """Message exchanges with an engine's workers: save a session to a file, and restore one.
 
 An exchange is a generator that yields calls and receives the results of all ranks, so that `LLM`
-(synchronous) and the endpoints (asynchronous) share it. With an `LLM`:
+(synchronous) and the endpoints (asynchronous) can share the code. With an `LLM`:
 
     run_exchange(save_exchange("walk", path, package_version()), llm.collective_rpc)
     run_exchange(restore_exchange("walk", path), llm.collective_rpc)
 
 Saving takes two calls, because the layout of the file requires the sizes of all ranks. A chunk that
 finishes between them is detected (`session_busy`). A periodic snapshot is copied together with its
-sizes and written while the engine continues; its exchange polls until it is written.
+sizes and written while the engine continues; its exchange polls until the file has been written.
 """
 
 import asyncio
@@ -95,8 +95,8 @@ def live_save_exchange(
     """As `save_exchange`, while the engine continues.
 
     Returns:
-        The header of the file, and the engine's time that the snapshot took in seconds, on the rank
-        where it took most.
+        The header of the file, and the engine time that the snapshot took in seconds, on the
+        slowest rank.
     """
     responses = _results((yield WorkerCall("stage_snapshot", (session_id,))))
     staged = [msgspec.json.decode(response, type=StagedRank) for response in responses]
@@ -121,7 +121,7 @@ def copy_exchange(
     *,
     is_playing: bool,
 ) -> Exchange[tuple[SnapshotHeader, int]]:
-    """Write a session to a file, or bring the file of an earlier call up to date.
+    """Write a session to a file, or update the file of an earlier call.
 
     Args:
         session_id: The session.
@@ -129,10 +129,10 @@ def copy_exchange(
         package_version: Version of this package.
         owner: As `SnapshotHeader.owner`.
         is_playing: Write while the engine continues. Only a file that was written without it is a
-            snapshot from which a session may continue.
+            snapshot from which a session can continue.
 
     Returns:
-        The header of the file, and the number of bytes that were written.
+        The header of the file, and the number of bytes written.
 
     Raises:
         RequestFailed: The session could not be saved.
@@ -166,9 +166,9 @@ def _poll(method: str, name: str) -> Exchange[list[Any]]:
 def update_exchange(
     session_id: str, path: Path, data_parallel_rank: int | None = None
 ) -> Exchange[tuple[SnapshotHeader, dict[str, Any]]]:
-    """Bring a restored session up to date from a later version of its file, as `restore_exchange`.
+    """Update a restored session from a later version of its file, like `restore_exchange`.
 
-    If the exchange fails, the session does not exist any more.
+    If the exchange fails, the session no longer exists.
     """
     header = read_header(path)
     call = WorkerCall("update_session", (session_id, str(path), data_parallel_rank))
@@ -188,7 +188,7 @@ def restore_exchange(
     Args:
         session_id: Id of the new session. It does not exist if the exchange fails.
         path: The file.
-        data_parallel_rank: The only data-parallel rank that restores it; None means all.
+        data_parallel_rank: The only data-parallel rank that restores it; None selects all.
 
     Returns:
         The header of the file, and the scalars of the first rank.

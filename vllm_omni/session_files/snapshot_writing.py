@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layout and writing of snapshot files, in the format of `snapshot.py`.
 
-The frontend plans and creates the file; every rank then writes its own part. This module depends
-neither on a model nor on sockets.
+The front end plans and creates the file; every rank then writes its own part. This module does not
+depend on a model or on sockets.
 """
 
 import errno
@@ -35,8 +35,9 @@ from vllm_omni.tensors.saved import DTYPE_BYTES, StoredTensor
 
 _ALIGN: Final = 64
 HEAD_BYTES: Final = 64 << 10
-"""Size of the head of a file that is brought up to date, if it suffices. The tensors of the next
-version can then stay in their places."""
+"""Size of the head of a file that will be updated, if it is large enough. The tensors of the next
+version can then remain at their offsets.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,9 @@ class SnapshotPlan:
     head: bytes
     """First bytes of the file: length and table."""
     starts: list[int]
-    """Position of each rank's tensors in the file, which are adjacent and in the order of its
-    description; one more entry is the end of the file."""
+    """Offset of each rank's tensors in the file, which are adjacent and in the order of its
+    description; an additional entry is the end of the file.
+    """
 
     @property
     def nbytes(self) -> int:
@@ -70,7 +72,7 @@ def plan(
         described: Description of each rank's part.
         package_version: Version of this package.
         owner: As `SnapshotHeader.owner`.
-        align: The size of the head is a multiple of it, in bytes.
+        align: The size of the head is a multiple of this value, in bytes.
         is_complete: As `SnapshotHeader.is_complete`.
 
     Raises:
@@ -117,8 +119,9 @@ def plan(
 def create_file(path: Path, planned: SnapshotPlan, *, is_update: bool = False) -> None:
     """Create the file with its full size and its header.
 
-    It must not exist, unless `is_update`, and only its owner may read it. A lack of disk space is
-    thus detected before any data is copied. The file does not exist afterwards if this fails.
+    The file must not exist, unless `is_update`, and only its owner can read it. A lack of disk
+    space is therefore detected before any data is copied. If this fails, the file does not exist
+    afterwards.
 
     Raises:
         RequestFailed: `storage_full` or `snapshot_storage`.
@@ -142,7 +145,7 @@ def create_file(path: Path, planned: SnapshotPlan, *, is_update: bool = False) -
 def write_tensors(
     path: Path, starts: Sequence[int], rank: int, tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Copy a rank's tensors from their device to their positions in the file.
+    """Copy a rank's tensors from their device to their offsets in the file.
 
     Args:
         path: The file.
@@ -161,7 +164,7 @@ def write_tensors(
 def placed(
     starts: Sequence[int], rank: int, tensors: Mapping[str, torch.Tensor]
 ) -> list[tuple[str, int, torch.Tensor]]:
-    """Return name, position in the file, and tensor, of each tensor of a rank.
+    """Return name, offset in the file, and tensor, for each tensor of a rank.
 
     Raises:
         RequestFailed: The tensors have changed.
@@ -185,7 +188,7 @@ def write_bytes(
         starts: As `SnapshotPlan.starts`.
         rank: Rank of this process.
         own: The adjacent data of the tensors.
-        part_bytes: Bytes per system call. Other threads can run between two calls.
+        part_bytes: Bytes per system call. Called between two writes, so that other threads can run.
 
     Raises:
         RequestFailed: The file cannot be written.
@@ -199,7 +202,7 @@ def write_bytes(
 
 @contextmanager
 def planned_file(path: Path, starts: Sequence[int]) -> Iterator[int]:
-    """Open a file that the frontend has created, for writing. Convert errors to `RequestFailed`."""
+    """Open a file for writing that the front end has created. Convert errors to `RequestFailed`."""
     try:
         file = path.open("r+b", buffering=0)
     except OSError:

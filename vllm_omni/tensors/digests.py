@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Digests of tensors, computed on their device.
 
-Two servers compare them, so that a session that moves is checked where it is used, in the memory of
-the device, in a small part of the time that SHA-256 takes on the host. A digest detects damage and
-change. It is no protection against intent, which the operator's key excludes.
+Two servers compare them, so that a session that is moved can be checked in device memory, where it
+is used, in a fraction of the time that SHA-256 takes on the host. A digest detects damage and
+change. The digest does not protect against deliberate manipulation, which the operator's key
+prevents.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,7 @@ _LEAST_ROW_BYTES: Final = 4096
 _BLOCK_BYTES: Final = 64 << 20
 """Temporary memory for one block of rows, in bytes."""
 _MOST_ROWS: Final = 1 << 12
-"""Rows for which factors are computed at first."""
+"""Number of rows for which factors are computed initially."""
 _MIX: Final = (-7046029254386353131, -4658895280553007687)  # odd 64-bit constants of splitmix64
 
 
@@ -59,7 +60,7 @@ def tensor_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def _factors(count: int, device: torch.device) -> torch.Tensor:
-    """Return `count` odd numbers without a pattern, int64."""
+    """Return `count` odd pseudo-random numbers, int64."""
     mixed = torch.arange(1, 1 + count, dtype=torch.int64, device=device)
     for factor in _MIX:
         mixed = mixed * factor

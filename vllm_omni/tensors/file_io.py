@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfer of tensor data to and from positions in a file, with one copy on the host.
+"""Transfers tensor data to and from offsets in a file, with one copy on the host.
 
 Host tensors are transferred directly between their memory and the file, many per system call.
 Strided tensors (frames of a K/V window) are transferred row by row in the same call. Device tensors
 pass through two page-locked staging buffers, small tensors together: while one buffer is copied
 between device and host, several threads write or read the other, because one thread is slower than
-the device. A file holds the elements of a tensor in logical order, whatever its memory layout.
-Callers define the file format.
+the device. A file contains the elements of a tensor in logical order, regardless of its memory
+layout. Callers define the file format.
 """
 
 import os
@@ -26,19 +26,20 @@ _LEAST_PART_BYTES: Final = 1 << 20
 _NUMPY_KNOWS: Final = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
 
 TensorAt = tuple[int, torch.Tensor]
-"""Position in a file in bytes, and the tensor whose data is there."""
+"""Offset in a file in bytes, and the tensor whose data is stored there."""
 Array = Any  # np.ndarray
 """Contiguous NumPy array that shares memory with a tensor or with a part of it."""
 
 
 def write_at(descriptor: int, positions: Iterable[TensorAt], mapping: Array | None = None) -> None:
-    """Write the data of each tensor at its position.
+    """Write the data of each tensor at its offset.
 
     Args:
         descriptor: The file.
         positions: Positions and tensors.
-        mapping: The file's bytes in memory. Threads can write there at the same time, but not by
-            system calls, for which the file is locked. All of its blocks must be allocated.
+        mapping: The file's bytes in memory. Several threads can write to a mapping at the same
+            time, but not with system calls, which lock the file. All blocks of the mapping must be
+            allocated.
 
     Raises:
         OSError: Writing failed.
@@ -52,7 +53,7 @@ def write_at(descriptor: int, positions: Iterable[TensorAt], mapping: Array | No
 
 
 def read_at(descriptor: int, positions: Iterable[TensorAt]) -> None:
-    """Fill each tensor with the data at its position.
+    """Fill each tensor with the data at its offset.
 
     Raises:
         OSError: Reading failed.
@@ -258,7 +259,7 @@ def _wait_for_device() -> None:
 def _loads(positions: Iterable[TensorAt], most: int) -> Iterator[_Load]:
     """Split tensors into loads of at most `most` bytes.
 
-    A tensor whose rows are not contiguous is made contiguous when its turn comes.
+    A tensor whose rows are not contiguous is made contiguous just before it is transferred.
     """
     start = filled = 0
     parts: list[tuple[int, torch.Tensor]] = []

@@ -43,7 +43,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """Table entry of one tensor in a snapshot.
+    """Entry of one tensor in the table of a snapshot.
 
     The defaults exist only because the `__metadata__` entry of the table has none of these fields
     and is decoded as the same type. `OpenSnapshot` rejects tensors with the defaults.
@@ -61,9 +61,9 @@ class SavedTensors:
     """Tensors of one rank in an open snapshot. The caller consumes them one by one.
 
     `OpenSnapshot.rank` creates it. `fill` does not read tensors that are `in_place`, because the
-    session has them already. A tensor is validated when it is requested. `read` and `finish` read
+    session already has them. A tensor is validated when it is requested. `read` and `finish` read
     the data of all requested tensors together; until then, new tensors are uninitialized.
-    Afterwards the object no longer needs the file. Tensors that were not consumed are an error.
+    Afterwards the object no longer needs the file. Tensors that are not consumed are an error.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class SavedTensors:
             targets: Target tensors by name of the saved tensor.
 
         Raises:
-            RequestFailed: `invalid_snapshot`: a tensor is missing or has another shape or dtype.
+            RequestFailed: `invalid_snapshot`: a tensor is missing or has the wrong shape or dtype.
         """
         for name, target in targets.items():
             position = self._claim(name, target.dtype, list(target.shape))
@@ -121,12 +121,13 @@ class SavedTensors:
     def take_tensor(
         self, name: str, device: torch.device | str, dtype: torch.dtype, shape: Sequence[int]
     ) -> torch.Tensor:
-        """Request a new tensor on `device`, in the memory format it was saved in.
+        """Request a new tensor on `device`, in the memory format in which it was saved.
 
         `read` fills it.
 
         Raises:
-            RequestFailed: `invalid_snapshot`: the tensor is missing or has another shape or dtype.
+            RequestFailed: `invalid_snapshot`: the tensor is missing or has the wrong shape or
+                dtype.
         """
         position = self._claim(name, dtype, list(shape))
         memory_format = torch.contiguous_format
@@ -164,7 +165,7 @@ class SavedTensors:
         self.read_tensors()
 
     def _claim(self, name: str, dtype: torch.dtype, shape: list[int]) -> int:
-        """Validate a tensor, mark it as consumed and return its position in the file in bytes."""
+        """Validate a tensor, mark it as consumed and return its offset in the file in bytes."""
         stored = self._left.pop(self._prefix + name, None)
         if stored is None:
             raise RequestFailed(

@@ -10,7 +10,7 @@ def village_checkpoint() -> Path:
     """Return the checkpoint directory of the village, a small LingBot World. Verifies its files.
 
     Raises:
-        ValueError: A file is missing or damaged. The message is one line and names it.
+        ValueError: A file is missing or damaged. The message is one line and names the file.
     """
     from vllm_omni.worlds.manifest import MANIFEST, check_files
 

@@ -3,7 +3,7 @@
 
 A checkpoint of any model may have one. The config parser passes it to the endpoints (`CONFIG_KEY`).
 Its sizes and model options are the defaults of `vllm serve`, and its images are served with the web
-page. This module depends neither on a model nor on sockets.
+page. This module does not depend on a model or on sockets.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from vllm_omni.worlds.movement import PITCH_LIMIT_DEGREES
 
 CARD: Final = "world.json"
 CONFIG_KEY: Final = "omni_world"
-"""Key of the world description in vLLM's config object, where it is stored as JSON types."""
+"""Key of the world description in vLLM's config object, which contains it as JSON types."""
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 ImageFile = Annotated[str, msgspec.Meta(pattern=r"^([a-z0-9_]+/)?[a-z0-9_]+\.(png|jpg)\Z")]
@@ -40,7 +40,7 @@ class StartImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     name: Name
     """Name for display."""
     prompt: Name
-    """Name of the prompt that fits it."""
+    """Name of the prompt that matches the image."""
     file: ImageFile
     """Path of the image in the checkpoint directory."""
     x_m: float
@@ -94,9 +94,9 @@ class WorldDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     title: Name
     """Name for people."""
     about: Annotated[str, msgspec.Meta(max_length=1000)]
-    """Contents of the world, and its response to images from elsewhere."""
+    """Contents of the world, and how it responds to images from other sources."""
     sizes: Annotated[tuple[tuple[Side, Side], ...], msgspec.Meta(min_length=1)]
-    """(width, height) in pixels that the model was trained at, the default first."""
+    """(width, height) in pixels at which the model was trained, the default first."""
     metres_per_unit: Annotated[float, msgspec.Meta(gt=0)]
     """Metres per unit of camera translation."""
     prompts: tuple[WorldPrompt, ...] = ()
@@ -112,8 +112,9 @@ class WorldDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     pitch_limit_degrees: Annotated[float, msgspec.Meta(ge=0, le=PITCH_LIMIT_DEGREES)] = (
         PITCH_LIMIT_DEGREES
     )
-    """Largest angle of the view above or below the horizon that keys and axes reach, if the model
-    receives the pose in the world."""
+    """Largest angle of the view above or below the horizon that can be reached with keys and axes,
+    if the model receives the world pose.
+    """
     tour: WorldTour | None = None
     """Prepared walk, if there is one."""
     model: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -147,7 +148,7 @@ class WorldDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         return next(prompt.text for prompt in self.prompts if prompt.name == name)
 
     def untrained_size(self, width: int, height: int) -> str | None:
-        """Return a warning for a size that the world was not trained at, or None if it was."""
+        """Return a warning for a size at which the world was not trained, or None if it was."""
         if (width, height) in self.sizes:
             return None
         trained = " or ".join(f"{w}x{h}" for w, h in self.sizes)
@@ -182,10 +183,10 @@ def read_description(folder: Path) -> WorldDescription | None:
 
 
 def description_file(folder: Path, name: str) -> Path:
-    """Return the path of a file that a world description names.
+    """Return the path of a file that is named in a world description.
 
     Raises:
-        ValueError: It is not a file inside `folder`.
+        ValueError: The path is not a file inside `folder`.
     """
     return confined((folder / name).parent, Path(name).name)
 
@@ -200,8 +201,8 @@ def with_defaults(
     Args:
         additional_config: vLLM's option.
         description: The world description, if any.
-        size: (height, width) of the model for checkpoints without a world description; None if the
-            model has none.
+        size: (height, width) of the model, for checkpoints without a world description; None if the
+            model has no default.
     """
     given = dict(additional_config) if isinstance(additional_config, Mapping) else {}
     omni = given.get("omni", {})

@@ -2,8 +2,8 @@
 """`OccupancyGrid`: the parts of a world's ground that cannot be entered.
 
 It is stored as an image next to `world.json`, north up, with (0, 0) in the centre and blocked cells
-in black. The world repeats after the side of the grid. Except for file access, this module needs
-only torch.
+in black. The world repeats after the side length of the grid. Except for file access, this module
+needs only torch.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class OccupancyGrid:
         """Read an image file.
 
         Raises:
-            ValueError: It cannot be read. The message is one line.
+            ValueError: The file cannot be read. The message is one line.
         """
         import numpy as np
         from PIL import Image

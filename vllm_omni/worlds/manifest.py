@@ -28,7 +28,7 @@ class ChecksumManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Content of a `manifest.json`."""
 
     write_again: Annotated[str, msgspec.Meta(max_length=200)]
-    """Command that writes the directory again."""
+    """Command that recreates the directory."""
     files: dict[
         Annotated[str, msgspec.Meta(pattern=r"^(?!.*\.\.)[A-Za-z0-9_][A-Za-z0-9_./-]*\Z")],
         FileEntry,
@@ -70,11 +70,11 @@ def read_manifest(folder: Path) -> ChecksumManifest | None:
 def check_files(folder: Path, remedy: str | None = None) -> None:
     """Verify the files of a directory that has a manifest.
 
-    25 MB take a few hundredths of a second.
+    This takes a few hundredths of a second for 25 MB.
 
     Args:
         folder: The directory.
-        remedy: Advice for a damaged file; None is the command of the manifest.
+        remedy: Remedy for a damaged file; None selects the command in the manifest.
 
     Raises:
         ValueError: A file is missing or differs; the message names the first one.

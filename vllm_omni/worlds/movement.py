@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Movement of cameras by held keys, analog controls and velocities: the package's only integrator.
+"""Movement of cameras by held keys, analog controls and velocities. This is the package's only
+integrator.
 
 A camera rotates first and then moves in the horizontal plane along its new view. In a world with an
 occupancy grid, movement stops at blocked cells and slides along them. The server, the training data
-and the ground truth of scores all use these functions, so they agree.
+and the ground truth of scores all use these functions, so that they agree.
 
 A pose is a 4x4 camera-to-world matrix with OpenCV axes (x right, y down, z forward). This module
 needs only torch.
@@ -22,16 +23,18 @@ from vllm_omni.worlds.grid import OccupancyGrid
 
 YAW_DEGREES: Final = 6.0
 PITCH_DEGREES: Final = 4.0
-"""Rotation in one latent frame while a look key is held."""
+"""Rotation in degrees during one latent frame while a look key is held."""
 PITCH_LIMIT_DEGREES: Final = 85.0
 """Largest angle of a view above or below the horizon, unless a world has a smaller one."""
 
 _SUBSTEPS: Final = 8
-"""Number of parts of one latent frame's movement, each shorter than a cell, so that none is
-skipped."""
+"""Number of parts into which the movement of one latent frame is divided. Each part is shorter than
+a cell, so that no cell is skipped.
+"""
 _SLIDES_DEGREES: Final = (0, 15, -15, 30, -30, 45, -45, 60, -60, 75, -75)
-"""Directions in which a blocked part of a movement may slide, relative to it. The first free one is
-taken."""
+"""Directions in which a blocked part of a movement may slide, relative to it. The first free
+direction is used.
+"""
 
 
 @dataclass(frozen=True)
@@ -89,15 +92,15 @@ def move_cameras(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Move cameras by one latent frame.
 
-    A rotation that would exceed the pitch limit is ignored completely, unless it leads back from
-    beyond the limit. Diagonal movement is not normalised.
+    A rotation that would exceed the pitch limit is ignored completely, unless it moves the view
+    back from beyond the limit. Diagonal movement is not normalised.
 
     Args:
-        poses_N44: fp64. With a grid, positions are in metres in the world's coordinates.
+        poses_N44: fp64. With a grid, positions are in metres in world coordinates.
         pitch_N: fp64. Accumulated pitch of the cameras above the horizon in degrees.
         motion: Movement of the cameras.
         step: Length of one step in the unit of the positions.
-        grid: Blocked cells; cameras then also keep their height. None: no cell is blocked.
+        grid: Blocked cells. If given, cameras also keep their height. None: no cells are blocked.
         pitch_limit_degrees: Largest angle of a view above or below the horizon.
 
     Returns:
@@ -176,7 +179,7 @@ def _horizontal(direction_N3: torch.Tensor) -> torch.Tensor:
 def _walk(position_N2: torch.Tensor, move_N2: torch.Tensor, grid: OccupancyGrid) -> torch.Tensor:
     """Return the x and z where cameras arrive.
 
-    A camera in a blocked cell may leave it in any direction.
+    A camera in a blocked cell may leave the cell in any direction.
     """
     share_S = torch.arange(_SUBSTEPS + 1, dtype=torch.float64) / _SUBSTEPS
     straight_NS = grid.blocked(position_N2[:, None] + share_S[:, None] * move_N2[:, None])
@@ -188,7 +191,7 @@ def _walk(position_N2: torch.Tensor, move_N2: torch.Tensor, grid: OccupancyGrid)
 
 
 def _slide(position_N2: torch.Tensor, part_N2: torch.Tensor, grid: OccupancyGrid) -> torch.Tensor:
-    """Move in parts, each in the free direction that is nearest to its own. Without one, stay."""
+    """Move in parts, each in the free direction closest to its own direction. Without one, stay."""
     slides = torch.deg2rad(torch.tensor(_SLIDES_DEGREES, dtype=torch.float64))
     cos_K, sin_K = slides.cos(), slides.sin()
     x, z = part_N2[:, :1], part_N2[:, 1:]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StartImages`: recognizes images that are start images of the world, whose pose is known.
+"""`StartImages`: recognizes the world's own start images, whose poses are known.
 
 An image is stretched to 40x24 and 20x12 pixels, as sessions stretch start images to their size, and
 compared with each start image. Two distances must be small: the root mean square difference at
@@ -65,7 +65,7 @@ class StartImages:
     def recognise(self, image_HW3: torch.Tensor) -> StartImage | None:
         """Return the start image that an image shows, or None if it is another image.
 
-        Takes less than a millisecond for an image of a session's size.
+        It takes less than a millisecond for an image of a session's size.
 
         Args:
             image_HW3: uint8 image of any size.
@@ -101,7 +101,7 @@ def _distances(known_SHW3: np.ndarray, image_HW3: np.ndarray, block: int | None)
     Args:
         known_SHW3: Start images, scaled down.
         image_HW3: Image, scaled down to the same size.
-        block: Side of the blocks; None selects the root mean square.
+        block: Side length of the blocks; None selects the root mean square.
     """
     difference_SHW3 = known_SHW3 - image_HW3
     # 0 for a uniform start image

@@ -14,14 +14,16 @@ from vllm_omni.worlds.recognition import StartImages
 
 @dataclass(frozen=True, eq=False)
 class ServedWorld:
-    """A world as a model needs it."""
+    """The properties of a world that a model needs."""
 
     metres_per_unit: float
     """Metres per unit of camera translation."""
     focal: float | None
-    """Focal length of the camera divided by the image width; None is the model's."""
+    """Focal length of the camera divided by the image width; None selects the model's focal
+    length.
+    """
     grid: OccupancyGrid | None
-    """Blocked cells; None if nothing stops cameras."""
+    """Blocked cells; None if cameras can go anywhere."""
     pitch_limit_degrees: float
     """Largest angle of the view above or below the horizon."""
     starts: StartImages
@@ -29,7 +31,8 @@ class ServedWorld:
 
     @classmethod
     def load(cls, folder: Path) -> "ServedWorld | None":
-        """Read the world of a checkpoint directory, or None if it describes none.
+        """Read the world of a checkpoint directory. The result is None if the directory describes
+        no world.
 
         Raises:
             ValueError: A file is invalid. The message is one line.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StartPose`: world pose of a session's start image, as clients send it.
+"""`StartPose`: the world pose of a session's start image, as sent by clients.
 
 A model reads it from the `DiffusionParams.options` of a session's first chunk (`START_POSE`).
 """
@@ -33,5 +33,7 @@ class StartPose(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 def without_start_pose(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options without a start pose, which only the first chunk of a session may have."""
+    """Return the options without a start pose, because only the first chunk of a session may have
+    one.
+    """
     return {name: value for name, value in options.items() if name != START_POSE}

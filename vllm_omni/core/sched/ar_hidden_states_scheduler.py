@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ARHiddenStatesScheduler`: carries hidden states from the AR worker to the client with the text.
+"""`ARHiddenStatesScheduler`: delivers hidden states from the AR worker to the client together with
+the text.
 
-For stock vLLM, a tensor in `ModelRunnerOutput.pooler_output` finishes a request and replaces its
-text. This scheduler removes the tensors before stock code sees them, stores the hidden states of
-each request until its tokens leave the engine, and attaches them to the tokens
+In stock vLLM, a tensor in `ModelRunnerOutput.pooler_output` finishes a request and replaces its
+text. This scheduler removes the tensors before stock code reads them, stores the hidden states of
+each request until its tokens leave the engine, and attaches them to those tokens
 (`vllm_omni.hidden_states.encode_hidden_states`). It changes the stock policy only as follows:
 
-- A request for all hidden states does not read the prefix cache, because a cached token is not
-  computed and would have none.
+- A request for the hidden states of all tokens does not read the prefix cache, because cached
+  tokens are not computed and would have no hidden states.
 - The hidden state of each token is sent once, in order of position, even after a preemption that
   recomputes tokens.
 - A request finishes with `finish_reason` "error" and the reason if its hidden states exceed
-  `omni.max_hidden_states_bytes`, if the worker refused it, or if it came over HTTP to a server
+  `omni.max_hidden_states_bytes`, if the worker refused it, or if it arrived over HTTP at a server
   without an endpoint for hidden states. All other requests continue.
 
 It works with and without async scheduling. Other requests take the stock path.
@@ -41,7 +42,7 @@ _HTTP_REQUESTS: Final = ("cmpl-", "chatcmpl-")
 
 @dataclass
 class _PendingStates:
-    """Progress of one request, and its hidden states that have not left the engine."""
+    """Progress of one request, and its hidden states that have not yet left the engine."""
 
     request: Request
     """The request."""
@@ -82,7 +83,8 @@ class ARHiddenStatesScheduler(Scheduler):
         named = os.environ.get("VLLM_PLUGINS", "").split(",")
         self._has_endpoint = any(name.startswith("vllm_omni_") for name in named)
         """Whether an API server of this package can deliver hidden states. vLLM loads endpoints by
-        name."""
+        name.
+        """
 
     def add_request(self, request: Request) -> None:
         requested = _requested_by(request)
@@ -121,10 +123,10 @@ class ARHiddenStatesScheduler(Scheduler):
         model_runner_output: ModelRunnerOutput,
         entries: list[torch.Tensor | None] | None,
     ) -> tuple[dict[str, _PendingStates], dict[str, RequestFailed]]:
-        """Store the hidden states of this step.
+        """Store the hidden states computed in this step.
 
         Returns:
-            The requests in this step, and the failed requests.
+            The requests of this step, and the failed requests.
         """
         restarts = {
             new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs
@@ -164,14 +166,14 @@ class ARHiddenStatesScheduler(Scheduler):
         return concerned, failed
 
     def _hold(self, states: _PendingStates, entry: torch.Tensor) -> RequestFailed | None:
-        """Store the hidden states of tokens that have none yet.
+        """Store the hidden states of tokens for which none are stored yet.
 
         Args:
             states: Progress of the request.
-            entry: Hidden states of the last tokens that this step computed.
+            entry: Hidden states of the last tokens computed in this step.
 
         Returns:
-            The error if they exceed the limit.
+            The error if the hidden states exceed the limit.
         """
         first = states.computed - len(entry)
         entry = entry[max(0, states.next_position - first) :]
@@ -201,7 +203,7 @@ class ARHiddenStatesScheduler(Scheduler):
     ) -> None:
         """Finish requests with an error.
 
-        Tokens that this step sampled for them are still delivered.
+        Tokens that were sampled for these requests in this step are still delivered.
         """
         requests = {req_id: self.requests[req_id] for req_id in failed if req_id in self.requests}
         self.finish_requests(requests, RequestStatus.FINISHED_ERROR)
@@ -225,13 +227,14 @@ class ARHiddenStatesScheduler(Scheduler):
 
 
 class _AsyncARHiddenStatesScheduler(ARHiddenStatesScheduler, AsyncScheduler):
-    """The same scheduler on top of vLLM's asynchronous one, which plans one step ahead."""
+    """The same scheduler on top of vLLM's asynchronous scheduler, which plans one step ahead."""
 
 
 def _requested_by(request: Request) -> HiddenStatesRequest | None:
     """Return the `HiddenStatesRequest` of a request.
 
-    None if it has none, or a malformed one, which the worker refuses.
+    None if the request asks for no hidden states, or if the parameter is malformed, in which case
+    the worker refuses it.
     """
     if request.sampling_params is None:
         return None
@@ -250,7 +253,7 @@ def _error_in(envelope: torch.Tensor) -> RequestFailed:
 
 
 def _attach(states: _PendingStates, output: EngineCoreOutput) -> None:
-    """Attach the stored hidden states to an output, except those after a stop."""
+    """Attach the stored hidden states to an output, except those of tokens after a stop."""
     num_tokens = len(output.new_token_ids)
     known = states.request.num_tokens - 1
     keep = sum(position < known for position in states.positions)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`StepCostModel`: predicts the duration of a step, fitted to measured steps while serving.
 
-The duration is modelled as linear in four features of a batch (see `StepCosts`), plus one per
-degradation level: how much less (or more) the end of a chunk takes than at the previous level, 0
+The duration is modelled as linear in four features of a batch (see `StepCosts`), plus one feature
+per degradation level: the difference in duration of the end of a chunk from the previous level, 0
 until one has been observed. The fit is least squares over the last `_WINDOW` steps, regularised
 towards the previous estimate, so that features that do not occur in the window (for example larger
-batches while only one stream is live) keep their cost. Steps far from the prediction have less
-weight (Huber), so that a hiccup of seconds does not change the model but a lasting change does.
-This module uses neither a clock nor vLLM.
+batches while only one stream is live) retain their cost. Outliers have less weight (Huber loss), so
+that a hiccup of a few seconds does not change the model but a lasting change does. This module
+depends neither on a clock nor on vLLM.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,11 @@ _NUM_FEATURES = 4
 _WINDOW = 96
 _REFIT_EVERY = 4
 _EAGER = 24
-"""Number of first steps after each of which the model is fitted."""
+"""The model is fitted after each of this number of first steps."""
 _PULL = 1e-2
-"""Weight of the previous estimate, in steps. Small, so that it matters only for absent features."""
+"""Weight of the previous estimate, in steps. The value is small, so that it matters only for absent
+features.
+"""
 _HUBER = 2.0
 _ITERATIONS = 3
 
@@ -30,7 +32,7 @@ _ITERATIONS = 3
 class StepCostModel:
     """Fits step costs to observations.
 
-    The first estimate makes the duration proportional to the size.
+    The first estimate assumes that the duration is proportional to the size.
 
     Args:
         num_levels: Number of quality levels, including full quality.
@@ -43,7 +45,7 @@ class StepCostModel:
         self._features = np.zeros((_WINDOW, _NUM_FEATURES + self._num_degraded))
         self._durations_s = np.zeros(_WINDOW)
         self._scale = 1.0
-        """Divisor of sizes: the first size observed, so that all features are near one."""
+        """Divisor of sizes: the first observed size, so that all features are close to one."""
         self._beta: np.ndarray | None = None
 
     def observe(
@@ -61,8 +63,8 @@ class StepCostModel:
             first: Size of the requests that started with the step.
             last: Size of the requests that ended with the step.
             duration_s: Duration in seconds.
-            degraded: Size of the ended requests at level 1 and beyond, level 2 and beyond, and so
-                on. Empty means none.
+            degraded: Total size of the ended requests at level 1 or higher, at level 2 or higher,
+                and so on. Empty means none.
         """
         if total <= 0.0 or not duration_s >= 0.0:
             return

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The deadline policy: selection of batches, refusal of streams, and degradation of quality.
+"""The deadline policy: selects batches, refuses streams and degrades quality.
 
-These are pure functions: they use neither a clock nor vLLM and have no state.
-`StreamBatchScheduler` calls them in an engine, `benchmarks/scheduler_simulator.py` in virtual time.
-Every request has a due time, which is its deadline. A request without a deadline gets a due time
-for its next step, so that it neither starves nor monopolizes the engine while others are late.
+These are pure functions: they have no state and use neither a clock nor vLLM.
+`StreamBatchScheduler` calls them in an engine; `benchmarks/scheduler_simulator.py` calls them in
+virtual time. The due time of a request is its deadline. A request without a deadline gets a due
+time for its next step, so that it is not starved and does not monopolize the engine while others
+are late.
 """
 
 import math
@@ -19,20 +20,22 @@ errors."""
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A request that could run a step now."""
+    """A request that is ready to run a step."""
 
     request_id: str
     """Id of the request."""
     deadline_s: float
-    """Due time in seconds, absolute. Requests are ordered by it."""
+    """Due time in seconds, absolute. Requests are sorted by this time."""
     has_deadline: bool
-    """Whether `deadline_s` is the deadline of the whole request, not a target for its next step."""
+    """Whether `deadline_s` is the deadline of the whole request instead of a target for its next
+    step.
+    """
     steps_left: int
     """Remaining forward passes, at least 1. A guess before the first step."""
     started: bool
     """Whether the request has run a step."""
     size: float
-    """Size of its forward pass, in the unit of `StepCosts`."""
+    """Size of the request's forward pass, in the unit of `StepCosts`."""
     order: int
     """Unique number that breaks ties."""
     step: int = 0
@@ -45,9 +48,9 @@ class LiveRequest:
 class StepCosts:
     """Costs that predict the duration of a step.
 
-    The duration is `step_s`, plus `size_s` times the size of the batch, plus `first_s` times the
-    size of the requests that start, plus `last_s` times the size of the requests that end. All zero
-    means that nothing has been measured.
+    The duration is `step_s`, plus `size_s` times the total size of the batch, plus `first_s` times
+    the total size of requests in their first step, plus `last_s` times that of requests in their
+    last step. If all costs are zero, nothing has been measured.
     """
 
     step_s: float = 0.0
@@ -66,7 +69,7 @@ class StepCosts:
         return self.degraded_last_s[level - 1] if level and self.degraded_last_s else self.last_s
 
     def of_step(self, request: LiveRequest) -> float:
-        """Return the seconds that a request's next step adds to a batch."""
+        """Return the seconds that a request's next step adds to the duration of a batch."""
         per_size = self.size_s
         if not request.started:
             per_size += self.first_s
@@ -75,7 +78,7 @@ class StepCosts:
         return per_size * request.size
 
     def of_chunk(self, steps: int, size: float, started: bool = False, level: int = 0) -> float:
-        """Return the seconds of a chunk whose steps each run alone in a batch."""
+        """Return the duration in seconds of a chunk whose steps each run alone in a batch."""
         per_size = steps * self.size_s + self.last_at(level) + (0.0 if started else self.first_s)
         return max(0.0, steps * self.step_s + per_size * size)
 
@@ -83,22 +86,23 @@ class StepCosts:
 def choose_batch(
     now_s: float, live: Iterable[LiveRequest], costs: StepCosts, max_requests: int
 ) -> list[LiveRequest]:
-    """Return the requests that run a step now: the earliest due ones, as many as deadlines allow.
+    """Return the requests that run a step now: those with the earliest due times, up to the number
+    that deadlines allow.
 
     Candidates are the batches of the first k requests by due time, k <= max_requests. The largest
-    one is chosen that keeps every deadline which can still be kept. The prediction assumes that
-    members finish their step with the whole batch, that all others wait for it, and that all
-    requests are then served one by one in order of due time. Requests that are late even with a
+    batch is chosen that meets every deadline that can still be met. The prediction assumes that all
+    requests of the batch finish their step together, that all others wait for the batch, and that
+    all requests are then served one by one in order of due time. Requests that are late even with a
     batch of one do not limit the batch. If there are any, the batch with the smallest sum of their
-    waiting times is chosen among those that keep the other deadlines, and the larger of two equal
-    ones. If most requests with a deadline are late with a batch of one, all deadlines are ignored,
-    and the sum is that of all requests with a deadline.
+    waiting times is chosen among the batches that meet the other deadlines. Ties are resolved in
+    favour of the larger batch. If most requests with a deadline are late even with a batch of one,
+    all deadlines are ignored, and the sum covers all requests with a deadline.
 
     Runs in O(n log n).
 
     Args:
         now_s: When the batch starts.
-        live: Requests that could run a step.
+        live: Requests that are ready to run a step.
         costs: Predicted costs.
         max_requests: Maximum size of the batch.
 
@@ -167,7 +171,9 @@ _urgency: Callable[[LiveRequest], tuple[float, int]] = operator.attrgetter("dead
 def predicted_end_s(
     now_s: float, request: LiveRequest, live: Iterable[LiveRequest], costs: StepCosts
 ) -> float:
-    """Return when a request ends if it and all requests due earlier are served one by one."""
+    """Return the predicted end of a request if it and all requests due earlier are served one by
+    one.
+    """
     own = _urgency(request)
     ahead = (other for other in live if _urgency(other) <= own)
     return now_s + sum(
@@ -185,11 +191,11 @@ class StreamDemand:
     period_s: float
     """Seconds between two chunks."""
     chunk_s: float
-    """Seconds of one chunk alone; 0 if unknown."""
+    """Duration of one chunk alone in seconds; 0 if unknown."""
 
 
 def refuses(demands: Sequence[StreamDemand], new: StreamDemand) -> str | None:
-    """Return why a new stream cannot be sustained next to the live streams.
+    """Return the reason why a new stream cannot be sustained next to the live streams.
 
     Returns:
         The reason; None if it can be sustained or if the duration of its chunk is unknown.
@@ -212,10 +218,11 @@ def refuses(demands: Sequence[StreamDemand], new: StreamDemand) -> str | None:
 def choose_level(
     level: int, costs_s: Sequence[float], deadline_s: float, start_s: float, period_s: float
 ) -> int:
-    """Return the degradation level of a chunk that is about to start: the best one in time.
+    """Return the degradation level of a chunk that is about to start: the best quality that meets
+    its deadline.
 
-    A better quality than that of the last chunk must leave a tenth of `period_s` as margin, so that
-    a stream does not flicker between two levels. If no level is in time, the last (cheapest) one is
+    Returning to a better quality requires a margin of a tenth of `period_s`, so that a stream does
+    not flicker between two levels. If no level meets the deadline, the last (cheapest) one is
     chosen.
 
     Args:

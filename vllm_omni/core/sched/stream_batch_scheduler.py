@@ -2,24 +2,25 @@
 """`StreamBatchScheduler`: one denoise step per engine step. A batch has requests at any step.
 
 In stock vLLM, the first output of a pooling request finishes it, and until then it has no further
-tokens to compute. This scheduler returns the one token of a request that has no output yet, so that
-the request is scheduled again: one token is one micro-step. It changes the stock policy only as
-follows:
+tokens to compute. This scheduler therefore marks the single token of an unfinished request as not
+computed, so that the request is scheduled again: one token is one micro-step. It changes the stock
+policy only as follows:
 
-- A request never has two micro-steps in flight, because the token is returned with the output.
-- Chunks of a session run in the order of their chunk index, and of arrival among equals. They run
-  one after the other or, with `omni.chunks_in_flight`, several at a time, each
+- A request never has two micro-steps in flight, because its token is reset only when the output
+  arrives.
+- Chunks of a session run in order of their chunk index, and in order of arrival if their indices
+  are equal. They run one after the other or, with `omni.chunks_in_flight`, several at a time, each
   `StepOutput.lag_steps` steps after its predecessor.
 - The next chunk may start while the result of the last one is still being decoded or copied
   (`StepOutput.denoised`).
-- A batch has at most `omni.max_requests_per_step` requests and `--max-num-batched-tokens` (requests
-  that only deliver do not count).
+- A batch has at most `omni.max_requests_per_step` and `--max-num-batched-tokens` requests. Requests
+  that only deliver a result do not count.
 - With pipeline parallelism, the live requests are distributed over as many batches as there are
   stages.
 - With `omni.scheduling` "deadline", `policy.py` chooses the batch, refuses streams and sets the
-  degradation level of each chunk. Its step costs are measured while serving (`cost_model.py`).
+  degradation level of each chunk. Step costs are measured while serving (`cost_model.py`).
 
-`streams.py` holds the state of streams. This module knows requests and sessions only by id.
+`streams.py` holds the state of streams. This module identifies requests and sessions only by id.
 """
 
 import math
@@ -43,10 +44,12 @@ from vllm_omni.outputs import opaque
 from vllm_omni.runtime.processes import end_with_parent
 
 _PATIENCE_S = 0.5
-"""Maximum seconds between two steps of the requests without a deadline, taken together."""
+"""Maximum time in seconds between two steps of the requests without a deadline, as a group."""
 
 _NOT_NOW = 1 << 62
-"""`next_decode_eligible_step` that keeps a running request out of the batch in stock code."""
+"""Value of `next_decode_eligible_step` that excludes a running request from the batch in stock
+code.
+"""
 
 
 class StreamBatchScheduler(Scheduler):
@@ -65,8 +68,9 @@ class StreamBatchScheduler(Scheduler):
         self._delivering: set[str] = set()
         """Requests whose chunk is done and whose result is being decoded or copied."""
         self._without_params: set[str] = set()
-        """Requests of vLLM's own `/pooling`, which sends no `DiffusionParams`. Each ends with an
-        error."""
+        """Requests to vLLM's own `/pooling` route, which sends no `DiffusionParams`. Each ends with
+        an error.
+        """
         self._by_deadline = omni.scheduling == "deadline"
         self._degradations = omni.degradations
         self._refuses_streams = omni.target_fps is not None
@@ -74,11 +78,12 @@ class StreamBatchScheduler(Scheduler):
         self._in_flight: set[str] = set()
         self._chosen: set[str] = set()
         self._launched: dict[int, tuple[float, list[tuple[LiveRequest, bool]]]] = {}
-        """Batches in flight by the id of their `SchedulerOutput`: when formed, and (request, is
-        started)."""
+        """Batches in flight, by the id of their `SchedulerOutput`: the time at which the batch was
+        formed, and (request, is started) of each request.
+        """
         self._last_end_s = 0.0
         self._unmeasured: tuple[float, float, float, list[float]] | None = None
-        """Sizes of the last batch, whose device time arrives with the next result."""
+        """Sizes of the last batch. Its device time arrives with the next result."""
         self._device_free_s = 0.0
         """When the device is predicted to become idle."""
 
@@ -130,7 +135,7 @@ class StreamBatchScheduler(Scheduler):
         return output
 
     def _choose(self, now_s: float, max_requests: int) -> None:
-        """Choose the next batch and make the stock scheduler schedule exactly these requests."""
+        """Choose the next batch and make the stock scheduler schedule exactly its requests."""
         live = self._streams.runnable(self._in_flight)
         room = (
             self.max_num_active_reqs - len(self.running)
@@ -203,11 +208,12 @@ class StreamBatchScheduler(Scheduler):
     ) -> None:
         """Report the duration of a batch to the cost model.
 
-        If the device time of the previous batch is known (`StepOutput.before_s`), it is reported.
-        Otherwise the duration of this batch is measured with the clock: batches follow each other
-        on the device, so a step lasts from the end of the previous one. The clock does not work if
-        the host runs ahead, because its result arrives when the previous step has ended: the start
-        of a chunk would seem to be free, and its end would seem to take an additional step.
+        The device time of the previous batch is used if known (`StepOutput.before_s`). Otherwise
+        the duration of this batch is measured with the host clock: batches run back to back on the
+        device, so a step lasts from the end of the previous one. The host clock is wrong if the
+        host runs ahead of the device, because a result then arrives when the previous step has
+        ended: the start of a chunk would seem to be free, and its end would seem to take an
+        additional step.
         """
         formed_s, batch = self._launched.pop(id(scheduler_output), (now_s, []))
         going_on = step.progress if step is not None else self.requests
@@ -237,7 +243,7 @@ class StreamBatchScheduler(Scheduler):
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """Whether a waiting request may start: it must be next in its session and in the batch.
 
-        This is a hook of the stock scheduler.
+        This method overrides a hook of the stock scheduler.
         """
         if not super()._handle_blocked_waiting_request(request):
             return False
@@ -253,7 +259,9 @@ class StreamBatchScheduler(Scheduler):
 
 
 def _hide_errors(request_ids: set[str], outputs: dict[int, EngineCoreOutputs]) -> None:
-    """Convert the errors of these requests to data that `/pooling` cannot encode."""
+    """Convert the errors of these requests to data that `/pooling` cannot encode, so that
+    it fails.
+    """
     for engine_outputs in outputs.values():
         for output in engine_outputs.outputs:
             if output.request_id in request_ids and output.pooling_output is not None:

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ScheduledStreams`: scheduling state of requests and of the streams (sessions) that they belong
-to.
+"""`ScheduledStreams`: the scheduling state of requests and of their streams (sessions).
 
-It tracks the order of requests in each session, due times, remaining steps, steps and sizes of a
-session's earlier chunks, live streams and their demand. It turns these into inputs of `policy.py`
-and makes no other decisions.
+It tracks the order of requests in each session, their due times and remaining steps, the steps and
+sizes of each session's earlier chunks, and the demand of live streams. It converts this state to
+inputs of `policy.py` and makes no other decisions.
 
 Requests of a session run in the order of their chunk index, and several at a time only as
 `ChunkOrder` allows. `reset`, `close` and `fork` wait until no chunk is in flight. Steps in flight
-count as done, because batches reach every pipeline stage in the order in which they were formed.
-This module knows requests and sessions only by id and does not depend on vLLM.
+count as finished, because batches reach every pipeline stage in the order in which they were
+formed. This module identifies requests and sessions only by id and does not depend on vLLM.
 """
 
 import math
@@ -30,13 +29,14 @@ from vllm_omni.core.step_protocol import ChunkOrder, ChunkProgress, turn
 
 _REMEMBERED = 4096
 _LIVE_PERIODS = 3.0
-"""Periods without a request after which a stream no longer counts as live, until its next
-request."""
+"""Number of periods without a request after which a stream no longer counts as live, until its next
+request.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFields:
-    """Fields of a request that matter for scheduling."""
+    """Fields of a request that affect scheduling."""
 
     session_id: str
     """Session of the request."""
@@ -55,8 +55,8 @@ class RequestFields:
     ) -> "RequestFields":
         """Read the fields from `PoolingParams.extra_kwargs`.
 
-        A malformed request counts as a session of its own; the runner refuses it. A request without
-        a chunk index runs after requests with one, in order of arrival.
+        A malformed request is treated as a session of its own; the runner refuses it. A request
+        without a chunk index runs after requests with one, in order of arrival.
         """
         fields = extra_kwargs.get("omni") if extra_kwargs else None
         if not isinstance(fields, dict):
@@ -84,11 +84,11 @@ class ScheduledStream:
     started: list[str] = field(default_factory=list)
     """Requests of `waiting` that have been in a batch, in that order."""
     next: str | None = None
-    """First of the other requests in `waiting`."""
+    """First request in `waiting` that has not started."""
     established: bool = False
     """Whether the session has a committed chunk."""
     steps: dict[int, int] = field(default_factory=dict)
-    """Steps of a chunk by degradation level, as last observed."""
+    """Number of steps of a chunk by degradation level, as last observed."""
     size: float | None = None
     """Size of a chunk, as last observed."""
     level: int = 0
@@ -96,7 +96,7 @@ class ScheduledStream:
     period_s: float | None = None
     """Seconds between two chunks, if known."""
     last_used_s: float = 0.0
-    """When its last request ended. Not used while others wait."""
+    """Time at which the last request of the session ended. Not used while requests are waiting."""
 
 
 @dataclass(slots=True, eq=False)
@@ -115,8 +115,8 @@ class ScheduledStreams:
     """All requests with remaining steps.
 
     Args:
-        patience_s: Maximum seconds between two steps of the requests without a deadline, taken
-            together, even while others are late.
+        patience_s: Maximum time in seconds between two steps of the requests without a deadline, as
+            a group, even while others are late.
         num_levels: Number of quality levels.
         chunks_in_flight: See `OmniConfig`.
     """
@@ -127,7 +127,9 @@ class ScheduledStreams:
         self._patient: set[str] = set()
         """Chunks without a deadline."""
         self._patient_step_s = 0.0
-        """When one of them last ran a step, or when the first of them arrived."""
+        """Time at which a request without a deadline last ran a step, or the arrival time of the
+        first of them.
+        """
         self._num_levels = num_levels
         self._entries: dict[str, _Entry] = {}
         self._streams: OrderedDict[str, ScheduledStream] = OrderedDict()
@@ -135,11 +137,12 @@ class ScheduledStreams:
         """Streams of `_streams` that have waiting requests."""
         self._num_arrivals = 0
         self._typical = ScheduledStream()
-        """Steps and size of the last chunk of any stream, as a guess for streams without a finished
-        one."""
+        """Steps and size of the last chunk of any stream, used as an estimate for streams without a
+        finished chunk.
+        """
 
     def __len__(self) -> int:
-        """Return how many requests can run a step at the same time."""
+        """Return the number of requests that can run a step at the same time."""
         if self.order.limit == 1:
             return len(self._active)
         return sum(min(self.order.limit, len(stream.waiting)) for stream in self._active.values())
@@ -182,11 +185,11 @@ class ScheduledStreams:
         self._choose_next(stream)
 
     def advance(self, request_id: str, progress: ChunkProgress | None, now_s: float) -> None:
-        """Record a step of a request that is not done.
+        """Record a finished step of a request that is not complete.
 
         Args:
             request_id: Id of the request.
-            progress: Its progress; None if its worker does not report progress.
+            progress: Progress of the request; None if its worker does not report progress.
             now_s: When the step ended.
         """
         entry = self._entries.get(request_id)
@@ -208,7 +211,7 @@ class ScheduledStreams:
                 stream.size = live.size
 
     def finish_request(self, request_id: str, now_s: float) -> None:
-        """Remove a request that has no steps left or was aborted. Idempotent."""
+        """Remove a request that is complete or was aborted. Idempotent."""
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return
@@ -302,7 +305,8 @@ class ScheduledStreams:
         return None if entry is None else entry.live
 
     def mark_stepped(self, request_id: str) -> None:
-        """Record that a request is in a batch, so that others of its session cannot overtake it.
+        """Record that a request is in a batch, so that later requests of its session cannot
+        overtake it.
 
         Unknown ids are ignored.
         """
@@ -312,7 +316,9 @@ class ScheduledStreams:
             entry.live.step += 1
 
     def _steps(self, stream: ScheduledStream, level: int) -> int:
-        """Return the steps of a chunk, as last seen at that level, else at a better one, else 1."""
+        """Return the steps of a chunk, as last observed at this level, otherwise at a better level,
+        otherwise 1.
+        """
         for known in (stream, self._typical):
             for candidate in range(level, -1, -1):
                 if candidate in known.steps:
@@ -320,7 +326,9 @@ class ScheduledStreams:
         return 1
 
     def _size(self, stream: ScheduledStream) -> float:
-        """Return the size of a chunk, as last seen in its stream, else in any stream, else 1."""
+        """Return the size of a chunk, as last observed in its stream, otherwise in any stream,
+        otherwise 1.
+        """
         return stream.size or self._typical.size or 1.0
 
     # -- admission and quality ---------------------------------------------------------------------
@@ -329,7 +337,8 @@ class ScheduledStreams:
         """Return why a new stream cannot be sustained.
 
         Returns:
-            The reason; None if it can be sustained or if `fields` belong to an existing stream.
+            The reason; None if the stream can be sustained or if `fields` belong to an existing
+            stream.
         """
         named_later = 0 < fields.chunk_index < math.inf
         if (

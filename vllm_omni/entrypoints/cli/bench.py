@@ -7,9 +7,9 @@
         vllm-omni bench compare A.json B.json    compare two results
         vllm-omni bench --check                  repeat results of record on this machine
 
-The scripts of a checkout are used if the package or the working directory belongs to one, and else
-those that the wheel installs. Scripts that import other parts of the repository, such as its
-training code, need a checkout.
+Scripts are taken from the checkout that contains the package or the working directory, otherwise
+from the wheel. Scripts that import other parts of the repository, such as its training code, need a
+checkout.
 """
 
 import argparse
@@ -140,16 +140,16 @@ def _scripts(folder: Path) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class MetricChange:
-    """One number in two results."""
+    """A metric that occurs in two results."""
 
     name: str
-    """Dotted name of the number."""
+    """Dotted name of the metric."""
     before: float
     """Value in the first result."""
     after: float
     """Value in the second result."""
     worse: bool | None
-    """Whether the second one is worse. None: the name does not indicate a direction."""
+    """Whether the second value is worse. None: the direction cannot be derived from the name."""
 
     @property
     def percent(self) -> float | None:
@@ -205,7 +205,9 @@ def _compare(arguments: list[str], as_json: bool, threshold: float | None) -> in
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[MetricChange], list[str]]:
-    """Return the numbers in both results, in order, and the names in only one of them."""
+    """Return the metrics that both results contain, in order, and the names that only one of them
+    contains.
+    """
     old, new = dict(_numbers(before)), dict(_numbers(after))
     changes = [
         MetricChange(name, value, new[name], _worse(name, value, new[name]))
@@ -224,7 +226,7 @@ def _numbers(document: dict[str, Any]) -> Iterator[tuple[str, float]]:
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, float]]:
     """Yield the numbers below `value` by dotted name.
 
-    Rows of a table are named by their strings.
+    Rows of a table are named by their string values.
     """
     if isinstance(value, dict):
         for key, inner in value.items():
@@ -242,7 +244,7 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, float]]:
 
 
 def _worse(name: str, before: float, after: float) -> bool | None:
-    """Return whether a number is worse.
+    """Return whether a metric has become worse.
 
     The last part of the name with a known direction decides: `wall_ms.p50` is a time.
     """

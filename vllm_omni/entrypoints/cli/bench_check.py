@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-omni bench --check`: repeat results of record on this machine and compare.
 
-The records and the benchmarks are part of the package, so that an installation is checked without
-a checkout.
+The records and the benchmarks are part of the package, so that an installation can be checked
+without a checkout.
 """
 
 import json
@@ -34,15 +34,17 @@ _LOG_LINES_SHOWN = 15
 
 
 def run(folder: Path, names: Sequence[str], as_json: bool) -> int:
-    """Repeat rows and print how they compare.
+    """Repeat rows and print the comparison.
 
     Args:
         folder: Folder with the benchmarks.
-        names: Rows to repeat. Empty: one for each benchmark that fits this machine.
+        names: Rows to repeat. Names of the rows to repeat. If empty, one row is run for each
+            benchmark that fits this machine.
         as_json: Print a JSON list only.
 
     Returns:
-        1 if a row of the same hardware is slower than its range, or a benchmark failed, else 0.
+        1 if a row measured on the same hardware is slower than its recorded range or a benchmark
+        failed, otherwise 0.
 
     Raises:
         CommandError: No row fits this machine, or a name is unknown.
@@ -94,7 +96,9 @@ def describe(row: Baseline, found: Comparison) -> str:
 
 
 def _repeat(folder: Path, row: Baseline) -> dict[str, Any] | None:
-    """Run the benchmark of a row. Return its result, or None after a message if it failed."""
+    """Run the benchmark of a row. Return the result, or None after printing a message if the run
+    failed.
+    """
     check = row.check
     assert check is not None
     with tempfile.TemporaryDirectory() as out:

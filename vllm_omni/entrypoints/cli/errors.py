@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exception of subcommands for problems that the user can fix.
+"""Exception of subcommands for problems that the user can fix.
 
-`main` prints it and exits with 2.
+`main` prints it and exits with status 2.
 """
 
 

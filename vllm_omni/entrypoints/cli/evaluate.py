@@ -227,7 +227,8 @@ def _checked_model(model: str | None) -> str:
     """Return the checkpoint directory or Hugging Face id to serve.
 
     Raises:
-        CommandError: It is no checkpoint, or the model makes no videos and images.
+        CommandError: The directory is not a checkpoint, or the model does not generate videos or
+            images.
     """
     from vllm_omni.model_executor.checkpoint.hub import is_hub_id
     from vllm_omni.model_executor.models.registry import detect_family
@@ -265,7 +266,7 @@ def _server(args: argparse.Namespace, model: str | None) -> "Iterator[EvaluatedS
 
 
 def _replayed(args: argparse.Namespace) -> "RunFolder":
-    """Run recordings again and return their folder."""
+    """Replay the recordings and return the folder of the results."""
     from vllm_omni.evaluation.recorded import recorded_controls
     from vllm_omni.evaluation.run_folder import RunFolder
     from vllm_omni.session_files.recording import committed_chunks, read_recording

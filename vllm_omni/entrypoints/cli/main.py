@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `vllm-omni` command, which stock vLLM also calls for `--omni` among its arguments.
+"""The `vllm-omni` command, which stock vLLM also calls if `--omni` is one of its arguments.
 
-Each subcommand is one module that imports heavy modules only when it runs: `vllm-omni --version`
-and `--help` import neither torch nor vLLM (tests/entrypoints/cli/test_main.py).
+Each subcommand is a module that imports heavy modules only when it runs: `vllm-omni --version` and
+`--help` import neither torch nor vLLM (tests/entrypoints/cli/test_main.py).
 """
 
 import argparse
@@ -31,7 +31,9 @@ _SUBCOMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one command and exit: 0 for success, 1 for a negative result, 2 for invalid input."""
+    """Run one command and exit: status 0 for success, 1 for a negative result, 2 for
+    invalid input.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         sys.exit(_dispatch(arguments))

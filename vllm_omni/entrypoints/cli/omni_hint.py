@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A hint for `vllm serve my_world` without `--omni`, which fails with a traceback in stock vLLM.
 
-vLLM calls `register()` before it reads the model's directory. The hint is printed when the process
+vLLM calls `register()` before it reads the model directory. The hint is printed when the process
 exits, because a line before the traceback would not be noticed.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _CHOSEN = ("--omni", "--worker-cls", "--worker_cls", "--config-format", "--config_format")
-"""Flags that show that the user has chosen how to serve the directory."""
+"""Flags that indicate that the user has already chosen how to serve the directory."""
 
 
 @functools.cache

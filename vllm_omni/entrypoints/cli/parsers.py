@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsers of subcommands: a summary, a description, and examples that `--help` prints.
+"""Parsers of subcommands: each has a summary, a description and examples for `--help`.
 
 Lists of models in `--help` come from the registry, which imports neither torch nor vLLM.
 """
@@ -21,7 +21,7 @@ def add_command(
         subparsers: Of the parser of `vllm-omni`.
         name: Name of the subcommand.
         summary: One line for the list of commands.
-        description: Paragraphs, separated by an empty line, that `--help` prints after the usage.
+        description: Paragraphs that `--help` prints after the usage, separated by empty lines.
         examples: Whole command lines.
 
     Returns:

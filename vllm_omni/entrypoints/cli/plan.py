@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni plan MODEL --gpu H200 --n 4`: sessions that fit on GPUs, and measured speeds."""
+"""`vllm-omni plan MODEL --gpu H200 --n 4`: number of sessions that fit on the GPUs, and measured
+speeds.
+"""
 
 import argparse
 from typing import Any, get_args
@@ -137,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def sized(changes: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that all models support.
+    """Return the settings of `plan` that all models support.
 
     `plan all` prints one row for each precision and device of the text encoder.
     """
@@ -145,7 +147,7 @@ def sized(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cache(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the kind of K/V cache as fields of `StreamModel`. Raises CommandError."""
+    """Return the K/V cache settings as fields of `StreamModel`. Raises CommandError."""
     if args.matched_steps is None:
         if args.chunks_in_flight is not None:
             raise CommandError(

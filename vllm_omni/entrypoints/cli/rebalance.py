@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-omni rebalance`: move sessions between the servers of a fleet.
 
-A loop over `GET /omni/ready`, `GET /omni/sessions` and `POST /omni/sessions/{name}/migrate`. It has
-no state of its own, so it may be stopped and started at any time.
+The command loops over `GET /omni/ready`, `GET /omni/sessions` and
+`POST /omni/sessions/{name}/migrate`. It is stateless, so it can be stopped and restarted at any
+time.
 """
 
 import argparse
@@ -66,7 +67,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: Any) -> int:
-    """Move sessions until interrupted, or with `--once` until nothing is left to move.
+    """Move sessions until interrupted, or with `--once` until no moves are left.
 
     Raises:
         CommandError: The file or an option is invalid.
@@ -108,7 +109,7 @@ def _move(fleet: "Mapping[str, _Server]", move: "PlannedMove") -> bool:
 
 
 class _Server:
-    """One server, as an operator sees it."""
+    """One server, as seen by an operator."""
 
     def __init__(self, name: str, url: str, key: str) -> None:
         self._name, self._url = name, url.rstrip("/")
@@ -132,7 +133,7 @@ class _Server:
         return ServerLoad(self._name, int(ready["max_sessions"]), tuple(sessions))
 
     def migrate(self, move: "PlannedMove") -> str | None:
-        """Move a session. Return the reason if it stays."""
+        """Move a session. Return the reason if the session was not moved."""
         body = {"to": move.target, "principal": move.session.principal}
         path = f"/omni/sessions/{quote(move.session.name, safe='')}/migrate"
         status, reply = self._call("POST", path, _MOVE_S, body)

@@ -126,7 +126,7 @@ def _adapters(
     """Return the paths in `--lora-modules` by name.
 
     Raises:
-        CommandError: They are not the adapters of the recording.
+        CommandError: The given adapters differ from those of the recording.
     """
     given = dict(module.split("=", 1) for module in modules if "=" in module)
     if len(given) < len(modules):
@@ -151,10 +151,11 @@ def _replay(
     args: argparse.Namespace,
     frames: list[Any] | None,
 ) -> int | None:
-    """Run the chunks on a new engine until one differs, or all of them if frames are wanted.
+    """Replay the chunks on a new engine. Stop at the first chunk that differs, unless frames are
+    requested.
 
     Returns:
-        The number of the first chunk that differs, or None.
+        The index of the first chunk that differs, or None.
     """
     from vllm_omni.outputs import RequestFailed
 
@@ -201,7 +202,9 @@ def _replay(
 
 
 def _precision(header: "RecordingHeader") -> dict[str, Any]:
-    """Return the engine arguments of the recorded weights, K/V cache and adapters."""
+    """Return the engine arguments for the precision of the recorded weights, K/V cache and
+    adapters.
+    """
     import msgspec
     import torch
 
@@ -253,7 +256,7 @@ def _run_chunk(llm: Any, index: int, chunk: "RecordedChunk") -> "tuple[Any, list
 
 
 def _report(index: int, chunk: "RecordedChunk", frames_THWC: Any) -> bool:
-    """Print one chunk's line. Return False if it differs."""
+    """Print a line about one chunk. Return False if the chunk differs."""
     from vllm_omni.session_files.recording import digest_of
 
     if chunk.outcome is None:

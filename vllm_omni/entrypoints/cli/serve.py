@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm serve MODEL --omni`: check the arguments, add the model family's flags, run vLLM's server.
 
-`plan` reads the relevant flags, detects the model family, refuses unusable arguments with a
-one-line error, and returns the equivalent plain `vllm serve` command. It takes about a second,
-because it imports only the family's module. `launch` parses that command with vLLM's parser and
-additional WebSocket flags, refuses arguments that the worker would ignore
+`plan` reads the relevant flags, detects the model family, refuses unsupported arguments with a
+one-line error, and returns the equivalent plain `vllm serve` command. This takes about a second,
+because only the module of the model family is imported. `launch` parses that command with vLLM's
+parser and additional WebSocket flags, refuses arguments that the worker would ignore
 (`vllm_omni.engine_arguments`), and runs vLLM's `ServeSubcommand`.
 """
 
@@ -60,7 +60,8 @@ _CPU_SPACE_GIB = "4"
 _STOCK_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 _EXPORT_TIMEOUTS = ("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "OTEL_EXPORTER_OTLP_TIMEOUT")
 _EXPORT_TIMEOUT_S = "2"
-"""With OpenTelemetry's default of 10 s per batch, an exit waits 30 s for a collector that is down.
+"""With OpenTelemetry's default of 10 s per batch, an exit would wait 30 s for a collector that is
+down.
 """
 # vLLM loads the plugins of these groups by default, and endpoint plugins only by name.
 _PLUGIN_GROUPS = (
@@ -122,13 +123,13 @@ class ServePlan:
     page: str | None
     """URL of the web page. None: the server has no port."""
     worker: WorkerKind
-    """The worker that will serve."""
+    """The worker class that serves the model."""
 
 
 def plan(
     argv: Sequence[str], environ: Mapping[str, str], plugins: Iterable[str], *, on_cpu: bool = False
 ) -> ServePlan:
-    """Check the arguments after `vllm serve` and complete them.
+    """Check the arguments after `vllm serve` and add the missing ones.
 
     Args:
         argv: The arguments.
@@ -185,7 +186,9 @@ def plan(
 
 
 def _from_hub(flags: "ServeFlags", argv: Sequence[str]) -> tuple["ServeFlags", Sequence[str]]:
-    """Replace a hub id by the directory of its snapshot. Clients still name the model by the id."""
+    """Replace a Hugging Face id by the directory of its snapshot. Clients still name the model by
+    the id.
+    """
     from vllm_omni.model_executor.checkpoint.hub import is_hub_id, resolve
 
     if flags.model is None or not is_hub_id(flags.model):
@@ -217,7 +220,7 @@ def launch(argv: list[str], worker: WorkerKind | None) -> None:
 
     Args:
         argv: Arguments after `vllm serve`.
-        worker: The worker that will serve. None: only `--help`.
+        worker: The worker class that serves the model. None: only `--help`.
 
     Raises:
         CommandError: The worker would ignore an argument, or vLLM finds no device.
@@ -281,7 +284,9 @@ def installed_plugins() -> list[str]:
 
 
 def plugin_names(user_value: str | None, installed: Iterable[str], more: Iterable[str] = ()) -> str:
-    """Return VLLM_PLUGINS: the plugins of the user or the default, this package, and `more`."""
+    """Return the value of VLLM_PLUGINS: the plugins selected by the user or by default, this
+    package, and `more`.
+    """
     names = installed if user_value is None else [name for name in user_value.split(",") if name]
     return ",".join(dict.fromkeys([*names, PLUGIN, *more]))
 
@@ -407,7 +412,7 @@ def _check_executor(flags: "ServeFlags", executor_cls: str) -> None:
 
 
 def _check_port(flags: "ServeFlags") -> None:
-    """Check that the port is free, which vLLM does only after half a minute of imports.
+    """Check that the port is free, because vLLM checks this only after half a minute of imports.
 
     A server with `--uds` has no port.
     """
@@ -429,9 +434,9 @@ def _check_port(flags: "ServeFlags") -> None:
 
 
 def _needs_one_api_server(flags: "ServeFlags") -> bool:
-    """Return whether to start only one API server, because sessions are local to it.
+    """Return whether only one API server may be started, because sessions are local to it.
 
-    Stock vLLM starts one for each data-parallel rank.
+    Stock vLLM starts one API server for each data-parallel rank.
     """
     chosen = {
         "api-server-count",
@@ -471,20 +476,20 @@ _ADDITIONAL_CONFIG = "additional-config"
 class ServeFlags:
     """The flags of a `vllm serve` command line.
 
-    They are read without vLLM's parser, which takes 9 s to import.
+    The flags are read without vLLM's parser, which takes 9 s to import.
     """
 
     model: str | None = None
     """Checkpoint directory or hub id. None: not given."""
     values: dict[str, str] = field(default_factory=dict)
-    """Value by flag without dashes; "" for a switch. Aliases are not resolved."""
+    """Values by flag name without dashes; "" for a switch. Aliases are not resolved."""
 
     @classmethod
     def scan(cls, argv: Sequence[str]) -> "ServeFlags":
         """Read the command line by vLLM's rules.
 
-        The model comes first, `_` equals `-`, and `--flag=x` equals `--flag x`. A `--config` file
-        supplies flags that the command line lacks.
+        The model comes first, `_` is treated as `-`, and `--flag=x` is treated as `--flag x`. A
+        `--config` file supplies flags that the command line lacks.
 
         Raises:
             CommandError: The file cannot be read.
@@ -508,11 +513,11 @@ class ServeFlags:
         return flags
 
     def is_on(self, switch: str) -> bool:
-        """Return whether a switch is set. The value "false" in a config file unsets it."""
+        """Return whether a switch is set. A value of "false" in a config file unsets it."""
         return self.values.get(switch, "false").lower() not in ("false", "0", "no")
 
     def count(self, *names: str) -> int:
-        """Return a positive integer that is given under one of several names. Default: 1."""
+        """Return a positive integer that may be given under one of several names. Default: 1."""
         for name in names:
             if name in self.values:
                 if not self.values[name].isdecimal() or int(self.values[name]) < 1:
@@ -523,7 +528,7 @@ class ServeFlags:
         return 1
 
     def additional_config(self) -> dict[str, Any]:
-        """Return `--additional-config`, given as JSON or with dotted keys.
+        """Return `--additional-config`, which is given as JSON or as dotted keys.
 
         For example, `--additional-config.omni.max_sessions 4`.
         """
@@ -547,14 +552,14 @@ class ServeFlags:
 
 
 def _is_flag(argument: str) -> bool:
-    """Return whether an argument is a flag and not a value. For example, -1 is a number."""
+    """Return whether an argument is a flag instead of a value. For example, -1 is a value."""
     return argument.startswith("-") and not argument[1:].replace(".", "", 1).isdecimal()
 
 
 def _canonical(flag: str) -> str:
     """Convert `--tensor_parallel_size` to `tensor-parallel-size`.
 
-    Keys after a dot stay unchanged.
+    Keys after a dot are not changed.
     """
     head, dot, keys = flag.lstrip("-").partition(".")
     return head.replace("_", "-") + dot + keys
@@ -592,7 +597,7 @@ def _read_yaml(path: str) -> dict[str, str]:
 
 
 def _without_keys(argv: Sequence[str]) -> list[str]:
-    """Replace API keys by KEY, because the command is printed and may end up in logs."""
+    """Replace API keys by KEY, because the command is printed and may appear in logs."""
     shown: list[str] = []
     hiding = False
     for argument in argv:
@@ -615,7 +620,7 @@ def _with_one_additional_config(argv: Sequence[str], flags: ServeFlags) -> list[
 
 
 def _without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
-    """Remove flags, including dotted ones, with their values."""
+    """Remove flags and their values, including dotted flags."""
     retained: list[str] = []
     skip_value = False
     for argument in argv:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the machine before a start: socket files, directories, optional packages.
+"""Checks of the machine before startup: socket files, directories, optional packages.
 
-vLLM would fail only after half a minute, with a traceback. Each check raises `CommandError` with
-one line that names the remedy, and imports only light modules.
+Without these checks, vLLM would fail only after half a minute, with a traceback. Each check raises
+`CommandError` with one line that names the remedy, and imports only light modules.
 """
 
 import importlib.util
@@ -16,7 +16,8 @@ from typing import Any, Final
 from vllm_omni.entrypoints.cli.errors import CommandError
 
 SOCKET_DIRECTORY: Final = "VLLM_RPC_BASE_PATH"
-"""vLLM's variable for the directory of its socket files. Default: the system's temporary directory.
+"""vLLM's environment variable for the directory of its socket files. Default: the system's
+temporary directory.
 """
 
 _SOCKET_PATH_BYTES: Final = 107
@@ -30,12 +31,12 @@ _READ_FILES: Final = ("ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "log-config
 
 @dataclass(frozen=True)
 class _Optional:
-    """A package that one value of some flags requires."""
+    """A package that is required by one value of certain flags."""
 
     flags: tuple[str, ...]
     """Names of the flag, including aliases."""
     value: str
-    """Value that requires the package."""
+    """Value of the flag that requires the package."""
     module: str
     """Module that must be importable."""
     install: str
@@ -73,8 +74,8 @@ def check_start(
         flags: Flags of `vllm serve` without dashes, with their values.
         omni: The `omni` object of `--additional-config`.
         environ: Environment variables.
-        is_language_model: Whether vLLM's own model runner serves, which supports all of vLLM's load
-            formats.
+        is_language_model: Whether vLLM's own model runner is used, which supports all of vLLM's
+            load formats.
 
     Raises:
         CommandError: A check failed.
@@ -97,7 +98,9 @@ def check_start(
 
 
 def socket_directory_trouble(environ: Mapping[str, str]) -> str | None:
-    """Return why vLLM cannot create its socket files, with the remedy, or None if it can."""
+    """Return the reason why vLLM cannot create its socket files, with the remedy, or None if it
+    can.
+    """
     variable = SOCKET_DIRECTORY if environ.get(SOCKET_DIRECTORY) else "TMPDIR"
     try:
         directory = environ.get(SOCKET_DIRECTORY) or tempfile.gettempdir()
@@ -148,7 +151,7 @@ def _check_socket_file(path: str) -> None:
 
 
 def _check_directory(name: str, path: str) -> None:
-    """Check a directory that the server writes to, and creates if it does not exist."""
+    """Check a directory that the server writes to. It is created if it does not exist."""
     existing = os.path.abspath(path)
     while not os.path.lexists(existing):
         existing = os.path.dirname(existing)

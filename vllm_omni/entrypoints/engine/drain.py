@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """`GracefulStop`: drains an API server process between SIGTERM and its exit.
 
-On SIGTERM, stock vLLM stops the engine at once, or after its requests with `--shutdown-timeout`.
-This is too late for work that needs the engine: chunks in flight and snapshots. This class installs
-another handler for the signal on the same event loop, from the application's lifespan, which
-uvicorn runs before it listens. The handler refuses new work, waits for the endpoints up to
-`drain_timeout_s`, and then stops uvicorn with its flag `should_exit`. vLLM then stops the engine as
-usual. A second SIGTERM ends the wait.
+On SIGTERM, stock vLLM stops the engine at once, or with `--shutdown-timeout` after its requests
+have finished. That is too early for work that needs the engine: chunks in flight and snapshots.
+This class installs another handler for the signal on the same event loop. It does so in the
+application's lifespan, which uvicorn runs before it listens. The handler refuses new work, waits
+for the endpoints for up to `drain_timeout_s`, and then stops uvicorn through its flag
+`should_exit`. vLLM then stops the engine as usual. A second SIGTERM ends the wait.
 
-Only the API server may receive the signal first. A process manager that signals the engine's
-process at the same time (systemd without `KillMode=mixed`) stops the engine too early.
+The API server must receive the signal first. A process manager that signals the engine's process at
+the same time (systemd without `KillMode=mixed`) stops the engine too early.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ logger = logging.getLogger("vllm." + __name__)
 
 _REFUSED_METHODS: Final = frozenset({"POST", "PUT", "PATCH"})
 _LEAST_CLOSING_S: Final = 3.0
-"""Minimum time in seconds for connections to close, regardless of the time that draining took."""
+"""Minimum time in seconds for closing connections, regardless of the time spent on draining."""
 
 
 class GracefulStop:
@@ -44,7 +44,7 @@ class GracefulStop:
     def __init__(self) -> None:
         self.is_draining = False
         self.in_flight = 0
-        """HTTP requests in progress that change state or generate."""
+        """HTTP requests in progress that change state or generate output."""
         self._finish: Callable[[], Awaitable[None]] | None = None
         self._timeout_s = 0.0
         self._task: asyncio.Task[None] | None = None

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`EngineWatch`: stops an API server process when its engine dies or hangs.
+"""`EngineWatch`: stops an API server process if its engine dies or hangs.
 
-The kernel reports when a process of the engine on this machine ends. In addition, vLLM is polled
-twenty times a second, which covers processes on other machines and failures without an exit. When
-the engine is dead, the endpoints send an error to every client, and the server exits with
-`ENGINE_DIED`. Stock vLLM polls every 5 s, closes sockets as in a planned shutdown and exits with 0,
-so no supervisor restarts it.
+The kernel reports when an engine process on this machine ends. In addition, vLLM is polled twenty
+times a second, to cover processes on other machines and failures without an exit. When the engine
+is dead, the endpoints send an error to every client, and the server exits with `ENGINE_DIED`. Stock
+vLLM polls every 5 s, closes sockets as in a planned shutdown and exits with 0, so that supervisors
+do not restart it.
 
 vLLM reports a dead worker only after the other workers have exited, which may take seconds. Workers
 that have not exited within `_LEAVING_S` are killed, so that HTTP requests fail as early as sockets
-do. A process of the engine that has been stopped (SIGSTOP) for `stopped_timeout_s` is killed too.
-After SIGTERM or SIGINT the server exits with 0. Other checks for dead processes are compared in
+do. An engine process that has been stopped (SIGSTOP) for `stopped_timeout_s` is killed too. After
+SIGTERM or SIGINT the server exits with 0. Other checks for dead processes are compared in
 docs/how_to/operations.md ("Who watches whom").
 
 A plain `vllm serve` has the same exit status, because a task raises SystemExit when the event loop
@@ -40,23 +40,26 @@ logger = logging.getLogger("vllm." + __name__)
 _POLL_S: Final = 0.05
 _LOOK_S: Final = 0.25
 _OWN_GAP_S: Final = 2.0
-"""A longer time between two checks shows that this process was paused itself. The time for which
-other processes were stopped is then unknown, so it is counted from zero again."""
+"""A longer interval between two checks shows that this process itself was paused. The time for
+which other processes were stopped is then unknown, so their counters restart at zero.
+"""
 _LEAVING_S: Final = 0.3
-"""Seconds in which the rest of a dead engine may log the reason and exit."""
+"""Time in seconds during which the remaining processes of a dead engine may log the reason and
+exit.
+"""
 _CLOSING_S: Final = 3
-"""Seconds in which connections may close after the engine has died."""
+"""Time in seconds during which connections may close after the engine has died."""
 
 
 async def _notify_no_client() -> None:
-    """Do nothing. Default for servers without clients that stay connected."""
+    """Do nothing. Default for servers without long-lived connections."""
 
 
 class EngineWatch:
     """Watches the engine of one server.
 
-    Call `attach_to_app` while vLLM builds the application, after everything that handles signals.
-    Call `start_watching` after engine startup.
+    Call `attach_to_app` while vLLM builds the application, after all other code that installs
+    signal handlers. Call `start_watching` after engine startup.
     """
 
     def __init__(self) -> None:
@@ -78,7 +81,7 @@ class EngineWatch:
 
         Args:
             is_dead: Returns whether the engine has died.
-            pids: The engine's processes on this machine.
+            pids: The engine processes on this machine.
             stopped_timeout_s: Seconds after which a stopped process is killed. Default: never.
             notify_clients: Sends an error to all clients of the endpoints.
         """
@@ -102,10 +105,10 @@ class EngineWatch:
             task.cancel()
 
     def _note_signals(self) -> None:
-        """Record that a shutdown was requested, because the engine's exit is then expected.
+        """Record that a shutdown was requested, because the exit of the engine is then expected.
 
         Event loops receive signals through a file descriptor. The handler that Python calls in
-        addition is a dummy, which this replaces.
+        addition is a dummy, which this handler replaces.
         """
 
         def note(number: int, frame: FrameType | None) -> None:
@@ -138,7 +141,9 @@ class EngineWatch:
                     await ended.wait()
 
     async def _end_rest(self, is_dead: Callable[[], bool]) -> None:
-        """Kill the engine's other processes if they do not exit, so that vLLM reports the death."""
+        """Kill the engine's remaining processes if they do not exit, so that vLLM reports the
+        death.
+        """
         give_up_s = time.monotonic() + _LEAVING_S
         while not is_dead() and time.monotonic() < give_up_s:
             await asyncio.sleep(_POLL_S)
@@ -193,7 +198,7 @@ def _end_stopped(pid: int, timeout_s: float) -> None:
 
 
 async def _exit_with(status: int) -> None:
-    """Wait until the closing event loop cancels this task, and then exit the process."""
+    """Wait until this task is cancelled by the closing event loop, and then exit the process."""
     try:
         await asyncio.Event().wait()
     except asyncio.CancelledError:

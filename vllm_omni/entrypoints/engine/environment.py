@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the endpoints from the environment, because stock `vllm serve` has no flags for them.
+"""Settings of the endpoints that come from the environment, because stock `vllm serve` has no flags
+for them.
 
-Each field of a settings struct is the variable `VLLM_OMNI_` plus the field's name in upper case.
+Each field of a settings struct corresponds to the variable `VLLM_OMNI_` followed by the field's
+name in upper case.
 """
 
 import os
@@ -16,7 +18,8 @@ PREFIX: Final = "VLLM_OMNI_"
 
 
 def read_struct(cls: type[T], environ: Mapping[str, str] | None = None) -> T:
-    """Create a settings struct from the variables that are set. Other fields have their defaults.
+    """Create a settings struct from the variables that are set. Other fields have their default
+    values.
 
     Args:
         cls: The struct.

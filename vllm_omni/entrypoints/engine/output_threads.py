@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the interpreter's exit wait for the threads that receive results.
+"""Makes interpreter exit wait for the threads that receive results.
 
-vLLM's client of an `LLM` receives in a daemon thread. If the `LLM` was not shut down, that thread
-is stopped only when the interpreter exits, and it still references the last result. torch releases
-the GIL while it frees a tensor. If a thread requests the GIL again after the interpreter has
-started to exit, CPython unwinds its stack through C++ code that must not be unwound, and the
+vLLM's client of an `LLM` receives results in a daemon thread. If the `LLM` was not shut down, that
+thread is stopped only when the interpreter exits, and it still references the last result. torch
+releases the GIL while it frees a tensor. If a thread requests the GIL again after the interpreter
+has started to exit, CPython unwinds its stack through C++ code that must not be unwound, and the
 process aborts ("terminate called without an active exception", status 134) after all work is done.
 This happened in 2 of 11 runs of the Lance example on two cores.
 
@@ -23,10 +23,10 @@ _LONGEST_S: Final = 10.0
 
 @functools.cache
 def wait_for_output_threads_at_exit() -> None:
-    """Make the interpreter's exit wait for these threads, up to 10 seconds each. Idempotent.
+    """Make interpreter exit wait for these threads, up to 10 seconds each. Idempotent.
 
-    Call it before an engine is created: finalizers run in reverse order, so this one runs after the
-    clients'.
+    Call it before an engine is created: finalizers run in reverse order, so this one runs after
+    those of the clients.
     """
     weakref.finalize(threading.main_thread(), _join)
 

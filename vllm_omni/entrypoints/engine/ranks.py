@@ -2,15 +2,16 @@
 """`SessionRanks`: maps sessions to data-parallel ranks.
 
 With `--data-parallel-size N` each data-parallel rank is a separate engine with separate sessions.
-The identifiers of this module call it `rank`. Stock vLLM sends a request to the least busy
-data-parallel rank, which would scatter the requests of a session. Here a session is assigned to the
-data-parallel rank with the fewest sessions of this process when it starts. If that one refuses with
-`capacity`, the next one is tried. The session stays on its data-parallel rank until it is closed. A
-fork is on the data-parallel rank of its parent, because the state is copied there.
+The identifiers in this module use `rank` for data-parallel rank. Stock vLLM sends a request to the
+least busy data-parallel rank, which would scatter the requests of a session. Here a session is
+assigned to the data-parallel rank with the fewest sessions of this process when it starts. If that
+rank refuses with `capacity`, the next one is tried. The session stays on its data-parallel rank
+until it is closed. A fork is placed on the data-parallel rank of its parent, because the state is
+copied there.
 
-This module is independent of the engine and of sockets, because its caller passes a function that
-sends a request to a data-parallel rank. It counts only the sessions of this API server process, so
-a data-parallel rank may have less room than computed here and refuse with `capacity`.
+This module is independent of the engine and of sockets: its caller passes the function that sends a
+request to a data-parallel rank. It counts only the sessions of this API server process, so a
+data-parallel rank may have less free capacity than computed here and refuse with `capacity`.
 """
 
 import asyncio
@@ -46,18 +47,20 @@ class _Placement:
     """The data-parallel rank of one session."""
 
     rank: int
-    """Number of the data-parallel rank; -1 before the first attempt."""
+    """Index of the data-parallel rank; -1 before the first attempt."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the first chunk has a result. Before that the session may move to another
-    data-parallel rank."""
+    """Set when the first chunk has a result. Until then the session may move to another
+    data-parallel rank.
+    """
 
 
 class SessionRanks:
-    """Sessions of one API server process. Use it from one event loop.
+    """Assigns the sessions of one API server process to data-parallel ranks. Use it from a single
+    event loop.
 
     Args:
         size: Number of data-parallel ranks, at least 1.
-        offset: The first data-parallel rank to use if all have the same number of sessions.
+        offset: The data-parallel rank to use first if all have the same number of sessions.
     """
 
     def __init__(self, size: int, offset: int = 0) -> None:
@@ -67,7 +70,9 @@ class SessionRanks:
         self._next_rank = itertools.count(offset)
 
     def rank_of(self, session_id: str) -> int | None:
-        """Return the data-parallel rank of a session. None: no session of this process."""
+        """Return the data-parallel rank of a session. None: the session does not belong to this
+        process.
+        """
         placement = self._placements.get(session_id)
         return None if placement is None else placement.rank
 
@@ -81,7 +86,7 @@ class SessionRanks:
 
         Args:
             params: Parameters of the request.
-            send: Sends the request to a data-parallel rank. Its exceptions are raised.
+            send: Sends the request to a data-parallel rank. Exceptions of `send` are re-raised.
 
         Returns:
             Result of `send`.
@@ -106,8 +111,9 @@ class SessionRanks:
             raise
 
     async def _start(self, params: DiffusionParams, send: "SendToRank[T]") -> T:
-        """Start a session or a one-shot request on the data-parallel rank with the fewest sessions
-        that accepts it."""
+        """Start a session or a one-shot request on the least loaded data-parallel rank that accepts
+        it.
+        """
         placement = self._assign(params.session_id, -1)
         retained = False
         try:
@@ -132,7 +138,8 @@ class SessionRanks:
                 self._remove(params.session_id)
 
     def adopt(self, session_id: str) -> int:
-        """Assign a session, before it is restored, to the data-parallel rank with the fewest.
+        """Assign a session, before it is restored, to the data-parallel rank with the fewest
+        sessions.
 
         `remove_session` undoes the assignment.
         """
@@ -145,7 +152,9 @@ class SessionRanks:
         self._remove(session_id)
 
     def _by_load(self) -> Iterator[tuple[bool, int]]:
-        """Yield `(is_last, rank)` by number of sessions. Among equal ones the first rotates."""
+        """Yield `(is_last, rank)` in order of the number of sessions. The order of ranks with the
+        same number of sessions rotates.
+        """
         turn = next(self._next_rank)
         order = sorted(
             range(self.size), key=lambda rank: (self._held[rank], (rank - turn) % self.size)
@@ -161,8 +170,8 @@ class SessionRanks:
     async def _close(self, session_id: str, send: "SendToRank[T]") -> T:
         """Close a session on its data-parallel rank.
 
-        An unknown session may belong to another process, so it is closed on every data-parallel
-        rank.
+        An unknown session may belong to another process, so it is closed on all data-parallel
+        ranks.
         """
         rank = self.rank_of(session_id)
         if rank is None:

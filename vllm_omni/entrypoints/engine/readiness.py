@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/omni/ready`: whether this server accepts new work now. `/health` reports whether it is alive.
+"""`/omni/ready`: whether this server accepts new work now. `/health`, in contrast, reports whether
+the server is alive.
 
-Status 200: the server accepts work. Status 503 with `capacity`: it works but would refuse. Status
-503 with `engine_dead`: it does not work. The same worker statistics feed the gauges of
-`../telemetry/metrics.py` every `stats_interval_s`.
+Status 200: the server accepts work. Status 503 with `capacity`: the server works but would refuse a
+new session. Status 503 with `engine_dead`: the server does not work. The same worker statistics
+feed the gauges of `../telemetry/metrics.py` every `stats_interval_s`.
 
-Workers respond between engine steps, but a probe must respond within a second. It therefore returns
-the newest statistics with their age. Its request to the workers continues, and the next probe uses
-the result.
+Workers respond only between engine steps, but a probe must be answered within a second. The route
+therefore returns the latest statistics and their age. The request to the workers continues, and the
+next probe uses its result.
 """
 
 import asyncio
@@ -51,9 +52,9 @@ class FastPathReply(BaseModel):
     name: str
     """Name of the fast path."""
     on: bool
-    """Whether the engine uses it."""
+    """Whether the engine uses the fast path."""
     reason: str
-    """Why it is off. Empty: it is on."""
+    """Reason why the fast path is disabled. Empty: it is enabled."""
 
 
 class EncoderReply(BaseModel):
@@ -64,13 +65,13 @@ class EncoderReply(BaseModel):
     implementation: str
     """Implementation that this process uses."""
     reason: str
-    """Why a faster implementation is not used. Empty: the fastest one is used."""
+    """Why a faster implementation is not used. Empty: the fastest implementation is used."""
 
 
 class ReadyReply(BaseModel):
     """Reply of `/omni/ready`.
 
-    Numbers are sums over all data-parallel ranks.
+    Counts are sums over all data-parallel ranks.
     """
 
     status: str
@@ -93,10 +94,11 @@ class ReadyReply(BaseModel):
     """Size of the sessions on disk in bytes, which neither `bytes` nor `suspended_bytes` includes.
     """
     age_s: float | None = None
-    """Age of the numbers in seconds; more than one during a long engine step. None: no numbers yet.
+    """Age of the statistics in seconds; more than one during a long engine step. None: no
+    statistics are available yet.
     """
     ranks: list[dict[str, int | None]] | None = None
-    """Numbers of each data-parallel rank, if there are several."""
+    """Statistics of each data-parallel rank, if there are several."""
     fast_paths: list[FastPathReply] | None = None
     """Fast paths of the engine. None: not known yet."""
     encoders: list[EncoderReply] | None = None
@@ -110,9 +112,9 @@ class Readiness:
         engine: Requests to the engine.
         interval_s: Seconds between updates of the gauges.
         has_room: Returns whether the endpoints of this process accept work.
-        can_make_room: Returns whether a session could be evicted for a new one. None: sessions are
-            irrelevant, because requests of a model without sessions queue for them.
-        media_bytes: Returns the size of stored media files in bytes. Called on a thread.
+        can_make_room: Returns whether a session could be evicted for a new one. None: sessions do
+            not matter, because the model has none and its requests are queued.
+        media_bytes: Returns the total size of stored media files in bytes. Called on a thread.
         reply_bytes: Returns the size of retained replies in bytes.
         encoders: Encoders of live video. None: the model has no sessions.
     """
@@ -173,7 +175,7 @@ class Readiness:
         return None if self._responded_s is None else time.monotonic() - self._responded_s
 
     def _probe(self) -> "asyncio.Task[RequestFailed | None]":
-        """Return the statistics request in progress. Start one if there is none."""
+        """Return the statistics request in progress. A request is started if none is in flight."""
         if self._stats_request is None or self._stats_request.done():
             # it belongs to no single request
             self._stats_request = asyncio.create_task(
@@ -216,7 +218,7 @@ def _has_room(stats: Mapping[str, Any]) -> bool:
 
 
 def _sums(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the sum over all data-parallel ranks, or None if one of them has no value."""
+    """Return the sum over all data-parallel ranks, or None if a rank has no value."""
     sums: dict[str, Any] = {}
     for name in _COUNTED if ranks else ():
         values = [rank[name] for rank in ranks]

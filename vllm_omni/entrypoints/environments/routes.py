@@ -8,9 +8,9 @@
         POST   /v1/environments/{id}/fork    copy an environment to others
         DELETE /v1/environments/{id}         close the environments
 
-Environments belong to the API key that created them. HTTP and not a WebSocket, because a step is a
-chunk: its generation takes much longer than a request on an open connection, and requests have the
-keys, quotas, limits and proxies of the other routes.
+Environments belong to the API key that created them. The protocol uses HTTP instead of a WebSocket,
+because generating the chunk of a step takes much longer than an HTTP request on an open connection,
+and because requests then have the same keys, quotas, limits and proxies as other routes.
 """
 
 import io
@@ -55,7 +55,9 @@ T = TypeVar("T")
 
 
 class EnvironmentRoutes:
-    """The routes in one API server process. Without sessions, every route returns 404."""
+    """The environment routes of one API server process. Without sessions, every route
+    returns 404.
+    """
 
     def __init__(self) -> None:
         self._known: EnvironmentTable | None = None
@@ -139,7 +141,7 @@ class EnvironmentRoutes:
 
     @respond_to_errors
     async def _fork(self, request: Request, group_id: str) -> Response:
-        """Make environments copies of another one."""
+        """Turn environments into copies of another environment."""
         group, body = self._find(request, group_id), await _read(request, ForkRequest)
         await group.fork(body.source, body.targets)
         return Response(status_code=204)
@@ -159,7 +161,7 @@ class EnvironmentRoutes:
         """Pack the chunks of a call.
 
         Raises:
-            EndpointError: All of them failed.
+            EndpointError: All environments failed.
         """
         failures = [result for result in results if isinstance(result, EndpointError)]
         if len(failures) == len(results):
@@ -192,7 +194,7 @@ async def _read(request: Request, kind: type[T], max_bytes: int = _MAX_BODY_BYTE
     """Return the body of a request.
 
     Raises:
-        ApiError: It is invalid or too large.
+        ApiError: The body is invalid or too large.
     """
     body = await read_body(request, max_bytes)
     if body.is_form:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`EnvironmentTable`: the environments of all clients of one API server process.
 
-An environment is a session of the session manager, which owns capacity, quotas, idle time and
-drain. All environments of one `CreateRequest` form an `EnvironmentGroup`, which belongs to one API
-key. Their chunks are requested at the same time, so the engine batches them.
+An environment is a session of the session manager, which handles capacity, quotas, idle time and
+draining. All environments of one `CreateRequest` form an `EnvironmentGroup`, which belongs to one
+API key. Their chunks are requested at the same time, so the engine batches them.
 """
 
 import asyncio
@@ -41,7 +41,9 @@ _SWEEP_S: Final = 5.0
 
 
 class ChunkArrays:
-    """Arrays of one chunk by kind, and its entry in the reply, still without its environment."""
+    """Arrays of one chunk by kind, and its entry in the reply, in which the environment is not set
+    yet.
+    """
 
     def __init__(self, chunk: FinishedChunk) -> None:
         self.arrays = {kind: a for kind, a in chunk.result.arrays.items() if kind in KINDS}
@@ -50,12 +52,12 @@ class ChunkArrays:
         )
 
     def __len__(self) -> int:
-        """Return the size in bytes, as every reply does."""
+        """Return the size in bytes, as all replies do."""
         return sum(array.nbytes for array in self.arrays.values())
 
 
 class _OneChunk(LiveChunks):
-    """One chunk with one action."""
+    """A chunk that is generated with a single action."""
 
     num_chunks = 1
 
@@ -68,12 +70,12 @@ class _OneChunk(LiveChunks):
 
 
 class EnvironmentGroup:
-    """The environments of one request of a client.
+    """The environments that one client request created.
 
     Args:
         manager: Sessions of the process.
         principal: Owner, derived from the API key.
-        client: Client that limits and quotas count the sessions for.
+        client: Client to which limits and quotas attribute the sessions.
         request: Properties of the environments.
         image: Start image, uint8 [H, W, 3]. None: none.
         images: Named images, in the same form.
@@ -100,22 +102,24 @@ class EnvironmentGroup:
         return self._turn.locked()
 
     async def reset(self, entries: Sequence[ResetEntry]) -> list[ChunkArrays | EndpointError]:
-        """Start episodes. Returns the first chunk of each, or why there is none."""
+        """Start episodes. Returns the first chunk of each environment, or the error."""
         for entry in entries:
             self._manager.info.check_prompt(entry.prompt)
         return await self._together([entry.environment for entry in entries], self._start, entries)
 
     async def step(self, entries: Sequence[StepEntry]) -> list[ChunkArrays | EndpointError]:
-        """Generate the next chunk of environments. Returns the chunks, or why there is none."""
+        """Generate the next chunk of environments. Returns the chunk of each environment, or the
+        error.
+        """
         return await self._together(
             [entry.environment for entry in entries], self._advance, entries
         )
 
     async def fork(self, source: int, targets: Sequence[int]) -> None:
-        """Make environments copies of another one.
+        """Turn environments into copies of another environment.
 
         Raises:
-            EndpointError: The source has no episode, or there is no room.
+            EndpointError: The source has no episode, or there is no capacity.
         """
         self._check([source, *targets])
         async with self._exclusive():
@@ -267,7 +271,7 @@ class EnvironmentTable:
         return group
 
     def _check_room(self, client: str, request: CreateRequest) -> None:
-        """Check the numbers of environments.
+        """Check the number of environments against the limits.
 
         Raises:
             EndpointError: `invalid_request`, `session_limit` or `capacity`.
@@ -296,7 +300,7 @@ class EnvironmentTable:
             )
 
     def _load(self, request: CreateRequest) -> tuple[np.ndarray | None, dict[str, np.ndarray]]:
-        """Decode the images of a request in their own sizes, as the model expects them."""
+        """Decode the images of a request at their original sizes, as the model expects them."""
         limits = self.manager.limits
         for name, source in (("image", request.image), *request.images.items()):
             if source is not None and not isinstance(source, str):
@@ -310,7 +314,7 @@ class EnvironmentTable:
         """Return environments of a client.
 
         Raises:
-            ApiError: 404: the client has no such environments.
+            ApiError: Status 404, because the client has no such environments.
         """
         group = self._groups.get((principal, group_id))
         if group is None:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several servers: sessions move from one to another by their snapshots."""
+"""Multiple servers: sessions move between them as snapshots."""

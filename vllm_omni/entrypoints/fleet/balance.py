@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`plan_moves`: which sessions should move to which server. Pure functions without sockets.
+"""`plan_moves`: plans which sessions move to which server. Pure functions without sockets.
 
-Servers are used in order of their sessions, the fullest first. As many are used as are needed at
-the wanted fill. The others, and servers that shall be empty, give their sessions away. A server
-without sessions is thus used last. Over the servers that are used, the sessions that play are
-evened out first, because they share the time of the GPU, and then the idle ones, which need memory.
+Servers are sorted by their number of sessions, the fullest first. Only as many servers are used as
+the requested fill level requires. Sessions are moved away from the remaining servers and from
+servers that must be emptied. A server without sessions is thus used last. On the servers in use,
+active sessions are balanced first, because they share GPU time, and then idle sessions, which need
+memory.
 """
 
 import math
@@ -13,19 +14,21 @@ from dataclasses import dataclass
 from typing import Final
 
 PLAYING_S: Final = 3.0
-"""Seconds after its last request for which a session counts as playing."""
+"""Time in seconds after its last request during which a session counts as active."""
 
 
 @dataclass(frozen=True)
 class MovableSession:
-    """One session of a server."""
+    """A session that can be moved."""
 
     name: str
     """The client's id of the session."""
     principal: str
     """Owner of the session."""
     idle_s: float
-    """Seconds since its last request. Idle sessions move first, because nobody waits for them."""
+    """Time in seconds since the last request. Idle sessions are moved first, because no client is
+    waiting for them.
+    """
 
     @property
     def plays(self) -> bool:
@@ -52,9 +55,9 @@ class PlannedMove:
     session: MovableSession
     """The session."""
     source: str
-    """Name of its server."""
+    """Name of the server that the session leaves."""
     target: str
-    """Name of the server that it moves to."""
+    """Name of the server that receives the session."""
 
 
 def plan_moves(
@@ -64,8 +67,8 @@ def plan_moves(
 
     Args:
         servers: Servers that accept sessions.
-        to_empty: Names of servers that shall be empty.
-        fill: Fraction of `max_sessions` that a server holds before the next one is used. 0: all
+        to_empty: Names of servers that must be emptied.
+        fill: Fraction of `max_sessions` to fill on one server before the next one is used. 0: all
             servers are used.
         most: Maximum number of moves.
     """
@@ -84,7 +87,7 @@ def plan_moves(
 
 
 class _Plan:
-    """Moves, and the sessions of each server after them.
+    """The planned moves, and the sessions of each server after them.
 
     Args:
         servers: The servers before the moves.
@@ -102,11 +105,13 @@ class _Plan:
         return [name for name in names if len(self.left[name]) < self._room[name]]
 
     def load(self, name: str) -> tuple[float, float, str]:
-        """Return the shares of a server's room that play and that are used, to compare servers."""
+        """Return the shares of a server's capacity that are active and in use, to compare
+        servers.
+        """
         return self._share(name, True), self._share(name, False), name
 
     def _share(self, name: str, plays: bool, more: int = 0) -> float:
-        """Return the share of a server's room that is used, or used by sessions that play."""
+        """Return the share of a server's capacity that is in use, or in use by active sessions."""
         counted = sum(session.plays or not plays for session in self.left[name])
         return (counted + more) / self._room[name]
 
@@ -116,7 +121,9 @@ class _Plan:
         self.moves.append(PlannedMove(session, source, target))
 
     def even_out(self, names: Sequence[str], plays: bool) -> bool:
-        """Plan one move of a session that plays or of an idle one. Return whether it helps."""
+        """Plan one move of an active or an idle session. Return whether the move improves the
+        balance.
+        """
         sources = [name for name in names if any(s.plays == plays for s in self.left[name])]
         targets = self.with_room(names)
         if not sources or not targets:
@@ -131,7 +138,7 @@ class _Plan:
 
 
 def _used(servers: Sequence[ServerLoad], to_empty: Collection[str], fill: float) -> list[str]:
-    """Return the names of the servers that hold the sessions."""
+    """Return the names of the servers on which the sessions remain."""
     usable = [server for server in servers if server.name not in to_empty]
     usable.sort(key=lambda server: (-len(server.sessions), server.name))
     if not fill:

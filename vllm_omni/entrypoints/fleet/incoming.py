@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`IncomingSessions`: sessions on their way from other servers to this one.
+"""`IncomingSessions`: sessions that are being moved to this server.
 
-A prepared session is restored in the engine, but clients cannot find it. `commit` makes it live,
-unless `end` or the time limit came first. All transitions happen on one event loop, so exactly one
-of them decides.
+A prepared session has been restored in the engine, but clients cannot use it yet. `commit` makes it
+live, unless the move was ended or timed out before. All transitions happen on one event loop, so
+exactly one of them takes effect.
 """
 
 import asyncio
@@ -27,10 +27,11 @@ from vllm_omni.session_files.snapshot import read_header
 logger = logging.getLogger("vllm." + __name__)
 
 _PREPARED_S: Final = 15.0
-"""Seconds after which a prepared session is discarded without a commit."""
+"""Time in seconds after which a prepared session is discarded if it has not been committed."""
 _CLAIM_S: Final = 60.0
-"""Seconds for which a new session cannot evict one that has arrived, so that its client can
-continue it."""
+"""Time in seconds during which a new session cannot evict a session that has just arrived, so that
+its client can continue it.
+"""
 _SETTLE_S: Final = RESOLVE_S + 1.0
 _REMEMBERED: Final = 1024
 _ENDPOINT: Final = "migration"
@@ -45,21 +46,21 @@ class _Move:
     state: State = "receiving"
     """Progress of the move."""
     session: Session | None = None
-    """The session, once it is restored."""
+    """The session, after it has been restored."""
     key: SessionKey | None = None
-    """The session's own key."""
+    """The key that identifies the session."""
     path: Path | None = None
-    """The snapshot that has arrived."""
+    """Path of the received snapshot."""
     next_chunk: int = 0
-    """Number of the session's next chunk in the snapshot."""
+    """Index of the session's next chunk in the snapshot."""
     is_complete: bool = True
-    """As `SnapshotHeader.is_complete`, of the version that has arrived."""
+    """As in `SnapshotHeader.is_complete`, for the received version."""
     timer: asyncio.TimerHandle | None = None
-    """Ends the state after its time limit."""
+    """Timer that ends the state after its time limit."""
 
 
 class IncomingSessions:
-    """Moves to one API server process.
+    """Moves to this API server process.
 
     Args:
         migration: Restores sessions.
@@ -70,7 +71,7 @@ class IncomingSessions:
         self._moves: OrderedDict[str, _Move] = OrderedDict()
 
     def begin(self, move_id: str) -> None:
-        """Note a move whose snapshot arrives now.
+        """Register a move whose snapshot is being received.
 
         Raises:
             EndpointError: `session_exists`: the id is in use.
@@ -85,14 +86,14 @@ class IncomingSessions:
                 del self._moves[old_id]
 
     async def prepare_shared(self, move_id: str, path: Path) -> Session:
-        """Restore a session as `prepare`, or bring one that is prepared up to date.
+        """Restore a session like `prepare`, or update one that is already prepared.
 
         Args:
             move_id: Id of the move.
-            path: The snapshot, which belongs to the other server.
+            path: Path of the snapshot, which belongs to the source server.
 
         Raises:
-            EndpointError: The session does not fit here, or the move was ended.
+            EndpointError: There is no capacity for the session, or the move was ended.
         """
         if move_id not in self._moves:
             self.begin(move_id)
@@ -119,8 +120,9 @@ class IncomingSessions:
 
         Args:
             move_id: Id of the move.
-            path: The snapshot, which now belongs to this object, unless `is_shared`.
-            is_shared: Whether it belongs to the other server.
+            path: Path of the snapshot, which belongs to this object from now on, unless
+                `is_shared`.
+            is_shared: Whether the snapshot belongs to the source server.
 
         Raises:
             EndpointError: The session does not fit here.
@@ -160,11 +162,11 @@ class IncomingSessions:
         return session
 
     def commit(self, move_id: str, stream_state: bytes | None = None) -> Session:
-        """Make a prepared session live. From now on it exists only here.
+        """Make a prepared session live. After the commit, the session exists only on this server.
 
         Args:
             move_id: Id of the move.
-            stream_state: Controls of the session's live stream. None: it has none.
+            stream_state: Controls of the session's live stream. None: the session has no owner.
 
         Raises:
             EndpointError: `unknown_migration` or `session_exists`. The session is not live here.
@@ -191,8 +193,8 @@ class IncomingSessions:
     def end(self, move_id: str) -> State:
         """End a move and return its final state.
 
-        A session that is not live is discarded. One that is live may now be saved and moved on,
-        because the other server knows the result.
+        A session that is not live is discarded. A live session may now be saved and moved again,
+        because the source server knows the result.
 
         Raises:
             EndpointError: `unknown_migration`.
@@ -205,7 +207,7 @@ class IncomingSessions:
         return move.state
 
     async def wait_until_settled(self) -> None:
-        """Wait until every live session exists only here for certain."""
+        """Wait until it is certain that every live session exists only on this server."""
         while any(not session.is_settled for session in self._manager.sessions()):
             await asyncio.sleep(0.02)
 

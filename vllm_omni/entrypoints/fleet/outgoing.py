@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionMover`: moves sessions of this API server process to other servers.
+"""`SessionMover`: moves sessions from this API server process to other servers.
 
-The session pauses at a border between two chunks. Its snapshot goes to the other server, which
-restores it without making it live (`Peer.prepare`). Up to here a failure leaves the session where
-it was. After `Peer.commit` the reply of the other server decides. If the result stays unknown, the
-session ends here as lost, because it may be live there, and its snapshot is kept.
+The session pauses between two chunks. Its snapshot is sent to the target server, which restores it
+without making it live (`Peer.prepare`). A failure up to this point leaves the session on this
+server. After `Peer.commit`, the reply of the target server decides. If the result remains unknown,
+the session is ended here as lost, because it may be live on the target server, and its snapshot is
+retained.
 
-If both servers share a directory, the snapshot is written there and restored while the session
-still plays (`_copy_ahead`). In the pause, only what has changed since is written and read.
+If both servers share a directory, the snapshot is written there and restored while the session is
+still active (`_copy_ahead`). During the pause, only the data that has changed since then is written
+and read.
 """
 
 import asyncio
@@ -36,13 +38,17 @@ from vllm_omni.entrypoints.staging_directory import StagingDirectory
 logger = logging.getLogger("vllm." + __name__)
 
 _AT_A_TIME: Final = 2
-"""Sessions whose snapshots are written and sent at the same time when the server drains. The others
-continue to play, or wait until their clients have read what is finished."""
+"""Number of sessions whose snapshots are written and sent concurrently while the server drains. The
+remaining sessions continue, or wait until their clients have read all finished chunks.
+"""
 _COPIES_AHEAD: Final = 2
-"""Versions of a snapshot that are copied while its session plays. The first one takes long, so that
-much has changed after it, and the second one takes little more than the last one."""
+"""Number of versions of a snapshot that are copied while the session is active. The first copy
+takes long, so much has changed after it. The second copy takes little more time than the final one.
+"""
 _MOVE_S: Final = 20.0
-"""Seconds that a session may take to move when the server drains, in which one chunk may run."""
+"""Time limit in seconds for moving a session while the server drains. One chunk may run in this
+time.
+"""
 
 
 @dataclass(frozen=True)
@@ -54,17 +60,19 @@ class MovedSession:
     num_bytes: int
     """Size of the snapshot in bytes."""
     pause_s: float
-    """Seconds from the border between two chunks to the other server's confirmation."""
+    """Time in seconds from the pause between two chunks to the confirmation of the target
+    server.
+    """
     pause_bytes: int
-    """Part of `num_bytes` that was copied in this time."""
+    """Part of `num_bytes` that was copied during the pause."""
 
 
 @dataclass(frozen=True)
 class _Shared:
-    """A move whose snapshot is in the shared directory."""
+    """A move whose snapshot is in a shared directory."""
 
     move_id: str
-    """Id of the move, which the other server has prepared."""
+    """Id of the move, which the target server has prepared."""
     path: Path
     """The snapshot, of an earlier chunk."""
 
@@ -73,7 +81,7 @@ class SessionMover:
     """Moves of one API server process.
 
     Args:
-        fleet: The other servers and the operator's key.
+        fleet: The other servers of the fleet, and the operator's key.
         migration: Saves sessions.
 
     Raises:
@@ -105,17 +113,18 @@ class SessionMover:
         server: FleetServer,
         turn: contextlib.AsyncExitStack | None = None,
     ) -> MovedSession:
-        """Move a session at its next border between two chunks.
+        """Move a session before its next chunk.
 
         Args:
             session: The session.
-            name: Name of the other server.
+            name: Name of the target server.
             server: Its addresses.
             turn: Closed when the snapshot has been sent.
 
         Raises:
-            EndpointError: `not_movable`, `session_busy` or `move_failed`: the session is still
-                here. `session_lost`: it has ended here and may be live there.
+            EndpointError: `not_movable`, `session_busy` or `move_failed`: the session remains on
+                this server. `session_lost`: the session has ended on this server and may be live on
+                the target server.
         """
         if not session.started:
             raise EndpointError("not_movable", "the session has no finished chunk yet")
@@ -158,10 +167,11 @@ class SessionMover:
         return moved[0]
 
     async def _copy_ahead(self, session: Session, peer: Peer, path: Path) -> _Shared:
-        """Copy a session to the other server while it plays, where it stays unused.
+        """Copy a session to the target server while it is active. The copy remains unused until the
+        commit.
 
         Raises:
-            EndpointError: The session could not be copied. Nothing is left of it there.
+            EndpointError: The session could not be copied. No copy remains on the target server.
         """
         if session.key in self._copied:
             raise EndpointError("session_busy", "the session is being moved")
@@ -267,9 +277,10 @@ class SessionMover:
         return result
 
     async def _settle(self, session: Session, peer: Peer, move_id: str, path: Path) -> None:
-        """Tell the other server that its session is the only one, and remove the snapshot.
+        """Notify the target server that its session is the only copy, and delete the snapshot.
 
-        If the other server has been killed, it has no snapshot of its own yet, so this one is kept.
+        If the target server has been killed, it has no snapshot of its own yet, so this one is
+        retained.
         """
         if await peer.end_for_certain(move_id) is MoveResult.MOVED:
             path.unlink(missing_ok=True)
@@ -277,7 +288,7 @@ class SessionMover:
             self._keep(session, peer, path)
 
     def _lose(self, session: Session, peer: Peer, path: Path, next_chunk: int) -> None:
-        """End a session that may be live on the other server, and keep its last snapshot.
+        """End a session that may be live on the target server, and retain its last snapshot.
 
         Raises:
             EndpointError: `session_lost`.
@@ -307,7 +318,7 @@ class SessionMover:
     # -- draining ----------------------------------------------------------------------------------
 
     async def move_all(self) -> None:
-        """Move every session to a server with room, as far as possible. Failures are logged."""
+        """Move as many sessions as possible to servers with free capacity. Failures are logged."""
         sessions = self._manager.sessions()
         free = Counter(dict(await self._free()))
         chosen: dict[str, str] = {}
@@ -333,7 +344,9 @@ class SessionMover:
         chosen: dict[str, str],
         turn: contextlib.AsyncExitStack,
     ) -> None:
-        """Try the servers in order of their room, first the one with this client's sessions."""
+        """Try the servers in order of free capacity, but first the one that has other sessions of
+        this client.
+        """
         tried: set[str] = set()
         while session.started and session.destination is None:
             names = [name for name, room in free.items() if room > 0 and name not in tried]

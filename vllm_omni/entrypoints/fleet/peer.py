@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Peer`: the calls of one server to another, to hand a session over.
+"""`Peer`: the calls from one server to another that move a session.
 
-A move has two phases. `prepare` sends the snapshot; the other server restores it, but nobody can
-use it, and it is discarded after a time. `commit` makes it live. If the reply to `commit` is lost,
-`end` asks for the result and at the same time forbids a later commit, so that its answer is final.
+A move has two phases. `prepare` sends the snapshot. The target server restores it as a session that
+clients cannot use, and discards it after a time limit. `commit` makes it live. If the reply to
+`commit` is lost, `end` requests the result and prevents a later commit, so that its reply is final.
 """
 
 import asyncio
@@ -23,8 +23,10 @@ from vllm_omni.entrypoints.limits.access import MIGRATIONS_PATH, READY_PATH
 from vllm_omni.entrypoints.snapshot_upload import PART_BYTES
 
 RESOLVE_S: Final = 10.0
-"""Seconds after a commit in which the first server asks for its result. The other server does not
-give the session away before, so that a refused connection proves that the session has ended."""
+"""Time in seconds after a commit during which the source server requests the result. The target
+server does not move the session on before then, so that a refused connection proves that the
+session has ended.
+"""
 _CONNECT_S: Final = 2.0
 _COMMIT_S: Final = 2.0
 _END_S: Final = 1.0
@@ -38,11 +40,11 @@ class MoveResult(Enum):
     """Where a session is after a commit."""
 
     MOVED = "moved"
-    """Only on the other server."""
+    """The session is only on the target server."""
     STAYED = "stayed"
-    """Only here, and it will not appear on the other server."""
+    """The session is only on this server and will not appear on the target server."""
     UNKNOWN = "unknown"
-    """Perhaps on the other server."""
+    """The session may be on the target server."""
 
 
 class Peer:
@@ -62,7 +64,7 @@ class Peer:
         self._headers = {"Authorization": f"Bearer {key}"}
 
     async def num_free(self) -> int:
-        """Return how many sessions the server still accepts; 0 if it does not respond."""
+        """Return how many more sessions the server accepts; 0 if it does not respond."""
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError, ValueError):
             async with self._client.get(
                 self._url(READY_PATH), timeout=_limit(_READY_S)
@@ -73,7 +75,7 @@ class Peer:
         return 0
 
     async def prepare_shared(self, move_id: str, path: Path) -> None:
-        """Let the server read a snapshot in the shared directory, or a later version of it.
+        """Make the server read a snapshot, or a later version of it, from the shared directory.
 
         Raises:
             EndpointError: As `prepare`.
@@ -84,10 +86,10 @@ class Peer:
             raise self._failed(_text(reply, status))
 
     async def prepare(self, move_id: str, path: Path) -> None:
-        """Send a snapshot. Afterwards the server holds a session that nobody can use.
+        """Send a snapshot. Afterwards the server holds a session that clients cannot use.
 
         Raises:
-            EndpointError: `move_failed`. The server may hold the session for some seconds.
+            EndpointError: `move_failed`. The server may still hold the session for some seconds.
         """
         digest = hashlib.sha256()
         num_bytes = path.stat().st_size
@@ -104,11 +106,11 @@ class Peer:
             raise self._failed("the snapshot was damaged on its way")
 
     async def commit(self, move_id: str, stream_state: bytes | None = None) -> MoveResult:
-        """Make a prepared session live, and find out whether it is.
+        """Make a prepared session live, and determine whether this has succeeded.
 
         Args:
             move_id: Id of the move.
-            stream_state: Controls of the session's live stream. None: it has none.
+            stream_state: Controls of the session's live stream. None: the session has no owner.
 
         Returns within `RESOLVE_S`.
         """
@@ -120,11 +122,11 @@ class Peer:
         return await self.end_for_certain(move_id, RESOLVE_S - _COMMIT_S)
 
     async def end_for_certain(self, move_id: str, limit_s: float = RESOLVE_S) -> MoveResult:
-        """End a move as `end`, and repeat the question until there is an answer.
+        """End a move like `end`, and repeat the request until there is a reply.
 
         Args:
             move_id: Id of the move.
-            limit_s: Seconds after which the result is unknown.
+            limit_s: Time in seconds after which the result counts as unknown.
         """
         give_up_s = asyncio.get_running_loop().time() + limit_s
         while True:
@@ -137,7 +139,7 @@ class Peer:
             await asyncio.sleep(_RETRY_S)
 
     async def end(self, move_id: str) -> MoveResult:
-        """End a move: discard a session that is only prepared. Idempotent."""
+        """End a move: discard a session that has only been prepared. Idempotent."""
         try:
             status, reply = await self._call("DELETE", move_id, _END_S)
         except EndpointError as error:

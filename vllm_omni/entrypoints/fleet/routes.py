@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routes of operators and of other servers, for sessions that move.
+"""Routes for operators and other servers that move sessions.
 
         GET    /omni/sessions                      the live sessions
         POST   /omni/sessions/{name}/migrate       move a session: {"to": name or URL}
@@ -53,7 +53,7 @@ class LiveSessionReply(BaseModel):
     principal: str
     """Digest of the client's API key, or `anonymous`."""
     next_chunk_index: int
-    """Number of the session's next chunk."""
+    """Index of the session's next chunk."""
     is_busy: bool
     """Whether a request runs."""
     idle_s: float
@@ -73,9 +73,11 @@ class MigrateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of `POST /omni/sessions/{name}/migrate`."""
 
     to: str
-    """Name or address of another server of the file `omni.fleet`."""
+    """Name or address of another server in the file `omni.fleet`."""
     principal: str | None = None
-    """Owner of the session, if several clients use the name. Default: the only one."""
+    """Owner of the session, if several clients use the same name. Default: the only owner of a
+    session with this name.
+    """
 
 
 class MigrateReply(BaseModel):
@@ -86,17 +88,19 @@ class MigrateReply(BaseModel):
     server: str
     """Name of the server on which the session continues."""
     next_chunk_index: int
-    """Number of the session's next chunk."""
+    """Index of the session's next chunk."""
     bytes: int
     """Size of the snapshot in bytes."""
     pause_ms: float
-    """Milliseconds from the border between two chunks to the other server's confirmation."""
+    """Time in milliseconds from the pause between two chunks to the confirmation of the target
+    server.
+    """
     pause_bytes: int
-    """Part of `bytes` that was copied in this time."""
+    """Part of `bytes` that was copied during the pause."""
 
 
 class FleetRoutes:
-    """The routes in one API server process."""
+    """The fleet routes of one API server process."""
 
     def __init__(self) -> None:
         self.fleet = Fleet(None, {})
@@ -105,7 +109,7 @@ class FleetRoutes:
         self._max_bytes: int | None = None
 
     async def start_serving(self, server: ServerContext) -> None:
-        """Read the file of servers, and let a draining server move its sessions.
+        """Read the list of servers, and register moving sessions as a step of draining.
 
         Raises:
             ValueError: The file or the key is invalid, or there are several API server processes.
@@ -127,7 +131,7 @@ class FleetRoutes:
         server.sessions.drain.move_away = self._leave
 
     async def _leave(self) -> None:
-        """Move the sessions away. The other half of the time is for those that stay."""
+        """Move the sessions away. The rest of the time is reserved for sessions that stay."""
         await self._incoming.wait_until_settled()
         if not self.fleet.others:
             return
@@ -166,7 +170,7 @@ class FleetRoutes:
         """Check the operator's key.
 
         Raises:
-            ApiError: 401, or 404 if operators have no access.
+            ApiError: Status 401, or 404 if the server has no operator key.
         """
         if self.fleet.key is None or self.migration is None:
             raise not_found(f"set {KEY_VARIABLE} and serve a model with sessions")
@@ -196,7 +200,7 @@ class FleetRoutes:
 
     @respond_to_errors
     async def _migrate(self, request: Request, name: str) -> Response:
-        """Move a session to another server at its next border between two chunks."""
+        """Move a session to another server before its next chunk."""
         migration = self._check_operator(request)
         fields = (await read_body(request, _MAX_BODY_BYTES)).fields
         try:
@@ -248,7 +252,7 @@ class FleetRoutes:
         )
 
     async def _prepare_shared(self, move_id: str, name: str) -> Response:
-        """Restore a snapshot in the shared directory, or what has changed in it."""
+        """Restore a snapshot from the shared directory, or apply its changes."""
         if self.fleet.shared_dir is None or re.fullmatch(r"\w[\w.-]{0,127}", name) is None:
             raise invalid("this server has no such shared snapshot", "shared")
         path = Path(self.fleet.shared_dir) / name

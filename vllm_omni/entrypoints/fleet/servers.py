@@ -10,8 +10,9 @@ The servers are listed in a TOML file (`omni.fleet`), which may be the same on a
     url = "http://10.0.0.2:8000"
     public_url = "https://b.example.com"
 
-`url` must reach the server's own process, without a proxy in between, because a refused connection
-proves that the process has ended. The key is in the environment, so that it is not in any log.
+`url` must be the address of the server process itself, without a proxy in between, because a
+refused connection proves that the process has ended. The key is read from the environment, so that
+it does not appear in logs.
 """
 
 import hmac
@@ -33,17 +34,19 @@ _Url = Annotated[str, msgspec.Meta(pattern=r"^https?://[^\s/?#@]+(/[^\s?#]*)?\Z"
 
 
 class FleetServer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One server of the file."""
+    """One server in the file."""
 
     url: _Url
     """Address for the other servers."""
     public_url: _Url | None = None
-    """Address for clients. Default: the address that they have used, because a proxy finds the
-    server by its name."""
+    """Address for clients. Default: the address that clients have already used, because a proxy
+    finds the server by its name.
+    """
     shared_dir: str | None = None
-    """Directory that this server shares with the servers that name the same one, for example in the
-    memory file system of their host. Sessions move between them through it, and most of a session
-    is copied while it plays. Default: snapshots are sent over the network."""
+    """Directory that this server shares with servers that have the same value, for example in the
+    memory file system of their host. Sessions move between them through this directory, and most of
+    a session is copied while it is active. Default: snapshots are sent over the network.
+    """
 
 
 class FleetFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,10 +72,10 @@ class FleetFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 @dataclass(frozen=True)
 class Fleet:
-    """The other servers, as one server sees them."""
+    """The other servers, from the perspective of one server."""
 
     key: str | None
-    """Key of the operator. None: operators have no access."""
+    """Key of the operator. None: the operator routes are disabled."""
     others: Mapping[str, FleetServer]
     """The other servers by name."""
     shared_dir: str | None = None
@@ -87,7 +90,7 @@ class Fleet:
         Args:
             path: `omni.fleet`.
             own_name: `omni.server_name`.
-            environ: Environment variables. Default: those of the process.
+            environ: Environment variables. Environment variables. Default: those of the process.
 
         Raises:
             ValueError: The file or the key is invalid, or the key is missing.
@@ -114,7 +117,7 @@ class Fleet:
         return cls(key, others, servers[own_name].shared_dir)
 
     def is_operator(self, authorization: str) -> bool:
-        """Return whether a header `Authorization` contains the key, in constant time."""
+        """Return whether an `Authorization` header contains the key, compared in constant time."""
         scheme, _, token = authorization.partition(" ")
         known = (self.key or "").encode()
         is_equal = hmac.compare_digest(token.encode("utf-8", "surrogateescape"), known)

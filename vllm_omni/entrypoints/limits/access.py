@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Access control: API keys and origins for every route that does work, tickets for browsers.
+"""Access control: API keys and origin checks for every route that does work, and tickets for
+browsers.
 
 Stock vLLM requires the header `Authorization` for the prefixes `/v1`, `/v2`, `/inference` and
 `/cohere`. This module adds three things as routes and middleware of the application:
 
-- `KeyGuard` requires the key for every other route too, except `OPEN_PATHS` and the files of the
-  web page.
-- A browser cannot set headers on a WebSocket. It exchanges its key for a ticket (`POST
-  /v1/omni/ticket`) and connects to `/omni/ws/...`. There the ticket is replaced by the header, and
-  the connection passes through the whole application again as `/v1/...`, so that stock vLLM checks
-  the key itself.
-- `OriginGuard` refuses requests that a browser sends for a page of another origin.
+- `KeyGuard` requires the key for all other routes too, except `OPEN_PATHS` and the files of the web
+  page.
+- A browser cannot set headers on a WebSocket. A browser therefore exchanges its key for a ticket
+  (`POST /v1/omni/ticket`) and connects to `/omni/ws/...`. This route replaces the ticket by the
+  header, and passes the connection through the whole application again as `/v1/...`, so that stock
+  vLLM checks the key itself.
+- `OriginGuard` refuses requests that a browser sends on behalf of a page of another origin.
 """
 
 import hashlib
@@ -47,7 +48,9 @@ TICKET_SUBPROTOCOL: Final = "ticket."
 
 SESSIONS_PATH: Final = "/v1/sessions"
 _WORKING_READS: Final = (f"{SESSIONS_PATH}/", "/v1/hidden_states/")
-"""Reads that do work: a snapshot occupies the engine, and hidden states are returned only once."""
+"""`GET` routes that do work: a snapshot occupies the engine, and hidden states are returned only
+once.
+"""
 _OWNER: Final = "vllm_omni.owner"
 
 OPERATOR_SESSIONS_PATH: Final = "/omni/sessions"
@@ -59,7 +62,7 @@ READY_PATH: Final = "/omni/ready"
 OPEN_PATHS: Final = frozenset(
     {"/health", READY_PATH, "/ping", "/version", "/load", "/metrics", "/metrics/"}
 )
-"""Paths without a key, for probes and Prometheus, as in stock vLLM."""
+"""Paths that need no key, for probes and Prometheus, as in stock vLLM."""
 
 
 def configured_keys(args: Namespace) -> tuple[str, ...]:
@@ -70,7 +73,7 @@ def configured_keys(args: Namespace) -> tuple[str, ...]:
 
 
 class BrowserAccess:
-    """API keys of one API server process, and the tickets that stand for them."""
+    """API keys of one API server process, and the tickets that represent them."""
 
     def __init__(self, keys: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
         self._keys = tuple(keys)
@@ -86,7 +89,7 @@ class BrowserAccess:
 
         Args:
             app: The application.
-            open_paths: Further paths that need no key.
+            open_paths: Additional paths that need no key.
         """
         self.open_paths = OPEN_PATHS.union(open_paths)
         app.add_middleware(KeyGuard, access=self)
@@ -98,7 +101,7 @@ class BrowserAccess:
         return bool(self._keys)
 
     def key_index(self, headers: Headers) -> int | None:
-        """Return the index of the key in a request's header, or None for an unknown key.
+        """Return the index of the key in a request's header, or None if the key is unknown.
 
         The time does not depend on the key.
         """
@@ -144,7 +147,7 @@ class BrowserAccess:
 def owner_of(connection: HTTPConnection) -> str:
     """Return the owner of files and jobs that a request stores: the client's key.
 
-    Without keys all clients are one owner.
+    Without API keys, all clients are treated as one owner.
     """
     return str(connection.scope.get(_OWNER, ANONYMOUS))
 
@@ -181,17 +184,17 @@ class KeyGuard:
 
 
 class OriginGuard:
-    """ASGI middleware that refuses requests of pages of other origins.
+    """ASGI middleware that refuses requests from pages of other origins.
 
-    The WebSocket endpoints refuse them too. Browsers send a form, or JSON without its content type,
-    to any server without a preflight request. With a key such requests fail, but a server at
-    127.0.0.1 often has none. Clients other than browsers send neither `Origin` nor
-    `Sec-Fetch-Site`.
+    The WebSocket endpoints refuse such requests too. Browsers send a form, or JSON without its
+    content type, to any server without a preflight request. If the server has API keys, such
+    requests fail, but a server at 127.0.0.1 often has none. Clients other than browsers send
+    neither `Origin` nor `Sec-Fetch-Site`.
 
     Args:
         app: The application.
-        origins: `scheme://host[:port]` that are allowed in addition to the server's own, from
-            `--allowed-origins`.
+        origins: Origins (`scheme://host[:port]`) that are allowed in addition to the server's own,
+            from `--allowed-origins`.
     """
 
     def __init__(self, app: ASGIApp, origins: Iterable[str]) -> None:
@@ -211,9 +214,9 @@ class OriginGuard:
         await refusal.response()(scope, receive, send)
 
     def _is_allowed(self, headers: Headers) -> bool:
-        """Return whether a page may send this request.
+        """Return whether the page that sends this request may do so.
 
-        `same-origin` is also correct with a proxy that changes `Host`. Pages cannot set
+        `same-origin` is also correct behind a proxy that changes `Host`. Pages cannot set
         `Sec-Fetch-Site`.
         """
         site = headers.get("sec-fetch-site")
@@ -225,7 +228,7 @@ class OriginGuard:
 def _works(scope: Scope) -> bool:
     """Return whether a request changes state or occupies the engine.
 
-    Other pages may show images and videos.
+    Pages of other origins may show images and videos.
     """
     reads_work = route_path(scope).startswith(_WORKING_READS)
     return scope["method"] not in ("GET", "HEAD", "OPTIONS") or (
@@ -243,9 +246,10 @@ def _unauthorized() -> Response:
 
 
 def _offered_ticket(websocket: WebSocket) -> str:
-    """Return the ticket from the subprotocols (`ticket.XXX`) or the query (`?ticket=XXX`).
+    """Return the ticket from the WebSocket subprotocols (`ticket.XXX`) or the query
+    (`?ticket=XXX`).
 
-    The query is the second choice, because it may appear in access logs.
+    The query is checked last, because it may appear in access logs.
     """
     for offered in websocket.scope.get("subprotocols") or []:
         if offered.startswith(TICKET_SUBPROTOCOL):
@@ -254,7 +258,7 @@ def _offered_ticket(websocket: WebSocket) -> str:
 
 
 def _without_ticket(scope: Scope, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
-    """Return the scope with the endpoint's own path and without the ticket."""
+    """Return the scope with the path of the endpoint and without the ticket."""
     path = scope.get("root_path", "") + "/v1/" + route_path(scope).removeprefix(SOCKET_PREFIX)
     subprotocols = [
         item for item in scope.get("subprotocols") or [] if not item.startswith(TICKET_SUBPROTOCOL)

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`BodyTimeout`: ASGI middleware that ends requests with bodies that arrive too slowly.
+"""`BodyTimeout`: ASGI middleware that ends requests whose bodies arrive too slowly.
 
-A body may take `body_grace_s`, plus one second for every `min_body_bytes_per_s` bytes that have
-arrived. Only time spent waiting for the client counts. After that the client receives 408
-`timeout`, the connection is closed, and the route sees a disconnect.
+A body may take `body_grace_s` plus one second for every `min_body_bytes_per_s` bytes received. Only
+time spent waiting for the client counts. After that the client receives 408 `timeout`, the
+connection is closed, and the route sees a disconnect.
 
-If a route leaves part of a body unread, that part is read at a limited rate before the response
-ends. Closing a connection with unread bytes resets it, and a client that sends everything before it
-reads would not see the response.
+If a route does not read a body completely, the rest is read at a limited rate before the response
+ends. Closing a connection with unread bytes would reset it, and a client that sends its whole
+request before it reads would not receive the response.
 
-Why not an option: uvicorn and Starlette have no timeout for bodies. nginx has one
-(client_body_timeout) between two reads, so one byte per minute passes.
+Why not an option: uvicorn and Starlette have no timeout for bodies. The timeout of nginx
+(client_body_timeout) is between two reads, so a client may send one byte per minute.
 """
 
 import asyncio
@@ -27,18 +27,20 @@ from vllm_omni.entrypoints.openai.errors import ApiError
 logger = logging.getLogger("vllm." + __name__)
 
 _MOST_DISCARDED_BYTES = 1 << 28
-"""Maximum number of unread bytes that are read. With more, the connection is closed at once."""
+"""Maximum number of bytes that are read and discarded. With more, the connection is closed
+at once.
+"""
 DISCARDED_BYTES_PER_S = 16 << 20
-"""Maximum rate for such bodies of one address together: 4 % of a core."""
+"""Maximum rate at which the bodies of one address are discarded: 4 % of a core."""
 
 
 class BodyLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of HTTP bodies, from the environment as in `EndpointLimits`."""
 
     body_grace_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 10.0
-    """Seconds that any HTTP body may take. Default: 10."""
+    """Time in seconds that every HTTP body may take. Default: 10."""
     min_body_bytes_per_s: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)] = 16 << 10
-    """Number of bytes that extend the time by one second. Default: 16384."""
+    """Number of received bytes that extend the time limit by one second. Default: 16384."""
 
 
 class BodyTimeout:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`FrameBudget`: limits the small WebSocket frames of a connection, which are counted during
-parsing.
+"""`FrameBudget`: limits the rate of small WebSocket frames of a connection, which are counted while
+they are parsed.
 
 Every frame costs the event loop some microseconds, regardless of its size. Neither `--ws-max-size`
 nor the endpoints' message rate covers fragments, pings and pongs; a megabyte of them blocked every
-other connection for seconds. Frames of `SMALL_BYTES` and more are not counted, because their bytes
-are limited. A connection over the budget is closed with 1008 and a reason. A reverse
-proxy parses no frames, so `BudgetedProtocol` counts them at uvicorn's sockets.
+other connection for seconds. Frames of `SMALL_BYTES` or more are not counted, because the limits on
+bytes cover them. A connection over the budget is closed with 1008 and a reason. A reverse proxy
+does not parse frames, so `BudgetedProtocol` counts them at uvicorn's sockets.
 
-Why not an option: neither uvicorn nor `websockets` limits frames, and ASGI sees no fragments, pings
-or pongs. tests/seams/test_uvicorn.py detects a change of uvicorn's class.
+Why not an option: neither uvicorn nor `websockets` limits the number of frames, and ASGI does not
+expose fragments, pings or pongs. tests/seams/test_uvicorn.py detects changes to uvicorn's class.
 """
 
 import functools
@@ -25,17 +25,20 @@ from vllm_omni.entrypoints.limits.token_bucket import TokenBucket
 logger = logging.getLogger("vllm." + __name__)
 
 SMALL_BYTES: Final = 1024
-"""Payload in bytes from which a frame is not counted. Libraries fragment at 1 KiB to 128 KiB."""
+"""Frames with a payload of at least this size in bytes are not counted. Libraries fragment at 1 KiB
+to 128 KiB.
+"""
 BURST_S: Final = 1.0
-"""Seconds of budget that may be used at once: twice the messages that an endpoint accepts.
+"""Maximum burst, in seconds of the average rate: twice the messages that an endpoint accepts.
 
-Each new connection has a full budget; parsing it takes 4 ms.
+Each new connection starts with a full budget; parsing that many frames takes 4 ms.
 """
 SLICE_BYTES: Final = 4096
 """Bytes parsed between two checks of the budget: at most 682 frames, about 4 ms."""
 _LINGER_S: Final = 1.0
-"""Seconds during which a closed peer may still send, because closing at once would reset the
-connection and lose the close frame."""
+"""Time in seconds during which a closed peer may still send, because closing at once would reset
+the connection and lose the close frame.
+"""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,9 @@ class FrameBudget:
     """Budget of one connection."""
 
     small_frames_per_s: float = 400.0
-    """Average number of small frames per second; `BURST_S` seconds' worth may arrive at once."""
+    """Average number of small frames per second. Bursts of up to `BURST_S` seconds of this rate are
+    allowed.
+    """
 
     @property
     def burst(self) -> float:
@@ -65,7 +70,7 @@ class FrameBudget:
 
 
 class BudgetedProtocol(GatheringProtocol):
-    """uvicorn's protocol, fed in slices, which stops accepting frames over the budget."""
+    """uvicorn's protocol, fed in slices. It stops accepting frames when the budget is exceeded."""
 
     def __init__(self, *args: Any, budget: FrameBudget, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

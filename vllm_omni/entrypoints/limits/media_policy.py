@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One policy for media URLs on every route of this package's servers.
+"""A uniform policy for media URLs on all routes of this package's servers.
 
 `data:` URLs are always accepted. `http:` and `https:` URLs require vLLM's
 `--allowed-media-domains`, and `file:` URLs require `--allowed-local-media-path`. Without the first
-flag, vLLM's own connector fetches any URL, including URLs of the server's network. Media that
-cannot be fetched or decoded are client errors (4xx).
+flag, vLLM's own connector would fetch any URL, including URLs in the server's network. If media
+cannot be fetched or decoded, the response is a client error (4xx).
 """
 
 import contextlib
@@ -29,8 +29,8 @@ _PARAMETER: Final = "url"
 def apply_media_policy() -> None:
     """Apply the policy to vLLM's routes, unless VLLM_MEDIA_CONNECTOR selects a connector.
 
-    Redirects are followed only if VLLM_MEDIA_URL_ALLOW_REDIRECTS allows it, because their target is
-    not checked.
+    Redirects are followed only if VLLM_MEDIA_URL_ALLOW_REDIRECTS allows it, because their targets
+    are not checked.
     """
     os.environ.setdefault("VLLM_MEDIA_CONNECTOR", _NAME)
     os.environ.setdefault("VLLM_MEDIA_URL_ALLOW_REDIRECTS", "0")
@@ -56,7 +56,7 @@ class AllowedMediaConnector(MediaConnector):
         """Check a URL.
 
         Raises:
-            VLLMValidationError: This server does not read the URL.
+            VLLMValidationError: The policy does not allow the URL.
         """
         if url[:5].lower() == "data:":
             return
@@ -84,7 +84,7 @@ class AllowedMediaConnector(MediaConnector):
 
 @contextlib.contextmanager
 def _client_errors() -> Iterator[None]:
-    """Convert failures to fetch or decode to client errors.
+    """Convert fetch and decode failures to client errors.
 
     Their messages, which may contain paths, are only logged.
     """

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`QuotaGuard`: quotas of HTTP requests. Requests over a quota get 429. Sent bytes are charged.
 
-Sessions, also those of environments, are charged in `../realtime/sessions/session.py`. Open paths,
-tickets, `OPTIONS` and `DELETE` are free and never refused. Runs after the check of the API key.
+Sessions, including those of environments, are charged in `../realtime/sessions/session.py`. Open
+paths, tickets, `OPTIONS` and `DELETE` are free and never refused. Runs after the check of the API
+key.
 """
 
 from typing import Final
@@ -29,14 +30,14 @@ _CHARGED: Final = frozenset({"GET", "POST", "PUT"})
 class QuotaGuard:
     """ASGI middleware.
 
-    `quotas` is set after the server has read its options and before it serves.
+    `quotas` is set after the server has read its options and before it accepts requests.
     """
 
     quotas: Quotas = Quotas()
     """Quotas of clients. Default: none."""
 
     def around(self, app: ASGIApp) -> ASGIApp:
-        """Wrap an application in this guard. A factory for Starlette's `add_middleware`."""
+        """Wrap an application with this guard. A factory for Starlette's `add_middleware`."""
 
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
             await self._serve(app, scope, receive, send)

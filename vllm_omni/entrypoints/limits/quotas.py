@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quotas of API keys: sessions, chunks per minute and bytes per minute.
 
-The file (`omni.quotas`) is TOML. It identifies keys by their SHA-256, so it contains no keys, and
-gives each key a name for metrics.
+The file (`omni.quotas`) is TOML. The file identifies keys by their SHA-256, so it contains no keys,
+and assigns each key a name for metrics.
 
         [default]                  # keys without a table; without API keys, every address
         sessions = 4
@@ -13,15 +13,15 @@ gives each key a name for metrics.
         chunks_per_minute = 120    # of live sessions; an HTTP generation request counts as one
         bytes_per_minute = 500_000_000
 
-An absent value is no limit. The last two are token buckets with the capacity of one minute, so a
-client that was idle may use a minute's quota at once. A request starts if one chunk and one byte
-are available. It is always finished and charged, even if a bucket goes below zero; then the next
-request waits longer. Each API server process counts separately.
+An absent value is no limit. The last two are token buckets with a capacity of one minute, so a
+client that was idle may use a full minute's quota at once. A request may start if at least one
+chunk and one byte are available. A started request is always finished and charged, even if a bucket
+becomes negative; the next request then waits longer. Each API server process counts separately.
 
 `Quotas.allowance_of` returns the `Allowance` of a client. It refuses requests with `EndpointError`
 `quota_exceeded`.
 
-Why not vLLM's `--api-key`: it has a list of keys and no limits.
+Why not vLLM's `--api-key`: it accepts a list of keys but has no limits.
 """
 
 import functools
@@ -41,17 +41,21 @@ from vllm_omni.entrypoints.limits.token_bucket import TokenBucket
 CODE: Final = "quota_exceeded"
 DEFAULT: Final = "default"
 _PRINCIPAL_CHARS: Final = 16
-"""Hexadecimal digits of a key's SHA-256 in a client's principal (`connection.principal_of`)."""
+"""Number of hexadecimal digits of a key's SHA-256 in a client's principal
+(`connection.principal_of`).
+"""
 _REMEMBERED: Final = 4096
 _MINUTE_S: Final = 60.0
 _SESSION_RETRY_S: Final = 1.0
-"""Retry interval of refused sessions, because only the client can end its sessions."""
+"""Retry interval in seconds for refused sessions. It is fixed, because only the client can end its
+sessions.
+"""
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
 
 
 class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of one client. None: no limit besides the server's own."""
+    """Limits of one client. None: only the server's own limits apply."""
 
     sessions: Count | None = None
     """Maximum number of live sessions."""
@@ -101,7 +105,7 @@ class QuotaFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class QuotaMetrics:
-    """Metrics of quotas. Labels are names of keys from the file, never keys or addresses."""
+    """Metrics of quotas. Labels are key names from the file, never keys or addresses."""
 
     def __init__(self) -> None:
         self.sessions = Gauge(
@@ -116,12 +120,14 @@ class QuotaMetrics:
 
 @functools.cache
 def quota_metrics() -> QuotaMetrics:
-    """Return the metrics of this process, because a registry accepts each name only once."""
+    """Return the metrics of this process. They are shared, because a registry accepts each name
+    only once.
+    """
     return QuotaMetrics()
 
 
 def _per_minute(count: int | None, clock: Callable[[], float]) -> TokenBucket:
-    """Return a bucket with the capacity of one minute. None: a bucket that is never empty."""
+    """Return a bucket with the capacity of one minute. None: a bucket that never becomes empty."""
     return (
         TokenBucket(0.0, math.inf, clock)
         if count is None
@@ -146,7 +152,7 @@ class Allowance:
         """Count the end of a session."""
 
     def take_chunk(self) -> bool:
-        """Charge a chunk if one may start now. Return whether it may."""
+        """Charge a chunk if one may start now. Return whether it may start."""
         return True
 
     def check_chunk(self) -> None:
@@ -164,7 +170,7 @@ class Allowance:
         """
 
     def charge_chunks(self, count: int) -> None:
-        """Charge chunks that start."""
+        """Charge the given number of chunks, which start now."""
 
     def charge_bytes(self, count: int) -> None:
         """Charge bytes for the client."""
@@ -240,7 +246,7 @@ class Quotas:
         """Return the allowance of a client.
 
         Args:
-            client: As in `Connection.client`: a key's principal or an address.
+            client: As in `Connection.client`: a key's principal, or an address.
         """
         return UNLIMITED
 
@@ -248,7 +254,8 @@ class Quotas:
 class FileQuotas(Quotas):
     """Allowances from a quota file.
 
-    Clients with a session, and the last few thousand others with the default quota, are retained.
+    Allowances are retained for clients with a session and for the most recent few thousand other
+    clients with the default quota.
     """
 
     def __init__(self, file: QuotaFile, clock: Callable[[], float] = time.monotonic) -> None:

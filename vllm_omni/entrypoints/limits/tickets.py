@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tickets: a browser's credential for a WebSocket, because a browser cannot set its headers.
 
-A ticket stands for one API key and one `Origin`, expires within seconds and can be used once.
+A ticket represents one API key and one `Origin`, expires within seconds and can be used once.
 Tickets are signed and not stored, so every API server process with the same secret accepts them.
-Only the process that accepted a ticket refuses its second use.
+The second use of a ticket is refused only by the process that accepted the first.
 
-Why not JSON Web Tokens or itsdangerous: neither refuses a second use, and the rest is one HMAC of
-the standard library.
+Why not JSON Web Tokens or itsdangerous: neither refuses a second use, and the rest is a single HMAC
+of the standard library.
 """
 
 import base64
@@ -32,15 +32,17 @@ _MAC_BYTES: Final = 16
 
 
 class TicketError(Exception):
-    """A ticket was refused. The text is for the server's log. The client does not see it."""
+    """A ticket was refused. The text is for the server's log. The message is not sent to the
+    client.
+    """
 
 
 def derive_secret(keys: Sequence[str], environ: Mapping[str, str]) -> bytes:
     """Return the secret that signs tickets.
 
-    It is equal in all processes with the same keys and environment. Without the variable (plain
-    `vllm serve`) it is derived from the keys with scrypt, which is slow, so that a ticket does not
-    allow quick tests of guessed keys.
+    The secret is equal in all processes with the same keys and environment. Without the variable
+    (plain `vllm serve`), it is derived from the keys with scrypt, which is slow, so that a ticket
+    cannot be used to test guessed keys quickly.
     """
     joined = b"\0".join(
         hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest() for key in keys
@@ -57,7 +59,8 @@ class TicketOffice:
         secret: Signs the tickets.
         num_keys: Number of API keys.
         ttl_s: Lifetime of a ticket in seconds.
-        max_remembered: Maximum number of used tickets within `ttl_s`. Further ones are refused.
+        max_remembered: Maximum number of tickets that can be used within `ttl_s`. Additional
+            tickets are refused.
         now: Returns the Unix time.
     """
 

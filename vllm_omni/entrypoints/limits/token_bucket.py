@@ -2,7 +2,7 @@
 """`TokenBucket`: limits an average rate and a burst.
 
 Why not `limits` or slowapi: they count whole requests over a window. Costs here are bytes and
-chunks that are known only afterwards, so a bucket may go below zero.
+chunks that are known only after the work, so a bucket may become negative.
 """
 
 import time
@@ -14,7 +14,7 @@ _ROUNDING: Final = 1e-6
 
 
 class TokenBucket:
-    """A bucket that is full at first.
+    """A token bucket that starts full.
 
     Args:
         per_s: Tokens that are added per second.
@@ -30,7 +30,7 @@ class TokenBucket:
         self._counted_s = clock()
 
     def take_tokens(self, count: float) -> bool:
-        """Take tokens. Missing ones become a debt.
+        """Take tokens. Missing tokens become a debt.
 
         Returns:
             Whether the bucket had enough tokens.
@@ -41,7 +41,7 @@ class TokenBucket:
         return self._left >= 0
 
     def wait_s(self) -> float:
-        """Return the seconds until one token is available, or 0 for now."""
+        """Return the seconds until one token is available, or 0 if one is available now."""
         self.take_tokens(0)
         missing = 1.0 - self._left
         return missing / self._per_s if missing > _ROUNDING else 0.0

@@ -33,7 +33,8 @@ _ENCODER: Final = {
 
 
 def encode_mp4(frames_THWC: np.ndarray, fps: float) -> bytes:
-    """Return a self-contained MP4 file: H.264, yuv420p, index first, starting with a key frame.
+    """Return a self-contained MP4 file: Format: H.264, yuv420p, index at the start of the file,
+    first frame a key frame.
 
     Args:
         frames_THWC: Frames, uint8 RGB, T >= 1. yuv420p requires even sides, so an odd last row or
@@ -62,7 +63,7 @@ class Mp4Writer:
     """Writes an MP4 file like `encode_mp4`, but in parts, so that a long video needs little memory.
 
     All frames must have the same size. The file is complete after `close`. A failed write raises
-    its OSError. After any exception only `abandon` may be called.
+    the original OSError. After any exception only `abandon` may be called.
     """
 
     def __init__(self, path: Path, fps: float) -> None:
@@ -82,7 +83,7 @@ class Mp4Writer:
         """Encode uint8 RGB `[T, H, W, 3]`, T >= 1.
 
         Raises:
-            ValueError: As from `encode_mp4`, or the size differs from earlier frames.
+            ValueError: As for `encode_mp4`, or if the size differs from that of earlier frames.
         """
         if self._stream is None:
             self._stream = add_stream(self._container, frames_THWC, frame_rate(self._fps))
@@ -112,10 +113,10 @@ class Mp4Writer:
 
 
 class _Sink:
-    """A file for libav that hides write errors. `check` raises the first one.
+    """A file object for libav that hides write errors. `check` raises the first error.
 
-    After an error no more data is written. libav itself crashes the process, or never closes the
-    file, if the header of an MP4 cannot be written.
+    No data is written after an error. If the header of an MP4 cannot be written, libav would crash
+    the process or never close the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -183,7 +184,7 @@ def encode_frames(
         container: The open file.
         stream: Its stream.
         frames_THWC: Frames, uint8 RGB.
-        first_frame: Number of the first frame, which determines its time. Default: the frames
+        first_frame: Index of the first frame, which determines its timestamp. Default: the frames
             follow the previous ones.
 
     Raises:
@@ -209,7 +210,7 @@ def encode_frames(
 
 
 def decode_mp4(data: bytes) -> tuple[np.ndarray, float]:
-    """Decode a video file, with its frames rotated as players show them.
+    """Decode a video file. Frames are rotated as in a video player.
 
     Returns:
         `(frames_THWC, fps)`: uint8 RGB `[T, H, W, 3]` and frames per second.
@@ -236,11 +237,11 @@ def decode_mp4(data: bytes) -> tuple[np.ndarray, float]:
 def as_displayed(
     frame: av.VideoFrame, stream: VideoStream, most_side: int | None = None
 ) -> np.ndarray:
-    """Return a decoded frame as players show it, uint8 RGB [H, W, 3].
+    """Return a decoded frame in the orientation of a video player, uint8 RGB [H, W, 3].
 
-    Phones store an upright clip rotated, with a display matrix for rotation and mirroring, and
-    pixels may not be square. FFmpeg's decoders report both but apply neither. Other angles are
-    rounded to a quarter turn.
+    Phones store upright clips rotated, with a display matrix for rotation and mirroring, and pixels
+    may not be square. FFmpeg's decoders report both but apply neither. Other angles are rounded to
+    a quarter turn.
 
     Args:
         frame: A frame from the stream's decoder.
@@ -293,7 +294,7 @@ def check_frames(frames_THWC: np.ndarray) -> None:
     """Check frames.
 
     Raises:
-        ValueError: They are not uint8 `[T, H, W, 3]`, or a dimension is empty.
+        ValueError: The frames are not uint8 `[T, H, W, 3]`, or a dimension is empty.
     """
     if (
         frames_THWC.dtype != np.uint8

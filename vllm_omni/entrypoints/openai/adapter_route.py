@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`POST /v1/load_lora_adapter`: vLLM's route, with status 400 for an adapter that cannot be loaded.
 
-vLLM returns 500 for every failure to load. An adapter that does not fit is a client error; a dead
-engine is not.
+vLLM returns 500 for every failure to load. An adapter that does not match the model is a client
+error; a dead engine is not.
 """
 
 from collections.abc import Iterable

@@ -3,7 +3,7 @@
 
 Values of a form are strings. For fields that contain objects or lists, values that look like JSON
 are parsed as JSON. The `openai` client spreads an object over several fields
-(`extra_params[step_ms]=5`), which are merged again.
+(`extra_params[step_ms]=5`), which are merged here.
 """
 
 import re
@@ -24,8 +24,9 @@ _MAX_FILES: Final = 20
 _MAX_FIELDS: Final = 200
 _MAX_FIELD_BYTES: Final = 1 << 20
 _DROPPED_BYTES: Final = 1 << 20
-"""Bytes beyond the limit that are read and dropped, because a client that still writes its body
-when the server closes the connection cannot read the reply."""
+"""Number of bytes beyond the limit that are read and dropped, because a client that is still
+sending its body when the server closes the connection cannot read the reply.
+"""
 _STRUCTURED: Final = frozenset(
     {"extra_params", "camera_actions", "prompts", "actions", "lora", "input_reference", "images"}
 )
@@ -155,8 +156,8 @@ def _add_field(fields: dict[str, Any], name: str, value: str) -> None:
 def _number_or_text(value: str) -> Any:
     """Parse a value of a bracketed form field as JSON if possible.
 
-    A form does not distinguish the number `5` from text. Text for a model's option can be sent as
-    quoted JSON.
+    A form does not distinguish the number `5` from the text `5`. A text value of a model's option
+    can be sent as quoted JSON.
     """
     try:
         return msgspec.json.decode(value)

@@ -4,13 +4,13 @@ worker.
 
 A call is a conversation that ends with a user message: system messages first, then user and
 assistant messages, with at most one `image_url` or `video_url` (`data:` URLs). Fields with neutral
-values, which general clients send, are accepted. Fields beyond the abilities of these models are
-errors (`chat_request.py`).
+values are accepted, because general-purpose clients send them. Fields that require features these
+models lack are errors (`chat_request.py`).
 
 A response is one engine request. A streamed response is a session with one request for every few
 tokens, so that a slow client does not block others and a disconnect wastes at most one request.
 `Capabilities.reads` lists the inputs of a model. Models that generate text through stock vLLM use
-vLLM's own route of this name.
+vLLM's own `/v1/chat/completions`.
 """
 
 import asyncio
@@ -110,7 +110,7 @@ class ChatRoutes:
     # -- the request -------------------------------------------------------------------------------
 
     async def _read(self, request: Request, requested: ChatRequest) -> _Call:
-        """Check the messages, and decode the image or clip on a thread.
+        """Check the messages, and decode the image or clip on a worker thread.
 
         Raises:
             ApiError: 400.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fields and messages of a chat completion request, independent of engine and model.
 
-General clients send many fields with neutral values (`presence_penalty` 0, `tools` []), which are
-accepted. A value that requires a function these models lack is an error that names the field.
+General-purpose clients send many fields with neutral values (`presence_penalty` 0, `tools` []),
+which are accepted. If a value requires a feature that these models lack, the error names the field.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from vllm_omni.seeds import MAX_SEED, RANDOM_SEED
 
 _MAX_MESSAGES: Final = 256
 _MAX_CHARS: Final = 4 * MAX_PROMPT_CHARS
-"""Maximum number of characters of all messages together."""
+"""Maximum total number of characters of all messages."""
 
 Text = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]
 
@@ -28,7 +28,7 @@ class _Strict(BaseModel):
 
 class DataUrl(_Strict):
     url: str
-    """A `data:` URL. Other URLs are refused."""
+    """A `data:` URL. Only `data:` URLs are accepted."""
     detail: Literal["auto", "low", "high"] | None = None
     """Accepted, not used."""
 
@@ -74,7 +74,7 @@ class UserMessage(_Strict):
 
 
 class AssistantMessage(_Strict):
-    """An earlier response of this route."""
+    """An earlier response in the conversation."""
 
     role: Literal["assistant"]
     """Author of the message."""
@@ -200,7 +200,7 @@ def read_chat(fields: Mapping[str, Any], model: str) -> ChatRequest:
     """Check a body.
 
     Raises:
-        ApiError: 400; `unsupported_parameter` for functions that only OpenAI's models have.
+        ApiError: Status 400; `unsupported_parameter` for features that only OpenAI's models have.
     """
     try:
         return read_request(ChatRequest, fields)
@@ -215,7 +215,7 @@ def read_chat(fields: Mapping[str, Any], model: str) -> ChatRequest:
 
 @dataclass(frozen=True)
 class MediaConversation:
-    """A conversation that ends with a question."""
+    """A conversation that ends with a user's question."""
 
     system: str | None
     """System message."""
@@ -226,8 +226,8 @@ class MediaConversation:
     seen: ImagePart | VideoPart | None
     """The image or clip. None: text only."""
     seen_in: int | None
-    """Index of the turn that contains the image or clip. None: the last user message does, or no
-    message does.
+    """Index of the turn that contains the image or clip. None: the last user message contains it,
+    or there is none.
     """
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ClientThreads`: decodes images and clips on threads, with a limit for each client.
 
-A client is an API key or an address. Only a few files of a client are decoded at the same time;
-others wait, and too many are refused. Clips, which may take seconds, have separate threads. If a
-client disconnects, its work is cancelled.
+A client is an API key or an address. Only a few files of a client are decoded concurrently; others
+wait, and requests beyond a limit are refused. Clips are decoded on separate threads, because they
+may take seconds. If a client disconnects, its work is cancelled.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _CLIP_THREADS: Final = 2
 _IMAGES_PER_CLIENT: Final = 2
 _CLIPS_PER_CLIENT: Final = 1
 _WAITING_PER_CLIENT: Final = 16
-"""Maximum number of files of a client that wait, each as large as a body may be."""
+"""Maximum number of waiting files of a client, each as large as a body may be."""
 
 
 async def until_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -55,19 +55,19 @@ async def until_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> 
 
 @dataclass
 class _Slot:
-    """Limit of one client."""
+    """Decoding limit of one client."""
 
     semaphore: asyncio.Semaphore
-    """Limits the files that are decoded at the same time."""
+    """Limits the number of files that are decoded concurrently."""
     num_users: int = 0
-    """Number of files that are decoded or wait."""
+    """Number of files that are being decoded or are waiting."""
 
 
 class ClientThreads:
     """Decodes files of clients.
 
     Args:
-        executor: Threads for images, which the server also uses for other short work.
+        executor: Threads for images, which the server also uses for other short tasks.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -76,10 +76,10 @@ class ClientThreads:
         self._slots: dict[tuple[str, str], _Slot] = {}
 
     async def image(self, request: Request, function: Callable[..., T], *args: Any) -> T:
-        """Call a function on a thread for the client of a request.
+        """Run a function on a thread for the client of a request.
 
         Raises:
-            ApiError: 429, too many files of this client wait.
+            ApiError: Status 429, because too many files of this client are waiting.
             ClientDisconnect: The client has disconnected.
         """
         return await until_disconnected(
@@ -89,7 +89,8 @@ class ClientThreads:
     async def clip(self, request: Request, function: Callable[..., T], *args: Any) -> T:
         """Like `image`, for a clip.
 
-        The function's last argument returns whether the client has disconnected.
+        The last argument of the function is a callable that returns whether the client has
+        disconnected.
         """
 
         def decode(has_left: Callable[[], bool]) -> T:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts valid requests to engine requests, with sizes, lengths, seeds and defaults of the model.
+"""Converts valid requests to engine requests, with the model's sizes, lengths, seeds and defaults.
 
-This module has no I/O and does not use the engine. Every refusal is an `ApiError` 400 (404 for
-another model's name) that names the field, the received value and the allowed values.
+This module has no I/O and does not use the engine. Every refusal is an `ApiError` with status 400
+(404 for the name of another model) that names the field, the received value and the allowed values.
 """
 
 import math
@@ -39,7 +39,7 @@ class MediaSampling:
     model: str
     """Name of the model in replies."""
     prompt: str | None
-    """Prompt. None: the model has none."""
+    """Prompt. None: the model takes no prompt."""
     negative_prompt: str | None
     """Negative prompt."""
     width: int
@@ -49,9 +49,9 @@ class MediaSampling:
     seed: int
     """Seed of the first image or of the video."""
     steps: int | None
-    """Number of denoise steps. None: fixed in the model."""
+    """Number of denoise steps. None: the number is fixed by the model."""
     guidance: float | None
-    """Scale of classifier-free guidance. None: fixed in the model."""
+    """Scale of classifier-free guidance. None: the scale is fixed by the model."""
     lora: list[Lora] | None
     """LoRA adapters. None: unchanged."""
     options: dict[str, Any]
@@ -62,7 +62,7 @@ class MediaSampling:
 
         Args:
             session_id: The engine's id of the session.
-            fields: Further parameters, or other values.
+            fields: Additional parameters, or values that replace others.
         """
         common: dict[str, Any] = {
             "session_id": session_id,
@@ -137,11 +137,11 @@ def plan_images(
     Args:
         request: The request.
         served: The served model.
-        input_size: (width, height) of an edit's first image. The result has its shape if `size` is
-            `auto` or absent. None: not an edit.
+        input_size: (width, height) of an edit's first image. The result has the shape of this image
+            if `size` is `auto` or absent. None: the request is not an edit.
 
     Raises:
-        ApiError: 400, the model does not support the request.
+        ApiError: Status 400, because the model does not support the request.
     """
     capabilities = served.capabilities
     if not (capabilities.edits_images if input_size is not None else capabilities.makes_images):
@@ -171,7 +171,7 @@ def plan_video(request: VideoRequest, served: ServedModel, has_image: bool) -> V
         has_image: Whether the client sent a start image.
 
     Raises:
-        ApiError: 400, the model does not support the request.
+        ApiError: Status 400, because the model does not support the request.
     """
     capabilities = served.capabilities
     if not capabilities.makes_videos:
@@ -233,7 +233,7 @@ def check_video_edit(request: VideoRequest, served: ServedModel) -> None:
     """Check the fields of a clip edit before the clip is decoded.
 
     Raises:
-        ApiError: 400, the model or an edit does not support a field.
+        ApiError: Status 400, because the model or a clip edit does not support a field.
     """
     if "video_edit" not in served.capabilities.tasks:
         raise unsupported(served, "edit a video", "input_reference")
@@ -257,7 +257,7 @@ def plan_video_edit(request: VideoRequest, served: ServedModel, clip_frames: int
     Args:
         request: The request.
         served: The served model.
-        clip_frames: Frames of the decoded clip, at the model's frame rate.
+        clip_frames: Number of frames of the decoded clip at the model's frame rate.
     """
     check_video_edit(request, served)
     sizes, stride = served.videos, served.capabilities.frame_stride
@@ -275,7 +275,7 @@ def unsupported(served: ServedModel, what: str, param: str | None = None) -> Api
 
 
 def fit_size(width: int, height: int, sizes: SizeLimits) -> tuple[int, int]:
-    """Return the allowed size nearest to a shape, not larger than it where possible."""
+    """Return the allowed size closest to a shape, and no larger than it where possible."""
     wide, high = sizes.multiple
     scale = min(
         1.0, math.sqrt(sizes.max_pixels / (width * height)), sizes.max_side / max(width, height)
@@ -334,9 +334,9 @@ def _guidance(
 ) -> tuple[float | None, dict[str, Any]]:
     """Return the guidance scale and the model's options.
 
-    `true_cfg_scale` is an option of pipelines that have an argument of that name. Elsewhere it is
-    an alias of `guidance_scale`. If both are sent, 1 (no guidance) is accepted, because vLLM-Omni's
-    nodes always send both.
+    `true_cfg_scale` is an option of pipelines that have an argument with this name. For all others
+    it is an alias of `guidance_scale`. If both are sent, 1 (no guidance) is accepted, because
+    vLLM-Omni's nodes always send both.
     """
     scale, true_scale = request.guidance_scale, request.true_cfg_scale
     options = dict(request.extra_params or {})

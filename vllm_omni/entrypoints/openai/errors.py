@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors of the OpenAI routes, with OpenAI's JSON body and an HTTP status.
 
-Every failure of a route becomes an `ApiError`; `respond_to_errors` converts it and all other
+Every failure of a route becomes an `ApiError`. `respond_to_errors` converts it and all other
 exceptions to a reply `{"error": {"message", "type", "param", "code"}}`. Messages come from this
 package, `RequestFailed` or `EndpointError` and contain no paths or addresses.
 """
@@ -67,14 +67,14 @@ DISK_FULL: Final = "the server's disk is full; try again later"
 
 
 class ApiError(Exception):
-    """One call is refused.
+    """A call that is refused.
 
     Args:
         status: HTTP status.
         message: Explanation for a human reader.
         code: Stable identifier of the error.
-        param: Field that is at fault.
-        retry_after_s: Seconds after which the client may retry.
+        param: Field that caused the error.
+        retry_after_s: Time in seconds after which the client may retry.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion between image files and arrays: client uploads and replies.
 
-`connection/images.py` reads uploads (format and size from the header before pixels are decoded).
-Each function takes milliseconds of CPU time, so call it on a thread.
+`connection/images.py` reads uploads; it reads format and size from the header before pixels are
+decoded. Each function takes some milliseconds of CPU time, so call it on a worker thread.
 """
 
 import io
@@ -45,7 +45,7 @@ def read_upload(source: Any, param: str, limits: EndpointLimits) -> np.ndarray:
 
 
 def read_start_image(source: Any, height: int, width: int, limits: EndpointLimits) -> np.ndarray:
-    """Return a start image, stretched to a video's size.
+    """Return a start image, stretched to the size of a video.
 
     Raises:
         ApiError: 400.
@@ -71,8 +71,8 @@ def read_named_images(sources: Mapping[str, Any], limits: EndpointLimits) -> dic
 def read_mask(data: bytes, height: int, width: int, limits: EndpointLimits) -> np.ndarray:
     """Return the mask of an edit as uint8 `[H, W]`.
 
-    255 marks transparent pixels of the upload, which are to be edited. The file must be a PNG or
-    WebP with an alpha channel and the image's size.
+    255 marks the pixels to edit, which are transparent in the upload. The file must be a PNG or
+    WebP with an alpha channel and have the same size as the image.
 
     Raises:
         ApiError: 400.

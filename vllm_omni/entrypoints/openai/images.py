@@ -60,7 +60,7 @@ _NO_USAGE: Final = {
     "output_tokens": 0,
     "total_tokens": 0,
 }
-"""The `openai` client requires the field, although a diffusion model counts no tokens."""
+"""The `openai` client requires this field, although a diffusion model does not count tokens."""
 
 T = TypeVar("T")
 
@@ -260,7 +260,7 @@ class ImageRoutes:
 
     @contextmanager
     def _counted(self, call: _Call) -> Iterator[None]:
-        """Count a call while it runs, and its outcome afterwards."""
+        """Count a call while it runs, and record its outcome."""
         started_s, status, code = time.monotonic(), "failed", None
         waiting = endpoint_metrics().waiting.labels(ENDPOINT, "in_progress")
         self._num_calls += 1
@@ -297,7 +297,7 @@ class ImageRoutes:
 
 
 def _edit_inputs(body: ParsedBody) -> tuple[list[Any], bytes | None]:
-    """Return the images of an edit in the client's order, and the mask.
+    """Return the images of an edit in the client's order, and its mask.
 
     Removes `images` from the fields.
     """
@@ -323,7 +323,7 @@ def _edit_inputs(body: ParsedBody) -> tuple[list[Any], bytes | None]:
 
 
 def _inline(reference: dict[str, Any], param: str) -> str:
-    """Return the `data:` URL of a JSON image reference. Other URLs are not fetched."""
+    """Return the `data:` URL of a JSON image reference. URLs of other kinds are not fetched."""
     url = reference.get("image_url")
     if set(reference) != {"image_url"} or not isinstance(url, str) or not url.startswith("data:"):
         raise invalid(
@@ -339,7 +339,9 @@ def _event(kind: str, payload: Any) -> bytes:
 
 
 async def _all(work: list[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines concurrently. The first failure cancels the others and is raised."""
+    """Run coroutines concurrently. If one request fails, the others are cancelled and its exception
+    is raised.
+    """
     tasks = [asyncio.create_task(each) for each in work]
     try:
         return await asyncio.gather(*tasks)

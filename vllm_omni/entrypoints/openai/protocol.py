@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests and replies of the OpenAI routes as pydantic models, independent of the served model.
 
-Field names and reply shapes are OpenAI's (types of openai-python 3.x). Additional fields are marked
-"extension". `engine_requests.py` checks requests against the capabilities of the served model.
+Field names and the structure of replies are OpenAI's (types of openai-python 3.x). Additional
+fields are marked "extension". `engine_requests.py` checks requests against the capabilities of the
+served model.
 """
 
 from collections.abc import Mapping
@@ -33,7 +34,7 @@ Format = Literal["png", "jpeg", "webp"]
 
 
 def _no_boolean(value: Any) -> Any:
-    """Refuse booleans, because Python treats them as 0 and 1."""
+    """Refuse booleans, because Python treats them as the numbers 0 and 1."""
     if isinstance(value, bool):
         raise PydanticCustomError("number_type", "Input should be a valid number")
     return value
@@ -67,7 +68,7 @@ M = TypeVar("M", bound=BaseModel)
 class LoraChoice(BaseModel):
     """A LoRA adapter by its name on the server, with its scale.
 
-    vLLM-Omni's clients use the other names and send an `int_id`, which is ignored.
+    vLLM-Omni's clients use the alternative names and send an `int_id`, which is ignored.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, populate_by_name=True)
@@ -139,8 +140,9 @@ class _Request(BaseModel):
     guidance_scale: Number | None = Field(None, ge=0, le=100)
     """Extension. Scale of classifier-free guidance, 0 to 100. Default: the model's."""
     true_cfg_scale: Number | None = Field(None, ge=0, le=100)
-    """Extension. Second guidance scale of models that have two. Other models use it as
-    `guidance_scale`."""
+    """Extension. Second guidance scale, for models with two. Other models treat it as
+    `guidance_scale`.
+    """
     vae_use_slicing: Boolean | None = None
     """Accepted, not used."""
     vae_use_tiling: Boolean | None = None
@@ -154,10 +156,10 @@ class _Request(BaseModel):
 
     @property
     def wanted_size(self) -> str | None:
-        """`WIDTHxHEIGHT`, "auto" or None, from `size` or from `width` and `height`.
+        """Requested size: `WIDTHxHEIGHT`, "auto" or None, from `size` or from `width` and `height`.
 
         Raises:
-            ApiError: 400, the fields contradict each other.
+            ApiError: Status 400, because the fields contradict each other.
         """
         if self.width is None and self.height is None:
             return self.size
@@ -186,7 +188,7 @@ class ImageGenerationRequest(_Request):
     quality: Literal["auto", "standard", "hd", "low", "medium", "high", "xhigh", "max"] | None = (
         None
     )
-    """Quality of jpeg and webp if `output_compression` is absent."""
+    """Quality of jpeg and webp files if `output_compression` is absent."""
     background: Literal["auto", "opaque", "transparent"] | None = None
     """`transparent` is refused."""
     moderation: Literal["low", "auto"] | None = None
@@ -200,7 +202,7 @@ class ImageGenerationRequest(_Request):
 
 
 class ImageEditRequest(ImageGenerationRequest):
-    """Images are multipart files (`image` or `image[]`, and `mask`), or `images` in JSON."""
+    """Images are multipart files (`image` or `image[]`, and `mask`), or `images` in a JSON body."""
 
     input_fidelity: Literal["high", "low"] | None = None
     """Accepted, not used."""
@@ -208,10 +210,11 @@ class ImageEditRequest(ImageGenerationRequest):
 
 class VideoRequest(_Request):
     prompt: Prompt | None = None  # type: ignore[assignment]
-    """Prompt. Required unless the model has none."""
+    """Prompt. Required unless the model takes no prompt."""
     seconds: Annotated[NumberOrText, Field(gt=0, le=3600)] | None = None
-    """Length of the video in seconds, as text or number. The nearest length that the model supports
-    is used."""
+    """Length of the video in seconds, as text or number. The closest length that the model supports
+    is used.
+    """
     # extensions
     n: Integer | None = Field(None, ge=1, le=1)
     """Only 1 is supported."""
@@ -226,7 +229,8 @@ class VideoRequest(_Request):
     held after the end of the list."""
     prompts: list[_TimedPrompt] | None = Field(None, max_length=MAX_PROMPTS)
     """Extension, world models only. Later prompts, each with the `seconds` or `chunk` at which it
-    starts."""
+    takes effect.
+    """
     actions: list[Any] | None = Field(None, max_length=4096)
     """Extension, world models only. Controls of each latent frame: a list of held buttons, or a map
     of buttons, axes and scroll. No control is active after the end of the list. Replaces
@@ -242,7 +246,7 @@ class Error(BaseModel):
     type: str
     """OpenAI's type of the error."""
     param: str | None = None
-    """Field that is at fault."""
+    """Field that caused the error."""
     code: str | None = None
     """Stable identifier of the error."""
 
@@ -326,8 +330,9 @@ class Video(BaseModel):
     inference_time_s: float | None = None
     """Duration of generation in seconds."""
     world_poses: list[list[float]] | None = None
-    """World pose of each latent frame: x_m, z_m, heading_degrees, pitch_degrees. Default: None, if
-    the pose is unknown or the video is not complete."""
+    """World pose of each latent frame: x_m, z_m, heading_degrees, pitch_degrees. Default: None if
+    the pose is unknown or the video is not complete.
+    """
 
 
 class VideoList(BaseModel):
@@ -361,10 +366,10 @@ def read_request(cls: type[M], fields: Mapping[str, Any], is_form: bool = False)
     Args:
         cls: The pydantic model.
         fields: The fields.
-        is_form: Whether numbers may be strings.
+        is_form: Whether numbers may be given as strings.
 
     Raises:
-        ApiError: 400. It names the first invalid field, its value and the allowed values.
+        ApiError: 400. The error names the first invalid field, its value and the allowed values.
     """
     try:
         return cls.model_validate(dict(fields), context={"is_form": is_form})
@@ -411,11 +416,13 @@ _OTHER_NAMES: Final = {
     "loras": "lora",
     "extra_args": "extra_params",
 }
-"""Names of other servers' fields and this server's equivalents."""
+"""Field names of other servers and the equivalents of this server."""
 
 
 def _remedy(cls: type[BaseModel], location: tuple[int | str, ...]) -> str:
-    """Return the field to send instead of an unknown one, or the allowed fields."""
+    """Return a suggestion for an unknown field: the field to send instead, or the allowed
+    fields.
+    """
     name = str(location[-1])
     if location[0] == "lora":
         if "path" in name:
@@ -433,7 +440,7 @@ def _remedy(cls: type[BaseModel], location: tuple[int | str, ...]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return an invalid value for the error message: shortened, and without contents of
+    """Return an invalid value for an error message: shortened, and without the contents of
     containers.
     """
     if isinstance(value, str):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`OpenAIRoutes`: the OpenAI-compatible routes and their OpenAPI description.
 
-The routes read bodies themselves, because one route accepts JSON and forms, and errors have
-OpenAI's shape. The schema of a body is therefore generated here, from the pydantic models that
+The routes read bodies themselves, because one route accepts both JSON and forms, and errors have
+OpenAI's format. The schema of a body is therefore generated here, from the pydantic models that
 check it.
 """
 
@@ -115,13 +115,14 @@ class OpenAIRoutes:
         executor: Executor,
         server_name: str | None = None,
     ) -> VideoJobs:
-        """Connect the routes to the engine, before the server listens.
+        """Connect the routes to the engine before the server listens.
 
         Args:
             engine: Runs the requests.
             served: Names, capabilities and sizes of the served model.
             limits: Limits of these routes.
-            endpoint_limits: Limits that WebSocket endpoints have too, for example of images.
+            endpoint_limits: Limits that the routes share with WebSocket endpoints, for example for
+                images.
             executor: Threads that decode and encode media.
             server_name: `omni.server_name`.
 
@@ -219,7 +220,7 @@ class OpenAIRoutes:
         return self._videos
 
     async def _served_model(self) -> Response:
-        """Name and tasks of the model, for the web page of a model without sessions."""
+        """Return name and tasks of the model, for the web page of a model without sessions."""
         capabilities = self.served.capabilities
         reported = {
             "model": self.served.names[0],
@@ -258,11 +259,11 @@ class OpenAIRoutes:
         return await self.videos.retrieve(request, video_id)
 
     async def _delete_video(self, request: Request, video_id: str) -> Response:
-        """Delete a video job. A running one stops before its next denoise step."""
+        """Delete a video job. A running job stops before its next denoise step."""
         return await self.videos.delete(request, video_id)
 
     async def _cancel_video(self, request: Request, video_id: str) -> Response:
-        """Stop a video job before its next denoise step, and keep its record."""
+        """Stop a video job before its next denoise step, and retain its record."""
         return await self.videos.cancel(request, video_id)
 
     async def _video_content(self, request: Request, video_id: str) -> Response:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ServedModel`: names, capabilities and sizes of the model that the OpenAI routes serve.
 
-Fields that a family does not set (default size, largest area) get the values of the deployment
-here, so that routes have definite values.
+Fields that a family does not set (default size, largest area) are set here from the deployment, so
+that routes always have definite values.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SizeLimits:
-    """Default size of a result, and its limits."""
+    """Default size and size limits of a result."""
 
     width: int
     """Default width in pixels."""
@@ -36,7 +36,7 @@ class SizeLimits:
     max_side: int
     """Maximum width and height in pixels."""
     multiple: tuple[int, int]
-    """(width, height) must be multiples of it, in pixels."""
+    """Width and height must be multiples of these values, in pixels."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ServedModel:
     """The served model, with all defaults filled in."""
 
     names: tuple[str, ...]
-    """Names of the model. Replies contain the first one."""
+    """Names of the model. Replies contain the first name."""
     capabilities: Capabilities
     """Capabilities of the model's family."""
     width: int
@@ -58,10 +58,10 @@ class ServedModel:
     world: StreamInfo | None = None
     """Stream metadata of a world model. None: the model has no sessions."""
     adapters: Callable[[], Collection[str]] = tuple
-    """Returns the names of the LoRA adapters that are loaded now."""
+    """Returns the names of the LoRA adapters that are currently loaded."""
 
     def adapter_named(self, model: str | None) -> list[Lora]:
-        """Return the adapter that a request selects by `model`, as vLLM's clients do.
+        """Return the adapter that a request selects with `model`, as vLLM's clients do.
 
         Returns:
             The adapter; [] for the model itself.

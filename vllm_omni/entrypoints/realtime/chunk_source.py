@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ChunkSource`: the chunks of a request and the controls of each.
+"""`ChunkSource`: the chunks of a request and the controls of each chunk.
 
 A planned request (`PlannedChunks`) contains its whole camera path or all its actions, so its chunks
-are known in advance. A live request (`LiveChunks`, which endpoints extend) samples the controls of
-each chunk when the chunk starts. This module knows neither message formats, sockets nor the engine.
+are known in advance. A live request (`LiveChunks`, which endpoints subclass) samples the controls
+of each chunk when the chunk starts. This module is independent of message formats, sockets and the
+engine.
 """
 
 from abc import ABC, abstractmethod
@@ -33,18 +34,18 @@ class ChunkControls(msgspec.Struct, frozen=True, kw_only=True):
     lora: Sequence[Lora] | None = None
     """New LoRA adapters. None: unchanged."""
     input_id: InputId | None = None
-    """Newest input that influences the chunk. None: no input does."""
+    """Newest input that affects the chunk. None: no input affects it."""
     mark: Any = None
-    """Data of the endpoint, returned unchanged in the finished chunk."""
+    """Endpoint-specific data, returned unchanged with the finished chunk."""
 
 
 class ChunkSpan(msgspec.Struct, frozen=True, kw_only=True):
     """Position of one chunk in its session and its request."""
 
     chunk_index: int
-    """Number of the chunk within the session, from 0."""
+    """Index of the chunk within the session, from 0."""
     number: int
-    """Number of the chunk within the request, from 0."""
+    """Index of the chunk within the request, from 0."""
     first_frame: int
     """First pixel frame within the request."""
     num_frames: int
@@ -59,11 +60,11 @@ class ChunkSource(ABC):
     """The chunks of one request."""
 
     num_chunks: int | None = None
-    """Length of a live request in chunks. None: until it is cancelled."""
+    """Length of a live request in chunks. None: the request continues until it is cancelled."""
 
     @property
     def ready(self) -> bool:
-        """Whether the next chunk may start: not paused, and credit left."""
+        """Whether the next chunk may start: the stream is not paused and credit is left."""
         return True
 
     async def wait_until_ready(self) -> None:
@@ -76,35 +77,35 @@ class ChunkSource(ABC):
         """Return the pixel frames of every chunk, or () for a live request.
 
         Raises:
-            EndpointError: The request does not fit the model's chunks or exceeds a limit.
+            EndpointError: The request does not match the model's chunks or exceeds a limit.
         """
 
     @abstractmethod
     def most_in_flight(self, info: StreamInfo, limits: EndpointLimits) -> int:
-        """Return how many chunks may be in the engine at the same time."""
+        """Return the maximum number of chunks that may be in the engine at the same time."""
 
     @abstractmethod
     def sample(self, span: ChunkSpan) -> ChunkControls:
         """Return the controls of the next chunk. Called once for each chunk, in order."""
 
     def state(self) -> bytes | None:
-        """Return the controls with which another server continues a live request between two
-        chunks, as `encode_state`. None: the client sends the rest of its request itself.
+        """Return the controls that another server needs to continue a live request between two
+        chunks, as `encode_state`. None: the client itself sends the rest of its request.
         """
         return None
 
     def note_result(self, meta: Mapping[str, Any]) -> None:  # noqa: B027  (most sources do not follow the results)
-        """Process the metadata of a finished chunk, before the next one is sampled."""
+        """Process the metadata of a finished chunk before the next chunk is sampled."""
 
 
 class PlannedChunks(ChunkSource):
-    """Chunks of a camera path (a pose per pixel frame) or a script (actions per latent frame).
+    """Chunks of a camera path (one pose per pixel frame) or a script (actions per latent frame).
 
     Args:
         camera: The camera path.
         actions: The script.
-        num_frames: Pixel frames that the client requested. Default: as many as poses.
-        policy: Handling of frames that do not fill a chunk.
+        num_frames: Number of pixel frames that the client requested. Default: as many as poses.
+        policy: Policy for frames that do not fill a chunk.
         prompt: Prompt from the first chunk on.
         lora: LoRA adapters from the first chunk on.
         input_id: The client's id of the request.
@@ -143,7 +144,7 @@ class PlannedChunks(ChunkSource):
         return tuple(sizes)
 
     def most_in_flight(self, info: StreamInfo, limits: EndpointLimits) -> int:
-        """Return the chunks that the engine processes at once plus one that waits."""
+        """Return the number of chunks that the engine processes at once, plus one that waits."""
         at_work = info.chunks_in_flight
         return max(limits.chunks_in_flight, at_work + 1 if at_work > 1 else 1)
 
@@ -163,9 +164,9 @@ class PlannedChunks(ChunkSource):
 
 
 class LiveChunks(ChunkSource):
-    """Chunks that are steered while they are generated.
+    """Chunks that are controlled while they are generated.
 
-    As few chunks as possible are in flight, so that controls are sampled late.
+    As few chunks as possible are in flight, so that controls are sampled as late as possible.
     """
 
     def plan(

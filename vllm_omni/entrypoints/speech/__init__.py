@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI's audio output on vLLM's own server: chat with speech, and text read aloud."""
+"""OpenAI's audio output on vLLM's own server: chat with speech, and text-to-speech."""

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Incremental audio encoders: PCM and WAV by hand, MP3, Opus, AAC and FLAC by PyAV.
+"""Incremental audio encoders: PCM and WAV are encoded here; MP3, Opus, AAC and FLAC are encoded by
+PyAV.
 
-The concatenated output of an encoder is one valid file. A streamed WAV has the length "unknown".
+The concatenated output of an encoder is a valid file. A streamed WAV has the length "unknown".
 """
 
 import io
@@ -35,7 +36,7 @@ class SoundEncoder(Protocol):
         """Encode fp32 samples [S] in [-1, 1].
 
         Returns:
-            Finished bytes of the file, possibly none.
+            Next bytes of the file, possibly none.
         """
 
     def finish(self) -> bytes:
@@ -63,7 +64,7 @@ def pcm16(samples: torch.Tensor) -> bytes:
 
 
 def wav_file(samples: torch.Tensor, sample_rate: int) -> bytes:
-    """Return a complete WAV file with its length."""
+    """Return a complete WAV file, with its length in the header."""
     data = pcm16(samples)
     return _wav_header(sample_rate, len(data)) + data
 
@@ -130,7 +131,7 @@ class _PyAV:
 
 
 class _Growing(io.RawIOBase):
-    """An append-only file. `take_bytes` removes its new contents."""
+    """An append-only file. `take_bytes` removes the contents that are new."""
 
     def __init__(self) -> None:
         self._new = bytearray()

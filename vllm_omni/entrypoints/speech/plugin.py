@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `vllm.endpoint_plugins` entry `vllm_omni_speech`: adds speech to vLLM's language model
+"""The `vllm.endpoint_plugins` entry point `vllm_omni_speech`: adds speech to vLLM's language model
 server.
 
 The checkpoint's family starts the additional engines (`ModelFamily.start_speech`). The plugin
@@ -84,7 +84,7 @@ class SpeechEndpoints:
         )
 
     async def _health(self, request: Request) -> Response:
-        """Return 200 while every engine is alive, else 503 with the names of the dead ones."""
+        """Return 200 if every engine is alive, otherwise 503 with the names of the dead engines."""
         assert self._model is not None, "vLLM initialises state before it serves"
         dead = [engine.name for engine in self._model.engines if engine.is_dead]
         if dead:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies and errors of the speech routes, in OpenAI's schema."""
+"""Request bodies and errors of the speech routes, in OpenAI's schema."""
 
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
@@ -11,7 +11,7 @@ from vllm_omni.outputs import RequestFailed
 from vllm_omni.seeds import MAX_SEED, RANDOM_SEED
 
 MAX_TEXT = 4096
-"""Maximum number of characters of `/v1/audio/speech`, as in OpenAI's API."""
+"""Maximum number of characters for `/v1/audio/speech`, as in OpenAI's API."""
 
 AudioFormat = Literal["wav", "mp3", "flac", "opus", "aac", "pcm16", "pcm"]
 Seed = Annotated[int, Field(ge=RANDOM_SEED, le=MAX_SEED)]
@@ -40,7 +40,7 @@ class AudioParams(BaseModel):
 class SpeechRequest(BaseModel):
     """Body of `/v1/audio/speech`.
 
-    `seed` is an extension: it makes the speech repeatable, and -1 draws one.
+    `seed` is an extension: it makes the speech reproducible, and -1 selects a random seed.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -60,7 +60,7 @@ class SpeechRequest(BaseModel):
     speed: Annotated[float, Field(ge=1.0, le=1.0)] = 1.0
     """Only 1.0 is supported."""
     seed: Seed | None = None
-    """Extension: seed of the sampling; -1 draws one. Default: none."""
+    """Extension: seed for sampling; -1 selects a random seed. Default: none."""
 
     @property
     def voice_name(self) -> str | None:
@@ -71,7 +71,7 @@ def wants_audio(extra: dict[str, Any] | None) -> AudioParams | None:
     """Read `modalities` and `audio` of a chat request.
 
     Returns:
-        Parameters of the audio; None for text only.
+        Audio parameters; None for text only.
 
     Raises:
         RequestFailed: The fields are invalid.
@@ -100,7 +100,9 @@ _CLIENT_FAULTS = {"invalid_request", "too_long", "too_large"}
 
 
 def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Return HTTP status and OpenAI-shaped body of an exception, without a library's message."""
+    """Return the HTTP status and OpenAI-style body for an exception, without the message of a
+    library.
+    """
     if isinstance(error, RequestFailed):
         status = (
             HTTPStatus.BAD_REQUEST

@@ -4,7 +4,7 @@
 vLLM's own chat handler renders the prompt (templates, images, audio, limits) and serves text-only
 requests. As in OpenAI's API, a reply with audio has its text in `message.audio.transcript` and null
 in `content`, and a streamed reply contains pcm16 in base64. The response starts with the first
-result, so earlier failures have an HTTP status; later ones end the stream with an error.
+result. Earlier failures therefore have an HTTP status; later failures end the stream with an error.
 """
 
 import base64
@@ -48,7 +48,7 @@ _READ_ALOUD = "Read this text aloud, word for word:\n"
 
 
 async def traced(events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
-    """Yield the events, with their work in a span `speech` of the caller's trace."""
+    """Yield the events, and record their work in a span `speech` of the caller's trace."""
     span = trace_context.start_span("speech")
     if span.headers is not None:
         trace_context.set_parent(span.headers)  # for the tasks that start with the first event
@@ -332,7 +332,8 @@ def _sse_error(error: Exception) -> bytes:
 async def _streamed(parts: AsyncIterator[bytes], media_type: str, notify: Any) -> StreamingResponse:
     """Wait for the first part, then stream.
 
-    A later failure is sent as `notify` formats it. If that is None, the connection is dropped.
+    A later failure is sent in the format of `notify`. If `notify` is None, the connection is
+    dropped.
     """
     first = await anext(parts, b"")
 
@@ -353,9 +354,9 @@ async def _streamed(parts: AsyncIterator[bytes], media_type: str, notify: Any) -
 
 
 def _with_seed(response: Response, seed: int | None) -> Response:
-    """Add the seed as a header, because audio has no field for it.
+    """Add the seed as a header, because audio responses have no field for it.
 
-    A request without a seed has no single one.
+    A request without a seed has no single seed.
     """
     if seed is not None:
         response.headers["X-Seed"] = str(seed)

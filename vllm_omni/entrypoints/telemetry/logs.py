@@ -2,12 +2,12 @@
 """Changes to the log handlers of vLLM and uvicorn: adds ids and removes known noise.
 
 `add_ids` adds the ids of request and session to the handlers of an API server process. A user's own
-logging configuration (`--log-config-file`, VLLM_LOGGING_CONFIG_PATH) stays unchanged; it may use
-the filter of `vllm_omni.runtime.log_context`.
+logging configuration (`--log-config-file`, VLLM_LOGGING_CONFIG_PATH) is not changed; it may use the
+filter of `vllm_omni.runtime.log_context`.
 
-`quiet_start` drops log records that are misleading or useless for a server of this package. Each
-filter names its logger and its reason. The filters are attached with the standard library, so no
-code of vLLM is replaced.
+`quiet_start` drops log records that are misleading or irrelevant for a server of this package. Each
+filter names its logger and its reason. The filters are attached with the standard library, so that
+no code of vLLM is replaced.
 """
 
 import contextvars
@@ -44,7 +44,7 @@ def add_ids(custom_config: bool) -> None:
 
 
 def has_custom_config(args: Any) -> bool:
-    """Return whether a server's arguments name a logging configuration of the user."""
+    """Return whether a server's arguments specify a logging configuration of the user."""
     config = getattr(args, "logging_config", None)
     return bool(
         config.pylogging_config_file
@@ -82,7 +82,7 @@ def known_variables() -> frozenset[str]:
 def _names_known_variable(record: logging.LogRecord) -> bool:
     """vLLM warns of every unknown variable that starts with VLLM_, including this package's.
 
-    Warnings about misspelled variables stay.
+    Warnings about misspelled variables are kept.
     """
     return (
         str(record.msg).startswith("Unknown vLLM environment variable")
@@ -92,7 +92,7 @@ def _names_known_variable(record: logging.LogRecord) -> bool:
 
 
 def _misses_tokenizer(record: logging.LogRecord) -> bool:
-    """vLLM renders a chat as warm-up, which fails for models without a tokenizer."""
+    """vLLM renders a chat prompt as warm-up, which fails for models without a tokenizer."""
     error = record.exc_info[1] if record.exc_info else None
     return record.msg == "Chat template warmup failed" and str(error).startswith(
         "Tokenizer not available"
@@ -100,7 +100,7 @@ def _misses_tokenizer(record: logging.LogRecord) -> bool:
 
 
 def _lists_route(record: logging.LogRecord) -> bool:
-    """vLLM logs every route and file of the web page, over a hundred lines.
+    """vLLM logs every route and file of the web page, which is over a hundred lines.
 
     They are shown at level DEBUG.
     """
@@ -109,7 +109,7 @@ def _lists_route(record: logging.LogRecord) -> bool:
 
 
 def _reports_denied_handshake(record: logging.LogRecord) -> bool:
-    """uvicorn reports a handshake that ended with 401, 403 or 503 as unfinished."""
+    """uvicorn reports handshakes that ended with 401, 403 or 503 as incomplete."""
     is_unfinished = str(record.msg).startswith("ASGI callable returned without")
     return is_unfinished and answered_by_denial.get()
 

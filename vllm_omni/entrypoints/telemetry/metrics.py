@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prometheus metrics of all endpoints, and structured log lines of sessions and jobs.
 
-vLLM serves `prometheus_client`'s default registry at `/metrics`, or with several API server
-processes the files in `PROMETHEUS_MULTIPROC_DIR`, so metrics defined here appear there. An endpoint
-creates a `SessionMeter` for each session. Requests without a session use `endpoint_metrics()`.
-Labels have few values and never identify a client.
+vLLM serves the default registry of `prometheus_client` at `/metrics`, or the files in
+`PROMETHEUS_MULTIPROC_DIR` with several API server processes, so metrics defined here appear there.
+An endpoint creates a `SessionMeter` for each session. Requests without a session use
+`endpoint_metrics()`. Labels have few values and never identify clients.
 
 Log lines consist of an event and `key=value` pairs: two lines for a session, two for a video job,
 one for an image call. They never contain prompts, keys or addresses.
 
-Why not vLLM's stat loggers (`vllm.stat_logger_plugins`): they receive the engine's statistics of
-tokens and iterations, but not of sessions or of data that clients receive.
+Why not vLLM's stat loggers (`vllm.stat_logger_plugins`): they receive engine statistics about
+tokens and iterations, but not about sessions or about data that clients receive.
 """
 
 import functools
@@ -58,13 +58,15 @@ _LONG_SECONDS: Final = (
 STAGES: Final = {"encode": "encode", "steps": "denoise", "decode": "decode"}
 """Label of each stage in `timings_ms`."""
 LATE_TOLERANCE_S: Final = 0.02
-"""A chunk is late if it arrives this many seconds after the previous one has been played."""
+"""A chunk counts as late if it arrives more than this number of seconds after the previous chunk
+has been played.
+"""
 
 
 def log_event(event: str, **fields: object) -> None:
     """Log one structured line: `event key=value ...`.
 
-    Floats have three decimals. None is omitted.
+    Floats have three decimals. Pairs whose value is None are omitted.
     """
     shown = (
         f"{name}={value:.3f}" if isinstance(value, float) else f"{name}={value}"
@@ -204,7 +206,9 @@ class EndpointMetrics:
     def stages(
         self, endpoint: str, timings_ms: Mapping[str, Sequence[float]], wall_s: float
     ) -> None:
-        """Observe the time of a chunk or an image by stage. The remaining time is `queue`."""
+        """Observe the duration of each stage of a chunk or an image. The remaining time is
+        `queue`.
+        """
         sum_s = 0.0
         for name, times in timings_ms.items():
             spent_s = sum(times) / 1e3
@@ -245,7 +249,9 @@ class SessionMeter:
         log_event("session_opened", endpoint=endpoint)
 
     def request_started(self) -> None:
-        """Start a request. The time since the previous one counts neither as gap nor as delay."""
+        """Start a request. The time since the previous request counts neither as gap nor as
+        delay.
+        """
         self._request_s, self._last_chunk_s = time.monotonic(), None
 
     def chunk_done(

@@ -2,9 +2,10 @@
 """`RequestIds`: adds `X-Request-Id` to HTTP responses, WebSocket handshakes and log lines.
 
 A client's id is used if it is printable ASCII of up to 128 characters without spaces, quotes and
-backslashes; otherwise the server generates one. The id is written to the request's headers, so that
-stock vLLM uses it for `--enable-request-id-headers` and for its own request ids. The client's trace
-context is also recorded here. The middleware wraps the whole application, including error pages.
+backslashes; otherwise the server generates an id. The id is written to the request's headers, so
+that stock vLLM uses it for `--enable-request-id-headers` and for its own request ids. The client's
+trace context is also recorded here. The middleware wraps the whole application, including error
+pages.
 
 Why not vLLM's `--enable-request-id-headers` alone: it adds the header to HTTP responses, but not to
 WebSocket handshakes or log lines.
@@ -24,7 +25,7 @@ from vllm_omni.runtime import log_context, trace_context
 
 HEADER: Final = "X-Request-Id"
 _ACCEPTABLE: Final = re.compile(r"[!#-\[\]-~]{1,128}")
-"""Request ids that log lines and headers may repeat unchanged."""
+"""Request ids that may be repeated unchanged in log lines and headers."""
 _TRACE_HEADERS: Final = ("traceparent", "tracestate")
 _STARTS: Final = frozenset(
     {"http.response.start", "websocket.accept", "websocket.http.response.start"}

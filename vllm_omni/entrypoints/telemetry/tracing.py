@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenTelemetry spans of sessions, below the trace of the client.
+"""OpenTelemetry spans of sessions, as children of the client's trace.
 
         session
             from the first request to the end; parent: `traceparent` of the handshake
@@ -12,10 +12,10 @@
         speech                        one spoken reply; parent: `traceparent` of the request
           thinker talker token2wav    its engines (`composition/composed_engine.py`)
 
-Tracing is on if the server has vLLM's `--otlp-traces-endpoint`. vLLM has then set up the exporter
-of this process, which these spans use. Otherwise the objects of this module have no effect. The
-engine reports the duration of its stages, but not their start. The spans are therefore laid out
-consecutively up to the result, and the remaining time is `queue`.
+Tracing is enabled if the server has vLLM's `--otlp-traces-endpoint`. vLLM has then set up the
+exporter of this process, which is also used for these spans. If it is disabled, the objects of this
+module have no effect. The engine reports the duration of its stages, but not when they started. The
+spans are therefore laid out back to back before the result, and the remaining time is `queue`.
 """
 
 import asyncio
@@ -36,10 +36,10 @@ SPANS_OF: Final = "vllm_omni"
 
 
 class ChunkTrace:
-    """Spans of one chunk. This base class records none."""
+    """Spans of one chunk. This base class records no spans."""
 
     def failed(self, error: BaseException) -> None:
-        """End the chunk's span, because the engine failed or the chunk was cancelled."""
+        """End the span of the chunk, because the engine failed or the chunk was cancelled."""
 
     def finished(self, meta: Mapping[str, Any]) -> None:
         """Record the engine's result.
@@ -64,10 +64,10 @@ class ChunkTrace:
 
 
 class SessionTrace:
-    """Spans of one session. This base class records none."""
+    """Spans of one session. This base class records no spans."""
 
     def chunk(self, chunk_index: int) -> ChunkTrace:
-        """Start the span of a chunk, which includes the next engine request of this task."""
+        """Start the span of a chunk, to which the next engine request of this task belongs."""
         return NO_CHUNK
 
     def current(self) -> AbstractContextManager[None]:
@@ -79,7 +79,7 @@ class SessionTrace:
 
 
 class Tracing:
-    """Spans of one API server process. This base class records none."""
+    """Spans of one API server process. This base class records no spans."""
 
     def session(self, session_id: str, endpoint: str) -> SessionTrace:
         return NO_SESSION
@@ -125,7 +125,7 @@ class OpenTelemetryTracing(Tracing):
         return trace_context.headers()
 
     def start_span(self, name: str) -> trace_context.Span:
-        """Start a span below the trace of this task."""
+        """Start a span as a child of this task's trace."""
         from vllm.tracing import extract_trace_context
 
         parent = extract_trace_context(trace_context.headers())

@@ -2,7 +2,7 @@
 """The web page at `/omni/`: static files with headers that restrict them to this server.
 
 The page gets all dynamic data from the WebSocket's `hello`. It loads without a key, because it
-contains no secrets and cannot generate without a key.
+contains no secrets and cannot generate anything without a key.
 """
 
 import hashlib
@@ -73,7 +73,9 @@ class StaticPage:
     etag: str
     """Value of the header `ETag`."""
     servers: Sequence[str] = ()
-    """Origins of other servers to which the page may connect, because its world may move there."""
+    """Origins of other servers to which the page may connect, because its session may be moved
+    there.
+    """
 
     async def send(self, request: Request) -> Response:
         policy = HEADERS["Content-Security-Policy"]
@@ -85,8 +87,9 @@ class StaticPage:
 
 
 class WebPage:
-    """The page as an endpoint. It needs no API key, because the page itself requests the key from
-    its user."""
+    """The page as an endpoint. It needs no API key, because the page itself asks the user for the
+    key.
+    """
 
     def __init__(self) -> None:
         self._is_world = True
@@ -105,7 +108,9 @@ class WebPage:
 
 
 def connect_sources(urls: Iterable[str | None]) -> list[str]:
-    """Return the sources of a Content-Security-Policy for HTTP and WebSockets of servers."""
+    """Return the sources of a Content-Security-Policy for the HTTP and WebSocket addresses of
+    servers.
+    """
     origins = ["{0.scheme}://{0.netloc}".format(urlsplit(url)) for url in urls if url is not None]
     return [*origins, *(origin.replace("http", "ws", 1) for origin in origins)]
 
@@ -116,14 +121,14 @@ def add_pages(
     is_world: Callable[[], bool] = lambda: True,
     servers: Sequence[str] = (),
 ) -> list[str]:
-    """Add a route for every file under `static/`, which are all read now.
+    """Add a route for every file under `static/`. All files are read now.
 
     Args:
         app: The application.
-        world: Checkpoint directory. The images that its world description names are added under
+        world: Checkpoint directory. The images named in the world description are added under
             `world/`.
         is_world: Returns whether the model has sessions. Called for each request of the page,
-            because other models have another page.
+            because other models have a different page.
         servers: Origins of other servers, which may be added later.
 
     Returns:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading checkpoints: files, names of tensors, quantized and merged weights."""
+"""Reads checkpoints: files, tensor names, quantized and merged weights."""

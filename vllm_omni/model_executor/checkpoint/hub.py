@@ -2,10 +2,10 @@
 """Released weights of model families on the Hugging Face hub.
 
 A family with released weights has a module `models/<name>/hub.py`. It defines `PIECES` (the files
-to fetch and their locations in the checkpoint directory), `check_complete(path)` (raises an error
-for missing files, without reading weights) and optionally `complete(out)` (writes files that the
-repositories lack). `RELEASES` defines further releases by name; the names are aliases of the family
-in `models/registry.py`. `vllm-omni download` and `vllm serve --omni` use these definitions.
+to download and their locations in the checkpoint directory), `check_complete(path)` (raises an
+error for missing files, without reading weights) and optionally `complete(out)` (writes files that
+the repositories lack). `RELEASES` defines further releases by name; their names are aliases of the
+family in `models/registry.py`. `vllm-omni download` and `vllm serve --omni` use these definitions.
 `resolve` finds the snapshot of a hub id, as vLLM does for its own models.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 _MODELS = "vllm_omni.model_executor.models"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SMALL = ("*.json",)
-"""Files that are fetched first to detect the model of a repository."""
+"""Files that are downloaded first to detect the model of a repository."""
 _NOT_SERVED = (
     "original/**/*",
     "*.onnx",
@@ -32,7 +32,7 @@ _NOT_SERVED = (
     "*.mp4",
     "*.gif",
 )
-"""Files in other formats, and media of model cards."""
+"""Files in unsupported formats, and media of model cards."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class HubComponent:
     patterns: tuple[str, ...]
     """Globs of the files to fetch, relative to the root of the repository."""
     folder: str
-    """Target directory in the checkpoint directory; "" is the checkpoint directory itself."""
+    """Target directory within the checkpoint directory; "" is the checkpoint directory itself."""
     gigabytes: float
     """Size of the files in GB, for the plan and the check of free disk space."""
 
@@ -55,14 +55,14 @@ def _complete_as_fetched(out: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class HubSource:
-    """Everything to fetch for one checkpoint."""
+    """All files to download for one checkpoint."""
 
     components: tuple[HubComponent, ...]
     """Files to fetch."""
     complete: Callable[[Path], list[str]] = _complete_as_fetched
     """Writes files that the repositories lack, and returns their names."""
     licence: str | None = None
-    """Licence of the weights in one line, if the user must accept it before the download."""
+    """One-line licence text, if the user must accept the licence before the download."""
 
     @property
     def gigabytes(self) -> float:
@@ -74,7 +74,7 @@ def hub_source(family_name: str, release: str | None = None) -> HubSource:
 
     Args:
         family_name: Name of the family.
-        release: Name of a release. Default: the family's first one.
+        release: Name of a release. Default: the family's first release.
 
     Raises:
         ValueError: The family has no released weights.
@@ -92,7 +92,7 @@ def hub_source(family_name: str, release: str | None = None) -> HubSource:
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether a model argument is a repository, `owner/name`, and not an existing path."""
+    """Whether a model argument is a repository id (`owner/name`) instead of an existing path."""
     return _HUB_ID.fullmatch(model) is not None and not Path(model).exists()
 
 
@@ -103,20 +103,21 @@ def resolve(
     cache_dir: str | None = None,
     token: str | None = None,
 ) -> Path:
-    """Return the directory of a repository's snapshot in the cache, after fetching missing files.
+    """Return the directory of a repository's snapshot in the cache, after downloading missing
+    files.
 
     Hugging Face's variables apply (`HF_HOME`, `HF_ENDPOINT`, `HF_TOKEN`, `HF_HUB_OFFLINE`). If the
-    repository is not a known release, its small files are fetched first, to detect the model.
+    repository is not a known release, its small files are downloaded first, to detect the model.
 
     Args:
         repo: `owner/name`.
         revision: Branch, tag or commit. Default: the main branch.
         cache_dir: Cache directory. Default: Hugging Face's own.
-        token: Access token. Default: the stored one.
+        token: Access token. Default: the stored token.
 
     Raises:
-        ValueError: The repository contains only a part of a checkpoint or no model of this
-            package, restricts its use, or cannot be fetched. The message is one line.
+        ValueError: The repository contains only part of a checkpoint or no model of this package,
+            restricts its use, or cannot be downloaded. The message is one line.
     """
     where = {"revision": revision, "cache_dir": cache_dir, "token": token}
     source = _release_of(repo)
@@ -153,7 +154,7 @@ def resolve(
 
 
 def fetch(repo: str, patterns: Sequence[str] | None, **options: Any) -> Path:
-    """Fetch the missing files of a repository and return their directory.
+    """Download the missing files of a repository and return their directory.
 
     Args:
         repo: `owner/name`.
@@ -192,9 +193,9 @@ def fetch(repo: str, patterns: Sequence[str] | None, **options: Any) -> Path:
 
 
 def _release_of(repo: str) -> tuple[str, HubSource] | None:
-    """Return the name and source of a release with files in a repository.
+    """Return the name and source of a release that has files in a repository.
 
-    A release that needs no other repository takes precedence. None if there is no release.
+    A release that needs no other repository is preferred. None if there is no release.
     """
     from vllm_omni.model_executor.models.registry import known_names
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Strict loading of checkpoints: names and shapes are compared before any data is read.
 
-Missing, unexpected and misshapen tensors raise an error with counts and examples. Afterwards, only
+Missing, unexpected and misshapen tensors raise an error with counts and examples. After that, only
 the tensors of this rank (or its parts of them) are read, one at a time. This module is independent
 of models; `tensor_files.py` reads the files.
 """
@@ -32,21 +32,21 @@ def load_strict(
 ) -> None:
     """Load all parameters of a module. Parameters and stored tensors must correspond one to one.
 
-    Layers that are stored quantized are loaded into quantized layers of the same kind, with their
-    scales. For other layers, they are dequantized.
+    Layers that are stored quantized are loaded, with their scales, into layers with the same
+    quantization. Otherwise they are dequantized.
 
     Args:
         module: The module.
         source: Tensors of the component.
-        expected: Name -> shape of the whole component. `module` may hold a part of it, for example
-            a pipeline stage, a tensor-parallel shard or the encoder of a VAE.
+        expected: Name -> shape of the whole component. `module` may hold a part of the network, for
+            example a pipeline stage, a tensor-parallel shard or the encoder of a VAE.
         rules: Renames from stored names to names in `expected`.
         what: Name of the component, for error messages.
         ignored: Stored names to skip.
 
     Raises:
-        ValueError: Tensors are missing, unexpected, misshapen, duplicated, not finite or of another
-            dtype. The message has counts and examples.
+        ValueError: Tensors are missing, unexpected, misshapen, duplicated, not finite or of the
+            wrong dtype. The message has counts and examples.
     """
     try:
         stored = model_names(source, rules, ignored)
@@ -85,7 +85,8 @@ def check_shapes(found: Mapping[str, Shape], expected: Mapping[str, Shape], wher
     """Compare the names and shapes of stored and expected tensors.
 
     Raises:
-        ValueError: They differ. The message has counts and three examples of each kind.
+        ValueError: They differ. Names or shapes differ. The message has counts and three examples
+            of each kind.
     """
     problems = {
         "missing": [name for name in expected if name not in found],
@@ -109,7 +110,7 @@ def shapes_of(module: nn.Module) -> dict[str, Shape]:
 
 
 def some(names: Sequence[str]) -> str:
-    """Return the number of names and the first three, in one line.
+    """Return the number of names and the first three names in one line.
 
     Names from a file are escaped, because they may contain any character.
     """

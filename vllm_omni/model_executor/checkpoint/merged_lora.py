@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MergedSource`: merges a LoRA into a checkpoint while it is read, W + scale B A, one tensor at a
+"""`MergedSource`: merges a LoRA into a checkpoint while it is read (W + scale B A), one tensor at a
 time.
 
-It is for a LoRA that is a permanent part of a released model, not for adapters that requests
+It is used for a LoRA that is a permanent part of a released model, not for adapters that requests
 select. Names follow PEFT (`base_model.model.blocks.0.ffn.0.lora_A.weight`, with or without the name
 of an adapter) or end in `lora_down` and `lora_up`. Maths: https://arxiv.org/abs/2106.09685,
 equation 3.
@@ -44,8 +44,8 @@ class MergedSource:
             rules: Renames of both to common names.
 
         Raises:
-            ValueError: A tensor of the LoRA belongs to no weight, lacks its counterpart or does not
-                fit. The message has counts and examples.
+            ValueError: A tensor of the LoRA does not belong to a weight, lacks its counterpart or
+                has the wrong shape. The message has counts and examples.
         """
         stored = {rename(name, rules): name for name in base.shapes}
         parts: dict[str, dict[str, str]] = defaultdict(dict)
@@ -101,7 +101,7 @@ class MergedSource:
 
 
 def _misfit(shape: Shape, named: Mapping[str, str], lora: TensorSource) -> str | None:
-    """Return why the LoRA of a weight does not fit, or None."""
+    """Return the reason why the LoRA of a weight does not match it, or None."""
     if not {"down", "up"} <= named.keys():
         return f"{next(iter(named.values()))} lacks its other half"
     down, up = lora.shapes[named["down"]], lora.shapes[named["up"]]

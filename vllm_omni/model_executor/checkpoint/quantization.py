@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of a checkpoint's quantization settings to vLLM's `quantization_config`.
+"""Converts a checkpoint's quantization settings to vLLM's `quantization_config`.
 
 The settings are `quantization_config` in the transformer's `config.json`, or a
-`hf_quant_config.json` in the same or the parent directory. FP8 weights with one scale each need no
-settings. The settings define the method only. The quantized layers are determined from the tensors,
-because `ignore` and `targets` contain names of the library that wrote them.
+`hf_quant_config.json` in the same or the parent directory. FP8 weights with one scale per tensor
+need no settings. The settings define the method only. The quantized layers are determined from the
+tensors, because `ignore` and `targets` contain the layer names of the library that wrote them.
 
 vLLM reads the result from its config object, selects the method, and refuses any other
 `--quantization`.
@@ -26,7 +26,7 @@ from vllm_omni.model_executor.checkpoint.tensor_files import Shape, open_tensors
 from vllm_omni.model_executor.checkpoint.tensor_names import Rules
 
 METHODS = ("modelopt", "compressed-tensors", "fp8")
-"""Values of `quant_method` whose weights vLLM uses as stored."""
+"""Values of `quant_method` for which vLLM uses the weights as stored."""
 READ_BACK = "torchao"
 """A method whose layers are dequantized to `--dtype`, because vLLM's implementation requires the
 package torchao and does not support merged layers.
@@ -65,7 +65,7 @@ def quantization_of(transformers: Mapping[str, Path], rules: Rules = ()) -> dict
         rules: Renames from stored names to the model's.
 
     Raises:
-        ValueError: A method is not supported, or the transformers have different methods.
+        ValueError: A method is not supported, or the transformers use different methods.
     """
     components = {name: _component(path, rules) for name, path in transformers.items()}
     first, *others = (each.description for each in components.values())

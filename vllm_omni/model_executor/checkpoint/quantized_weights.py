@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized weights in files: the tensors of each layer, and their dequantization.
+"""Quantized weights in files: finds the tensors of each layer, and dequantizes them.
 
 A quantized linear layer [out, in] consists of a weight with one byte or half a byte per value, and
-its scales:
+scales:
 
 | format | weight | scales |
 |---|---|---|
@@ -14,10 +14,9 @@ its scales:
 | FP8 of the Wan community | `weight` e4m3 or e5m2 | `scale_weight` [], [1]; the file has a tensor scaled_fp8 |
 | torchao's Float8Tensor and Int8Tensor | _weight_qdata | _weight_scale and _weight_zero_point [out, 1] |
 
-Scales of inputs (`input_scale`, `scale_input`, `input_global_scale`) are for kernels and do not
+Input scales (`input_scale`, `scale_input`, `input_global_scale`) are used by kernels and do not
 affect the values. Formats: NVIDIA ModelOpt 0.47, compressed-tensors 0.17, torchao 0.18 in its flat
-safetensors, and ComfyUI's scaled FP8.
-"""  # noqa: E501
+safetensors, and ComfyUI's scaled FP8."""  # noqa: E501
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -48,7 +47,7 @@ _FP4_VALUES = (
     -4.0,
     -6.0,
 )
-"""Values of the 16 codes of e2m1. The lower half of a byte is the first value."""
+"""Values of the 16 codes of e2m1. The lower half of a byte holds the first value."""
 
 WEIGHTS = ("weight", "weight_packed")
 SCALES = ("weight_scale", "weight_scale_inv")
@@ -67,7 +66,9 @@ _SPELLINGS = (
 )
 """Renames from community files and torchao to the names of the other libraries."""
 _MARKERS = ("scaled_fp8", "comfy_quant")
-"""Last parts of names of tensors that only mark a format: `scaled_fp8`, `<layer>.comfy_quant`."""
+"""Last parts of the names of tensors that only mark a format: `scaled_fp8`,
+`<layer>.comfy_quant`.
+"""
 
 
 def model_names(
@@ -123,7 +124,7 @@ class QuantizedLayer:
         return [name for name in names if name is not None]
 
     def shape(self, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) -> Shape:
-        """Return the shape of the dequantized weight. A byte may hold two values of four bits."""
+        """Return the shape of the dequantized weight. A byte may hold two 4-bit values."""
         stored = shapes[self.weight]
         return (*stored[:-1], 2 * stored[-1]) if dtypes[self.weight] == torch.uint8 else stored
 
@@ -164,7 +165,7 @@ def quantized_layers(
 
 @dataclass(frozen=True)
 class StoredLayout:
-    """The tensors of a file matched to those of a model."""
+    """The tensors of a file, matched to those of a model."""
 
     found: dict[str, Shape]
     """Shapes in the file, by the model's names."""
@@ -200,10 +201,10 @@ def match_layers(
     expected: Mapping[str, Shape],
     slots: Mapping[str, CheckpointSlot],
 ) -> StoredLayout:
-    """Match the tensors of a file to a model.
+    """Match the tensors of a file to those of a model.
 
-    A layer of this rank that has scales requires the scales of its slots. A layer without scales is
-    dequantized. Quantized layers of other ranks and their scales are ignored.
+    If a layer of this rank has scales in the file, the model must have slots for them. A layer
+    without scales is dequantized. Quantized layers of other ranks and their scales are ignored.
 
     Args:
         stored: Mapping from the model's names to the names in the file.
@@ -274,7 +275,7 @@ class ReadBack:
     source: TensorSource
     """The file."""
     layers: Iterable[QuantizedLayer]
-    """Layers to dequantize. Other tensors are read as stored."""
+    """Layers to dequantize. All other tensors are read as stored."""
     _by_weight: dict[str, QuantizedLayer] = field(init=False, default_factory=dict)
     """`layers` by the stored name of the weight."""
 

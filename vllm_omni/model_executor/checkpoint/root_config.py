@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`config.json` at the root of a checkpoint directory, with which `vllm serve DIR` needs no flags.
+"""`config.json` at the root of a checkpoint directory. With it, `vllm serve DIR` needs no flags.
 
 vLLM reads `model_type` from this file. `registration.py` registers the types of this package with
-transformers; everything else is read from the directory itself, as with `--config-format omni`.
-Most released checkpoints lack the file, so the commands that write a directory add it.
+transformers. All other information is read from the directory itself, as with
+`--config-format omni`. Most released checkpoints lack this file, so the commands that write a
+directory add it.
 """
 
 import json
@@ -13,7 +14,7 @@ from typing import Any, Final
 
 ROOT_CONFIG: Final = "config.json"
 ROOT_MODEL_TYPE: Final = "omni_pipeline"
-"""`model_type` in files that this package writes."""
+"""Value of `model_type` in files written by this package."""
 
 
 def is_root_config(values: Mapping[str, Any]) -> bool:
@@ -24,7 +25,7 @@ def is_root_config(values: Mapping[str, Any]) -> bool:
 def write_root_config(folder: Path) -> bool:
     """Add `model_type` to the `config.json` of a directory, or create the file.
 
-    A file that has a type or is not JSON remains unchanged.
+    A file that already has a type, or is not JSON, is not changed.
 
     Returns:
         Whether the file was written.

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight files as named tensors: shapes are read first, data one tensor at a time.
+"""Weight files as named tensors: shapes are read first, and data is read one tensor at a time.
 
 Files are untrusted. Two formats are supported: safetensors, and PyTorch zip archives through
-`torch.load(weights_only=True)`, which runs no code from the file. Files are memory-mapped except in
-`files_may_change`. A file is refused with a ValueError of one line, before any data is used, if it
-is truncated, if its format differs from its suffix, or if it contains anything but dense float
-tensors (safetensors files may also contain `QUANTIZED_DTYPES`).
+`torch.load(weights_only=True)`, which does not execute code from the file. Files are memory-mapped
+except in `files_may_change`. A file is refused with a ValueError of one line, before any data is
+used, if it is truncated, if its format differs from its suffix, or if it contains anything but
+dense float tensors (safetensors files may also contain `QUANTIZED_DTYPES`).
 """
 
 import contextlib
@@ -45,17 +45,17 @@ _MAX_CONFIG_BYTES = {"JSON": 64 << 20, "YAML": 1 << 20}
 
 
 _unmapped: Final = threading.Event()
-"""Set in `files_may_change`. Global to the process, because components are loaded on several
+"""Set in `files_may_change`. It is global to the process, because components are loaded on several
 threads.
 """
 
 
 @contextlib.contextmanager
 def files_may_change() -> Iterator[None]:
-    """Context in which files are read without memory-mapping (`UnmappedSource`).
+    """Context manager in which files are read without memory-mapping (`UnmappedSource`).
 
-    While serving, other processes may overwrite files. At start, files are mapped, because that is
-    faster and a crash loses nothing.
+    While serving, other processes may overwrite files. At startup, files are mapped, because that
+    is faster and a crash loses nothing.
     """
     _unmapped.set()
     try:
@@ -71,7 +71,7 @@ def reads_unmapped() -> bool:
 
 @dataclass(frozen=True)
 class SafetensorsSource:
-    """Tensors of one or several safetensors files."""
+    """Tensors of one or more safetensors files."""
 
     where: str
     """Path for error messages."""
@@ -128,10 +128,10 @@ class TorchSource:
 
 @dataclass(frozen=True)
 class UnmappedSource:
-    """Tensors of one safetensors file that other processes may overwrite. It is never mapped.
+    """Tensors of one safetensors file that other processes may overwrite. The file is never mapped.
 
-    Access to a mapped file that was truncated kills the process (SIGBUS). Here, a file that changes
-    between `open` and the end of `read_tensors` raises ValueError.
+    Accessing a mapped file that has been truncated kills the process (SIGBUS). With this class, a
+    file that changes between `open` and the end of `read_tensors` raises ValueError.
     """
 
     where: str
@@ -145,7 +145,7 @@ class UnmappedSource:
     _path: Path
     """The file."""
     _starts: Mapping[str, int]
-    """Position of each tensor in the file, in bytes."""
+    """Offset of each tensor in the file, in bytes."""
     _identity: tuple[int, ...]
     """Identity of the file when it was opened (`_identity`)."""
 
@@ -240,7 +240,7 @@ def copy_unchanged(source: Path, target: Path) -> None:
 
     Raises:
         ValueError: The file changed during the copy.
-        OSError: It cannot be copied.
+        OSError: The file cannot be copied.
     """
     with source.open("rb") as file, target.open("xb") as copy:
         before = _identity(file)
@@ -252,7 +252,9 @@ def copy_unchanged(source: Path, target: Path) -> None:
 
 
 def _identity(file: BinaryIO) -> tuple[int, ...]:
-    """Return a key that is equal for two openings of a file that was not changed in between."""
+    """Return a key that is equal for two openings of a file if the file has not changed in
+    between.
+    """
     status = os.fstat(file.fileno())
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev
 
@@ -281,7 +283,9 @@ class TensorSource(Protocol):
 
 
 Forms = Callable[[str], Mapping[str, Callable[[torch.Tensor], torch.Tensor]]]
-"""Stored name -> functions that compute tensors from the stored one, by their names."""
+"""Functions that compute tensors from a stored tensor, by the stored name and the names of the
+results.
+"""
 
 
 class AdaptedSource:
@@ -292,7 +296,7 @@ class AdaptedSource:
         forms: Tensors to compute from each stored tensor. Stored tensors without any are skipped.
 
     Raises:
-        ValueError: Two tensors have one name, or a stored tensor has an unsuitable shape.
+        ValueError: Two tensors have the same name, or a stored tensor has an unsuitable shape.
     """
 
     def __init__(self, source: TensorSource, forms: Forms) -> None:
@@ -331,12 +335,12 @@ def unchanged(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def open_tensors(path: Path, state_keys: Sequence[str] = ()) -> SafetensorsSource | TorchSource:
-    """Open a directory of safetensors files (with or without an index), or one weight file.
+    """Open a directory of safetensors files (with or without an index), or a single weight file.
 
     Args:
         path: Directory, safetensors file or `.pth` file.
-        state_keys: Keys of the network in training checkpoints (`.pth`). The first key that exists
-            is used, and all other content is ignored.
+        state_keys: Keys of the network in training checkpoints (`.pth`). The first existing key is
+            used, and all other content is ignored.
 
     Raises:
         ValueError: The files are not supported. The message is one line and names the file.
@@ -349,7 +353,7 @@ def open_tensors(path: Path, state_keys: Sequence[str] = ()) -> SafetensorsSourc
 
 
 def unknown_state(path: Path, names: Iterable[str], state_keys: Sequence[str]) -> ValueError:
-    """Return the error for a file that has none of `state_keys`.
+    """Return the error for a file that contains none of `state_keys`.
 
     Args:
         path: The file.
@@ -372,7 +376,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a small JSON object.
 
     Raises:
-        ValueError: The file is anything else; the message names it.
+        ValueError: The file does not contain a JSON object. The message names the file.
     """
     return _read_mapping(path, "JSON", json.loads)
 
@@ -381,7 +385,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Read a small YAML mapping without constructing objects.
 
     Raises:
-        ValueError: The file is anything else; the message names it.
+        ValueError: The file does not contain a YAML mapping. The message names the file.
     """
     return _read_mapping(path, "YAML", yaml.safe_load)
 
@@ -445,7 +449,9 @@ def confined(folder: Path, name: str) -> Path:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """Return the weight files of a folder: those its index names, else all its safetensors."""
+    """Return the weight files of a folder: the files named in its index, otherwise all safetensors
+    files.
+    """
     indices = sorted(folder.glob("*.safetensors.index.json"))
     if len(indices) > 1:
         raise ValueError(
@@ -546,7 +552,9 @@ def _open_torch(path: Path, state_keys: Sequence[str]) -> TorchSource:
 
 
 def _not_plain(value: Any) -> str | None:
-    """Return why a value is not a dense float tensor, or None if it is. Reads no data."""
+    """Return the reason why a value is not a dense float tensor, or None if it is one. Reads no
+    data.
+    """
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         return f"is a {type(value).__name__}"
     if value.layout != torch.strided or value.is_quantized:

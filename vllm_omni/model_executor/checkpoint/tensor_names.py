@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of tensor names between libraries, with tables of regular expressions."""
+"""Converts tensor names between libraries with tables of regular expressions."""
 
 import re
 from functools import lru_cache
@@ -7,7 +7,7 @@ from functools import lru_cache
 Rules = tuple[tuple[str, str], ...]
 """(regular expression, replacement), applied in order."""
 _REMEMBERED = 1 << 14
-"""Size of the cache. Each name of a file is converted at least three times: when shapes are read,
+"""Size of the cache. Each name in a file is converted at least three times: when shapes are read,
 when data is loaded, and for the model's parameters.
 """
 

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ForwardGraphs`: capture repeated forward passes as CUDA graphs and replay them.
 
-A graph repeats the decisions that the host made at capture. The caller therefore names all of them:
-the tensors that are read and written in place (`buffers`), and a key with slots, lengths and
-branches. Tensors that differ from call to call are inputs, which are copied to the address that the
-graph reads. Inputs in `steady` never change their values, so they are copied only when another
+A graph repeats the decisions that the host made during capture. The caller therefore specifies all
+of them: the tensors that are read and written in place (`buffers`), and a key with slots, lengths
+and branches. Tensors that differ between calls are inputs, which are copied to the address that the
+graph reads. Inputs in `steady` never change their values, so they are copied only if a different
 tensor is passed. A session with a full K/V ring buffer returns to the same slots after one cycle,
 and a new session that reuses a pooled ring buffer (`MemoryPool`) starts at its first slots. A small
 number of graphs therefore serves all sessions.
 
-The first forward pass of a key runs eagerly, which also compiles lazy parts. The second is
-captured, and later ones are replayed. After one complete forward pass of a kind, other keys of this
-kind are captured at their first pass, so that a new session does not start with eager launches. A
-forward pass whose capture fails stays eager. All graphs share one memory pool and one output
-buffer, because only one graph runs at a time.
+The first forward pass with a key runs eagerly, which also compiles lazily compiled parts. The
+second pass is captured, and later passes are replayed. After one complete forward pass of a kind,
+other keys of this kind are captured in their first pass, so that a new session does not start with
+eager launches. If a capture fails, that forward pass remains eager. All graphs share one memory
+pool and one output buffer, because only one graph runs at a time.
 
-A forward pass is one graph, or several with calls between them that a graph cannot contain
-(`between_graphs`). These calls are collectives: replaying NCCL's kernels stalls the devices. They
-also allow one rank to replay while another still runs eagerly.
+A forward pass is one graph, or several graphs with calls in between that a graph cannot contain
+(`between_graphs`). These calls are collectives, because replaying NCCL's kernels stalls the
+devices. They also allow one rank to replay while another rank still runs eagerly.
 """
 
 import itertools
@@ -37,8 +37,9 @@ logger = logging.getLogger("vllm." + __name__)
 Inputs = dict[str, torch.Tensor]
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[torch.Tensor, Replay]]
-"""Records a forward pass. Returns the tensor that receives its result, and the function that
-replays it."""
+"""Records a forward pass. Returns the tensor that receives the result, and the function that
+replays it.
+"""
 
 _STALE: Final = 8
 """A graph counts as unused after this many times `capacity` replays of other graphs. One cycle of a
@@ -50,9 +51,9 @@ _next_number = itertools.count()
 
 
 def identity(tensor: torch.Tensor) -> int:
-    """Return a number that is unique among all tensor objects of this process, past and present.
+    """Return an id that is unique among all tensor objects of this process, past and present.
 
-    An address is not unique, because the allocator reuses freed memory.
+    The address is not unique, because the allocator reuses freed memory.
     """
     if tensor not in _numbers:
         _numbers[tensor] = next(_next_number)
@@ -63,8 +64,8 @@ def between_graphs(run: Callable[[], object]) -> None:
     """Call `run` outside any CUDA graph.
 
     During a capture, this ends the current graph, calls `run` and starts the next graph. Replays
-    call `run` between the two graphs. `run` must read and write the same tensors each time, for
-    example those of `persistent_copy` and `persistent_buffer`.
+    call `run` between the two graphs. `run` must read and write the same tensors in each replay,
+    for example those of `persistent_copy` and `persistent_buffer`.
     """
     if _recording is None:
         run()
@@ -82,17 +83,17 @@ def persistent_copy(name: str, x: torch.Tensor) -> torch.Tensor:
 def persistent_buffer(
     name: str, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return an uninitialised contiguous tensor. During a capture, all calls with one name, shape
-    and dtype share it.
+    """Return an uninitialised contiguous tensor. During a capture, all calls with the same name,
+    shape and dtype share one buffer.
 
-    The caller must use its content before the next such call. A tensor per call would hold its
-    memory for as long as the graph exists.
+    The caller must use its content before the next such call. A separate tensor for each call would
+    occupy memory for as long as the graph exists.
 
     Args:
         name: Identifies the buffer, together with shape and dtype.
         shape: Shape of the tensor.
-        like: Tensor whose device is used, and whose dtype is the default.
-        dtype: Default: that of `like`.
+        like: Tensor that determines the device and the default dtype.
+        dtype: Default: the dtype of `like`.
     """
     dtype = dtype or like.dtype
     if _recording is None:
@@ -176,7 +177,7 @@ class _Graph:
     """A captured forward pass."""
 
     output: torch.Tensor
-    """Tensor that `replay` writes the result to. All graphs share it."""
+    """Tensor to which `replay` writes the result. All graphs share this tensor."""
     replay: Replay
     """Replays the graph."""
     buffers: tuple[TensorWeakRef, ...]
@@ -194,7 +195,7 @@ class ForwardGraphs:
     """Cache of captured forward passes.
 
     When the cache is full, graphs with freed tensors are evicted first, then unused graphs. If all
-    graphs are in use, a new forward pass stays eager, because a graph that is evicted before its
+    graphs are in use, a new forward pass remains eager, because a graph that is evicted before its
     next use does not repay its capture.
 
     Args:
@@ -204,7 +205,7 @@ class ForwardGraphs:
 
     def __init__(self, capacity: int = 128, capture: Capture | None = None) -> None:
         self.pool: MemoryPool[Any] = MemoryPool()
-        """Memory of closed requests and sessions, pooled because its graphs can serve new ones."""
+        """Memory of closed requests and sessions, pooled so that its graphs can serve new ones."""
         self._capacity = capacity
         self._capture = capture or CudaCapture()
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()  # least recently used first
@@ -234,12 +235,13 @@ class ForwardGraphs:
 
         Args:
             key: Identifies all decisions of the host. None: run eagerly.
-            inputs: Tensors that may differ from call to call.
+            inputs: Tensors that may differ between calls.
             forward: The forward pass.
             buffers: Tensors that the forward pass reads and writes in place.
-            kind: Equal for forward passes that launch the same kernels. None: unknown.
-            whole: The forward pass launches all kernels of its kind.
-            steady: Names of inputs that are never written to after their creation.
+            kind: A value that is equal for forward passes that launch the same kernels. None:
+                unknown.
+            whole: Whether the forward pass launches all kernels of its kind.
+            steady: Names of inputs that are never modified after their creation.
         """
         shapes = tuple(
             (name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in inputs.items()
@@ -277,8 +279,9 @@ class ForwardGraphs:
         return graph.output.clone()
 
     def clear_graphs(self) -> None:
-        """Evict all graphs and the pooled memory, because the tensors that graphs read may have
-        moved."""
+        """Evict all graphs and the pooled memory, because tensors that graphs read may have
+        moved.
+        """
         self.pool.trim(0)
         self._graphs.clear()
         self._seen.clear()
@@ -290,7 +293,7 @@ class ForwardGraphs:
             self._capture = CudaCapture()  # the pool is freed with its last graph
 
     def _came_before(self, key: Hashable, kind: Hashable | None, whole: bool) -> bool:
-        """Return whether this key or kind has run before, and record that it runs now."""
+        """Return whether this key or kind has run before, and record that it is running now."""
         again = key in self._seen or kind in self._kinds
         self._seen[key] = None
         self._seen.move_to_end(key)
@@ -313,8 +316,9 @@ class ForwardGraphs:
         return len(self._graphs) < self._capacity
 
     def _copy(self, inputs: Mapping[str, torch.Tensor], steady: Collection[str]) -> Inputs:
-        """Copy `inputs` into the tensors that all graphs read. Sharing them is safe because one
-        graph runs at a time."""
+        """Copy `inputs` to the tensors that all graphs read. Sharing them is safe because only one
+        graph runs at a time.
+        """
         own: Inputs = {}
         for name, tensor in inputs.items():
             position = (name, tensor.shape, tensor.dtype, tensor.device)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`FastPath`: a faster implementation, and the reason why it is not used.
+"""`FastPath`: a faster implementation, and the reason if it is not used.
 
 The module that chooses between two implementations returns its choice as a `FastPath` and branches
-on `is_on`. The log, `vllm-omni doctor`, `/omni/ready` and results of benchmarks show the same
-object (`model_executor/fast_paths.py` lists them), so a report cannot differ from the choice.
+on `is_on`. The log, `vllm-omni doctor`, `/omni/ready` and benchmark results all report this object
+(`model_executor/fast_paths.py` lists them), so that a report cannot differ from the choice.
 """
 
 import logging
@@ -24,23 +24,24 @@ class FastPath:
     name: str
     """Name in reports."""
     instead: str
-    """The implementation that is used if this one is off."""
+    """The implementation that is used if this path is off."""
     reason: str = ""
-    """Why it is off. Empty: it is on."""
+    """Reason why the path is off. Empty: the path is on."""
     remedy: str = ""
-    """How to turn it on, if the machine could use it. Empty: nothing is missing, because the
-    hardware does not support it or an option disables it."""
+    """Remedy that turns the path on, if the machine could use it. Empty: there is no remedy,
+    because the hardware does not support the path or an option disables it.
+    """
 
     @property
     def is_on(self) -> bool:
         return not self.reason
 
     def disabled(self, reason: str) -> "FastPath":
-        """Return this path turned off for a reason that is no fault of the machine."""
+        """Return this path turned off for a reason that is not a deficiency of the machine."""
         return FastPath(self.name, self.instead, reason)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the part that results and `/omni/ready` show."""
+        """Return the fields for benchmark results and `/omni/ready`."""
         return {"name": self.name, "on": self.is_on, "reason": self.reason}
 
     def __str__(self) -> str:
@@ -51,7 +52,7 @@ class FastPath:
 
 @dataclass(frozen=True)
 class Lack:
-    """What a machine lacks for a fast path. False if nothing is missing."""
+    """A missing requirement of a fast path on this machine. It is falsy if nothing is missing."""
 
     reason: str = ""
     """See `FastPath.reason`."""
@@ -62,12 +63,12 @@ class Lack:
         return bool(self.reason)
 
     def of(self, name: str, instead: str) -> FastPath:
-        """Return the fast path that this decides."""
+        """Return the fast path that results from this requirement."""
         return FastPath(name, instead, self.reason, self.remedy)
 
 
 def this_device() -> torch.device:
-    """Return the device of a model in this process: CUDA if there is a GPU, else the CPU."""
+    """Return the device of a model in this process: CUDA if there is a GPU, otherwise the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -99,7 +100,7 @@ def _digits(capability: tuple[int, int]) -> str:
 
 
 def lacks_half(dtype: torch.dtype, option: str) -> Lack:
-    """Return whether `dtype`, which `option` sets, is not a half-precision type."""
+    """Return whether `dtype`, which is set by `option`, is not a half-precision type."""
     is_half = dtype in (torch.bfloat16, torch.float16)
     return Lack("" if is_half else f"the dtype is {str(dtype).removeprefix('torch.')} ({option})")
 
@@ -112,7 +113,7 @@ def lacks_package(module: str, package: str) -> Lack:
 
 
 def lacks_triton() -> Lack:
-    """Return whether Triton cannot run kernels on a GPU here."""
+    """Return whether Triton cannot run GPU kernels on this machine."""
     from vllm.triton_utils import HAS_TRITON
 
     missing = lacks_package("triton", "triton")
@@ -122,7 +123,7 @@ def lacks_triton() -> Lack:
 
 
 def joined(parts: Iterable[Iterable[FastPath]]) -> list[FastPath]:
-    """Return one list for all parts. A path is on if it is on in every part that has it."""
+    """Return one list for all parts. A path is on if it is on in all parts that have it."""
     found: dict[str, FastPath] = {}
     for path in (path for part in parts for path in part):
         if found.setdefault(path.name, path).is_on:
@@ -131,7 +132,7 @@ def joined(parts: Iterable[Iterable[FastPath]]) -> list[FastPath]:
 
 
 def log_paths(paths: Sequence[FastPath]) -> None:
-    """Log one line for all paths that are on, and one for each other path."""
+    """Log one line with all paths that are on, and one line for each other path."""
     logger.info("fast paths: %s", ", ".join(path.name for path in paths if path.is_on) or "none")
     for path in paths:
         if path.remedy:

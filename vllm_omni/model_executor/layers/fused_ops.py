@@ -2,7 +2,8 @@
 """`FusedOps`: the fused pointwise ops of a network, as a table of pure functions.
 
 These are the operations between matrix products and attention. In eager mode each operation reads
-and writes its tensors once. Compiled, or as one Triton kernel, the whole fused op does so once.
+and writes its tensors once. When it is compiled or implemented as a Triton kernel, the whole fused
+op reads and writes its tensors only once.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,9 +22,9 @@ from vllm_omni.model_executor.layers.fast_path import (
 
 @dataclass(frozen=True)
 class FusedOps:
-    """Base of a network's table of fused pointwise ops.
+    """Base class for a network's table of fused pointwise ops.
 
-    A subclass has one field per function. The default of the field is the plain function.
+    A subclass has one field per function. The default of each field is the plain function.
     """
 
     @classmethod
@@ -52,12 +53,12 @@ class FusedOps:
 
     @staticmethod
     def fuse(function: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile `function` for the static shapes that it is called with."""
+        """Compile `function` for the static shapes with which it is called."""
         return torch.compile(function, dynamic=False)
 
 
 def pointwise_kernels(device: torch.device) -> FastPath:
-    """Return whether fused pointwise ops of tensors on this device have kernels."""
+    """Return whether there are kernels for fused pointwise ops of tensors on this device."""
     lack = lacks_gpu(device) or lacks_triton()
     return lack.of("pointwise_kernels", "torch.compile, or single operations of torch")
 

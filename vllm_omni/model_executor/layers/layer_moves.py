@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Balance layers over pipeline stages by measured cost, and move them when the balance changes.
+"""Balances layers over pipeline stages by measured cost, and moves layers when the balance changes.
 
 `balanced_partition` computes the partition. `LayerMove` moves weights between stages with
 point-to-point sends only, in an order that is the same on every stage. This module is independent
@@ -23,17 +23,18 @@ class StageCost:
     layer_ms: float
     """Milliseconds per layer."""
     fixed_ms: float
-    """Milliseconds of everything except the layers (head, embedding, decode)."""
+    """Milliseconds for everything except the layers (head, embedding, decode)."""
 
     def total_ms(self, layers: int) -> float:
         return self.fixed_ms + layers * self.layer_ms
 
 
 def balanced_partition(costs: Sequence[StageCost], num_layers: int) -> list[int]:
-    """Return the layers per stage, at least one each, that minimise the time of the slowest stage.
+    """Return the number of layers per stage, at least one each, that minimises the time of the
+    slowest stage.
 
-    The greedy choice (each further layer goes to the stage with the least total afterwards) is
-    optimal, because every stage's cost only grows.
+    The greedy choice (each further layer is assigned to the stage with the smallest resulting
+    total) is optimal, because the cost of every stage is increasing.
     """
     partition = [1] * len(costs)
     for _ in range(num_layers - len(costs)):
@@ -50,13 +51,13 @@ def stage_costs(
 ) -> list[StageCost]:
     """Split the measured time of each stage into its layers and the rest.
 
-    A layer is assumed to cost as much as on the stage with the least other work.
+    The cost of a layer is taken from the stage with the least other work.
 
     Args:
-        steps_ms: Milliseconds of one pass, by stage.
+        steps_ms: Milliseconds of one pass on each stage.
         layers: Layers of each stage during the measurement.
-        passes: Passes of one chunk.
-        once_ms: Milliseconds of other work per chunk (decoding), by stage.
+        passes: Number of passes per chunk.
+        once_ms: Milliseconds of other work per chunk (decoding) on each stage.
     """
     layer_ms = min(ms / count for ms, count in zip(steps_ms, layers, strict=True))
     return [
@@ -66,11 +67,11 @@ def stage_costs(
 
 
 class LayerMove:
-    """One rank's part of a repartition. Collective: all ranks of one pipeline make the same calls
-    in the same order.
+    """The part of one rank in a repartition. Collective: all ranks of one pipeline make the same
+    calls in the same order.
 
     Args:
-        ranks: Global ranks of the stages that hold layers, first stage first.
+        ranks: Global ranks of the stages with layers, first stage first.
         stage: This rank's stage.
         before: Layers of each stage before the move.
         after: Layers of each stage after the move.
@@ -90,11 +91,11 @@ class LayerMove:
         self.partition = tuple(after)
 
     def modules(self, modules: nn.ModuleDict, make: Callable[[int], nn.Module]) -> nn.ModuleDict:
-        """Return this stage's layers after the move, by number.
+        """Return the layers of this stage after the move, by index.
 
         Args:
-            modules: This stage's layers before the move, by number.
-            make: Builds an empty layer, by number.
+            modules: Layers of this stage before the move, by index.
+            make: Builds an empty layer with a given index.
         """
         moved: dict[str, nn.Module] = {}
         for layer in range(len(self._before)):
@@ -127,8 +128,9 @@ def _owners(partition: Sequence[int]) -> list[int]:
 
 
 def _release(module: nn.Module) -> None:
-    """Free a layer's memory immediately: vLLM's parameters refer to their layer, so it would wait
-    for garbage collection."""
+    """Free a layer's memory immediately. vLLM's parameters refer to their layer, so it would
+    otherwise wait for garbage collection.
+    """
     for parameter in module.parameters():
         parameter.data = parameter.data.new_empty(0)
 

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LayerOffloader`: keep weights of linear layers in host memory and fetch them to the device just
-before their use.
+"""`LayerOffloader`: keeps weights of linear layers in host memory and copies them to the device
+just before they are used.
 
-A network passes its blocks to vLLM's `get_offloader().wrap_modules`, as vLLM's models do. The
-runner sets this offloader before it builds a model. After loading, `--cpu-offload-gb` decides how
-many bytes of linear layers stay on the host. These layers are spread evenly over the blocks of all
-networks, so that every forward pass fetches about the same amount per millisecond.
+A network passes its blocks to vLLM's `get_offloader().wrap_modules`, in the same way as vLLM's
+models. The runner installs this offloader before it builds a model. After loading,
+`--cpu-offload-gb` determines how many bytes of linear layers remain on the host. These layers are
+spread evenly over the blocks of all networks, so that every forward pass fetches about the same
+amount per millisecond.
 
 A layer's weights are copied into one of a few device slots while earlier layers compute. The
-prefetch order is the order of the previous pass, so it needs no description and may differ from the
-order of construction. After a change of order (two alternating experts, or K/V of a new prompt) the
-first layer arrives late, but the result is still correct. A layer runs the same kernels and gives
-bitwise the same result as without an offloader.
+prefetch order is the execution order of the previous pass, so it does not have to be specified and
+may differ from the order of construction. If the order changes (two alternating experts, or K/V of
+a new prompt), the first layer arrives late, but the result is still correct. A layer runs the same
+kernels and gives bitwise the same result as without an offloader.
 
 Why not vLLM's own two offloaders: with UVA, a matrix product reads its weights over the bus once
 per tile of tokens. vLLM's prefetch offloader supports only one list of layers, executed in a fixed
@@ -33,9 +34,11 @@ from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 logger = logging.getLogger("vllm." + __name__)
 
 _AHEAD = 3
-"""Number of layers to prefetch. More than one, because a short layer may precede a long one."""
+"""Number of layers to prefetch. It is more than one, because a short layer may precede a
+long one.
+"""
 _ARENA_BYTES = 1 << 30
-"""Bytes per pinned allocation. torch's pinned allocator rounds up to a power of two."""
+"""Bytes per pinned allocation. torch's pinned allocator rounds sizes up to a power of two."""
 _ALIGNMENT = 256
 """Alignment, in bytes, of a tensor in the memory of its layer, as in CUDA's own allocator."""
 
@@ -47,7 +50,7 @@ class _Stored:
     name: str
     """Name of the parameter in its layer."""
     start: int
-    """Offset from the start of that memory in bytes."""
+    """Offset in bytes from the start of that memory."""
     dtype: torch.dtype
     """Type of the parameter."""
     shape: tuple[int, ...]
@@ -81,7 +84,9 @@ def _layout(layer: nn.Module) -> tuple[_Stored, ...]:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements fill a contiguous block of memory, in any order of dimensions."""
+    """Return whether the elements fill a contiguous block of memory, with the dimensions in any
+    order.
+    """
     reach = 1 + sum(
         (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
     )
@@ -115,7 +120,7 @@ class _Layer:
     views: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     """Parameters as views of device memory, by slot."""
     following: "_Layer | None" = None
-    """The layer that ran next in the previous pass."""
+    """The layer that ran after this one in the previous pass."""
 
     @property
     def nbytes(self) -> int:
@@ -130,9 +135,7 @@ class _Layer:
             parameter.data = view
 
     def take_home(self) -> None:
-        """Copy parameters that are not in host memory (new, or reloaded on the device) to the
-        host.
-        """
+        """Copy parameters that are not in host memory (new or reloaded on the device) to it."""
         for one in self.stored:
             data, home = getattr(self.layer, one.name).data, one.view(self.room)
             if data.data_ptr() != home.data_ptr():
@@ -151,10 +154,10 @@ class _Copies:
         slot.room[: layer.nbytes].copy_(layer.room)
 
     def wait(self, slot: _Slot) -> None:
-        """Make later kernels wait until the slot holds its weights."""
+        """Make later kernels wait until the slot contains the layer's weights."""
 
     def mark_read(self, slot: _Slot) -> None:
-        """Record that kernels launched so far were the last to read the slot."""
+        """Record that the kernels launched so far are the last ones to read the slot."""
 
 
 class _StreamCopies(_Copies):
@@ -189,9 +192,9 @@ class LayerOffloader(BaseOffloader):
     Args:
         budget_bytes: Maximum bytes of weights on the host.
         device: Device that computes.
-        load_on_host: Load layers on the host and move those beyond the budget to the device
-            afterwards. Otherwise layers are loaded on the device, which must hold them all for a
-            while.
+        load_on_host: Load layers on the host, and move those above the budget to the device
+            afterwards. Otherwise layers are loaded on the device, which must temporarily hold all
+            of them.
     """
 
     def __init__(
@@ -206,7 +209,7 @@ class LayerOffloader(BaseOffloader):
 
     @property
     def host_bytes(self) -> int:
-        """Return the bytes of weights that are not on the device."""
+        """Return the number of bytes of weights that are not on the device."""
         return sum(layer.nbytes for layer in self._layers)
 
     @property
@@ -233,7 +236,7 @@ class LayerOffloader(BaseOffloader):
         """Move every layer to host or device, after loading and after each reload.
 
         Raises:
-            ValueError: No layer would stay on the host.
+            ValueError: No layer would remain on the host.
         """
         if not self._layers:
             self._choose()
@@ -243,7 +246,7 @@ class LayerOffloader(BaseOffloader):
             slot.layer = None
 
     def _choose(self) -> None:
-        """Choose the layers that stay on the host, and allocate slots for them."""
+        """Choose the layers that remain on the host, and allocate slots for them."""
         sizes = [_nbytes(_layout(layer)) for layer in self._wrapped]
         chosen = spread(sizes, self._budget_bytes)
         if not any(chosen):
@@ -285,8 +288,9 @@ class LayerOffloader(BaseOffloader):
         )
 
     def _enter(self, layer: _Layer) -> None:
-        """Before a layer computes, wait for its weights and start to fetch those of the next
-        layers."""
+        """Before a layer computes, wait for its weights and start to copy those of the next
+        layers.
+        """
         slot = self._slot_of(layer)
         self._copies.wait(slot)
         layer.show(slot.room)
@@ -305,8 +309,9 @@ class LayerOffloader(BaseOffloader):
         layer.show(layer.room)
 
     def _slot_of(self, layer: _Layer) -> _Slot:
-        """Return the slot with the layer's weights, fetching them if necessary. It becomes the most
-        recently used."""
+        """Return the slot with the layer's weights, copying them if necessary. It becomes the most
+        recently used.
+        """
         slot = next((slot for slot in self._slots if slot.layer is layer), self._slots[0])
         if slot.layer is not layer:
             slot.layer = layer
@@ -336,8 +341,8 @@ class _Rooms:
 
 
 def spread(sizes: Sequence[int], budget: int) -> list[bool]:
-    """Choose layers of at most `budget` bytes in total to keep on the host, evenly over the
-    list.
+    """Choose layers of at most `budget` bytes in total that remain on the host, spread evenly over
+    the list.
     """
     total, budget = sum(sizes), min(budget, sum(sizes))
     chosen, seen, taken = [], 0, 0
@@ -361,8 +366,9 @@ def _move(layer: nn.Module, device: torch.device) -> None:
 def offloader_for(
     vllm_config: VllmConfig, device: torch.device, parallel: ParallelContext
 ) -> LayerOffloader | None:
-    """Return the offloader for `--cpu-offload-gb`, or None if it is unset or this rank holds no
-    layer."""
+    """Return the offloader for `--cpu-offload-gb`, or None if the option is unset or this rank
+    holds no layers.
+    """
     gibibytes = vllm_config.offload_config.uva.cpu_offload_gb
     if gibibytes <= 0 or parallel.is_vae_stage:
         return None

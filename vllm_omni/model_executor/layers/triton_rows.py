@@ -11,10 +11,11 @@ _LARGEST, _LEAST_SCALE = tl.constexpr(LARGEST), tl.constexpr(LEAST_SCALE)
 
 @triton.jit
 def over_largest(value, token_scale):
-    """Write the scale that maps the token's largest value to e4m3's largest, and return the values
-    divided by it.
+    """Write the scale that maps the token's largest value to the e4m3 maximum, and return the
+    values divided by it.
 
-    There is one division per token; with one per value, the kernels took nearly twice as long.
+    There is one division per token; with one division per value, the kernels took nearly twice as
+    long.
     """
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(value), axis=0), _LARGEST), _LEAST_SCALE)
     tl.store(token_scale, scale)

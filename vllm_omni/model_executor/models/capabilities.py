@@ -22,7 +22,7 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class ImageSizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Image sizes of a model that has other sizes for videos."""
+    """Image sizes of a model whose images and videos have different sizes."""
 
     width: Positive
     """Width in pixels if the client requests no size."""
@@ -33,7 +33,7 @@ class ImageSizes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Tasks, sizes and defaults of one served model."""
+    """Tasks, sizes and defaults of a served model."""
 
     tasks: tuple[Task, ...] = ("world", "image_to_video")
     """Tasks that clients may request. With `world`, the model generates chunk after chunk in a
@@ -51,19 +51,19 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pictures: ImageSizes | None = None
     """Sizes of images. Default: the sizes of videos."""
     size_multiple: tuple[Positive, Positive] = (16, 16)
-    """Numbers of pixels that divide the width and the height."""
+    """Divisors in pixels of the width and the height."""
     num_inference_steps: Positive | None = None
-    """Default number of denoise steps. None: clients cannot choose."""
+    """Default number of denoise steps. None: clients cannot choose the number."""
     max_num_inference_steps: Positive = 200
     """Maximum number of denoise steps."""
     guidance_scale: float | None = None
-    """Default scale of classifier-free guidance. None: clients cannot choose."""
+    """Default scale of classifier-free guidance. None: clients cannot choose the scale."""
     true_cfg_scale: bool = False
     """Whether requests may set `true_cfg_scale`."""
     negative_prompt: bool = False
     """Whether requests may have a negative prompt."""
     num_frames: Positive = 81
-    """Frames of a video if the client requests no length."""
+    """Number of frames of a video if the client requests no length."""
     max_num_frames: Positive = 9 + 12 * 40
     """Maximum number of frames of a video."""
     frame_stride: Positive = 1
@@ -99,8 +99,9 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return "text_to_video" in self.tasks or "image_to_video" in self.tasks
 
     def nearest_num_frames(self, num_frames: int) -> int:
-        """Return the allowed number of frames nearest to `num_frames`, or the smaller of two
-        equally near ones."""
+        """Return the allowed number of frames closest to `num_frames`, or the smaller one if two
+        are equally close.
+        """
         if self.is_world:
             return min(max(1, num_frames), self.max_num_frames)
         most = (self.max_num_frames - 1) // self.frame_stride
@@ -113,7 +114,7 @@ class Refusal:
     """Why a model does not support an option."""
 
     reason: str
-    """Reason, which follows "because" in the error."""
+    """Reason for the refusal, which follows "because" in the error."""
     remedy: str = "remove the option"
     """Advice at the end of the error."""
 
@@ -125,7 +126,7 @@ SESSIONS_END_WITH_REQUEST = Refusal("it has no sessions that outlive a request")
 
 @dataclass(frozen=True, kw_only=True)
 class Refusals:
-    """Server options that a model does not support. None marks an option that it supports.
+    """Server options that a model does not support. None means that the option is supported.
 
     The defaults are those of a model that implements only `SupportsStepExecution`.
     """
@@ -154,13 +155,14 @@ def check_refusals(model: str, refusals: Refusals, omni: OmniConfig, stages: int
     """Check that the model supports the options of the server.
 
     Args:
-        model: Name of the model as users know it.
+        model: Name of the model that users know.
         refusals: Declaration of the family.
         omni: Options of the server.
         stages: `--pipeline-parallel-size`.
 
     Raises:
-        ValueError: An option is not supported. The message has the option, the reason and advice.
+        ValueError: An option is not supported. The message contains the option, the reason and
+            advice.
     """
     degradations = {"fewer_steps": refusals.fewer_steps, "tiny_vae": refusals.tiny_vae}
     requested = [

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Table of the model families. Code outside a model's folder looks models up here.
+"""Table of the model families. Code outside a model's folder looks up models here.
 
-A family is a module `family` that defines `FAMILY`. `vllm_omni.testing.tiny.<name>` writes its tiny
-checkpoints. Modules are imported on first use, so that listing the families is cheap.
+A family is a module `family` that defines `FAMILY`. `vllm_omni.testing.tiny.<name>` writes tiny
+checkpoints of the family. Modules are imported on first use, so that the families can be listed
+quickly.
 """
 
 import importlib
@@ -94,50 +95,56 @@ AR_ARCHITECTURES = {
         "vllm_omni.model_executor.models.qwen2_5_omni.thinker:ThinkerForConditionalGeneration"
     ),
 }
-"""The same for autoregressive models, for which vLLM's own defaults apply."""
+"""The same for autoregressive models, to which vLLM's own defaults apply."""
 
 MODEL_TYPES = (ROOT_MODEL_TYPE, "null_image", "null_world", "t2v", "ti2v")
-"""Values of `model_type` in the `config.json` at the root of a checkpoint directory, by which
-`vllm serve DIR` selects this package. `t2v` and `ti2v` are the original Wan's.
+"""Values of `model_type` in the `config.json` at the root of a checkpoint directory that make
+`vllm serve DIR` select this package. `t2v` and `ti2v` are the original Wan's.
 """
 
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """Description of one family for the command line, the config parser and the endpoints.
+    """Describes one family to the command line, the config parser and the endpoints.
 
-    `hf_config` in the arguments of a field is the result of the field `hf_config` as a dict, and
-    `omni` are the parsed options.
+    In the signatures below, `hf_config` is the result of the field `hf_config` as a dict, and
+    `omni` contains the parsed options.
     """
 
     name: str
     """Name of the family and of its folder."""
     title: str
-    """Name of the model as users know it, a colon and one line of description."""
+    """Name of the model for users, a colon and a one-line description."""
     architecture: str
     """Key of `ARCHITECTURES`."""
     detect: Callable[[Path], bool]
-    """Whether a directory holds a checkpoint of this family, in any layout. Cheap; never raises."""
+    """Returns whether a directory contains a checkpoint of this family, in any layout. Cheap; never
+    raises.
+    """
     hf_config: Callable[[Path], dict[str, Any]]
-    """Directory -> keyword arguments of a `PretrainedConfig` (`architectures`, `dtype`, sizes,
-    layout). Raises ValueError with one line if the directory is unusable."""
+    """Directory -> keyword arguments for a `PretrainedConfig` (`architectures`, `dtype`, sizes,
+    layout). Raises ValueError with one line if the directory is not usable.
+    """
     layouts: tuple[str, ...]
-    """Layouts that `make_tiny` can write, the default first."""
+    """Layouts that `make_tiny` can write, with the default first."""
     why_not: Callable[[Path], str | None] | None = None
-    """Directory that was not detected -> the reason in one line. None if it holds nothing of this
-    family."""
+    """Directory that was not detected -> the reason in one line. None if the directory contains no
+    files of this family.
+    """
     default_size: Callable[[dict[str, Any]], tuple[int, int]] | None = None
     """`hf_config` -> (height, width) of a video if neither the user nor the world description sets
     a size. Default: the size of `OmniConfig`."""
     check_options: Callable[[dict[str, Any], OmniConfig], None] | None = None
-    """(`hf_config`, `omni`) -> None. Checks the model's options and the size. Cheap; raises
-    ValueError with one line."""
+    """(`hf_config`, `omni`) -> None. Checks the model's options and the size. Must be fast; raises
+    ValueError with one line.
+    """
     refusals: Callable[[dict[str, Any], OmniConfig, int], Refusals] = lambda *_: Refusals()
     """(`hf_config`, `omni`, `--pipeline-parallel-size`) -> the server options that the model does
     not support."""
     check_parallel: Callable[[dict[str, Any], OmniConfig, int, int], None] | None = None
     """(`hf_config`, `omni`, `--tensor-parallel-size`, `--pipeline-parallel-size`) -> None. Checks
-    that the network can be divided; raises ValueError with one line."""
+    that the network can be distributed; raises ValueError with one line.
+    """
     stream_info: Callable[[dict[str, Any], OmniConfig], dict[str, Any]] | None = None
     """(`hf_config`, `omni`) -> fields of `StreamInfo` that differ from its defaults, for example
     the chunk size."""
@@ -149,11 +156,13 @@ class ModelFamily:
     presets: Mapping[PresetName, Preset] = field(default_factory=dict)
     """Values of `omni.model.preset`. Default: the family has none."""
     served_preset: Callable[[dict[str, Any], OmniConfig], ServedPreset] | None = None
-    """(`hf_config`, `omni`) -> the preset as it applies to the checkpoint. Default: the family has
-    no presets."""
+    """(`hf_config`, `omni`) -> the preset as applied to the checkpoint. Default: the family has no
+    presets.
+    """
     check_files: Callable[[Path, dict[str, Any], OmniConfig], None] | None = None
     """(directory, `hf_config`, `omni`) -> None. Checks that the directory has the files that only
-    some options need. Cheap; raises ValueError with one line."""
+    some options require. Must be fast; raises ValueError with one line.
+    """
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
     """Supported values of `--kv-cache-dtype`."""
     takes_adapters: bool = False
@@ -161,22 +170,25 @@ class ModelFamily:
     plan: FamilyPlan | None = None
     """Networks of the family for `vllm-omni plan`. Default: the family cannot be planned."""
     executor_cls: str | None = None
-    """Executor that runs the model in the engine's process. Default: workers run it."""
+    """Executor that runs the model in the engine's process. Default: workers run the model."""
     serve_flags: Callable[[Path, bool], dict[str, str]] | None = None
-    """(directory, whether on a CPU) -> flags that `vllm serve --omni` adds, for a family that an
-    autoregressive engine serves. Default: the flags of the diffusion worker."""
+    """(directory, whether on a CPU) -> flags that `vllm serve --omni` adds, for a family that is
+    served by an autoregressive engine. Default: the flags of the diffusion worker.
+    """
     endpoint_plugins: tuple[str, ...] = ()
-    """Further plugins of vLLM that serve endpoints of this family."""
+    """Additional vLLM plugins that serve endpoints of this family."""
     start_speech: Callable[[Path, OmniConfig, "AsyncLLM"], Awaitable["SpeechModel"]] | None = None
     """(directory, `omni`, engine of the server) -> the model with its other engines started, for
     the speech endpoints of the plugin `vllm_omni_speech`. Raises ValueError for bad options.
-    Default: the model generates no speech."""
+    Default: the model generates no speech.
+    """
 
     def check_refusals(self, hf_config: dict[str, Any], omni: OmniConfig, stages: int) -> None:
         """Check that the model supports the server's options on `stages` pipeline stages.
 
         Raises:
-            ValueError: It does not; the message names the option and the reason.
+            ValueError: The model does not support an option; the message names the option and the
+                reason.
         """
         model = self.title.partition(":")[0]
         check_refusals(model, self.refusals(hf_config, omni, stages), omni, stages)
@@ -200,7 +212,7 @@ def family_names() -> list[str]:
 
 
 def known_names() -> dict[str, str]:
-    """Return the name of the family by name and by alias."""
+    """Return the name of the family for each name and alias."""
     return {name: name for name in _FAMILY_MODULES} | _ALIASES
 
 
@@ -208,7 +220,7 @@ def get_family(name: str) -> ModelFamily:
     """Return a family by name or alias.
 
     Raises:
-        ValueError: There is none; the message lists the known names.
+        ValueError: There is no such family; the message lists the known names.
     """
     name = _ALIASES.get(name, name)
     if name not in _FAMILY_MODULES:
@@ -223,15 +235,16 @@ def get_family(name: str) -> ModelFamily:
 def detect_family(path: Path, executor: str | None = None) -> ModelFamily:
     """Return the family of a checkpoint directory.
 
-    If several families detect the directory, the first one of the table is returned.
+    If several families detect the directory, the first one in the table is returned.
 
     Args:
         path: Checkpoint directory.
-        executor: The user's `--distributed-executor-backend`. If it is the executor of a family,
+        executor: The user's `--distributed-executor-backend`. If this is the executor of a family,
             only that family is tried.
 
     Raises:
-        ValueError: No family detects the directory; the message lists the families and reasons.
+        ValueError: No family recognizes the directory; the message lists the families and the
+            reasons.
     """
     if not path.is_dir():
         raise ValueError(f"{path} is not a directory; pass a local checkpoint directory")

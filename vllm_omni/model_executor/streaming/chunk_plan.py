@@ -14,7 +14,7 @@ class FrameRate:
     first: int
     """Video frames of a stream's first latent frame."""
     later: int
-    """Video frames of every other latent frame."""
+    """Number of video frames of every later latent frame."""
 
     def first_frame(self, latent_frame: int) -> int:
         """Return the first video frame of a latent frame, by absolute index."""
@@ -30,7 +30,9 @@ GLOBAL_FRAMES = 21
 
 
 class StatesWindow(Protocol):
-    """Chunk and window sizes that a checkpoint may recommend. None: it recommends nothing."""
+    """Chunk and window sizes that a checkpoint may recommend. None: the checkpoint makes no
+    recommendation.
+    """
 
     @property
     def window_frames(self) -> int | None: ...
@@ -53,12 +55,13 @@ class ChunkPlan:
     first_chunk_frames: int
     """Length of the first chunk."""
     chunk_frames: int
-    """Length of every other chunk."""
+    """Length of every chunk except the first."""
     window_frames: int
-    """Frames that a chunk attends to, including the sink frames and the chunk."""
+    """Number of frames that a chunk attends to, including the sink frames and the chunk."""
     sink_frames: int
-    """First frames of the stream, which are never evicted. Equal to `window_frames` for global
-    attention, where nothing is evicted."""
+    """Number of frames at the start of the stream that are never evicted. Equal to `window_frames`
+    for global attention, where nothing is evicted.
+    """
     rate: FrameRate = CAUSAL_VIDEO
     """Video frames per latent frame."""
 
@@ -71,10 +74,10 @@ class ChunkPlan:
 
     @property
     def shortest_window(self) -> int:
-        """Length at which a window that grows with its session may stop (`omni.kv_growth`).
+        """Minimum length of a window that grows with its session (`omni.kv_growth`).
 
-        It holds a chunk and the chunk before it, without which motion would not continue. A window
-        that evicts nothing does not stop before its full length.
+        It holds a chunk and the previous chunk, because motion would not continue without it. A
+        window that evicts nothing always grows to its full length.
         """
         if self.sink_frames == self.window_frames:
             return self.window_frames
@@ -134,7 +137,8 @@ def resolve_chunks(
 ) -> ChunkPlan:
     """Return the chunk plan of a server.
 
-    Options take precedence over the checkpoint's recommendations, and these over the defaults.
+    Options take precedence over the checkpoint's recommendations, which take precedence over the
+    defaults.
 
     Args:
         options: Options of the server.
@@ -159,7 +163,7 @@ def resolve_chunks(
 
 
 def check_sliding(window_frames: int, sink_frames: int, chunk_frames: int) -> None:
-    """Check that a sliding window has room for a chunk next to the sink frames.
+    """Check that a sliding window has room for a chunk in addition to the sink frames.
 
     Raises:
         ValueError: It has not.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Degradations of a chunk that would be late (`omni.degradations`), for all streaming models.
 
-A degraded chunk has the values of the family's preset `realtime`: `fewer_steps` takes its number of
-denoise steps, `tiny_vae` its decoder. `StreamingModel` applies them. A family declares with
-`ladder_refusals` which of them its options rule out.
+A degraded chunk has values of the family's preset `realtime`: `fewer_steps` uses its number of
+denoise steps, and `tiny_vae` its decoder. `StreamingModel` applies them. A family declares with
+`ladder_refusals` which degradations are not possible with its options.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,9 @@ TINY_VAE: Final[Degradation] = "tiny_vae"
 
 
 def degraded_options(options: StreamingOptions) -> Mapping[str, Any]:
-    """Return the options of `DEGRADED_PRESET`. Empty for a family without this preset."""
+    """Return the options of `DEGRADED_PRESET`. The result is empty for a family without this
+    preset.
+    """
     preset = options.presets.get(DEGRADED_PRESET)
     return {} if preset is None else preset.model
 
@@ -45,7 +47,7 @@ def ladder_refusals(stream: StreamModelSetup[Any, Any]) -> dict[str, Refusal | N
 
 
 def needs_tiny_decoder(options: StreamingOptions, omni: OmniConfig) -> str | None:
-    """Return the option that needs the tiny decoder, in the user's spelling, or None."""
+    """Return the option that requires the tiny decoder, as a user would write it, or None."""
     if options.decoder == "tiny":
         preset = options.presets[options.preset].model.get("decoder") == "tiny"
         source = f" (preset {options.preset!r})" if preset and "decoder" not in omni.model else ""

@@ -4,8 +4,8 @@
 The base implements everything that does not depend on the model: sessions and their sizes, batch
 keys, denoise steps, decoding, transfer of latents between ranks. A model creates its parts in
 `__init__` (transformer, encoders, decoder, shared prompts, and for example the conditioning on a
-start image). It implements the conditions of a chunk (`prepare_encode`) and the inputs of a forward
-pass (`start_step`, `items`).
+start image). It implements the conditioning of a chunk (`prepare_encode`) and the inputs of a
+forward pass (`start_step`, `items`).
 """
 
 from abc import abstractmethod
@@ -74,10 +74,12 @@ class ChunkLatentsDecoder(Protocol):
         """
 
     def can_be_tiny(self, before: Any) -> bool:
-        """Whether the second, tiny decoder can decode the chunk after the state `before`."""
+        """Return whether the second, tiny decoder can decode the chunk after the state `before`."""
 
     def most_streams(self, before: Any, latents_CFhw: torch.Tensor) -> int:
-        """Return the maximum number of chunks like this one in a shared decode. 1 means none."""
+        """Return the maximum number of chunks of this size in a shared decode. 1 disables
+        sharing.
+        """
 
     def decode_frames_together(
         self, latents_CFhw: Sequence[torch.Tensor], before: Sequence[Any]
@@ -123,7 +125,9 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
     decoder: ChunkLatentsDecoder | None
     """The decoder. None on a rank that does not decode."""
     action_space: ActionSpace = ActionSpace()
-    """Controls of the model. Only `prompt` is used here: whether a first chunk needs one."""
+    """Controls of the model. Only `prompt` is used here, which states whether a first chunk needs a
+    prompt.
+    """
 
     def __init__(self, setup: StreamingSetup[Any, Any]) -> None:
         super().__init__()
@@ -156,7 +160,7 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
 
     @abstractmethod
     def start_step(self, request: DiffusionRequest[Session, Chunk]) -> None:
-        """Compute the inputs that all forward passes of a chunk share, unless they exist.
+        """Compute the inputs that all forward passes of a chunk share, if they do not exist.
 
         Collective under tensor parallelism.
         """
@@ -169,7 +173,7 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         """Return the properties of a session from the parameters of its first chunk.
 
         Raises:
-            RequestFailed: They are not supported.
+            RequestFailed: The properties are not supported.
         """
         window = read_window(params, self.plan)
         return SessionShape(
@@ -179,17 +183,21 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
     def chunk_schedule(
         self, request: DiffusionRequest[Session, Chunk], schedule: FewStepSchedule
     ) -> FewStepSchedule:
-        """Return the denoise steps of a chunk: `schedule`, or fewer if the chunk would be late."""
+        """Return the denoise steps of a chunk: The result is `schedule`, or fewer steps if the
+        chunk would be late.
+        """
         if FEWER_STEPS not in request.degradations:
             return schedule
         return with_most_steps(schedule, degraded_steps(self.options))
 
     def decodes_tiny(self, request: DiffusionRequest[Session, Chunk]) -> bool:
-        """Whether the second, tiny decoder decodes a chunk, because it would be late."""
+        """Return whether the second, tiny decoder decodes a chunk because it would be late."""
         return TINY_VAE in request.degradations
 
     def decoder_of(self, request: DiffusionRequest[Session, Chunk]) -> ChunkLatentsDecoder | None:
-        """Return the decoder of a chunk: `decoder`, or one like it with options of the request."""
+        """Return the decoder of a chunk: The result is `decoder`, or a variant of it with options
+        of the request.
+        """
         return self.decoder
 
     def value_layout(self, shape: SessionShape) -> Any:
@@ -223,14 +231,16 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         return session
 
     def plan_of(self, shape: SessionShape) -> ChunkPlan:
-        """Return the chunk plan of a session: the server's, with the session's own window."""
+        """Return the chunk plan of a session: that of the server, with the session's own window."""
         if shape.window is None:
             return self.plan
         window_frames, sink_frames = shape.window
         return replace(self.plan, window_frames=window_frames, sink_frames=sink_frames)
 
     def first_frames(self, shape: SessionShape) -> int | None:
-        """Return the frames of a session's K/V windows that have memory at first; None: all."""
+        """Return the number of frames in a session's K/V windows that have memory initially; None:
+        all.
+        """
         plan = self.plan_of(shape)
         grows = self.omni.kv_growth and plan.shortest_window < plan.window_frames
         return plan.shortest_window if grows else None
@@ -238,9 +248,10 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
     def clean_passes(self, chunk: StreamingChunk[Any, Any], plan: ChunkPlan) -> int:
         """Return the clean-context passes of a chunk.
 
-        None is needed if later chunks attend to the keys and values of the last denoise step. A
-        session's first chunk and its sink frames always have a clean pass, because the former may
-        contain a given image and every later chunk attends to the latter.
+        No clean-context pass is needed if later chunks attend to the keys and values of the last
+        denoise step. A session's first chunk and its sink frames always have a clean-context pass,
+        because the first chunk may contain a given image and every later chunk attends to the sink
+        frames.
         """
         shares_last_step = (
             self.options.context_kv == "last_step"

@@ -28,28 +28,35 @@ class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw
     window and the tiny decoder. `small`: for GPUs with 12 to 24 GB. A family may offer fewer. Any
     option that is set overrides the preset (docs/how_to/presets.md)."""
     fp8: bool | None = None
-    """Whether the FP8 weights, keys and values of the preset are used. False: they stay in
-    `--dtype`. True: also on a device that has no FP8 units, such as a CPU, where FP8 saves memory
-    but no time. Default: they are used, and a device without FP8 units is refused."""
+    """Whether to use the FP8 weights, keys and values of the preset. False: they remain in
+    `--dtype`. True: they are also used on a device without FP8 units, such as a CPU, where FP8
+    saves memory but no time. Default: they are used, and a device without FP8 units is refused.
+    """
     max_steps: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
-    """Maximum number of denoise steps of a chunk. Of a longer schedule, steps at even distances
-    remain, and always the noisiest one. Default: all steps."""
+    """Maximum number of denoise steps of a chunk. A longer schedule is reduced to steps at even
+    distances, always including the noisiest one. Default: all steps.
+    """
     latent_frames_per_chunk: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None
-    """Latent frames of each chunk. Default: the checkpoint's, else the model's."""
+    """Latent frames of each chunk. Default: the value of the checkpoint, otherwise that of the
+    model.
+    """
     first_chunk_latent_frames: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None
     """Latent frames of a session's first chunk. Default: `latent_frames_per_chunk`."""
     window_frames: Annotated[int, msgspec.Meta(ge=-1, le=4096)] | None = None
-    """Latent frames that a chunk attends to, including the sink frames and the chunk. -1: all
-    frames of the session (global attention, at most 21). Default: the checkpoint's, else the
-    model's."""
+    """Number of latent frames that a chunk attends to, including the sink frames and the chunk. -1:
+    all frames of the session (global attention, at most 21). Default: the value of the checkpoint,
+    otherwise that of the model.
+    """
     sink_frames: Annotated[int, msgspec.Meta(ge=0, le=4096)] | None = None
-    """First latent frames of a session that always stay in the window. Default: the checkpoint's,
-    else the model's."""
+    """Number of latent frames at the start of a session that always remain in the window. Default:
+    the value of the checkpoint, otherwise that of the model.
+    """
     context_kv: ContextKV = "clean_pass"
     """Keys and values that later chunks attend to: those of a `clean_pass` over the final latents,
-    as in training, or those of the `last_step` of denoising, whose latents still have noise, which
-    saves the pass. The first chunk, chunks with sink frames and chunks of one step always have
-    the clean pass."""
+    as in training, or those of the `last_step` of denoising, whose latents still contain noise but
+    which saves the pass. The first chunk, chunks with sink frames and chunks with a single step
+    always have the clean-context pass.
+    """
     text_encoder_device: Literal["cpu"] | None = None
     """Device of the text encoder. `cpu` saves device memory (10.6 GiB for umt5-xxl). Default: the
     device of the transformer."""
@@ -60,8 +67,8 @@ class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw
     cuda_graphs: bool | None = None
     """Replay repeated forward passes as CUDA graphs, which takes the host a fraction of the launch
     time. Default: true on CUDA for at most 3072 channels per GPU, because wider networks keep the
-    device busy without graphs, and unless the engine runs with --enforce-eager or
-    --cpu-offload-gb."""
+    device busy without graphs, unless the engine runs with --enforce-eager or --cpu-offload-gb.
+    """
 
     @classmethod
     def read_options(
@@ -74,7 +81,7 @@ class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw
             release: Options of the release, which a preset overrides.
 
         Raises:
-            ValueError: An option is unknown or has an unsupported value, which the message names.
+            ValueError: An option is unknown or has an unsupported value. The message names it.
         """
         chosen = options.get("preset", DEFAULT_PRESET)
         found = (preset for name, preset in cls.presets.items() if name == chosen)

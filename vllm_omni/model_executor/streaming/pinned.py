@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sessions with pinned tokens, for example of reference images, and the positions of their frames.
 
-Frame f has position f - base. The base decides only the distance to the pinned tokens.
+Frame f has position f - base. The base only determines the distance to the pinned tokens.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ _LARGEST_POSITION: Final = 256
 
 @dataclass(frozen=True)
 class FramePositions:
-    """Where a session's frames stand relative to its pinned tokens. Immutable."""
+    """Positions of a session's frames relative to its pinned tokens. Immutable."""
 
     base: int
     """Frame with position 0 in the last chunk."""
@@ -68,12 +68,12 @@ def next_base(
     """Return the frame with position 0 during a chunk.
 
     Args:
-        base: That of the previous chunk, 0 at the start.
+        base: The base of the previous chunk, 0 at the start.
         frames: Latent frames of the chunk.
         window_frames: Frames that a chunk sees, including its own.
-        positions: `carried`: the index of the frame, which restarts at the oldest visible frame
-            before it exceeds `largest`. `window`: the oldest visible frame is always at 0.
-        largest: Position after which carried positions restart.
+        positions: `carried`: the index of the frame, rebased to the oldest visible frame before it
+            exceeds `largest`. `window`: the oldest visible frame is always at 0.
+        largest: Position after which carried positions are rebased.
     """
     oldest = max(0, frames.stop - window_frames)
     if positions == "window":

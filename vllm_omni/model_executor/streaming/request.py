@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validation of requests that all streaming models share.
+"""Validates the parts of requests that all streaming models share.
 
 Each function raises `RequestFailed` for an invalid request and has no side effects.
 """
@@ -29,7 +29,7 @@ _MAX_IMAGE_SIDE = 8192
 
 
 class SizedArchitecture(Protocol):
-    """An architecture that supports certain sizes only."""
+    """An architecture that supports only certain sizes."""
 
     def latent_size(self, height: int, width: int) -> tuple[int, int]:
         """Return height and width of the latents.
@@ -43,7 +43,7 @@ class SizedArchitecture(Protocol):
 def read_size(
     params: DiffusionParams, config: SizedArchitecture, omni: OmniConfig
 ) -> tuple[int, int]:
-    """Return height and width of a session, which its first chunk determines."""
+    """Return the height and width of a session, which are set by its first chunk."""
     height = omni.height if params.height is None else params.height
     width = omni.width if params.width is None else params.width
     try:
@@ -65,7 +65,7 @@ def check_unused(params: DiffusionParams, *, actions: bool) -> None:
 
 
 def read_window(params: DiffusionParams, plan: ChunkPlan) -> tuple[int, int] | None:
-    """Return `(window_frames, sink_frames)` of a session, which its first chunk determines.
+    """Return `(window_frames, sink_frames)` of a session, which are set by its first chunk.
 
     None if the chunk sets neither.
     """
@@ -90,12 +90,12 @@ def read_window(params: DiffusionParams, plan: ChunkPlan) -> tuple[int, int] | N
 def check_unchanged(
     params: DiffusionParams, shape: SessionShape, others: Mapping[str, tuple[Any, Any]]
 ) -> None:
-    """Refuse a change of a field that the session's first chunk has fixed.
+    """Refuse to change a field that was set by the session's first chunk.
 
     Args:
         params: Parameters of a later chunk.
         shape: Sizes of the session.
-        others: Further fields of the model: name -> (sent value, fixed value).
+        others: Additional fields of the model: name -> (sent value, fixed value).
     """
     fixed_by_all = {
         "height": (params.height, shape.height),
@@ -130,7 +130,8 @@ def check_prompt(params: DiffusionParams, space: ActionSpace, *, first_chunk: bo
 
 
 def read_seed(params: DiffusionParams, retained: int | None) -> int:
-    """Return the seed of a chunk: the requested one, else the session's, else the default.
+    """Return the seed of a chunk: the requested seed, otherwise that of the session, otherwise the
+    default.
 
     Args:
         params: Parameters of the chunk.
@@ -154,7 +155,7 @@ class PlayedChunk:
     """A validated request, except its controls."""
 
     prompt: str
-    """Prompt of the chunk, else of its session, else empty."""
+    """Prompt of the chunk, otherwise that of its session, otherwise empty."""
     seed: int
     """Seed of the chunk."""
     image: torch.Tensor | None
@@ -242,7 +243,7 @@ def read_image(image: torch.Tensor | None, *, first_chunk: bool) -> torch.Tensor
     """Validate a start image, uint8 [H, W, 3] of any size.
 
     Args:
-        image: The image. None: the session continues.
+        image: The image. None: the session continues without a new image.
         first_chunk: Whether an image is required.
     """
     if image is None:

@@ -5,8 +5,8 @@ flight.
 The K/V windows of a session are allocated at full size, or as they fill (`omni.kv_growth`). All
 other state has a known maximum size, which `nbytes` includes from the start. State other than the
 windows consists of immutable values: a chunk creates new values and `commit` replaces the
-references, so an abandoned chunk has no effect. State of a single model is one more immutable value
-(`own`).
+references, so an abandoned chunk has no effect. State of a specific model is an additional
+immutable value (`own`).
 """
 
 import logging
@@ -101,7 +101,7 @@ Source = Literal["text", "video"]
 
 @dataclass(frozen=True)
 class SessionShape:
-    """Properties of a session that its first chunk fixes."""
+    """Properties of a session that are set by its first chunk."""
 
     height: int
     """Height of the video in pixels."""
@@ -114,7 +114,8 @@ class SessionShape:
     has an encoder cache."""
     keeps_latents: bool = field(default=False, kw_only=True)
     """Whether the session stores the latents of the frames in its window, so that their K/V can be
-    computed again."""
+    recomputed.
+    """
     window: tuple[int, int] | None = field(default=None, kw_only=True)
     """`(window_frames, sink_frames)` of the session. Default: the server's."""
 
@@ -127,7 +128,7 @@ class SessionScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     committed_frames: int
     """Number of committed latent frames."""
     omitted_frames: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Number of generated latent frames that the window left out."""
+    """Number of generated latent frames that were left out of the window."""
     prompt: Text
     """Prompt of the last chunk."""
     seed: Seed
@@ -152,10 +153,11 @@ class StateLayouts:
     """Layouts of a session's state on this rank, other than its K/V windows."""
 
     decoder: DecoderLayout | None
-    """Layout of the decoder's state. None: the session has none."""
+    """Layout of the decoder's state. None: the session has no decoder state."""
     own: Any
-    """Layout of state that only sessions of this model have, in the model's own type. None: they
-    have none."""
+    """Layout of model-specific state of a session, in the model's own type. None: there is no such
+    state.
+    """
 
 
 @dataclass(eq=False, kw_only=True)
@@ -172,13 +174,13 @@ class StreamingChunk(Generic[Window, OwnValue]):
     latents: torch.Tensor
     """Current latents, fp32 [C, F, h, w]."""
     noise: ChunkNoise | None
-    """Initial latents and the noise added before later steps. None: this rank runs no step."""
+    """Initial latents and the noise added before later steps. None: this rank runs no steps."""
     rope: tuple[torch.Tensor, torch.Tensor]
     """Cosines and sines of the rotary embedding, fp32."""
     text: torch.Tensor | None
     """Text embeddings. None: `cross_kv` is known."""
     window: Window
-    """K/V windows of the session, which the chunk writes to."""
+    """K/V windows of the session, to which the chunk writes."""
     prompt: str
     """Prompt of the session after the chunk."""
     seed: int
@@ -191,11 +193,13 @@ class StreamingChunk(Generic[Window, OwnValue]):
     decoder_cache: Any = None
     """State of the decoder after the chunk."""
     given_frames: int = 0
-    """First latent frames that are given, for example a start image. Denoise steps keep them."""
+    """Number of first latent frames that are given, for example as a start image. They are not
+    changed by denoise steps.
+    """
     omitted: bool = False
-    """Whether the window leaves this chunk out, so that the next chunk takes its place."""
+    """Whether this chunk is left out of the window, so that the next chunk takes its place."""
     trajectory: Trajectory | None = None
-    """Its denoise steps, if the request asks for them."""
+    """Denoise steps of the chunk, if the request asks for them."""
     decoded_from: Any = None
     """State of the decoder before the chunk, retained because the device may still read it."""
 
@@ -246,7 +250,7 @@ class StreamingChunk(Generic[Window, OwnValue]):
 
     @property
     def num_given(self) -> int:
-        """Number of first latent frames that denoise steps keep."""
+        """Number of first latent frames that denoise steps do not change."""
         return self.given_frames
 
     def denoise_index(self, step: int) -> int | None:
@@ -292,12 +296,12 @@ class StreamingSession(SessionState, Generic[Window, OwnValue]):
         self.own: OwnValue | None = None
         self.decoder_cache: Any = None
         self.omitted_frames = 0
-        """Latent frames that the session generated and its window left out."""
+        """Number of generated latent frames of the session that were left out of the window."""
 
     # -- of each model -----------------------------------------------------------------------------
 
     def value_scalars(self) -> dict[str, Any]:
-        """Return the model's own part of `scalars`, as JSON types."""
+        """Return the model-specific part of `scalars`, as JSON types."""
         return {}
 
     def restore_values(
@@ -356,7 +360,7 @@ class StreamingSession(SessionState, Generic[Window, OwnValue]):
         self.degradations = (SHORT_WINDOW,)
 
     def next_frames(self) -> range:
-        """Return the latent frames of the next chunk, as its window and its positions count them.
+        """Return the latent frames of the next chunk, as counted by its window and its positions.
 
         Omitted frames are not counted.
         """
@@ -370,7 +374,7 @@ class StreamingSession(SessionState, Generic[Window, OwnValue]):
             committed_frames: Number of committed latent frames in the snapshot.
 
         Raises:
-            RequestFailed: The number does not fit the chunk index.
+            RequestFailed: The number does not match the chunk index.
         """
         frames = self.next_frames()
         if committed_frames != frames.start or (self.omitted_frames and not committed_frames):
@@ -381,7 +385,8 @@ class StreamingSession(SessionState, Generic[Window, OwnValue]):
 
     def commit(self, chunk: StreamingChunk[Window, OwnValue]) -> None:
         """Apply the state of a finished chunk. The windows already contain its K/V, unless it is
-        omitted."""
+        left out.
+        """
         self.omitted_frames += len(chunk.frames) if chunk.omitted else 0
         self.prompt, self.seed = chunk.prompt, chunk.seed
         self.cross_kv, self.own, self.decoder_cache = chunk.cross_kv, chunk.own, chunk.decoder_cache

@@ -30,7 +30,7 @@ class StreamingSetup(Generic[Config, Options]):
     options: Options
     """Options of the model."""
     plan: ChunkPlan
-    """Chunks of its streams."""
+    """Chunk plan of its streams."""
     omni: OmniConfig
     """Options of the server."""
     parallel: ParallelContext
@@ -42,8 +42,9 @@ class StreamingSetup(Generic[Config, Options]):
     cuda_graphs: bool = False
     """Whether the transformer runs in CUDA graphs: the resolved option `cuda_graphs`."""
     text_graphs: bool = False
-    """Whether the text encoder runs in CUDA graphs. Its launch time limits it for any width of the
-    transformer."""
+    """Whether the text encoder runs in CUDA graphs. They are useful for any width of the
+    transformer, because its launch time dominates.
+    """
     quantization: QuantizationConfig | None = None
     """vLLM's config for the transformer's weights. None: not quantized."""
     kv_dtype: torch.dtype | None = None

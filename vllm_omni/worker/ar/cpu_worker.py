@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AR worker on CPU. Import it only if vLLM's platform is CPU (see `vllm_omni.worker`)."""
+"""AR worker on CPU. Import this module only if vLLM's platform is CPU (see `vllm_omni.worker`)."""
 
 from typing import Any
 
@@ -18,13 +18,13 @@ class ARCPUModelRunner(ARModelRunnerV1Mixin, CPUModelRunner):
     """vLLM's V1 runner on CPU with hidden states."""
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:  # type: ignore[override]
-        """Sample without the generators of requests whose prompt is not completely computed.
+        """Sample without the generators of requests whose prompt has not been computed completely.
 
-        A step that computes a part of a prompt samples a token too and discards it. Stock code then
-        rewinds the request's generator by an offset, which CPU generators do not support: the
-        exception would end the engine. A generator that the sampler does not receive advances
-        nothing, so nothing needs to be rewound, and a seed gives the same tokens however a prompt
-        is split (docs/architecture/seams.md).
+        A step that computes part of a prompt also samples a token and discards it. Stock code then
+        rewinds the request's generator by an offset, which CPU generators do not support, so that
+        the exception would end the engine. A generator that is not passed to the sampler does not
+        advance, so nothing has to be rewound, and a seed gives the same tokens regardless of how a
+        prompt is split (docs/architecture/seams.md).
         """
         batch = self.input_batch
         unfinished = np.flatnonzero(self.discard_request_mask.np[: batch.num_reqs]).tolist()

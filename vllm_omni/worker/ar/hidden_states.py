@@ -20,14 +20,14 @@ from vllm_omni.outputs import RequestFailed, pack_error
 
 @dataclass(frozen=True)
 class StepHiddenStates:
-    """Position of each request's hidden states in the model's output of a step, before sampling."""
+    """Location of each request's hidden states in the model's output of a step, before sampling."""
 
     req_ids: Sequence[str]
     """Request ids in batch order."""
     offsets: Sequence[int]
     """First row of each request, `[num_reqs + 1]`."""
     num_computed: Sequence[int]
-    """Tokens of each request in the K/V cache before this step. Exact during prefill."""
+    """Number of tokens of each request in the K/V cache before this step. Exact during prefill."""
     num_drafts: Mapping[str, int]
     """Number of speculated tokens at the end of a request's rows, by request id."""
     sources: Mapping[int, torch.Tensor]
@@ -45,12 +45,13 @@ class _Requested:
 
 
 class HiddenStateCollector:
-    """Requests that need hidden states, and the copies of a step. One per runner, on every rank.
+    """Tracks the requests that need hidden states, and copies those of a step. There is one
+    collector per runner, on every rank.
 
     Args:
         num_layers: Number of blocks of the model.
         layers: Indices of the available layers; the final one is `num_layers`.
-        refusal: Why this configuration cannot return hidden states, or None.
+        refusal: Reason why this configuration cannot return hidden states, or None.
         copies: Whether the output of this rank reaches a scheduler. Other ranks only track
             requests.
     """
@@ -68,7 +69,7 @@ class HiddenStateCollector:
         self.refusal = refusal
         self.copies = copies
         self.bytes_copied = 0
-        """Bytes copied from the model's output to the host since start."""
+        """Number of bytes copied from the model's output to the host since startup."""
         self._requested: dict[str, _Requested] = {}
         self._failed: dict[str, torch.Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
@@ -77,7 +78,7 @@ class HiddenStateCollector:
         return bool(self._requested or self._failed)
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
-        """Register requests that start, and remove requests that end, with this step."""
+        """Register requests that start with this step, and remove requests that end with it."""
         if self._requested or self._failed:
             for req_id in scheduler_output.finished_req_ids:
                 self._requested.pop(req_id, None)
@@ -173,7 +174,7 @@ class _Slice:
 
 
 def _positions_to_skip(requested: _Requested, num_computed: int, count: int, drafts: int) -> int:
-    """Return how many rows of a request in this step, from the first one, it did not request."""
+    """Return the number of leading rows of a request in this step that it did not request."""
     if requested.request.hidden_states == "all":
         return 0
     if requested.request.hidden_states == "generated":
@@ -262,7 +263,9 @@ class CopiedHiddenStates:
 
 
 class HiddenStatesOutput(WrapsAsyncOutput, AsyncModelRunnerOutput):
-    """A runner's asynchronous output that gets the hidden states when it is available."""
+    """Asynchronous output of a runner, to which the hidden states are added when it is
+    available.
+    """
 
     def __init__(self, inner: AsyncModelRunnerOutput, taken: CopiedHiddenStates) -> None:
         self._inner = inner

@@ -34,7 +34,9 @@ class LayerTaps:
     layers: tuple[int, ...]
     """Auxiliary layers that the forward pass returns, in its order."""
     installed: bool
-    """Whether `install` configured the layers. False if a drafter did, or if there are none."""
+    """Whether `install` configured the layers. False if a drafter configured them, or if there are
+    none.
+    """
 
     @classmethod
     def install(
@@ -46,7 +48,8 @@ class LayerTaps:
             vllm_config: Configuration of the engine.
             model: The model.
             drafter_reads_layers: Whether the forward pass already returns the layers of a drafter.
-                Only these are then available, because the drafter reads every returned layer.
+                If so, only these layers are available, because the drafter reads every returned
+                layer.
 
         Raises:
             ValueError: The model or the configuration does not support the layers.
@@ -78,7 +81,7 @@ class LayerTaps:
         return cls(num_layers, wanted, installed=True)
 
     def named(self, returned: Sequence[torch.Tensor] | None) -> dict[int, torch.Tensor]:
-        """Map layer indices to the extra tensors that the forward pass returned."""
+        """Map layer indices to the additional tensors returned by the forward pass."""
         return (
             dict(zip(self.layers, returned, strict=True))
             if returned is not None and self.layers
@@ -90,7 +93,7 @@ def prepare_stages(model: nn.Module) -> None:
     """Reserve slots for auxiliary layers in the intermediate tensors between pipeline stages.
 
     Raises:
-        ValueError: The model does not support it.
+        ValueError: The model does not support this.
     """
     from vllm.v1.worker.gpu.spec_decode.eagle import eagle3_utils
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AR model runner: vLLM's own, whose output also contains requested hidden states.
+"""AR model runner: vLLM's own runner, whose output also contains the requested hidden states.
 
-There is one mixin per runner generation, each a hook and `super()`. V1 is used on CPUs and for old
-configurations; V2 is the default on CUDA. vLLM prepares, runs, samples, speculates and balances
-experts unchanged. The mixins copy hidden states between `execute_model` and `sample_tokens`, when
-the hidden states of a step exist and its tokens do not. They must not change any other field of the
-output (tests/worker/test_ar_gpu_model_runner.py). The available layers are fixed when the model is
-loaded (`_make_collector`).
+There is one mixin per runner generation, each of which overrides hooks and calls `super()`. V1 is
+used on CPUs and for old configurations; V2 is the default on CUDA. vLLM prepares, runs, samples,
+speculates and balances experts unchanged. The mixins copy hidden states between `execute_model` and
+`sample_tokens`, when the hidden states of a step exist and its tokens do not exist yet. They must
+not change any other field of the output (tests/worker/test_ar_gpu_model_runner.py). The available
+layers are fixed when the model is loaded (`_make_collector`).
 """
 
 from typing import Any
@@ -69,7 +69,7 @@ class _HiddenStatesMixin(_Runner):
         return taken.attach_to_output(output)
 
     def _copy_hidden_states(self) -> CopiedHiddenStates | None:
-        """Return the hidden states of the step that has run, or None if this rank has none."""
+        """Return the hidden states of the current step, or None if this rank has none."""
         raise NotImplementedError
 
 
@@ -196,7 +196,9 @@ def _make_collector(vllm_config: VllmConfig, taps: LayerTaps) -> HiddenStateColl
 
 
 def _refusal(vllm_config: VllmConfig) -> str | None:
-    """Return why hidden states would be missing or shifted with this configuration, or None."""
+    """Return the reason why hidden states would be missing or shifted with this configuration, or
+    None.
+    """
     parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
     if vllm_config.model_config.is_encoder_decoder or vllm_config.model_config.is_diffusion:
         return "hidden states of encoder-decoder and diffusion language models are not supported"

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RankAgreement`: decisions that must be equal on all ranks of an engine, and their messages.
+"""`RankAgreement`: decisions that must be the same on all ranks of an engine, and the corresponding
+messages.
 
 All ranks receive the same batches, but each may refuse a request on its own, for example for lack
 of memory. A forward pass contains collectives, so all ranks must run it for the same requests.
 Before the first step of a request they agree: tensor-parallel ranks with a gloo all-reduce,
-pipeline stages with a mask that is sent along with the hidden states. This module names no model.
+pipeline stages with a mask that is sent along with the hidden states. This module does not depend
+on a model.
 """
 
 import time
@@ -35,14 +37,16 @@ class RankAgreement:
         self._tensor = tensor
         self._world = world
         self.several: bool = tensor.world_size > 1
-        """Whether there is anything to agree on within a stage: ranks share its layers."""
+        """Whether agreement within a stage is needed, because several ranks share its layers."""
 
     # within a step
 
     def read_mask(
         self, received: Mapping[str, torch.Tensor], states: Sequence[RequestState]
     ) -> list[int]:
-        """Return the previous stage's flags of `states`: a chunk index, or a negative code."""
+        """Return the flags of `states` from the previous stage: a chunk index, or a
+        negative code.
+        """
         return [int(flag) for flag in received[_MASK].tolist()[: len(states)]]
 
     def indices(self, states: Sequence[RequestState], mask: Sequence[int] | None) -> dict[str, int]:
@@ -66,7 +70,7 @@ class RankAgreement:
     ) -> list[RequestState]:
         """Return the requests that take part in the collectives of this step.
 
-        No rank has refused them or holds them back. Refused requests are marked as failed.
+        They have not been refused or held back by any rank. Refused requests are marked as failed.
 
         Args:
             states: The requests of the batch.
@@ -74,7 +78,7 @@ class RankAgreement:
             mask: Flags of the previous stage for `states`; None on the first stage.
 
         Raises:
-            RuntimeError: This stage had to refuse a request that an earlier stage accepted.
+            RuntimeError: This stage had to refuse a request that an earlier stage has accepted.
         """
         fine = [state.failure is None for state in states]
         if self._tensor.world_size > 1 and any(
@@ -115,9 +119,9 @@ class RankAgreement:
     ) -> dict[str, torch.Tensor]:
         """Return the flags of `states` for the next stage, as a small int32 CPU tensor.
 
-        A flag is the chunk index if the request's hidden states are sent, else waiting or refused.
-        The length is one more than a multiple of the tensor-parallel size, because vLLM sends
-        tensors of a divisible length in shards, which requires a device tensor.
+        A flag is the chunk index if the request's hidden states are sent, otherwise waiting or
+        refused. The length is one more than a multiple of the tensor-parallel size, because vLLM
+        sends tensors of a divisible length in shards, which requires a device tensor.
         """
         flags = [
             state.index if state in alive else _WAITING if state in waiting else _REFUSED
@@ -138,7 +142,7 @@ class RankAgreement:
         return fine if self._tensor.world_size == 1 else self._everywhere([fine])[0]
 
     def least(self, values: Sequence[int]) -> list[int]:
-        """Return the least of each of `values` over the tensor-parallel ranks (collective)."""
+        """Return the minimum of each of `values` over the tensor-parallel ranks (collective)."""
         if self._tensor.world_size == 1 or not values:
             return list(values)
         least = torch.tensor(values, dtype=torch.int32)
@@ -184,12 +188,12 @@ class RankAgreement:
     # for the session store
 
     def budget(self, budget_bytes: int, session_bytes: int) -> int:
-        """Return this rank's memory budget for sessions, limited by the rank with the least room.
+        """Return this rank's memory budget for sessions, limited by the rank with the least memory.
 
         All ranks then admit the same number of sessions of the largest shape (collective).
 
         Args:
-            budget_bytes: Memory that this rank has for sessions.
+            budget_bytes: Memory available for sessions on this rank.
             session_bytes: Memory of one session of the largest shape on this rank.
         """
         if self._world.world_size == 1:
@@ -203,7 +207,7 @@ class RankAgreement:
     def clock(self) -> float:
         """Return the time in seconds.
 
-        It is constant with several ranks, so that no session ever counts as idle, because clocks
-        differ and eviction must not differ between ranks.
+        It is constant with several ranks, so that no session ever counts as idle: the clocks of
+        ranks differ, but eviction must be the same on all ranks.
         """
         return time.monotonic() if self._world.world_size == 1 else 0.0

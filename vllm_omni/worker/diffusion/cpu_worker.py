@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Diffusion worker on CPU. Import it only if vLLM's platform is CPU (see `vllm_omni.worker`)."""
+"""Diffusion worker on CPU. Import this module only if vLLM's platform is CPU (see
+`vllm_omni.worker`).
+"""
 
 import logging
 import os

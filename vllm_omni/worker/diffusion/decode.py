@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a chunk on one rank: check, decode, commit, deliver.
+"""Ends chunks on one rank: check, decode, commit, deliver.
 
 `ChunkEnd` checks a chunk, decodes it, commits it to its session and delivers its result, on the
 rank with the last layers. All other ranks commit or fail the chunk when that rank's message
-arrives. `ResultStream` decodes on a separate CUDA stream. This module names no model and does not
-depend on denoise steps.
+arrives. `ResultStream` decodes on a separate CUDA stream. This module does not depend on a model or
+on denoise steps.
 """
 
 import contextlib
@@ -40,8 +40,8 @@ class ResultStream:
     Args:
         device: Device of the decode.
         overlap: Whether to use a separate CUDA stream.
-        overlaps_steps: Whether denoise steps run on the same device. The decode then gets priority,
-            because a client waits for its frames. False on a VAE stage.
+        overlaps_steps: Whether denoise steps run on the same device. The decode then has priority,
+            because a client is waiting for its frames. False on a VAE stage.
     """
 
     def __init__(self, device: torch.device, overlap: bool, *, overlaps_steps: bool = True) -> None:
@@ -110,9 +110,10 @@ class ChunkEnd:
         agreement: Agreement with the other ranks.
         in_flight: Chunks in flight of the rank.
         results: Where frames are decoded.
-        decodes: Whether this rank decodes in addition to its layers.
-        shares_decode: Whether the ranks that share layers decode together, each a part of a frame.
-        overlap: Whether a result is returned in an engine step after the chunk's last one.
+        decodes: Whether this rank decodes in addition to running layers.
+        shares_decode: Whether the ranks that share layers decode together, each a part of the
+            frame.
+        overlap: Whether a result is returned in an engine step after the last step of the chunk.
     """
 
     def __init__(
@@ -136,8 +137,9 @@ class ChunkEnd:
         self.shares_decode = shares_decode
         self._overlap = overlap
         self.denoised: list[str] = []
-        """Requests of the current engine step whose chunk is committed and whose result is not
-        ready."""
+        """Requests of the current engine step whose chunk has been committed but whose result is
+        not ready.
+        """
         self.committed: list[str] = []
         """Requests of the current engine step whose chunk was committed to its session."""
 
@@ -147,7 +149,7 @@ class ChunkEnd:
     def decode_before_clean_pass(self, states: Sequence[RequestState]) -> None:
         """Launch the decode of chunks with final latents, before their clean-context pass.
 
-        Call it right after launching the step that made the latents final. On the CUDA stream of
+        Call it directly after launching the step that made the latents final. On the CUDA stream of
         the steps, the device then decodes while the host launches the clean-context pass, and runs
         that pass while the host delivers the result.
         """
@@ -170,8 +172,8 @@ class ChunkEnd:
     def decode_together(self, states: Sequence[RequestState]) -> None:
         """Launch the decodes that chunks of one forward pass can share.
 
-        `finish` decodes all other chunks separately. After an exception it does so for these chunks
-        too, so that only the request that causes it fails.
+        `finish` decodes all other chunks separately. After an exception, it also decodes these
+        chunks separately, so that only the request that causes it fails.
         """
         model = self._model
         if not self._decodes or len(states) < 2 or not isinstance(model, SupportsBatchedDecode):
@@ -265,7 +267,7 @@ class ChunkEnd:
     def deliver(
         self, states: Sequence[RequestState], outputs: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Return the results of a step, as far as the worker's ring buffer holds them.
+        """Return as many results of a step as fit into the worker's ring buffer.
 
         Further results are held back for the next step.
         """
@@ -289,7 +291,9 @@ class ChunkEnd:
     def pack_failures(
         self, states: Sequence[RequestState], outputs: dict[str, torch.Tensor]
     ) -> None:
-        """Pack the errors of failed requests. Chunks in flight after a failed one fail with it."""
+        """Pack the errors of failed requests. Chunks in flight that follow a failed chunk fail,
+        too.
+        """
         for state in states:
             if state.failure is not None and state.chunk is not None:
                 self._in_flight.fail(state.chunk)
@@ -300,7 +304,7 @@ class ChunkEnd:
     def decode(self, state: RequestState) -> None:
         """Launch the decode of a chunk that has not failed. Its error becomes `decode_failure`.
 
-        Ranks with layers fail the chunk only at its last step, because other ranks rely on its
+        Ranks with layers fail the chunk only at its last step, because other ranks depend on its
         forward passes until then.
         """
         if self.shares_decode:

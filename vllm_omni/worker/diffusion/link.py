@@ -12,14 +12,14 @@ divisible.
 earlier stage (`ReturnChannel`): for every request a status (1 = OK, 0 = failed) and its latents. An
 earlier stage needs the latents to start the request's next step, and the status to commit the
 chunk. The channel has a separate process group, because NCCL would put both directions of a shared
-group on one stream, and no batch could be sent forward before the previous one's message is back.
-Messages flow in one direction (from the last stage to earlier ones) and in batch order, so a FIFO
-of posted receives suffices.
+group on one stream, and no batch could be sent forward before the message about the previous batch
+has been received. Messages flow in one direction (from the last stage to earlier ones) and in batch
+order, so a FIFO of posted receives suffices.
 
 CUDA does not guarantee concurrency between streams: streams that share a hardware queue wait for
-each other. Every rank therefore issues its transfers in batch order, and for each batch hidden
-states before the return message, so that a transfer only waits for earlier ones. For this reason
-`listen` posts the receives of return messages after the hidden states have been sent.
+each other. Every rank therefore issues its transfers in batch order, and for each batch the hidden
+states before the return message, so that a transfer only waits for earlier transfers. For this
+reason `listen` posts the receives of return messages after the hidden states have been sent.
 """
 
 from collections import deque
@@ -50,13 +50,13 @@ class ChunkNote(msgspec.Struct, frozen=True):
     request_id: str
     """Request of the chunk."""
     committed: int
-    """Number of other chunks that the session has committed."""
+    """Number of other chunks that have been committed to the session."""
     step: int
     """Steps done."""
     num_steps: int
     """Steps in total."""
     clean: bool
-    """Whether the latents are final. They are then sent along with the note."""
+    """Whether the latents are final. They are then sent together with the note."""
     done: bool
     """Whether the ranks that hold layers have committed the chunk."""
     info: dict[str, Any] = {}
@@ -117,7 +117,7 @@ def padding(length: int, ranks: int) -> int:
 
 
 def together(name: str, tensors: Sequence[torch.Tensor], ranks: int) -> dict[str, torch.Tensor]:
-    """Pack tensors of one dtype, such that each rank sends its own to its counterpart.
+    """Pack tensors of the same dtype so that each rank sends its own tensors to its counterpart.
 
     The result has two tensors for any number of inputs, because vLLM's CPU ranks can send at most
     eight tensors.
@@ -142,7 +142,7 @@ def together(name: str, tensors: Sequence[torch.Tensor], ranks: int) -> dict[str
 
 
 def unpack(name: str, received: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors packed by `together`, as views of one buffer."""
+    """Return the tensors that were packed by `together`, as views of one buffer."""
     if name not in received:
         return []
     numbers = [number for number in received[f"{name}.shapes"].tolist() if number >= 0]
@@ -161,7 +161,7 @@ def unpack(name: str, received: Mapping[str, torch.Tensor]) -> list[torch.Tensor
 def connect_forward(pp: GroupCoordinator, device: torch.device) -> None:
     """Send one element along vLLM's path from stage to stage (collective in the pipeline group).
 
-    NCCL creates the communicator of a pair on first use, which can wait for the device. It must
+    NCCL creates the communicator of a pair on first use, which can wait for the device. This must
     therefore happen before any transfer is in flight.
 
     Args:
@@ -193,8 +193,8 @@ class ReturnChannel:
     """One rank's end of the return channel. All ranks of the world must construct it (collective).
 
     Args:
-        pp_ranks: Global ranks with layers in this rank's pipeline, first stage first. A rank
-            outside them (a VAE stage) takes part in the construction only.
+        pp_ranks: Global ranks with layers in this rank's pipeline, first stage first. A rank that
+            is not one of them (a VAE stage) only takes part in the construction.
         device: Device of the transfers.
     """
 
@@ -262,7 +262,7 @@ class ReturnChannel:
     def expect(self, requests: Sequence[DiffusionRequest]) -> None:
         """Register a batch whose return message is expected.
 
-        For earlier stages, after its forward.
+        For earlier stages: call it after the forward pass.
         """
         assert not self.is_last
         self._expected.append(list(requests))
@@ -283,14 +283,14 @@ class ReturnChannel:
         request_ids: Iterable[str],
         apply: Callable[[DiffusionRequest, bool, torch.Tensor], None],
     ) -> None:
-        """Apply all return messages up to the newest that concerns one of the requests.
+        """Apply all return messages up to the latest one that concerns one of the requests.
 
         The outputs of these batches have reached the engine or are certain to be sent, so this
         never waits for a batch that has not been sent to the last stage.
 
         Args:
             request_ids: Requests whose state must be up to date.
-            apply: Called with each request, whether it is OK, and its latents.
+            apply: Called with each request, whether it succeeded, and its latents.
         """
         assert not self._expected, "listen() must post a batch's receive before the next batch"
         wanted = set(request_ids)

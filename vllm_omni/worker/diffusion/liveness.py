@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Liveness of ranks: all ranks of an engine exit together when one has died, hung or failed.
 
-A rank that waits in a collective for a dead one waits for minutes, and so do all clients. vLLM
+A rank that waits in a collective for a dead rank would wait for minutes, as would all clients. vLLM
 detects the exit of a worker, but gives the other workers 9 s to reply, and it does not detect a
 stopped worker. Here, a thread of each rank (`Watchdog`) sends a datagram to every other rank twice
 a second. When a rank has exited, or was silent for `timeout_s`, the thread logs the reason, kills
@@ -9,12 +9,12 @@ the silent process if it is on this machine, and exits at once. vLLM's executor 
 engine. On the machine of the API server, `EngineWatch` usually kills the ranks earlier;
 docs/how_to/operations.md ("Who watches whom") compares the checks.
 
-The thread proves that its process runs, not that the main thread makes progress: a step that hangs
-on the device is left to vLLM (`VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`). A process that was stopped
-itself (by a debugger, Ctrl-Z or a suspended machine) restarts its timers. A rank exits only through
-`end_rank`, also when its own work has failed (`failing_together`). This module depends neither on a
-model nor on the scheduler. torch and vLLM, whose process groups define the ranks, are imported only
-where they are used.
+The thread only proves that its process runs, not that the main thread makes progress: vLLM handles
+a step that hangs on the device (`VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`). A process that was itself
+stopped (by a debugger, Ctrl-Z or a suspended machine) restarts its timers. A rank exits only
+through `end_rank`, even if its own work has failed (`failing_together`). This module does not
+depend on a model or on the scheduler. torch and vLLM, whose process groups define the ranks, are
+imported only where they are used.
 """
 
 import contextlib
@@ -38,10 +38,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm." + __name__)
 
 _OWN_GAP_BEATS = 4
-"""Delay of this thread, in beats, after which it cannot judge whether other ranks were silent."""
+"""Delay of this thread, in heartbeats, after which it cannot judge whether other ranks were
+silent.
+"""
 _GRACE_BEATS = 4
-"""Beats that a rank waits after another rank has exited, because in an orderly shutdown the ranks
-exit one after the other."""
+"""Number of heartbeats that a rank waits after another rank has exited, because in an orderly
+shutdown the ranks exit one after the other.
+"""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class PeerRank:
     pid: int
     """Process id."""
     machine: str
-    """Equal for ranks on one machine and only for them."""
+    """Equal for ranks on the same machine, and different otherwise."""
     address: tuple[str, int]
     """Host and port of its socket."""
 
@@ -65,7 +68,7 @@ class Watchdog:
     rank: int
     """Global rank of this process."""
     listen: socket.socket
-    """Bound UDP socket. The watchdog owns it."""
+    """Bound UDP socket. The watchdog owns the socket."""
     peers: Sequence[PeerRank]
     """All other ranks."""
     machine: str
@@ -73,7 +76,7 @@ class Watchdog:
     token: bytes
     """Prefix of all datagrams, equal on all ranks."""
     timeout_s: float
-    """Silence in seconds after which a rank counts as dead."""
+    """Time in seconds without a heartbeat after which a rank counts as dead."""
     beat_s: float = 0.5
     """Seconds between two datagrams."""
     _stop: threading.Event = field(default_factory=threading.Event)
@@ -170,15 +173,15 @@ def end_rank(rank: int, reason: str, error: BaseException | None = None) -> NoRe
 
 @contextlib.contextmanager
 def failing_together(*, heard: bool) -> Iterator[None]:
-    """Context of work that other ranks take part in: an exception ends the process.
+    """Context manager for work that other ranks take part in: an exception ends the process.
 
     vLLM's workers log an exception and wait for the next call. The exception of one rank is the
-    engine's result; exceptions of other ranks never reach the engine, and all ranks would wait in
-    their collectives.
+    result for the engine; exceptions of other ranks never reach the engine, and all ranks would
+    wait in their collectives.
 
     Args:
-        heard: Whether the engine reads the exception of this rank. It is then raised as usual, as
-            it is on the only rank of an engine.
+        heard: Whether the engine reads the exception of this rank. The exception is then raised as
+            usual, as on the only rank of an engine.
     """
     from vllm.distributed.parallel_state import get_world_group
 
@@ -204,7 +207,7 @@ def watch_other_ranks(timeout_s: float) -> Watchdog:
     """Start the watchdog of this rank (collective over tensor- and pipeline-parallel ranks).
 
     Args:
-        timeout_s: Silence in seconds after which a rank counts as dead.
+        timeout_s: Time in seconds without a heartbeat after which a rank counts as dead.
     """
     from vllm.distributed.parallel_state import get_world_group
     from vllm.utils.network_utils import get_ip

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MemoryBudget`: memory that the sessions of one rank may use.
+"""`MemoryBudget`: the memory that the sessions of one rank may use.
 
 vLLM profiles memory only for models with KV cache groups. A diffusion runner has none, so the
 budget is computed here: `--gpu-memory-utilization` of the GPU minus weights and minus the peak of a
@@ -17,13 +17,13 @@ from vllm.config import VllmConfig
 
 
 class MemoryBudget:
-    """Computes the session memory of one rank.
+    """Computes the memory for sessions of one rank.
 
     Args:
         vllm_config: Configuration of the engine.
         device: Device of the rank.
-        used_before: Bytes in use on the device before the worker loaded anything, after device and
-            process groups were set up.
+        used_before: Number of bytes in use on the device before the worker loaded anything, after
+            device and process groups were set up.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, used_before: int = 0) -> None:
@@ -55,16 +55,16 @@ class MemoryBudget:
     def session_bytes(
         self, warm_up_session_bytes: int, configured: int | None, growing_bytes: int = 0
     ) -> int:
-        """Return the bytes that all sessions together may use.
+        """Return the number of bytes that all sessions together may use.
 
         Args:
             warm_up_session_bytes: Size of a session of the largest shape.
             configured: `omni.max_session_bytes`.
-            growing_bytes: Part of that session that is not in the measured peak, because it is
-                allocated outside torch and was freed with the session.
+            growing_bytes: Part of that session that is not included in the measured peak, because
+                it is allocated outside torch and was freed with the session.
 
         Raises:
-            ValueError: Not even one session of the largest shape fits.
+            ValueError: The memory is not sufficient for a single session of the largest shape.
         """
         available = self._available(warm_up_session_bytes - growing_bytes)
         budget = available if configured is None else min(configured, available)
@@ -89,7 +89,8 @@ class MemoryBudget:
 
 
 def _make_allocator_retain(nbytes: int, device: torch.device) -> None:
-    """Allocate and free the warm-up's memory again, so that the first session need not wait for it.
+    """Allocate the warm-up's memory again and free it, so that the first session does not have to
+    wait for the allocation.
 
     `cudaMalloc` takes 40 ms for 11 GiB.
     """

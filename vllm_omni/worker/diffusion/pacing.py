@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StepPacer`: limits how far the host runs ahead of the device, so that aborts take effect soon.
+"""`StepPacer`: limits how far the host runs ahead of the device, so that aborts take effect
+quickly.
 
 On devices other than CUDA, a step has finished when its launch returns.
 """
@@ -15,22 +16,26 @@ SLOW_STEP_MS = 50.0
 """Minimum duration of a slow step. The next step is launched only shortly before a slow step ends,
 so that an abort takes effect within one step."""
 SLOW_STAGE_MS = 150.0
-"""As `SLOW_STEP_MS` with pipeline stages, where a step takes three times as long through all
-processes."""
+"""The same as `SLOW_STEP_MS`, for pipeline stages, where a step takes three times as long to pass
+through all processes.
+"""
 LEAD = 0.2
-"""Lead of the next launch before a slow step's expected end, as a fraction of the times above (10
-ms of 50). An engine step takes about half of that through the processes to its first kernel;
-without a lead, the device would idle in that time."""
+"""Time before the expected end of a slow step at which the next step is launched, as a fraction of
+the times above (10 ms of 50). An engine step takes about half of this time to get through the
+processes to its first kernel; without it, the device would be idle during that time.
+"""
 _POLL_S = 0.001
 _STEPS = 3
-"""Number of earlier steps whose minimum predicts the duration of a step. The first and last steps
-of a chunk take longer."""
+"""Number of earlier steps whose minimum duration predicts that of a step. (The first and last steps
+of a chunk take longer.)
+"""
 
 
 class StepPacer:
     """Limits the host to one step ahead of the device, and with slow steps to `LEAD`.
 
-    The time between two results of the host is therefore not the duration of a step; `before_s` is.
+    The time between two results on the host is therefore not the duration of a step; use `before_s`
+    instead.
 
     Args:
         device: Device of the steps.
@@ -45,8 +50,9 @@ class StepPacer:
         self._slow_ms = SLOW_STAGE_MS if stages else SLOW_STEP_MS
         self._ends: deque[torch.cuda.Event] = deque(maxlen=2 + _STEPS)
         self._started_s = 0.0
-        """Start of the last step on the device as estimated by the host, not before its launch
-        started."""
+        """Start of the last step on the device as estimated by the host, no earlier than its
+        launch.
+        """
         self._expected_end_s = 0.0
 
     def launching(self) -> None:
@@ -63,7 +69,7 @@ class StepPacer:
         """Call it after launching a step.
 
         Args:
-            moves: False if the step only fetches results, so that there is nothing to wait for.
+            moves: False if the step only collects results, so that there is nothing to wait for.
         """
         if self._cuda:
             end = torch.cuda.Event(enable_timing=True)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DiffusionGPUModelRunner`: runs denoise steps for scheduled requests and owns device memory.
+"""`DiffusionGPUModelRunner`: runs denoise steps for scheduled requests and owns the device memory.
 
 For each engine step, the runner's role admits the scheduled requests and runs one step of each. The
-role (`roles/`) is chosen once at start; it defines this rank's part of the work and its messages to
-other ranks. The runner has no vLLM base class: `surface.py` implements vLLM's runner interface.
-This module names no model and no sockets.
+role (`roles/`) is chosen once at startup; it defines this rank's part of the work and its messages
+to other ranks. The runner has no vLLM base class: `surface.py` implements vLLM's runner interface.
+This module does not depend on a model or on sockets.
 
 Invariants (tests/worker/test_diffusion_model_runner.py, test_decode_before_clean_pass.py there,
 tests/engine/):
@@ -70,7 +70,9 @@ class DiffusionGPUModelRunner(RunnerSurface):
                 self.omni.suspend_idle_s, self.omni.max_suspended_bytes, self.device
             )
         self.partition = self.omni.partition
-        """Layers of each stage after the last move, or as loaded; () means as even as possible."""
+        """Number of layers of each stage after the last move, or as loaded; () means as even as
+        possible.
+        """
 
     # -- start, called by the worker ---------------------------------------------------------------
 
@@ -115,7 +117,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
     ) -> None:
         """Reload the weights in place, after sleep level 2 or from another checkpoint.
 
-        All sessions end, because their keys and values are those of the old weights.
+        All sessions end, because their keys and values were computed with the old weights.
 
         Args:
             weights_iterator: Not supported.
@@ -231,7 +233,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
     # -- adapters, by vLLM's calls -----------------------------------------------------------------
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Check and load a LoRA adapter, on all ranks or on none (collective).
+        """Check and load a LoRA adapter on all ranks, or on none (collective).
 
         Raises:
             ValueError: A rank could not load it. The message is one line.

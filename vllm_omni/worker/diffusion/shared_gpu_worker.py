@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SharedGPUWorker`: more ranks than GPUs, to try or test a parallel layout on a smaller machine.
+"""`SharedGPUWorker`: runs more ranks than GPUs, to test a parallel layout on a smaller machine.
 
 NCCL refuses two ranks of one host on one device. If each rank has a different NCCL_HOSTID, NCCL
-connects them through sockets. That is slow, and kernels of the processes are time-sliced, but each
+connects them through sockets. This is slow, and kernels of the processes are time-sliced, but each
 rank issues the same kernels and transfers, on the same streams and in the same order, as on a
 separate GPU. tests/engine/ uses it if a machine has fewer GPUs than an engine has ranks.
 """
@@ -20,8 +20,8 @@ class SharedGPUWorker(DiffusionGPUWorker):
     """`DiffusionGPUWorker` that places several ranks on a GPU if there are too few GPUs.
 
     Requires `--distributed-executor-backend mp`, because vLLM otherwise counts GPUs and refuses.
-    `--gpu-memory-utilization` applies to a GPU, for all its ranks together. Data parallelism and
-    several nodes are not supported.
+    `--gpu-memory-utilization` applies to each GPU, for all of its ranks together. Data parallelism
+    and several nodes are not supported.
     """
 
     def init_device(self) -> None:

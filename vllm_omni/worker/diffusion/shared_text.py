@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SharedText`: sends text embeddings from the rank that encodes to all ranks with layers.
+"""`SharedText`: sends text embeddings from the rank with the text encoder to all ranks with layers.
 
 The first rank of the first stage holds the text encoder. When the ranks that share its stage have
-agreed on the first step of a chunk, it broadcasts the embeddings to them. They travel on with the
-hidden states of that step, from each rank to its counterpart on the next stage. Embeddings are thus
-transferred for exactly those chunks, and in exactly that order, in which forward passes run. This
-module names no model.
+agreed on the first step of a chunk, it broadcasts the embeddings to them. They are then sent
+together with the hidden states of that step, from each rank to its counterpart on the next stage.
+Embeddings are therefore transferred for exactly those chunks, and in exactly that order, for which
+forward passes run. This module does not depend on a model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ class SharedText:
     """Text embeddings of one rank.
 
     Args:
-        model: The model. The object does nothing unless the model is `SupportsSharedText`.
+        model: The model. The object has no effect unless the model implements `SupportsSharedText`.
         tensor: vLLM's group coordinator of the ranks that share layers.
         first_stage: Whether the first rank of the group holds the text encoder.
     """
@@ -74,7 +74,7 @@ class SharedText:
                 embeddings.copy_(values)
 
     def message(self, first_part: Sequence[DiffusionRequest]) -> dict[str, torch.Tensor]:
-        """Return the same embeddings for the next stage, to send with the hidden states."""
+        """Return the same embeddings for the next stage, to be sent with the hidden states."""
         if self._model is None:
             return {}
         texts = [self._model.texts(request) for request in first_part]

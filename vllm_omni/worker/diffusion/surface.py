@@ -13,7 +13,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 
 class RunnerSurface:
-    """Mixin of a runner that has nothing to profile, capture or sample."""
+    """Mixin for a runner that has nothing to profile, capture or sample."""
 
     is_pooling_model = True
     lora_config = None
@@ -43,7 +43,9 @@ class RunnerSurface:
         return False
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Do nothing for a data-parallel dummy batch: diffusion ranks do not run in lockstep."""
+        """Do nothing for a data-parallel dummy batch, because diffusion ranks do not run in
+        lockstep.
+        """
         empty = torch.empty(0, device=self.device)
         return empty, empty
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Warm-up of one rank: run the largest shape once and determine the memory for sessions.
 
-All ranks warm up together, outside of vLLM's engine loop, so this module sends and receives tensors
-between stages itself. With `omni.pipeline_partition` "measured", another session runs first. Layers
-are then moved between stages such that the slowest stage is as fast as possible, according to the
-times of that session's last chunk, including decode and head. This module names no model.
+All ranks warm up together, outside of vLLM's engine loop, so this module itself sends and receives
+tensors between stages. With `omni.pipeline_partition` "measured", another session runs first.
+Layers are then moved between stages so that the slowest stage is as fast as possible, according to
+the times of the last chunk of that session, including decode and head. This module does not depend
+on a model.
 """
 
 import logging
@@ -57,7 +58,7 @@ def warm_up(runner: DiffusionGPUModelRunner, used_before: int = 0) -> float:
 
     Raises:
         RuntimeError: A chunk failed.
-        ValueError: Not even one session of the largest shape fits.
+        ValueError: The memory is not sufficient for a single session of the largest shape.
     """
     start = time.perf_counter()
     runner.role.connect()
@@ -92,7 +93,7 @@ def _run_session(
         degradations: Degradations of the first chunk.
 
     Returns:
-        Size of the session, and the stage times of its last chunk on this rank.
+        Size of the session, and stage times of its last chunk on this rank.
     """
     session_bytes, times = SessionBytes(0, 0), {}
     inputs = runner.model.warmup_inputs()
@@ -117,7 +118,9 @@ def _run_session(
 
 
 def _decode_together(runner: DiffusionGPUModelRunner, request: DiffusionRequest) -> None:
-    """Decode as many chunks as may share a decode, because its memory counts too."""
+    """Decode as many chunks as may share a decode, because the memory for this must be measured,
+    too.
+    """
     omni, model = runner.omni, runner.model
     if omni.batch_invariant or not isinstance(model, SupportsBatchedDecode):
         return

@@ -137,7 +137,7 @@ class DiffusionWorkerMixin(_Worker):
     def write_session(
         self, session_id: str, path: str, chunk_index: int, starts: list[int]
     ) -> dict[str, Any]:
-        """Copy this rank's tensors to their positions in the file.
+        """Copy this rank's tensors to their offsets in the file.
 
         Second RPC of `save_exchange`.
         """
@@ -156,13 +156,13 @@ class DiffusionWorkerMixin(_Worker):
         return self.background_snapshots.stage(session_id)
 
     def write_snapshot(self, session_id: str, path: str, starts: list[int]) -> dict[str, Any]:
-        """Start writing the copy to its position in the file. Second RPC of a periodic snapshot."""
+        """Start writing the copy to its offset in the file. Second RPC of a periodic snapshot."""
         return self.background_snapshots.write(session_id, path, starts)
 
     def snapshot_written(self, session_id: str) -> dict[str, Any]:
-        """Whether this rank's part is on disk.
+        """Return whether this rank's part is on disk.
 
-        Third RPC of a periodic snapshot, called until it is.
+        Third RPC of a periodic snapshot, which is repeated until the part is on disk.
         """
         return self.background_snapshots.written(session_id)
 
@@ -171,7 +171,7 @@ class DiffusionWorkerMixin(_Worker):
         return LiveCopies(self.snapshots, self.device)
 
     def describe_copy(self, session_id: str, path: str) -> dict[str, Any]:
-        """Describe this rank's part of a session that will move.
+        """Describe this rank's part of a session that will be moved.
 
         First RPC of `session_files.snapshot_exchange.copy_exchange`.
         """
@@ -180,22 +180,24 @@ class DiffusionWorkerMixin(_Worker):
     def write_copy(
         self, session_id: str, path: str, chunk_index: int, starts: list[int], is_playing: bool
     ) -> dict[str, Any]:
-        """Write what has changed since the file's last version. Second RPC of `copy_exchange`."""
+        """Write the data that has changed since the last version of the file. Second RPC of
+        `copy_exchange`.
+        """
         return self.live_copies.write(session_id, path, chunk_index, starts, is_playing)
 
     def copy_written(self, path: str) -> dict[str, Any]:
-        """Whether this rank's part is written. Third RPC of `copy_exchange`."""
+        """Return whether this rank's part has been written. Third RPC of `copy_exchange`."""
         return self.live_copies.written(path)
 
     def end_copy(self, path: str) -> dict[str, Any]:
-        """Release the memory that this rank holds for the file of a session that moved."""
+        """Release the memory that this rank holds for the file of a session that has been moved."""
         return self.live_copies.end(path)
 
     @torch.inference_mode()
     def update_session(
         self, session_id: str, path: str, data_parallel_rank: int | None = None
     ) -> dict[str, Any]:
-        """Bring this rank's part of a restored session up to date.
+        """Update this rank's part of a restored session.
 
         RPC of `session_files.snapshot_exchange.update_exchange`.
         """

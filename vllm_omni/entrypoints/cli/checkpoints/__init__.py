@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands that make, fetch and verify checkpoints."""
+"""Commands that create, download and verify checkpoints."""

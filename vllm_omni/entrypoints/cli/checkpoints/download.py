@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni download MODEL [OUT]`: fetch released weights from the Hugging Face hub.
+"""`vllm-omni download MODEL [OUT]`: download released weights from the Hugging Face hub.
 
-Weights under a restrictive licence are only fetched with `--accept-license`. `huggingface_hub`
+Weights with a restrictive licence are downloaded only with `--accept-license`. `huggingface_hub`
 resumes downloads and verifies checksums. If the hub cannot be reached, the command lists the
 required files, so that they can be copied from another machine.
 """
@@ -93,7 +93,7 @@ def _check_disk(out: Path, gigabytes: float) -> None:
 
 
 def _fetch(repo: str, patterns: list[str], folder: Path) -> None:
-    """Fetch matching files. Complete files are not fetched again.
+    """Fetch matching files. Files that are already complete are not downloaded again.
 
     Raises:
         CommandError: The hub refused or could not be reached.

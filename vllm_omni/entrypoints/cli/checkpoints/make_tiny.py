@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni make-tiny MODEL OUT`: a tiny random checkpoint in the layout of a released one."""
+"""`vllm-omni make-tiny MODEL OUT`: create a tiny random checkpoint in the layout of a
+released one.
+"""
 
 import argparse
 from pathlib import Path

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_world(out: Path) -> int:
-    """Copy the checkpoint. Return its size in bytes.
+    """Copy the checkpoint. Return the size of the checkpoint in bytes.
 
     Raises:
         CommandError: The source or the directory cannot be used.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decodes clients' clips to arrays, at the rate and length that the served model accepts."""
+"""Decodes clients' clips to arrays with the frame rate and length that the served model accepts."""
 
 import base64
 import binascii
@@ -16,13 +16,14 @@ from vllm_omni.entrypoints.realtime.connection.images import format_name
 
 _MAX_CLIP_SECONDS: Final = 600.0
 _CLIP_SIDE: Final = 1024
-"""Longest side in pixels of the frames that are sent to the engine. Models use smaller ones."""
+"""Longest side in pixels of frames that are sent to the engine. Models use smaller frames."""
 
 _MAX_FRAMES: Final = 36_000
 _MAX_FRAME_PIXELS: Final = 4096 * 4096
 _MAX_PIXELS: Final = 1 << 32
-"""Maximum number of pixels of all frames, for example 69 s of 1920x1080 at 30 frames per second.
-Decoding them takes about ten seconds on one core."""
+"""Maximum total number of pixels of all frames, for example 69 s of 1920x1080 at 30 frames per
+second. Decoding that many pixels takes about ten seconds on one core.
+"""
 
 _MP4_BOXES: Final = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 """First boxes of MP4 and QuickTime files. Older MOV files have no `ftyp`."""
@@ -31,7 +32,7 @@ _MP4_BOXES: Final = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 def is_clip(source: Any) -> bool:
     """Return whether an upload is a video: a `data:video/` URL, or the first bytes of a container.
 
-    AVIF and HEIC files start like MP4 but are images.
+    AVIF and HEIC files start like MP4 files but are images.
     """
     if isinstance(source, str):
         return source.startswith("data:video/")
@@ -67,7 +68,7 @@ def read_clip(
 ) -> np.ndarray:
     """Decode a video file or `data:` URL with a limited frame rate and number of frames.
 
-    Frames are evenly spread and rotated as players show them (`as_displayed`). The amount of work
+    Frames are evenly spaced and rotated as in a video player (`as_displayed`). The amount of work
     is limited before decoding.
 
     Args:
@@ -81,7 +82,7 @@ def read_clip(
         uint8 [T, H, W, 3], T >= 1.
 
     Raises:
-        ApiError: 400, the file is not a video or is too large.
+        ApiError: Status 400, because the file is not a video or is too large.
         ClientDisconnectedError: `has_left` returned True.
     """
     try:
@@ -122,10 +123,11 @@ def read_clip(
 
 
 def _measure(data: bytes, param: str, has_left: Callable[[], bool]) -> tuple[int, float]:
-    """Return a clip's frames, counted by packets without decoding, and its seconds.
+    """Return the number of frames of a clip, counted by packets without decoding, and its length in
+    seconds.
 
     Raises:
-        ApiError: 400, the clip is empty, too long or too large.
+        ApiError: Status 400, because the clip is empty, too long or too large.
         ClientDisconnectedError: The client has disconnected.
     """
     with av.open(io.BytesIO(data), mode="r") as container:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of one video: the MP4, a thumbnail (WebP) and a sprite sheet (JPEG), written incrementally.
 
-Calls block, so run them on a thread.
+Calls block, so run them on a worker thread.
 """
 
 from pathlib import Path
@@ -20,9 +20,10 @@ class VideoFile:
     """Writes `<stem>.mp4`, `<stem>.webp` and `<stem>.jpg`.
 
     Args:
-        stem: Path without suffix. It may contain dots.
+        stem: Path without suffix. The name may contain dots.
         fps: Frames per second.
-        num_frames: Pixel frames of the whole video, which determine the frames of the sheet.
+        num_frames: Number of pixel frames of the whole video, which determines the frames of the
+            sprite sheet.
     """
 
     def __init__(self, stem: Path, fps: float, num_frames: int) -> None:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`VideoJobs`: video jobs of this API server process, from acceptance to a terminal state.
 
-A job is accepted at once. It waits for one of `max_running_videos` slots and then for capacity in
-the engine. It always ends: completed with its files in the store, or failed with a reason. Jobs are
-independent of connections. Ending a job aborts its engine request before the next denoise step.
-Progress comes from the workers, never decreases, and reaches 100 only with the file. This module
-does not depend on HTTP.
+A job is accepted at once. A job waits for one of `max_running_videos` slots and then for capacity
+in the engine. Every job ends: it is completed with its files in the store, or it has failed with a
+reason. Jobs are independent of connections. Ending a job aborts its engine request before the next
+denoise step. Progress is reported by the workers, never decreases, and reaches 100 only when the
+file is complete. This module does not depend on HTTP.
 
-Why not a task queue (Celery, arq): a job is one request to this process's engine and ends with it,
-so a broker would add a process and no durability.
+Why not a task queue (Celery, arq): a job is one request to the engine of this process and ends with
+it, so a broker would add a process without adding durability.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class _Job:
     started_s: float | None = None
     """Monotonic start time in seconds. None: still queued."""
     task: asyncio.Task[dict[str, str] | None] | None = None
-    """The task that runs the job. Its result is the error."""
+    """The task that runs the job. Its result is the error of the job."""
 
 
 class VideoJobs:
@@ -124,7 +124,7 @@ class VideoJobs:
             Record of the job.
 
         Raises:
-            ApiError: 429, too many jobs.
+            ApiError: Status 429, because there are too many jobs.
         """
         self.check_room()
         sampling = plan.sampling
@@ -155,7 +155,7 @@ class VideoJobs:
     async def end(
         self, media_id: str, ending: Ending, principal: str = ANONYMOUS
     ) -> JobRecord | None:
-        """Stop a client's job if it still runs.
+        """Stop a client's job if it is still running.
 
         Args:
             media_id: Id of the job.
@@ -163,7 +163,7 @@ class VideoJobs:
             principal: The client.
 
         Returns:
-            Its last record; None if this client has no such job.
+            The last record of the job; None if this client has no such job.
         """
         record = self.store.read_record(media_id, principal)
         if record is None:
@@ -184,7 +184,7 @@ class VideoJobs:
     # -- one job -----------------------------------------------------------------------------------
 
     async def _run(self, job: _Job) -> dict[str, str] | None:
-        """Run a job. Return the error, or None when the files are complete."""
+        """Run a job. Return the error, or None if the files are complete."""
         try:
             async with self._semaphore:
                 await self._generate(job)
@@ -221,7 +221,9 @@ class VideoJobs:
             self._finish(job, {"code": "server_stopped", "message": "the server has stopped"})
 
     def _finish(self, job: _Job, error: dict[str, str] | None) -> None:
-        """Write the terminal state of a job. Never raises, because no caller would handle it."""
+        """Write the terminal state of a job. It never raises, because no caller would handle the
+        exception.
+        """
         record = job.record
         record.completed_s = time.time()
         record.expires_s = record.completed_s + self._limits.media_ttl_s
@@ -365,8 +367,9 @@ class VideoJobs:
     # -- progress ----------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Update the progress of all jobs, and end jobs that clients have ended through another
-        process."""
+        """Update the progress of all jobs, and end jobs that clients have stopped through another
+        process.
+        """
         requested_s = 0.0
         while self._jobs:
             for job in list(self._jobs.values()):
@@ -405,7 +408,7 @@ class VideoJobs:
     async def _off_loop(self, function: Callable[..., T], *args: Any) -> T:
         """Run a function on the executor's threads.
 
-        Cancellation waits for the thread, which cannot be interrupted.
+        Cancellation waits for the thread, because it cannot be interrupted.
         """
         future = asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
         try:

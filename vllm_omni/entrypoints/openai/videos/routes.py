@@ -99,7 +99,7 @@ class VideoRoutes:
         return _response(await self._jobs.submit(plan, arrays, owner_of(request)))
 
     def _check_names(self, sources: Mapping[str, Any]) -> None:
-        """Raise ApiError (400) unless the model takes named images of these names."""
+        """Raise ApiError (400) unless the model takes named images with these names."""
         world = self._served.world
         try:
             (StreamInfo(actions=ActionSpace()) if world is None else world).check_images(sources)
@@ -226,8 +226,9 @@ def _unknown() -> ApiError:
 
 
 def _named_images(body: ParsedBody) -> dict[str, Any]:
-    """Return the images of the field `images` by name, each as bytes of a file or as a `data:` URL.
-    The field is removed from the body's fields."""
+    """Return the images of the field `images` by name, each as the bytes of a file or as a `data:`
+    URL. The field is removed from the body's fields.
+    """
     given = body.fields.pop("images", {})
     if not isinstance(given, dict) or len(given) > MAX_IMAGES:
         raise invalid(f"images must be at most {MAX_IMAGES} images by name", "images")
@@ -247,7 +248,7 @@ def _named_images(body: ParsedBody) -> dict[str, Any]:
 
 
 def _image_name(key: str) -> str:
-    """Return NAME of a form's key `images[NAME]`, else an empty text."""
+    """Return NAME of a form's key `images[NAME]`, or an empty string for other keys."""
     return key[7:-1] if key.startswith("images[") and key.endswith("]") else ""
 
 

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """`MediaStore`: finished files and records of video jobs, in a directory that processes may share.
 
-A record is a small JSON file that is replaced atomically. Files are next to it under the record's
-id. Only the process that created a job writes its record. To end a job of another process, a
-process writes a request file, which the owner polls. A process holds a lock while it lives, so that
-other processes can detect that a job of a dead process has failed. Names are generated here and
-never come from clients. The number, size and age of finished jobs are limited; the oldest are
+A record is a small JSON file that is replaced atomically. Files are stored next to it under the
+record's id. Only the process that created a job writes its record. To end a job of another process,
+a request file is written, which the owner polls. Each process holds a lock while it is running, so
+that others can detect that a job has failed because its process is dead. Names are generated here
+and never chosen by clients. The number, size and age of finished jobs are limited; the oldest are
 removed first.
 
-File operations block for a few hundred bytes to some MB. Call them on a thread if many records are
-read.
+File operations take time, from a few hundred bytes to some MB of data. Call them on a worker thread
+if many records are read.
 """
 
 import base64
@@ -68,7 +68,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
     seed: int
     """Seed of the noise."""
     created_s: float
-    """Unix time of creation in seconds, with fraction, because lists are ordered by it."""
+    """Unix time of creation in seconds, with a fraction, because lists are sorted by it."""
     status: Status = "queued"
     """State of the job."""
     progress: int = 0
@@ -121,7 +121,7 @@ class MediaStore:
     def close(self) -> None:
         """Release the directory. Idempotent.
 
-        The last process removes it if it was created for this server.
+        The last process removes the directory if it was created for this server.
         """
         self._finalizer()
 
@@ -144,7 +144,9 @@ class MediaStore:
         self._unwritten.pop(record.id, None)
 
     def write_when_possible(self, record: JobRecord) -> None:
-        """Write a record. If the disk fails, keep it in memory and write it at the next read."""
+        """Write a record. If the disk fails, the record is kept in memory and written at the next
+        read.
+        """
         try:
             self.write(record)
         except OSError as error:
@@ -167,7 +169,7 @@ class MediaStore:
             raise
 
     def _remove_parts(self) -> None:
-        """Remove incomplete files and lock files of killed servers."""
+        """Remove incomplete files and lock files of servers that were killed."""
         for part in self.root.glob("*.part"):
             owner = part.name.split(".")[-2]
             if owner != self.owner and not is_locked(self.root / f"{owner}.owner"):
@@ -177,7 +179,7 @@ class MediaStore:
                 _remove(path)
 
     def read_record(self, media_id: str, principal: str = ANONYMOUS) -> JobRecord | None:
-        """Return a record, or None if this client has no such job or it is being deleted."""
+        """Return a record, or None if this client has no such job or the job is being deleted."""
         record = self._load(media_id)
         is_hidden = (
             record is None
@@ -236,7 +238,7 @@ class MediaStore:
     # -- ending a job of another process -----------------------------------------------------------
 
     def request_stop(self, media_id: str, ending: Ending) -> None:
-        """Request that the owner of an unfinished job ends it."""
+        """Request the owner of an unfinished job to end it."""
         self.path(media_id, "ending").write_text(ending)
 
     def stop_requested(self, media_id: str) -> Ending | None:
@@ -280,7 +282,7 @@ class MediaStore:
                     yield path.stat().st_size, path
 
     def prune(self) -> None:
-        """Remove expired jobs and files, and the oldest finished ones over the limits."""
+        """Remove expired jobs and files, and then the oldest finished ones above the limits."""
         now = time.time()
         retained = []
         for path in self.root.glob("video_*.json"):
@@ -316,7 +318,7 @@ class MediaStore:
 def _stored_id(media_id: str, principal: str) -> str:
     """Return the file name of a client's file.
 
-    It depends on the client, so others cannot find it.
+    The id depends on the client, so that other clients cannot find the file.
     """
     digest = hashlib.blake2b(f"{principal}/{media_id}".encode(), digest_size=16).digest()
     return f"file_{base64.urlsafe_b64encode(digest).decode().rstrip('=')}"
@@ -333,8 +335,8 @@ def _remove(path: Path) -> None:
 def _open_directory(configured: str) -> Path:
     """Return the configured directory, or create a private one for this server.
 
-    The API server processes of one `vllm serve` have the same parent, and the parent's process id
-    names their directory.
+    The API server processes of one `vllm serve` have the same parent, and its process id is part of
+    the directory's name.
     """
     if configured:
         root = Path(configured)
@@ -362,7 +364,7 @@ def _is_private(root: Path) -> bool:
 
 
 def _remove_leftovers(parent: Path) -> None:
-    """Remove directories of killed servers, which hold no lock any more."""
+    """Remove directories of servers that were killed, in which no lock is held any more."""
     for root in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             # the owner may be about to lock it

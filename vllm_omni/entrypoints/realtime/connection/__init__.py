@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared parts of the realtime endpoints: one client's WebSocket, its limits and its timing."""
+"""Shared parts of the realtime endpoints: a client's WebSocket, its limits and its timing."""

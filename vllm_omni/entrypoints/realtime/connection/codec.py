@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """msgpack messages with NumPy arrays, from untrusted clients.
 
-This module reads and writes two dialects of arrays. Keys may arrive as bytes or str.
+This module reads and writes two encodings of arrays. Keys may arrive as bytes or str.
 
     openpi   {b"__ndarray__": true, b"data": bin, b"dtype": str, b"shape": [...]}
              a scalar has b"__npgeneric__" instead, and no shape
     classic  {b"nd": true, b"type": str, b"kind": b"", b"shape": [...], b"data": bin}
              a scalar has b"nd": false, and no shape
 
-A message's structure is checked before memory is allocated for it: nesting, entries, string sizes,
-no extension types, map keys of type str or bytes only. Arrays contain only numbers or booleans, and
-their data must have the exact size of their shape. No data is unpickled. `decode` raises only
-`CodecError`; tests/entrypoints/realtime/test_codec.py fuzzes it.
+The structure of a message is checked before memory is allocated for it: nesting, number of entries,
+string sizes, no extension types, map keys of type str or bytes only. Arrays contain only numbers or
+booleans, and the size of their data must match their shape exactly. No data is unpickled. `decode`
+raises only `CodecError`; tests/entrypoints/realtime/test_codec.py fuzzes it.
 
 Why not msgpack_numpy or openpi's copy of it: the former unpickles object arrays, and each reads
-only one dialect and has no limits.
+only one encoding and has no limits.
 """
 
 import math
@@ -28,10 +28,11 @@ import numpy as np
 
 MAX_DEPTH: Final = 32
 MAX_ENTRIES: Final = 8_192
-"""Maximum number of entries of one list or map."""
+"""Maximum number of entries in a list or map."""
 MAX_NODES: Final = 32_768
-"""Maximum number of values in one message. A decoded value takes about 60 bytes. For example, 1,200
-camera poses as nested lists reach the limit."""
+"""Maximum number of values in a message. A decoded value takes about 60 bytes of memory. For
+example, a message with 1,200 camera poses as nested lists reaches the limit.
+"""
 MAX_STR_BYTES: Final = 1 << 20
 MAX_NDIM: Final = 8
 
@@ -41,7 +42,9 @@ class CodecError(Exception):
 
 
 class TooManyValues(CodecError):
-    """The message has more than `MAX_NODES` values, so decoding it was as expensive as possible."""
+    """The message has more than `MAX_NODES` values, so that decoding it is as expensive as the
+    limit allows.
+    """
 
 
 class MessageDialect(Enum):
@@ -53,9 +56,9 @@ class DecodedMessage(NamedTuple):
     value: Any
     """The decoded message."""
     dialect: MessageDialect | None
-    """Array dialect of the message. None: the message has no marked array."""
+    """Array dialect of the message. None: the message contains no marked array."""
     num_values: int
-    """Number of values in the message as it arrived: the cost of decoding it."""
+    """Number of values in the received message, which determines the cost of decoding it."""
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -85,7 +88,9 @@ _DECODER: Final = msgspec.msgpack.Decoder()
 
 
 def _lead_bytes() -> list[tuple[str, int, int]]:
-    """Return (kind, bytes of the length field, payload length or entries) of each lead byte."""
+    """Return (kind, bytes of the length field, payload length or number of entries) of each lead
+    byte.
+    """
     table = [("bad", 0, 0)] * 256
     for byte in (*range(0x80), *range(0xE0, 0x100), 0xC0, 0xC2, 0xC3):  # small ints, nil, booleans
         table[byte] = ("scalar", 0, 0)
@@ -121,7 +126,7 @@ _LEADS: Final = _lead_bytes()
 _KEY_SIZES: Final = tuple(
     1 + length if kind == "str" and not width else 0 for kind, width, length in _LEADS
 )
-"""Size of a map key for each lead byte; 0 if the lead byte does not determine it."""
+"""Size of a map key for each lead byte; 0 if the lead byte does not determine the size."""
 _VALUE_SIZES: Final = tuple(
     1 + length if kind == "scalar" else key_size
     for (kind, _, length), key_size in zip(_LEADS, _KEY_SIZES, strict=True)
@@ -130,9 +135,9 @@ _VALUE_SIZES: Final = tuple(
 
 
 def _check_structure(data: bytes) -> tuple[int, bool]:
-    """Check a message's structure without decoding it into objects.
+    """Check the structure of a message without decoding it into objects.
 
-    Time is linear in the values up to `MAX_NODES`; memory is constant.
+    Time is linear in the number of values, up to `MAX_NODES`; memory is constant.
 
     Returns:
         `(number of values, whether a map key has type bin)`.
@@ -235,7 +240,7 @@ def _text(key: bytes) -> str:  # `_check_structure` allows only str and bytes
 
 
 def _dtypes() -> dict[str, np.dtype[Any]]:
-    """Return all accepted names of dtypes: for example "<f4", ">f4", "=f4", "f4" and "float32"."""
+    """Return all accepted names of dtypes, for example "<f4", ">f4", "=f4", "f4" and "float32"."""
     spellings = {}
     for code in ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"):
         plain = np.dtype(code)

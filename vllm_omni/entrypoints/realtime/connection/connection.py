@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Connection`: one WebSocket of an endpoint, with deadlines and limits.
 
-Sends have a deadline. Receives have an idle timeout and a rate limit. Undecodable messages are
+Sends have a deadline. Receiving has an idle timeout and a rate limit. Undecodable messages are
 counted. Every connection ends with a close code and a reason. If a peer stops reading, the
-transport is aborted, because a close frame would only queue after the unread data.
+transport is aborted, because a close frame would only be queued after the unread data.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ class Connection:
     Args:
         websocket: The connection.
         limits: Timeouts and rates.
-        max_strikes: Number of undecodable messages within 10 s that ends the connection.
+        max_strikes: Number of undecodable messages within 10 s that closes the connection.
     """
 
     def __init__(
@@ -68,12 +68,14 @@ class Connection:
         self._strikes: deque[float] = deque(maxlen=max_strikes)
         self._arrivals: deque[float] = deque(maxlen=limits.max_messages_per_s)
         self._ahead: deque[bytes | str] = deque()
-        """Messages that `read_ahead` has received and `receive` has not returned yet."""
+        """Messages that `read_ahead` has received but `receive` has not returned yet."""
         self._values = TokenBucket(
             limits.max_values_per_s, max(_VALUES_BURST_S * limits.max_values_per_s, MAX_NODES)
         )
         self.principal = principal_of(websocket)
-        """Identifies the owner of sessions. Derived from the API key, never the key itself."""
+        """Identifies the owner of sessions. Derived from the API key. It is never the key
+        itself.
+        """
         self.client = client_of(websocket)
         """Identifies the client for `sessions_per_client` and quotas."""
 
@@ -96,7 +98,8 @@ class Connection:
         """Return the next message.
 
         Args:
-            busy: Returns whether requests run. The idle timeout does not apply while they do.
+            busy: Returns whether requests run. The idle timeout does not apply while requests of
+                the client are running.
 
         Raises:
             ClientDisconnected: The client disconnected.
@@ -106,10 +109,10 @@ class Connection:
         return self._ahead.popleft() if self._ahead else await self._receive(busy)
 
     async def read_ahead(self) -> None:
-        """Buffer messages for `receive`, to notice a disconnect while a request waits.
+        """Buffer messages for `receive`, to detect a disconnect while a request is waiting.
 
         Runs until cancelled. Stops reading after `_AHEAD_MESSAGES` messages or `_AHEAD_BYTES`
-        bytes; the rest stays in the peer's buffers. Raises like `receive`.
+        bytes; further messages remain in the peer's buffers. Raises like `receive`.
         """
         num_bytes = 0
         while len(self._ahead) < _AHEAD_MESSAGES and num_bytes < _AHEAD_BYTES:
@@ -150,8 +153,8 @@ class Connection:
 
         Args:
             error: Error with a close code.
-            patience_s: Time in seconds for requests in flight to fail by themselves. Without such
-                requests the error is raised at once.
+            patience_s: Time in seconds in which requests in flight may fail by themselves. Without
+                such requests, the error is raised at once.
         """
         self._failure, self._fail_by_s = error, time.monotonic() + patience_s
         if self._idle_limit is not None:
@@ -169,7 +172,7 @@ class Connection:
         self._arrivals.append(now)
 
     def count_values(self, num_values: int) -> None:
-        """Count the values in a message, which determine the cost of decoding it.
+        """Count the values in a message, because they determine the cost of decoding it.
 
         Raises:
             EndpointError: The rate limit is exceeded. The error has a close code.
@@ -185,13 +188,14 @@ class Connection:
     def undecodable(self, error: CodecError) -> EndpointError:
         """Return the error to send for an undecodable message.
 
-        It has a close code after too many such messages, or if the message has too many values.
+        The error has a close code after too many such messages, or if the message has too many
+        values.
         """
         close = WebSocketCloseCode.POLICY if isinstance(error, TooManyValues) else None
         return self.strike(EndpointError("invalid_msgpack", str(error), close=close))
 
     def strike(self, error: EndpointError) -> EndpointError:
-        """Count an invalid message. Too many within 10 s add a close code to the error."""
+        """Count an invalid message. Too many strikes within 10 s add a close code to the error."""
         now = time.monotonic()
         self._strikes.append(now)
         if (
@@ -203,10 +207,10 @@ class Connection:
         return error
 
     async def send(self, *messages: Message) -> None:
-        """Send messages without interleaving messages of other tasks.
+        """Send messages without interleaving them with messages of other tasks.
 
-        If cancelled, either all or none of the messages are sent. A peer that reads too slowly is
-        closed with 4008.
+        If the call is cancelled, either all or none of the messages are sent. The connection of a
+        peer that reads too slowly is closed with 4008.
 
         Raises:
             ClientDisconnected: The connection is closed.
@@ -248,7 +252,7 @@ class Connection:
                 raise
 
     async def _send_rest(self, messages: tuple[Message, ...], limit: asyncio.Timeout) -> None:
-        """Finish sending although this task is cancelled. The send deadline still applies."""
+        """Finish sending even if this task is cancelled. The send deadline still applies."""
         sending = asyncio.ensure_future(self._send_all(messages, limit))
         while not sending.done():
             with contextlib.suppress(asyncio.CancelledError):
@@ -267,7 +271,7 @@ class Connection:
         self.cut()
 
     async def close(self, code: WebSocketCloseCode, reason: str) -> None:
-        """Close with a code and a reason. Idempotent. Takes at most the send deadline."""
+        """Close with a code and a reason. Idempotent. Closing takes at most the send deadline."""
         if self._closed or self._websocket.application_state is not WebSocketState.CONNECTED:
             return
         self._closed = True
@@ -279,7 +283,9 @@ class Connection:
             self.cut()
 
     def cut_soon(self) -> None:
-        """Drop the TCP connection after a short delay, for a slow peer's last messages."""
+        """Abort the TCP connection after a short delay, so that a slow peer can receive its last
+        messages.
+        """
         if (transport := self._transport()) is not None:
             asyncio.get_running_loop().call_later(_LAST_WORDS_S, transport.abort)
 
@@ -296,7 +302,7 @@ class Connection:
 def transport_of(connection: HTTPConnection) -> asyncio.Transport | None:
     """Return the connection's transport in uvicorn.
 
-    Returns None under another server or over a Unix socket.
+    Returns None with another server or over a Unix socket.
     """
     server = getattr(connection.app.state, "server", None)
     if server is None or connection.client is None:
@@ -310,7 +316,9 @@ def transport_of(connection: HTTPConnection) -> asyncio.Transport | None:
 
 
 def principal_of(connection: HTTPConnection) -> str:
-    """Return a digest of the request's bearer token, which vLLM's middleware has checked."""
+    """Return a digest of the request's bearer token. vLLM's middleware has already checked the
+    token.
+    """
     scheme, _, token = connection.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not token:
         return ANONYMOUS
@@ -318,17 +326,18 @@ def principal_of(connection: HTTPConnection) -> str:
 
 
 def client_of(connection: HTTPConnection) -> str:
-    """Return the identity that limits apply to: the API key's digest, or the address."""
+    """Return the identity that limits apply to: the digest of the API key, or the address."""
     address = connection.client.host if connection.client is not None else "local"
     principal = principal_of(connection)
     return principal if principal != ANONYMOUS else f"address {address}"
 
 
 def origin_allowed(headers: Headers, allowed: Collection[str]) -> bool:
-    """Return whether a browser page may use this server, by the request's `Origin` and `Host`.
+    """Return whether a browser page may use this server, according to the request's `Origin` and
+    `Host`.
 
     Clients other than browsers send no `Origin` and are always allowed, because the check protects
-    a browser's user.
+    the user of a browser.
 
     Args:
         headers: Headers of an HTTP request or a WebSocket handshake.
@@ -345,10 +354,10 @@ def origin_allowed(headers: Headers, allowed: Collection[str]) -> bool:
 
 
 def normalize_origin(origin: str) -> str:
-    """Return `scheme://host[:port]` in lower case, without the default port and trailing slash.
+    """Return `scheme://host[:port]` in lower case, without a default port or trailing slash.
 
-    For example, `https://Worlds.example:443/` becomes `https://worlds.example`. "null" and "*" stay
-    unchanged.
+    For example, `https://Worlds.example:443/` becomes `https://worlds.example`. "null" and "*" are
+    returned unchanged.
     """
     scheme, separator, name = origin.rstrip("/").lower().partition("://")
     name = name.removesuffix(_DEFAULT_PORTS.get(scheme, "")).removesuffix(":")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`DeliveryWindow`: detects clients that receive video more slowly than it plays.
 
-A client may be slow for a moment, and a client that never reads exceeds the send deadline. This
-class detects the case in between: a client that always reads a little, and so would occupy its
+A client may be slow for a moment. A client that never reads exceeds the send deadline. This class
+detects the case in between: a client that always reads a little and would therefore occupy its
 session and the engine permanently.
 """
 
@@ -14,25 +14,27 @@ from typing import Final
 from vllm_omni.entrypoints.errors import EndpointError, WebSocketCloseCode
 
 _KEEPS_UP: Final = 0.9
-"""Fraction of the playback rate that a client must reach, because clocks and networks are not
-exact."""
+"""Fraction of the playback rate that a client must reach. It is below 1, because clocks and
+networks are not exact.
+"""
 _PAUSE: Final = 0.1
-"""Fraction of the timeout for which no reply may wait before earlier lateness is ignored.
+"""Fraction of the timeout for which no reply may be waiting before earlier lateness is ignored.
 
-Clients read a socket's buffer in bursts. After each one, the server's queue is empty for a moment.
+Clients read a socket's buffer in bursts. The server's queue is empty for a moment after each reply.
 """
 
 
 class DeliveryWindow:
-    """Reading pace of one client that follows a run.
+    """Measures how fast one client reads the replies of a run.
 
-    A client is late if, whenever it has received a reply, a later chunk is already waiting. This
+    A client is late if a later chunk is already waiting whenever it has received a reply. This
     alone may only mean that the model is faster than real time. A client is too slow if it has also
-    received fewer frames than play in `timeout_s`. The measured window is longer by one chunk,
+    received fewer frames than it plays in `timeout_s`. The measured window is one chunk longer,
     because a client that plays in real time receives no data between two chunks.
 
     Args:
-        timeout_s: Time in seconds for which a client may be late without pause; 0 for no limit.
+        timeout_s: Time in seconds for which a client may be late without interruption; 0 for no
+            limit.
         fps: Playback rate in frames per second.
     """
 
@@ -80,9 +82,10 @@ class DeliveryWindow:
             self._last_late_s = now_s
 
     def note_wait(self) -> None:
-        """Note that the server waits for the time of a reply, so that its client is not late.
+        """Record that the server holds a reply back until its time, so that the client does not
+        count as late.
 
-        The next chunk then waits for its time and not for the client.
+        The next chunk is then waiting for its time and not for the client.
         """
         self._late_since_s = None
 
@@ -101,7 +104,7 @@ class DeliveryWindow:
             ) from None
 
     def _too_slow_at_s(self, late_since_s: float) -> float:
-        """Return when a client becomes too slow if it receives no more frames."""
+        """Return the time at which a client becomes too slow if it receives no more frames."""
         at_s = late_since_s + self._window_s
         needed = _KEEPS_UP * self._fps * self._timeout_s
         left = self._num_taken

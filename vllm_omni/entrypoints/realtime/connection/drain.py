@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SessionDrain`: graceful shutdown of the realtime endpoints.
 
-If `move_away` is set, sessions first move to other servers, and play until their turn comes. The
-rest is drained. While draining, no new chunk starts. Chunks in flight are finished, rendered and
-delivered. Then every incomplete request ends with `draining` (close code 1013). If `save_to` is
-set, each session is saved exactly once: at the end of its run, because closing a live connection
-frees its session, or otherwise when it is idle. This module depends neither on signals nor on the
-engine.
+If `move_away` is set, sessions are first moved to other servers. They continue until it is their
+turn. The rest is drained. While draining, no new chunk starts. Chunks in flight are finished,
+rendered and delivered. Then every incomplete request is ended with `draining` (close code 1013). If
+`save_to` is set, each session is saved exactly once: at the end of its run, because closing a live
+connection frees its session, or otherwise when it is idle. This module does not depend on signals
+or on the engine.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _POLL_S = 0.02
 
 
 class DrainableSession(Protocol):
-    """The part of a session that draining uses."""
+    """The subset of a session that draining uses."""
 
     engine_id: str
     """The engine's id of the session."""
@@ -49,7 +49,7 @@ S_co = TypeVar("S_co", bound=DrainableSession, covariant=True)
 
 
 class SessionTable(Protocol[S_co]):
-    """The part of the session manager that draining uses."""
+    """The subset of the session manager that draining uses."""
 
     guard: ConnectionGuard
     """Admits connections."""
@@ -64,7 +64,7 @@ class SessionDrain(Generic[S]):
     """Drains the sessions of one API server process.
 
     `save_to` writes a session to persistent storage. Default: sessions are discarded. `move_away`
-    moves sessions to other servers as far as possible. Default: none is moved.
+    moves as many sessions as possible to other servers. Default: no session is moved.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class SessionDrain(Generic[S]):
         self.move_away: Callable[[], Awaitable[None]] | None = None
         self.is_draining = False
         self.is_leaving = False
-        """Whether sessions are moving away, so that no new one may start."""
+        """Whether sessions are being moved away, in which case no new session may start."""
         self._started = asyncio.Event()
         self._saved: set[str] = set()
         self._saving: set[asyncio.Task[None]] = set()
@@ -86,10 +86,10 @@ class SessionDrain(Generic[S]):
         self.check(is_refused=self.is_leaving or self.is_draining)
 
     def check(self, is_refused: bool | None = None, **details: Any) -> None:
-        """Check whether new work of a session may start.
+        """Check whether a session may start new work.
 
         Args:
-            is_refused: Whether it may not. Default: the server is draining.
+            is_refused: The server is draining. Default: the server is draining.
             details: Keys of the error.
 
         Raises:
@@ -104,7 +104,7 @@ class SessionDrain(Generic[S]):
             )
 
     async def unless_draining(self, *waiting: Coroutine[Any, Any, Any]) -> None:
-        """Await coroutines until one of them ends or draining starts."""
+        """Await coroutines until one of them finishes or draining starts."""
         tasks = [asyncio.ensure_future(one) for one in (*waiting, self._started.wait())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -133,8 +133,9 @@ class SessionDrain(Generic[S]):
     async def drain_sessions(self, manager: SessionTable[S]) -> None:
         """Drain: refuse new work, move sessions away, then finish and save the others.
 
-        Returns when all connections are closed. Clients that receive `draining` are closed with
-        1013 by their own tasks. Otherwise the server's shutdown would close them with 1012.
+        Returns when all connections are closed. Connections of clients that receive `draining` are
+        closed with 1013 by their own tasks. Otherwise the server's shutdown would close them with
+        1012.
         """
         manager.guard.is_draining = True
         if self.move_away is not None:
@@ -154,5 +155,5 @@ class SessionDrain(Generic[S]):
 
 
 def _works(session: DrainableSession) -> bool:
-    """Return whether a request runs, or a client still receives its replies."""
+    """Return whether a request is running or a client is still receiving replies."""
     return session.is_busy or any(run.has_follower for run in session.delivery_log.runs.values())

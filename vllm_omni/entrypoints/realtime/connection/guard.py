@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ConnectionGuard`: admits clients to the realtime endpoints before the WebSocket upgrade.
 
-A browser page of another origin is refused with 403. A connection over the limit is refused with
-503. The limit applies to all endpoints of one API server process together. vLLM's own middleware
-has already checked API keys.
+Requests of a browser page from another origin are refused with 403. A connection over the limit is
+refused with
+503. The limit is shared by all endpoints of one API server process. vLLM's own middleware has
+  already checked API keys.
 """
 
 import logging
@@ -25,8 +26,8 @@ class ConnectionGuard:
 
     Args:
         limits: Maximum number of connections.
-        origins: `scheme://host[:port]` from which browsers may connect, in addition to the server's
-            own. "null" means local files, "*" for any origin.
+        origins: Origins (`scheme://host[:port]`) from which browsers may connect, in addition to
+            the server's own. "null" means local files, "*" for any origin.
     """
 
     def __init__(self, limits: EndpointLimits, origins: Iterable[str] = ()) -> None:
@@ -38,7 +39,9 @@ class ConnectionGuard:
 
     @asynccontextmanager
     async def admit(self, websocket: WebSocket) -> AsyncIterator[bool]:
-        """Yield whether this client is admitted. A refused client has received its response."""
+        """Yield whether this client is admitted. A client that is not admitted has already received
+        its response.
+        """
         refusal = self.refusal(websocket)
         if refusal is not None:
             await websocket.send_denial_response(refusal)
@@ -57,7 +60,7 @@ class ConnectionGuard:
             self.num_connections -= 1
 
     def refusal(self, connection: HTTPConnection) -> Response | None:
-        """Return the response to a client that is not admitted, or None."""
+        """Return the response to a client that is not admitted, or None if it is admitted."""
         if not origin_allowed(connection.headers, self._origins):
             logger.info(
                 "origin_refused origin=%.200r; pages of other origins may connect when "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start images from clients: bytes or arrays in, uint8 RGB of the session's size out.
+"""Start images from clients: converts bytes or arrays to uint8 RGB of the session's size.
 
 Format and size are read from the file's header before pixels are decoded. Clients never see
 Pillow's messages.
@@ -21,7 +21,7 @@ from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
 from vllm_omni.multimodal import rgb_image
 
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
-"""Pillow's names of the formats that clients may send."""
+"""Pillow's names for the formats that clients may send."""
 _ALLOWED: Final = (
     "send PNG, JPEG, WebP or GIF bytes, a data: URL of one, or a uint8 array [H, W, 3]"
 )
@@ -30,8 +30,8 @@ _ALLOWED: Final = (
 def load_image(source: Any, height: int, width: int, limits: EndpointLimits) -> np.ndarray:
     """Return an image as a new uint8 RGB array `[height, width, 3]`.
 
-    Takes about 10 ms, so call it on a thread. The image is stretched to the size (bicubic) and not
-    cropped, because intrinsics are scaled by width and height.
+    It takes about 10 ms, so call it on a worker thread. The image is stretched (bicubic) to the
+    size instead of cropped, because intrinsics are scaled by width and height.
 
     Args:
         source: File as bytes, `data:image/...;base64,` text, or a uint8 array `[H, W, 3 or 4]`.
@@ -52,11 +52,11 @@ def load_image(source: Any, height: int, width: int, limits: EndpointLimits) -> 
 def load_named_images(sources: Mapping[str, Any], limits: EndpointLimits) -> dict[str, np.ndarray]:
     """Return named images as tensors of a request, uint8 RGB `[H, W, 3]` in their original sizes.
 
-    Takes about 10 ms per image, so call it on a thread.
+    It takes about 10 ms per image, so call it on a worker thread.
 
     Args:
         sources: Images by name, each as for `load_image`.
-        limits: Limits of each image's size, and of the bytes of all together.
+        limits: Limits of the size of each image and of the total number of bytes.
 
     Raises:
         EndpointError: `invalid_image` or `image_too_large`; `param` names the image.
@@ -155,7 +155,9 @@ _SIGNATURES: Final = (
 
 
 def format_name(data: bytes) -> str | None:
-    """Return the name of an image format by the first bytes of a file, or None if it is unknown."""
+    """Return the name of an image format from the first bytes of a file, or None if it is
+    unknown.
+    """
     return next(
         (name for at, magic, name in _SIGNATURES if data[at : at + len(magic)] == magic), None
     )

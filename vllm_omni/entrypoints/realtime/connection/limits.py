@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`EndpointLimits`: limits of the realtime endpoints, read once from the environment.
 
-Each field is the environment variable `VLLM_OMNI_` plus the field's name in upper case, for example
-`VLLM_OMNI_IDLE_TIMEOUT_S=60` (`engine/environment.py`).
+Each field is set by the environment variable `VLLM_OMNI_` followed by the field's name in upper
+case, for example `VLLM_OMNI_IDLE_TIMEOUT_S=60` (`engine/environment.py`).
 `entrypoints/websocket.py` limits the size of WebSocket messages.
 """
 
@@ -24,67 +24,87 @@ class EndpointLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one API server process."""
 
     idle_timeout_s: Seconds = 300.0
-    """Seconds after which a connection without messages and running requests is closed with 4010.
-    Default: 300."""
+    """Time in seconds after which a connection without messages and running requests is closed with
+    4010. Default: 300.
+    """
     pinged_session_idle_s: Seconds = 3600.0
-    """Idle seconds after which the session of a client that sends pings is closed, if more than
-    `omni.session_idle_s`. From the latter on, a new session may evict it. Default: 3600."""
+    """Idle time in seconds after which the session of a client that sends pings is closed, if
+    longer than `omni.session_idle_s`. After `omni.session_idle_s`, a new session may already evict
+    it. Default: 3600.
+    """
     send_deadline_s: Seconds = 3.0
-    """Seconds in which the network must accept a reply. Otherwise the connection is closed with
+    """Time in seconds within which the network must accept a reply. Otherwise the connection is
+    closed with
     4008. Default: 3."""
     slow_reader_timeout_s: SecondsOrNever = 7.0
-    """Seconds for which a client may receive less than it plays while more waits. Then it is closed
-    with 4008. 0: no limit. The kernels' buffers hide the first seconds. Default: 7."""
+    """Time in seconds for which a client may receive less video than it plays while more is
+    waiting. After that, the connection is closed with 4008. 0: no limit. The kernels' buffers hide
+    the first seconds. Default: 7.
+    """
     chunk_timeout_s: Seconds = 300.0
-    """Seconds after which a chunk is aborted with `timeout`. Default: 300."""
+    """Time in seconds after which a chunk is aborted with `timeout`. Default: 300."""
     max_connections: Count = 256
-    """Maximum number of open WebSockets of all endpoints. One more is refused with HTTP 503.
-    Default: 256."""
+    """Maximum number of open WebSockets over all endpoints. Further connections are refused with
+    HTTP 503. Default: 256.
+    """
     max_requests_per_connection: Count = 8
-    """Maximum number of running and waiting requests of a connection. One more is `busy`. Default:
-    8."""
+    """Maximum number of running and waiting requests of a connection. Further requests are refused
+    with `busy`. Default: 8.
+    """
     max_messages_per_s: Count = 200
-    """Maximum number of messages per second. A client that sends more is closed with 1008. Default:
-    200."""
+    """Maximum number of messages per second. The connection of a client that sends more is closed
+    with 1008. Default: 200.
+    """
     max_small_frames_per_s: Count = 400
     """Average number of WebSocket frames below 1 KiB (fragments, pings, pongs, short messages) per
-    second. One second's worth may arrive at once; more closes the connection with 1008. At least
-    twice `max_messages_per_s`. Default: 400."""
+    second. Bursts of one second's worth are allowed; more closes the connection with 1008. At least
+    twice `max_messages_per_s`. Default: 400.
+    """
     max_values_per_s: Count = 32_768
     """Average number of values (numbers, strings, list entries, keys) in msgpack messages per
-    second. Two seconds' worth may arrive at once; more closes the connection with 1008. A NumPy
-    array counts as about ten values. Default: 32768."""
+    second. Bursts of two seconds' worth are allowed; more closes the connection with 1008. A NumPy
+    array counts as about ten values. Default: 32768.
+    """
     max_frames_per_request: Count = 9 + 12 * 40
     """Maximum number of pixel frames of one `infer`. Default: 489."""
     max_image_bytes: Bytes = 8 * MIB
-    """Maximum size of a start image's file in bytes. Checked before decoding. Default: 8 MiB."""
+    """Maximum size of a start image file in bytes. Checked before decoding. Default: 8 MiB."""
     max_image_pixels: Bytes = 16 * MIB
     """Maximum number of pixels of a start image. Checked before decoding. Default: 16 Mi."""
     max_prompt_chars: Count = 8192
     """Maximum number of characters of a prompt. Default: 8192."""
     chunks_in_flight: Count = 2
-    """Maximum number of chunks of one session in the engine. 2 keep it busy between chunks. If
-    `omni.chunks_in_flight` exceeds 1, the minimum is one more than that. Default: 2."""
+    """Maximum number of chunks of one session in the engine. With 2, the engine has no gap between
+    chunks. If `omni.chunks_in_flight` exceeds 1, at least one more than that is used. Default: 2.
+    """
     unsent_chunks: Count = 2
-    """Finished chunks that may wait for a slow client before the session pauses. Default: 2."""
+    """Maximum number of finished chunks that wait for a slow client before the session pauses.
+    Default: 2.
+    """
     delivery_log_bytes: Bytes = 32 * MIB
-    """Bytes of replies that a session retains for replay and resume. Default: 32 MiB."""
+    """Maximum size in bytes of the replies that a session retains for replay and resume. Default:
+    32 MiB.
+    """
     max_held_bytes: Bytes = 1024 * MIB
-    """Bytes of replies that all sessions retain together. Above it, delivered replies are dropped,
-    sessions pause until their clients have caught up, and new ones are refused with `capacity`.
-    Default: 1 GiB."""
+    """Maximum total size in bytes of the replies that all sessions retain. Above it, delivered
+    replies are dropped, sessions pause until their clients have caught up, and new sessions are
+    refused with `capacity`. Default: 1 GiB.
+    """
     sessions_per_client: Count = 64
-    """Maximum number of sessions of one API key, or of one address without keys. One more is
-    `session_limit`. Default: 64."""
+    """Maximum number of sessions per API key, or per address if the server has no keys. Further
+    sessions are refused with `session_limit`. Default: 64.
+    """
     start_timeout_s: Seconds = 10.0
-    """Seconds in which a client of `/v1/realtime/video` must send `session.start`. Default: 10."""
+    """Time in seconds within which a client of `/v1/realtime/video` must send `session.start`.
+    Default: 10.
+    """
     slot_wait_s: Seconds = 15.0
-    """Seconds for which a start waits at a streaming endpoint if all sessions are in use. Default:
-    15."""
+    """Time in seconds for which a new stream waits if all sessions are in use. Default: 15."""
 
     gpu_encoders: bool = False
-    """Whether live video is encoded on the GPU where it can. Default: False, because the encoders
-    were not tried on a GPU and take memory of it in each API server process."""
+    """Whether live video is encoded on the GPU where possible. Default: Default: false, because the
+    encoders have not been tested on a GPU and use GPU memory in each API server process.
+    """
 
     @property
     def frame_budget(self) -> FrameBudget:

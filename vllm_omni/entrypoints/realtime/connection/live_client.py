@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handlers of realtime connections: `ConnectionHandler`, and `LiveClient` for one steered stream.
+"""Handlers of realtime connections: `ConnectionHandler`, and `LiveClient` for one live stream.
 
-The connection's own task receives messages, so that a disconnect is noticed at once. A second task
-delivers chunks. When either task ends, the other is cancelled. On disconnect, the chunk in flight
-is aborted and the session is closed.
+The connection's main task receives messages, so that a disconnect is detected at once. A second
+task delivers chunks. When either task ends, the other is cancelled. On disconnect, the chunk in
+flight is aborted and the session is closed.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ from vllm_omni.runtime import log_context
 logger = logging.getLogger("vllm." + __name__)
 
 UNSENT_CHUNKS: Final = 1
-"""Finished chunks that may wait for the client while the next one is generated.
+"""Maximum number of finished chunks that wait for the client while the next one is generated.
 
-More would delay the effect of a client's controls.
+A larger number would delay the effect of a client's controls.
 """
 
 # Clients of these protocols expect a reply to each mistake, so the limit is high. It still stops
@@ -50,7 +50,7 @@ class ConnectionHandler(ABC):
     endpoint: str
     """Name of the endpoint in log lines and metrics."""
     subprotocol = "omni.v1"
-    """Sent back to a client that offers it, because browsers require a selected subprotocol."""
+    """Returned to a client that offers it, because browsers require a selected subprotocol."""
 
     def __init__(
         self, manager: SessionManager, websocket: WebSocket, max_strikes: int | None = None
@@ -60,7 +60,8 @@ class ConnectionHandler(ABC):
         Args:
             manager: Sessions of this process.
             websocket: The connection, not accepted yet.
-            max_strikes: Malformed messages that end the connection. Default: `Connection`'s.
+            max_strikes: Number of malformed messages after which the connection is closed. Default:
+                `Connection`'s.
         """
         self.manager, self.limits, self.info = manager, manager.limits, manager.info
         strikes = () if max_strikes is None else (max_strikes,)
@@ -74,7 +75,8 @@ class ConnectionHandler(ABC):
     @abstractmethod
     def is_active(self) -> bool:
         """Whether work for this client is in progress. While this is False, time without messages
-        counts towards the idle timeout."""
+        counts towards the idle timeout.
+        """
 
     async def serve_connection(self) -> None:
         """Serve the connection until either side closes it."""
@@ -100,11 +102,13 @@ class ConnectionHandler(ABC):
 
     @property
     def follows_moves(self) -> bool:
-        """Whether the client continues its sessions on another server when it is told to."""
+        """Whether the client continues its sessions on another server when it is instructed to."""
         return False
 
     async def session_moved(self, session: Session) -> None:  # noqa: B027  (the end of a stream does)
-        """Tell the client where a session continues, unless a request's end tells it."""
+        """Notify the client where a session continues, unless the end of a request contains
+        this.
+        """
 
     def _log_end(self, seconds: float) -> None:
         logger.info("%s ended after %.1f s: %s", self.endpoint, seconds, self._end)
@@ -113,10 +117,10 @@ class ConnectionHandler(ABC):
         return self.connection.receive(busy=lambda: self.is_active)
 
     async def receive_first(self, missing: str) -> bytes | str:
-        """Return the message with which a client must start.
+        """Return the first message, which must be of the required type.
 
         Args:
-            missing: Text of the error if it does not arrive.
+            missing: Error text if the message does not arrive.
 
         Raises:
             EndpointError: `timeout`, after `start_timeout_s`.
@@ -128,7 +132,7 @@ class ConnectionHandler(ABC):
             raise EndpointError("timeout", missing, close=WebSocketCloseCode.POLICY) from None
 
     async def end_with(self, error: EndpointError) -> None:
-        """Send the error and close the connection with a close code and a reason."""
+        """Send the error and close the connection with its close code and reason."""
         self._end = f"{error.code}: {error.message}"
         if error.close is WebSocketCloseCode.SLOW_CONSUMER:
             self.connection.cut_soon()
@@ -143,11 +147,11 @@ class ConnectionHandler(ABC):
     # -- for endpoints -----------------------------------------------------------------------------
 
     async def start_now(self) -> None:  # noqa: B027  (most endpoints do not send first)
-        """Do the work before the first message of the receive loop."""
+        """Do the work that precedes the first message of the receive loop."""
 
     @abstractmethod
     async def handle_message(self, data: bytes | str) -> None:
-        """Handle one message. An `EndpointError` from it ends the connection."""
+        """Handle one message. If it raises an `EndpointError`, the connection ends."""
 
     @abstractmethod
     async def send_error(self, error: EndpointError) -> None:
@@ -167,15 +171,16 @@ class LiveClient(ConnectionHandler):
         self._stream: asyncio.Task[None] | None = None
         self._num_messages = 0
         self.clock: MediaClock | None = None
-        """Spaces chunks by their playing time. None: they are sent at once."""
+        """Spaces chunks by their playing time. None: chunks are sent at once."""
         self._window: DeliveryWindow | None = None
 
     async def wait_for_media_time(self, num_frames: int, skip: bool) -> float:
-        """Wait until a chunk plays, if the client has requested this, and return the milliseconds.
+        """If the client has requested pacing, wait until a chunk is due for playback. Return the
+        waiting time in milliseconds.
 
         Args:
             num_frames: Frames of the chunk.
-            skip: Send this chunk at once.
+            skip: Whether to send this chunk at once.
         """
         waited_ms = 0.0 if self.clock is None else await self.clock.wait(num_frames, skip)
         if waited_ms and self._window is not None:
@@ -198,7 +203,7 @@ class LiveClient(ConnectionHandler):
 
     @abstractmethod
     async def deliver(self, payload: Any) -> None:
-        """Send one reply, as rendered by the job's `render`."""
+        """Send one reply, rendered by the job's `render`."""
 
     @abstractmethod
     async def complete(self) -> None:
@@ -207,9 +212,10 @@ class LiveClient(ConnectionHandler):
     # -- the stream --------------------------------------------------------------------------------
 
     async def open_session(self, session_id: str | None = None) -> Session:
-        """Open a session for this connection. If all are in use, wait up to `slot_wait_s`.
+        """Open a session for this connection. If all sessions are in use, wait for up to
+        `slot_wait_s`.
 
-        Only `capacity` is retried, because waiting changes neither the client's own limits nor a
+        Only `capacity` is retried, because waiting does not change the client's own limits or a
         draining server.
 
         Raises:
@@ -245,7 +251,7 @@ class LiveClient(ConnectionHandler):
                 await asyncio.wait([receive_task])
 
     def take_stream(self, session_id: str, kind: type[T]) -> tuple[Session, T]:
-        """Continue a session that has moved here with its stream.
+        """Continue a session that was moved here together with its stream.
 
         Args:
             session_id: Id of the session.
@@ -255,8 +261,8 @@ class LiveClient(ConnectionHandler):
             `(session, controls)`.
 
         Raises:
-            EndpointError: `moved`, `session_evicted`, or `invalid_request` if another endpoint has
-                started it.
+            EndpointError: `moved`, `session_evicted`, or `invalid_request` if the session was
+                started by another endpoint.
         """
         key = (self.connection.principal, session_id)
         log_context.bind(session_id=session_id)
@@ -278,7 +284,8 @@ class LiveClient(ConnectionHandler):
 
     @contextlib.asynccontextmanager
     async def steering(self) -> AsyncIterator[bool]:
-        """Let an input take effect as a whole before or after the session moves.
+        """Ensure that an input takes effect completely before or completely after a move of the
+        session.
 
         Yields:
             Whether the session is still here.
@@ -342,7 +349,7 @@ class RealtimeEndpoint:
         """Initialize the endpoint.
 
         Args:
-            manager: Sessions of this process. Its guard admits connections.
+            manager: Sessions of this process. The guard of the sessions admits connections.
             handler: Creates the handler of one connection.
         """
         self._manager, self._handler = manager, handler
@@ -383,8 +390,8 @@ class MediaClock:
         """Sleep until the previous chunk has played.
 
         Args:
-            num_frames: Frames of this chunk.
-            skip: Send this chunk at once, because it responds to the client's input.
+            num_frames: Number of frames of this chunk.
+            skip: Whether to send this chunk at once, because it responds to the client's input.
 
         Returns:
             Time slept in milliseconds.
@@ -404,7 +411,7 @@ class ChunkThrottle:
 
     def __init__(self) -> None:
         self.credit: int | None = None
-        """Chunks that may start. None: unlimited."""
+        """Number of chunks that may start. None: unlimited."""
         self.paused = False
         self._changed = asyncio.Event()
 
@@ -417,7 +424,7 @@ class ChunkThrottle:
             await self._changed.wait()
 
     def take_chunk(self) -> None:
-        """Use one chunk of credit."""
+        """Consume one chunk of credit."""
         if self.credit is not None:
             self.credit -= 1
 

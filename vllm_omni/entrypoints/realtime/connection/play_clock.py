@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PlayClock`: computes the deadline of a stream's next chunk from its playing time."""
+"""`PlayClock`: computes the deadline of a stream's next chunk from its playback time."""
 
 from typing import NamedTuple
 
@@ -16,8 +16,8 @@ class PlayDeadline(NamedTuple):
 class PlayClock:
     """Deadlines of one stream.
 
-    A chunk is due one playing time after the previous chunk. If the stream is late or was paused,
-    the next deadline counts from now, so that delays do not accumulate.
+    A chunk is due one playback time after the previous chunk. If the stream is late or was paused,
+    the next deadline is counted from the current time, so that delays do not accumulate.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionEngine`: requests of realtime endpoints to the engine, with errors that clients may
-see.
+"""`SessionEngine`: engine requests of the realtime endpoints, with errors that are safe to send to
+clients.
 """
 
 import time
@@ -24,7 +24,7 @@ from vllm_omni.outputs import RequestFailed
 from vllm_omni.session_files.snapshot import SnapshotHeader
 
 WORLD_POSES: Final = "world_poses"
-"""Key of the poses in a chunk's metadata and replies."""
+"""Key of the world poses in a chunk's metadata and in replies."""
 
 
 class ChunkResult(msgspec.Struct, frozen=True):
@@ -38,16 +38,16 @@ class ChunkResult(msgspec.Struct, frozen=True):
     wall_ms: float
     """Time from the request to its result in milliseconds."""
     trace: ChunkTrace = NO_CHUNK
-    """Trace that the chunk's spans belong to."""
+    """Trace to which the chunk's spans belong."""
     arrays: Mapping[str, np.ndarray] = MappingProxyType({})
     """All arrays of the engine's result by name, for example `frames` and `latents`."""
 
     @property
     def world_pose_fields(self) -> dict[str, Any]:
-        """The field `world_poses` of replies, with one pose per latent frame.
+        """Return the field `world_poses` of replies, with one pose per latent frame.
 
-        A pose is [x_m, z_m, heading_degrees, pitch_degrees]. Empty if the camera's pose in the
-        world is unknown.
+        A pose is [x_m, z_m, heading_degrees, pitch_degrees]. Empty if the camera's world pose is
+        unknown.
         """
         poses = self.meta.get(WORLD_POSES)
         return {} if poses is None else {WORLD_POSES: poses}
@@ -139,7 +139,7 @@ class SessionEngine:
         """Write a session to a new file without pausing the engine.
 
         Returns:
-            The snapshot's header, and the engine's time for it in seconds.
+            The snapshot's header, and the engine time that it took in seconds.
 
         Raises:
             EndpointError: The session could not be written.
@@ -150,7 +150,7 @@ class SessionEngine:
     async def copy_session(
         self, session_id: str, path: Path, owner: Mapping[str, str] | None, *, is_playing: bool
     ) -> tuple[SnapshotHeader, int]:
-        """Write the file of a session that will move, as `OmniEngine.copy_session`.
+        """Write the file of a session that will be moved, like `OmniEngine.copy_session`.
 
         Raises:
             EndpointError: The session could not be written.
@@ -159,7 +159,7 @@ class SessionEngine:
             return await self._engine.copy_session(session_id, path, owner, is_playing=is_playing)
 
     async def end_copy(self, path: Path) -> None:
-        """Release what the workers hold for a file of `copy_session`.
+        """Release the resources that the workers hold for a file of `copy_session`.
 
         Raises:
             EndpointError: The engine has stopped.
@@ -170,13 +170,13 @@ class SessionEngine:
     async def update_session(
         self, session_id: str, path: Path
     ) -> tuple[SnapshotHeader, dict[str, Any]]:
-        """Bring a restored session up to date from a later version of its file.
+        """Update a restored session from a later version of its file.
 
         Returns:
             `(header, scalars)`.
 
         Raises:
-            EndpointError: It could not be updated, and is closed.
+            EndpointError: The session could not be updated and has been closed.
         """
         with _endpoint_errors():
             return await self._engine.update_session(session_id, path)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StreamInfo`: stream metadata of the served model, so that endpoints are independent of the
-model.
+"""`StreamInfo`: stream metadata of the served model, so that endpoints do not depend on the model.
 
-A family defines its differences from the defaults in `ModelFamily.stream_info`. Sizes and session
+A family sets values that differ from the defaults in `ModelFamily.stream_info`. Sizes and session
 limits come from `OmniConfig`.
 """
 
@@ -35,8 +34,9 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     latent_channels: int = 16
     """Channels of a latent frame. Default: 16."""
     latent_size: tuple[int, int] | None = None
-    """Height and width of a latent frame, if they do not depend on the size of the frames. Default:
-    the frames' size divided by `vae_stride`."""
+    """Height and width of a latent frame, if they are independent of the frame size. Default: the
+    frames' size divided by `vae_stride`.
+    """
     first_stride: int = 1
     """Pixel frames of a session's first latent frame. Default: 1."""
     latent_frames_per_chunk: int = 3
@@ -64,16 +64,19 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     by_deadline: bool = False
     """Whether the engine schedules chunks by deadline (`OmniConfig.scheduling`)."""
     window_frames: int | None = None
-    """Attention window in latent frames, if sessions may choose a smaller one. None: they may not.
+    """Attention window in latent frames, if sessions may choose a smaller window. None: sessions
+    cannot choose it.
     """
     sink_frames: int | None = None
-    """Sink frames of the attention window, if sessions may choose fewer. None: they may not."""
+    """Number of sink frames of the attention window, if sessions may choose fewer. None: sessions
+    cannot choose it.
+    """
     chunks_in_flight: int = 1
-    """Chunks of a session that the engine processes at the same time (`OmniConfig`)."""
+    """Number of chunks of a session that the engine processes at the same time (`OmniConfig`)."""
     target_fps: float | None = None
-    """Frame rate of streams without a rate of their client. None: the model's rate."""
+    """Frame rate of streams whose client does not request one. None: the model's rate."""
     model: str = ""
-    """Name of the model, as clients know it."""
+    """Name of the model that clients use."""
     preset: str | None = None
     """Preset of the server (`omni.model.preset`). None: the model has no presets."""
     card: WorldDescription | None = None
@@ -81,11 +84,11 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @classmethod
     def from_vllm_config(cls, vllm_config: "VllmConfig", model: str) -> "StreamInfo":
-        """Return the metadata of the served model and its deployment.
+        """Return the metadata of the served model and deployment.
 
         Args:
             vllm_config: vLLM's configuration.
-            model: Name of the model, as clients know it.
+            model: Name of the model that clients use.
         """
         hf_config: dict[str, Any] = vllm_config.model_config.hf_config.to_dict()
         omni = OmniConfig.from_additional_config(vllm_config.additional_config)
@@ -129,10 +132,10 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             )
 
     def check_image(self, has_image: bool, param: str) -> None:
-        """Check whether a session may start with, or without, a start image.
+        """Check whether a session may start with (or without) a start image.
 
         Args:
-            has_image: Whether the client sent one.
+            has_image: Whether the client sent a start image.
             param: Key of the image in the client's message.
 
         Raises:
@@ -180,7 +183,7 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def size_multiple(self) -> tuple[int, int]:
-        """Width and height in pixels of which the size of frames must be a multiple."""
+        """Width and height in pixels of which frame sizes must be multiples."""
         return self.patch_size[2] * self.vae_stride[2], self.patch_size[1] * self.vae_stride[1]
 
     @property
@@ -196,7 +199,7 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self.vae_stride[0] * self.latent_frames_per_chunk
 
     def key_intrinsics(self, width: int, height: int) -> list[float]:
-        """Return fx, fy, cx, cy of the view that camera keys assume.
+        """Return fx, fy, cx, cy of the view assumed for camera keys.
 
         Units are pixels of the reference size, as for the intrinsics of poses.
 
@@ -209,7 +212,7 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return [focal * wide / width, focal * high / height, wide / 2, high / 2]
 
     def focal_of_keys(self, width: int) -> float:
-        """Return the focal length that camera keys assume, in pixels of a video of `width`."""
+        """Return the focal length assumed for camera keys, in pixels of a video of `width`."""
         own = None if self.card is None else self.card.focal
         return self.key_focal if own is None else own * width
 
@@ -219,21 +222,21 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return PITCH_LIMIT_DEGREES if self.card is None else self.card.pitch_limit_degrees
 
     def pixel_frames(self, latent_frames: int, starts_session: bool) -> int:
-        """Return the pixel frames of a number of latent frames.
+        """Return the number of pixel frames for a number of latent frames.
 
         Args:
             latent_frames: Number of latent frames.
-            starts_session: Whether they are the first ones of a session.
+            starts_session: Whether these are the first latent frames of a session.
         """
         less = self.vae_stride[0] - self.first_stride if starts_session else 0
         return max(0, self.vae_stride[0] * latent_frames - less)
 
     def latent_frames(self, pixel_frames: int) -> int:
-        """Return the latent frames of a chunk of `pixel_frames`."""
+        """Return the number of latent frames of a chunk of `pixel_frames`."""
         return -(-pixel_frames // self.vae_stride[0])
 
     def chunk_sizes(self, first: bool) -> Iterator[int]:
-        """Yield the sizes of the next chunks in pixel frames, without end.
+        """Yield the sizes of all following chunks in pixel frames, without end.
 
         Args:
             first: Whether the session has not started.
@@ -244,7 +247,7 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             yield self.chunk_frames
 
     def split(self, num_frames: int, first: bool) -> tuple[list[int], int]:
-        """Split a number of pixel frames into whole chunks.
+        """Split a number of pixel frames into complete chunks.
 
         Returns:
             `(sizes, remaining frames)`.

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parses actions in clients' messages, for all endpoints.
 
-Frames are a list with one entry per latent frame: names of held buttons, or a map of `buttons`,
+Frames are a list with one entry per latent frame: names of held buttons, or a map with `buttons`,
 `axes` and `scroll`. Transitions are `{"mode": "state", "transitions": [...]}`, a list of maps with
 the same keys; absent keys leave controls unchanged. An unknown control is refused with
-`invalid_action` and the list of the model's controls. Camera keys, from clients that support no
-other controls, press the buttons that they belong to and are otherwise ignored.
+`invalid_action` and the list of the model's controls. Clients that support only camera keys may
+send them: they press the corresponding buttons, and other keys are ignored.
 """
 
 from collections.abc import Iterable, Sequence
@@ -77,7 +77,7 @@ def read_actions_message(value: Any, space: ActionSpace) -> ControlScript | Cont
 
 
 def convert_frames(value: Any, space: ActionSpace) -> list[ActionEntry]:
-    """Parse a list of frames. `read_script` checks its names afterwards.
+    """Parse a list of frames. `read_script` checks the names of controls afterwards.
 
     Raises:
         EndpointError: `invalid_action`.

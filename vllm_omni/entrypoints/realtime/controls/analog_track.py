@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`AnalogTrack`: values of a client's axes and wheel until the next chunk samples them.
+"""`AnalogTrack`: values of a client's axes and wheel until they are sampled for the next chunk.
 
 A `rate` axis keeps its value until it changes. Distances on a `motion` axis are summed until a
-chunk starts. The sum is spread evenly over the chunk's frames and limited to the range of a frame,
-so that the motion ends when the hand rests. Notches of the wheel are also summed. Each frame gets
-one notch, from the first frame on; surplus notches are dropped. This module is pure data, which
-`stream_state.py` writes.
+chunk starts. The sum is spread evenly over the frames of the chunk and limited to the range of a
+frame, so that the motion ends when the user stops. Notches of the wheel are also summed. Each frame
+gets one notch, starting with the first frame; surplus notches are dropped. This module only holds
+data, which `stream_state.py` serializes.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ import msgspec
 from vllm_omni.actions import CAMERA_SPACE, ActionSpace
 
 MAX_WAITING: Final = 1024
-"""Maximum number of motion events that wait for one chunk."""
+"""Maximum number of motion events that may wait for one chunk."""
 
 EventId = int | str
 
@@ -27,7 +27,7 @@ class AnalogEvent(msgspec.Struct, frozen=True):
     order: int
     """Order of arrival within the session."""
     event_id: EventId | None
-    """The client's id. None: the client sent none."""
+    """The client's id. None: the client sent no id."""
 
 
 class _Rate(msgspec.Struct):
@@ -51,11 +51,11 @@ class AnalogTrack(msgspec.Struct):
     _notches: float = 0.0
     """Notches of the wheel since the last sample."""
     _movers: dict[int, AnalogEvent] = msgspec.field(default_factory=dict)
-    """Events of these motions and notches, by order of arrival."""
+    """Events of these motions and notches, in order of arrival."""
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether no value waits for the next chunk and no event acts."""
+        """Whether no value is waiting for the next chunk and no event is active."""
         return not (self._rates or self._movers)
 
     @property
@@ -65,10 +65,10 @@ class AnalogTrack(msgspec.Struct):
     def push(
         self, axes: Mapping[str, float], scroll: float, event: AnalogEvent
     ) -> list[AnalogEvent]:
-        """Apply one transition. Its names must be in the action space.
+        """Apply one transition. The names must be in the action space.
 
         Returns:
-            Events with rates that the transition replaces.
+            Events whose rates the transition replaces.
         """
         replaced = []
         kinds = {axis.name: axis.kind for axis in self.space.axes}
@@ -89,7 +89,7 @@ class AnalogTrack(msgspec.Struct):
         """Reset all values.
 
         Returns:
-            Events that this interrupts.
+            Events that are interrupted by this.
         """
         cut = [*self._movers.values(), *(rate.event for rate in self._rates.values())]
         self._rates.clear()
@@ -100,7 +100,7 @@ class AnalogTrack(msgspec.Struct):
 
     @property
     def waiting(self) -> list[AnalogEvent]:
-        """Events that have not completely acted."""
+        """Events that have not taken full effect."""
         return [
             *self._movers.values(),
             *(rate.event for rate in self._rates.values() if rate.is_new),
@@ -108,7 +108,7 @@ class AnalogTrack(msgspec.Struct):
 
     @property
     def holding(self) -> list[AnalogEvent]:
-        """Events with rates that stay active."""
+        """Events whose rates remain active."""
         return [rate.event for rate in self._rates.values() if rate.value]
 
     def sample(
@@ -118,7 +118,7 @@ class AnalogTrack(msgspec.Struct):
 
         Args:
             latent_frames: Latent frames of the chunk.
-            events: The events that act are appended to this list.
+            events: Events that take effect are appended to this list.
 
         Returns:
             `(axes, scroll)` of each frame.

@@ -50,11 +50,12 @@ class CameraPath:
 
         Args:
             poses: `[N, 4, 4]`.
-            intrinsics: `[N, 4]`, `[N, 3, 3]` or `[N, 4, 4]`, or one for all poses.
+            intrinsics: Intrinsics `[N, 4]`, `[N, 3, 3]` or `[N, 4, 4]`, or a single one for all
+                poses.
             max_poses: Maximum number of poses.
-            size: Width and height of the image that the server's intrinsics refer to.
-            own_size: Width and height of the image that the client's intrinsics refer to. They are
-                scaled from it to `size`. Default: the same size.
+            size: Width and height of the image to which the server's intrinsics refer.
+            own_size: Width and height of the image to which the client's intrinsics refer.
+                Intrinsics are scaled from this size to `size`. Default: the same size.
 
         Raises:
             EndpointError: `invalid_camera` or `non_finite_pose`, with the received and the allowed
@@ -109,7 +110,7 @@ class CameraPath:
         return CameraPath(self.poses_N44[start:stop], self.intrinsics_N4[start:stop])
 
     def resized(self, num_frames: int) -> "CameraPath":
-        """Truncate the path to `num_frames`, or repeat the last pose."""
+        """Truncate the path to `num_frames`, or extend it by repeating the last pose."""
         index = np.minimum(np.arange(num_frames), len(self) - 1)
         return CameraPath(self.poses_N44[index], self.intrinsics_N4[index])
 
@@ -121,9 +122,9 @@ def plan_frames(
 
     Args:
         num_poses: Number of poses that the client sent.
-        num_frames: Pixel frames that the client requested. None: as many as poses.
-        policy: `error` requires whole chunks and equal numbers. `trim` drops frames that do not
-            fill a chunk. `hold_last` repeats the last pose to fill a chunk.
+        num_frames: Number of pixel frames that the client requested. None: one frame per pose.
+        policy: `error` requires complete chunks and equal numbers of frames and poses. `trim` drops
+            frames that do not fill a chunk. `hold_last` repeats the last pose to fill a chunk.
         info: Chunk sizes of the model.
         first: Whether this is the session's first request.
 
@@ -191,7 +192,9 @@ def _check_numeric(value: list[Any]) -> bool:
 
 
 def _per_frame(intrinsics: np.ndarray, count: int) -> np.ndarray:
-    """Return fx, fy, cx, cy per frame. A single 4-vector or matrix applies to all frames."""
+    """Return fx, fy, cx, cy per frame. A single vector of four or a single matrix applies to all
+    frames.
+    """
     shape = intrinsics.shape
     if shape in ((4,), (3, 3)) or (shape == (4, 4) and count != 4):
         intrinsics = np.broadcast_to(intrinsics, (count, *shape))

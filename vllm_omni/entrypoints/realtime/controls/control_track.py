@@ -3,12 +3,13 @@
 
 Actions arrive as a script or as states. A script is a timeline with one frame of controls per
 latent frame; after its end no control is active. States are transitions, for example "these buttons
-are held". Held buttons stay until they change, so there is never a backlog. A button that is
-pressed and released between two chunks still acts for one latent frame. `AnalogTrack` handles axes
-and wheel. A script replaces states, and states replace a script. Of prompts and LoRA adapters, only
-the latest applies. All buffers are bounded.
+are held". Held buttons remain held until they change, so there is never a backlog. A button that is
+pressed and released between two chunks is still held for one latent frame. `AnalogTrack` handles
+axes and wheel. A script replaces transitions, and transitions replace a script. Only the latest
+prompt and the latest LoRA adapters apply. All buffers are bounded.
 
-This module is pure data, which `stream_state.py` writes: it has no sockets, clock or engine.
+This module only holds data, which `stream_state.py` serializes. It uses no sockets, clock or
+engine.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,7 +29,7 @@ Held = tuple[str, ...]
 
 
 class TooManyEvents(Exception):
-    """Too many events wait for the next chunk."""
+    """Too many events are waiting for the next chunk."""
 
 
 class ControlScript(msgspec.Struct, frozen=True):
@@ -39,12 +40,12 @@ class ControlScript(msgspec.Struct, frozen=True):
 
 
 class ControlTransition(msgspec.Struct, frozen=True):
-    """One change of controls."""
+    """A change of controls."""
 
     buttons: Held | None = None
     """Buttons that are now held. None: unchanged."""
     axes: Mapping[str, float] = {}
-    """New value of a rate axis, or distance on a motion axis, by name."""
+    """New value of a rate axis, or distance on a motion axis, by axis name."""
     scroll: float = 0.0
     """Notches of the wheel."""
 
@@ -83,20 +84,22 @@ class ControlSample(msgspec.Struct, frozen=True):
     lora: tuple[Lora, ...] | None = None
     """New LoRA adapters. None: unchanged."""
     event_id: EventId | None = None
-    """Id of the newest event that acts in this chunk."""
+    """Id of the newest event that takes effect in this chunk."""
     is_new: bool = False
     """Whether no earlier sample contained `event_id`."""
     applied: tuple[EventId, ...] = ()
-    """Ids of the events that act for the first time in this chunk."""
+    """Ids of the events that take effect for the first time in this chunk."""
     active: tuple[EventId, ...] = ()
-    """Ids of the events that still act after this chunk."""
+    """Ids of the events that remain in effect after this chunk."""
 
 
 class ControlTrack(msgspec.Struct):
-    """Controls of one session, in order of arrival. Call `apply` and `sample` on one event loop."""
+    """Controls of one session, in order of arrival. Call `apply` and `sample` on the same event
+    loop.
+    """
 
     space: ActionSpace = CAMERA_SPACE
-    """Controls of the model. Every control of an update must be one of them."""
+    """Controls of the model. Every control of an update must be in this action space."""
     _script: list[tuple[ActionFrame, AnalogEvent]] = []
     """Remaining frames of the script, each with its event."""
     _transitions: list[tuple[Held, AnalogEvent]] = []
@@ -114,11 +117,11 @@ class ControlTrack(msgspec.Struct):
     _num_events: int = 0
     """Number of events so far."""
     _newest_sent: int = -1
-    """Largest order of an event whose id a sample contained."""
+    """Largest order number of an event whose id was in a sample."""
     _acting: set[int] = msgspec.field(default_factory=set)
-    """Order of the events that acted in the last sample."""
+    """Order numbers of the events that were in effect in the last sample."""
     _seen: dict[EventId, None] = {}
-    """Ids of the latest events, oldest first, to detect repetitions."""
+    """Ids of the latest events, oldest first, to detect duplicates."""
     _analog: AnalogTrack = msgspec.field(default_factory=AnalogTrack)
     """Axes and wheel."""
 
@@ -133,14 +136,14 @@ class ControlTrack(msgspec.Struct):
         """Apply one event.
 
         Args:
-            updates: Parts of the event. They are applied together.
+            updates: Parts of the event. The updates are applied together.
             event_id: The client's id of the event.
 
         Returns:
-            Ids of earlier events that will never act.
+            Ids of earlier events that will never take effect.
 
         Raises:
-            TooManyEvents: Too many events wait. No part of this one is applied.
+            TooManyEvents: Too many events are waiting. No part of this event is applied.
         """
         updates = list(updates)
         if self._analog.is_full and any(_moves(update) for update in updates):
@@ -177,7 +180,7 @@ class ControlTrack(msgspec.Struct):
         return [old_id for old_id in ids if old_id is not None]
 
     def _waiting(self) -> set[int]:
-        """Return the order numbers of events that have not completely acted."""
+        """Return the order numbers of events that have not taken full effect."""
         if (
             not (self._script or self._transitions or self._prompt or self._lora)
             and self._analog.is_at_rest
@@ -266,7 +269,7 @@ class ControlTrack(msgspec.Struct):
         )
 
     def _lasting(self) -> set[int]:
-        """Return the order numbers of events that still act after this chunk."""
+        """Return the order numbers of events that remain in effect after this chunk."""
         orders = self._waiting()
         if self._held_by is not None and self._held:
             orders.add(self._held_by.order)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """`PoseTrack`: converts camera commands to one pose per pixel frame.
 
-Commands use x right, y up and z forward, relative to the session's start. Poses are camera-to-world
-with OpenCV axes (y down), as in `CameraPath`. A `target` is reached after a number of chunks:
-positions change linearly, and rotations follow the shortest arc at constant speed. A `velocity` is
-a step that repeats every latent frame until the next command. Pixel frames between latent frames
-are interpolated in the same way.
+Commands use x right, y up and z forward, relative to the start of the session. Poses are
+camera-to-world with OpenCV axes (y down), as in `CameraPath`. A `target` is reached after a number
+of chunks: positions change linearly, and rotations follow the shortest arc at constant speed. A
+`velocity` is a step that is repeated in every latent frame until the next command. Poses of pixel
+frames between latent frames are interpolated in the same way.
 
 If the model has the axes `WALK_AXES`, a velocity is converted to their values instead
-(`walk_axes`). The model then moves the camera with the package's only integrator, so that walls
-stop it. This module is pure data, which `stream_state.py` writes.
+(`walk_axes`). The model then moves the camera with the package's only integrator, which respects
+walls. This module only holds data, which `stream_state.py` serializes.
 """
 
 import math
@@ -32,7 +32,9 @@ from vllm_omni.worlds.movement import (
 # N pixel frames
 
 MAX_PENDING: Final = 32
-"""Maximum number of commands that wait for the next chunk. A command replaces its predecessor."""
+"""Maximum number of commands that may wait for the next chunk. A command replaces its
+predecessor.
+"""
 
 WALK_AXES: Final = ("forward", "right", "up", "yaw", "pitch")
 """Rates of a walking camera: steps per latent frame, then degrees per latent frame."""
@@ -47,13 +49,13 @@ class CameraCommand:
     event_id: str
     """The client's id of the command."""
     mode: Literal["target", "velocity"]
-    """Move to a pose, or keep moving."""
+    """Whether to move to a pose or to keep moving."""
     translation_3: np.ndarray
-    """Position of a target, or step of a velocity."""
+    """Position of a target, or the step of a velocity."""
     rotation_4: np.ndarray
     """Rotation as a unit quaternion x, y, z, w."""
     transition_chunks: int = 1
-    """Chunks until a target is reached, at least 0. Default: 1."""
+    """Number of chunks until a target is reached, at least 0. Default: 1."""
 
     @property
     def yaw_degrees(self) -> float:
@@ -87,9 +89,11 @@ class CommandProgress:
     started: tuple[str, ...] = ()
     """Ids of commands that started in the chunk."""
     active: tuple[str, ...] = ()
-    """Ids of commands that act at the end of the chunk."""
+    """Ids of commands that are active at the end of the chunk."""
     completed: tuple[str, ...] = ()
-    """Ids of commands that ended in the chunk: reached or replaced."""
+    """Ids of commands that ended in the chunk because their target was reached or they were
+    replaced.
+    """
 
 
 _Pose = tuple[np.ndarray, np.ndarray]
@@ -97,16 +101,16 @@ _Pose = tuple[np.ndarray, np.ndarray]
 
 
 class PoseTrack(msgspec.Struct):
-    """Camera of one session. It starts at the identity pose."""
+    """Camera of a session. It starts at the identity pose."""
 
     walks: bool = False
     """Whether velocities are converted to `WALK_AXES`. Default: False."""
     pitch_limit_degrees: float = PITCH_LIMIT_DEGREES
     """Largest angle of the view above or below the horizon that velocities reach."""
     _pending: list[CameraCommand] = []
-    """Commands that start with the next chunk."""
+    """Commands that take effect with the next chunk."""
     _active: CameraCommand | None = None
-    """Command that moves the camera now."""
+    """Command that currently moves the camera."""
     _source: _Pose = msgspec.field(default_factory=lambda: _identity())
     """Pose at the start of the active command."""
     _pose: _Pose = msgspec.field(default_factory=lambda: _identity())
@@ -130,7 +134,9 @@ class PoseTrack(msgspec.Struct):
         return _matrix(self._pose)[:3, 3]
 
     def shift(self, by_3: np.ndarray) -> None:
-        """Correct the camera's position, in OpenCV axes, after an obstacle has stopped it."""
+        """Correct the position of the camera, in OpenCV axes, after it was stopped by an
+        obstacle.
+        """
         self._pose = (self._pose[0] + _UP_TO_DOWN_44[:3, :3] @ by_3, self._pose[1])
 
     def sample(self, pixel_frames: int, latent_frames: int) -> tuple[np.ndarray, CommandProgress]:
@@ -201,7 +207,7 @@ def unit_quaternion(values: Sequence[float]) -> np.ndarray:
 
 
 def _walked(pose: _Pose, velocity: CameraCommand, pitch_limit_degrees: float) -> _Pose:
-    """Return the pose after one latent frame of a velocity, without obstacles."""
+    """Return the pose after moving with a velocity for one latent frame, ignoring obstacles."""
     right, up, forward, yaw, pitch = (
         torch.tensor([value], dtype=torch.float64)
         for value in (

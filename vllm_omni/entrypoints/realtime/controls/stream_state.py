@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The controls of a live stream as bytes, so that another server continues it.
+"""Serializes the controls of a live stream, so that another server can continue it.
 
-They contain what no snapshot of the session has: held buttons, the rest of a script, the camera of
-a command, and inputs that wait for the next chunk. The classes of this folder are written as they
-are, with their private fields. Only servers of the same fleet exchange these bytes.
+The bytes contain what a snapshot of the session does not: held buttons, the rest of a script, the
+camera of a command, and inputs that are waiting for the next chunk. The classes of this folder are
+serialized with their private fields. Only servers of the same fleet exchange these bytes.
 """
 
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ import numpy as np
 from vllm_omni.entrypoints.errors import EndpointError
 
 MAX_STATE_BYTES = 1 << 20
-"""Maximum size of the bytes. The buffers of all controls are bounded far below."""
+"""Maximum size of the bytes. The buffers of all controls are bounded well below this size."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -32,7 +32,7 @@ def decode_state(data: bytes, kind: type[T]) -> T:
         kind: Class of the controls.
 
     Raises:
-        EndpointError: `invalid_request`: they are those of another endpoint.
+        EndpointError: `invalid_request`: the bytes belong to another endpoint.
     """
     try:
         return msgspec.msgpack.decode(data, type=kind, dec_hook=_to_array)

@@ -2,13 +2,13 @@
 """Fragmented MP4 for live streams: each chunk becomes one fragment that a browser can append.
 
 `FragmentEncoder` returns an initialization segment once and a media fragment (`moof` + `mdat`) for
-every chunk. Their concatenation is a playable file. Any run of fragments plays after the
-initialization segment (Media Source Extensions), because each fragment starts with a key frame and
-carries its own time.
+every chunk. Their concatenation is a playable file. Any sequence of consecutive fragments can be
+played after the initialization segment (Media Source Extensions), because each fragment starts with
+a key frame and has its own timestamp.
 
 Why not one FFmpeg muxer for the whole stream: a fragment would have to be flushed after each chunk,
-and PyAV has no call for that. Each chunk is therefore a file of FFmpeg, and only its boxes are
-extracted here.
+and PyAV has no function for that. Each chunk is therefore written as a separate file by FFmpeg, and
+its boxes are extracted here.
 """
 
 import io
@@ -51,7 +51,7 @@ class FragmentEncoder(StatelessEncoder):
         self._init_segment: bytes | None = None
 
     def encode(self, frames: StampedFrames) -> list[EncodedPart]:
-        """Return one part: the bytes that continue the stream."""
+        """Return a single part: the bytes that continue the stream."""
         is_first = self._init_segment is None
         data = self.encode_fragment(frames.frames_THWC, frames.stamps[0].frame)
         _, height, width, _ = frames.frames_THWC.shape
@@ -61,12 +61,12 @@ class FragmentEncoder(StatelessEncoder):
     def encode_fragment(self, frames_THWC: np.ndarray, first_frame: int) -> bytes:
         """Return the bytes that continue the stream.
 
-        The first call returns the initialization segment and a fragment, later calls a fragment.
-        Takes some milliseconds per frame at 480x832, so call it on a thread.
+        The first call returns the initialization segment and a fragment, later calls only a
+        fragment. It takes some milliseconds per frame at 480x832, so call it on a worker thread.
 
         Args:
             frames_THWC: Frames, uint8 RGB, T >= 1, with the same H and W in every call.
-            first_frame: Number of the first frame, which determines its time.
+            first_frame: Index of the first frame, which determines its timestamp.
 
         Raises:
             ValueError: The frames have another size.
@@ -96,7 +96,9 @@ class FragmentEncoder(StatelessEncoder):
         return f'video/mp4; codecs="avc1.{self._init_segment[profile : profile + 3].hex()}"'
 
     def _mux(self, frames_THWC: np.ndarray, first_frame: int) -> bytes:
-        """Return a separate MP4 file that continues the times and sequence numbers."""
+        """Return a separate MP4 file whose timestamps and sequence numbers continue the previous
+        ones.
+        """
         buffer = io.BytesIO()
         options = {"movflags": _MOVFLAGS, "fragment_index": str(self._num_fragments)}
         with av.open(buffer, mode="w", format="mp4", options=options) as container:

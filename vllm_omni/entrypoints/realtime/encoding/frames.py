@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The encoder interface: stamped frames in, encoded parts out.
+"""The encoder interface: converts stamped frames to encoded parts.
 
-A part is what a client decodes at once: one image, one H.264 access unit, or a group of frames
+A part is a unit that a client decodes at once: an image, an H.264 access unit, or a group of frames
 (raw frames, deltas, an MP4 file, a fragment). Encoding blocks, so it runs on a thread of
 `ServerContext.threads`, never on the event loop. Encoders hold at most one frame between calls.
 """
@@ -16,20 +16,20 @@ import numpy as np
 # T frames, H height, W width, C = 3 channels (RGB)
 
 InputId = str | int
-"""The client's id of an input: of an event, an interaction or a request."""
+"""A client's id of an input: of an event, an interaction or a request."""
 
 
 class FrameStamp(msgspec.Struct, frozen=True):
-    """Position and cause of one frame."""
+    """Position of a frame, and the input that affected it."""
 
     chunk_index: int
-    """Number of the chunk within the session, from 0."""
+    """Index of the chunk within the session, from 0."""
     frame: int
-    """Number of the frame within the session, from 0."""
+    """Index of the frame within the session, from 0."""
     time_us: int
     """Presentation time in microseconds after the session's first frame."""
     input_id: InputId | None = None
-    """Newest input that influenced the frame. None: no input did."""
+    """Newest input that affected the frame. None: no input affected it."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ def stamped_frames(
 
     Args:
         frames_THWC: Frames, uint8 RGB.
-        chunk_index: Number of the chunk within the session.
-        first_frame: Number of the first frame within the session.
+        chunk_index: Index of the chunk within the session.
+        first_frame: Index of the first frame within the session.
         fps: Playback rate in frames per second.
-        input_id: Newest input that influenced the chunk.
+        input_id: Newest input that affected the chunk.
     """
     numbers = range(first_frame, first_frame + len(frames_THWC))
     return StampedFrames(
@@ -101,27 +101,28 @@ class EncodedPart:
 
 
 class FrameEncoder(Protocol):
-    """Encodes the frames of one stream in order. Used by one thread at a time."""
+    """Encodes the frames of one stream in order. An encoder is used by one thread at a time."""
 
     def encode(self, frames: StampedFrames) -> list[EncodedPart]:
         """Return the frames in encoded form.
 
         Raises:
-            ValueError: Shape or dtype of the frames is wrong, or the size of the stream changed.
+            ValueError: The frames have an invalid shape or dtype, or their size differs from
+                earlier frames of the stream.
         """
         ...
 
     def request_key_frame(self) -> None:
-        """Make the next frame one at which a decoder can start."""
+        """Make the next frame a key frame, at which a decoder can start."""
         ...
 
     def set_bitrate(self, bits_per_s: int) -> None:
-        """Set the target from the next frame on. Codecs without rate control ignore it."""
+        """Set the target from the next frame on. Codecs without rate control ignore the bitrate."""
         ...
 
 
 class StatelessEncoder:
-    """Base of encoders whose parts do not depend on each other."""
+    """Base class of encoders whose parts are independent of each other."""
 
     def request_key_frame(self) -> None:
         """Do nothing: a decoder can start at every part."""

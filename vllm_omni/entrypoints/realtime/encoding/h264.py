@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """H.264 access units for live streams: one Annex-B access unit per frame, without delay.
 
-There is no key frame except the first one and those that are requested, so a chunk border costs
-nothing. A key frame (IDR) carries its parameter sets, so a decoder can start with it. The bitrate
-may change at any frame.
+Only the first frame and requested frames are key frames, so that a chunk boundary costs nothing. A
+key frame (IDR) contains its parameter sets, so that a decoder can start with it. The bitrate may
+change at any frame.
 
-The profile is Constrained Baseline, because WebRTC requires exactly this profile of every browser,
+The profile is Constrained Baseline, because WebRTC requires browsers to support only this profile,
 and one encoder serves all viewers of a session.
 """
 
@@ -25,7 +25,7 @@ from vllm_omni.entrypoints.realtime.encoding.frames import EncodedPart, FrameSta
 H264Implementation = Literal["h264_nvenc", "libx264"]
 
 MAX_BITRATE: Final = 8_000_000
-"""Bits per second of a stream whose client keeps up."""
+"""Bitrate in bits per second of a stream whose client keeps up."""
 MIN_BITRATE: Final = 150_000
 """Lowest target in bits per second."""
 
@@ -66,8 +66,9 @@ class H264Encoder:
 
     Args:
         implementation: FFmpeg's name of the encoder.
-        fps: Playback rate in frames per second. Rate control uses it; times come from the stamps.
-        bits_per_s: First target of rate control in bits per second.
+        fps: Playback rate in frames per second. It is used for rate control; timestamps come from
+            the stamps.
+        bits_per_s: Initial target of rate control in bits per second.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class H264Encoder:
 
 
 def access_unit_fields(unit: EncodedPart) -> dict[str, Any]:
-    """Return the fields of a message that a decoder of its access unit needs."""
+    """Return the message fields that a client needs to decode an access unit."""
     codec = codec_string(bytes(unit.data)) if unit.is_key else None
     return {"is_key_frame": unit.is_key} | ({} if codec is None else {"codec_string": codec})
 
@@ -155,7 +156,8 @@ def codec_string(access_unit: bytes) -> str | None:
     """Return the codec of a stream for WebCodecs, for example `avc1.42c01f`.
 
     Args:
-        access_unit: Annex-B bytes. The codec is known if they contain a sequence parameter set.
+        access_unit: Annex-B bytes. The codec is known only if they contain a sequence parameter
+            set.
     """
     at = access_unit.find(b"\x00\x00\x01\x67")
     if at < 0:

@@ -2,7 +2,7 @@
 """Encoders of separate frames: JPEG, WebP, raw frames, lossless deltas and MP4 files.
 
 JPEG has two implementations. `NvJpegEncoder` uses nvJPEG through torchvision, because data-centre
-GPUs have a JPEG engine or fast CUDA kernels for it, but no NVENC. `ImageEncoder` uses Pillow.
+GPUs have no NVENC but a JPEG engine or fast CUDA kernels for JPEG. `ImageEncoder` uses Pillow.
 """
 
 import io
@@ -39,7 +39,7 @@ class ImageEncoder(StatelessEncoder):
         format: `jpeg` or `webp`.
         quality: 1 to 100.
         max_width: Maximum width in pixels; wider frames are scaled down. None or 0: no limit.
-        full_chroma: Whether JPEG keeps the full resolution of colours (4:4:4).
+        full_chroma: Whether JPEG retains the full colour resolution (4:4:4).
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class NvJpegEncoder(StatelessEncoder):
 
 
 class RawEncoder(StatelessEncoder):
-    """Returns a group of frames as it is, without a copy if it is contiguous."""
+    """Returns a group of frames unchanged, without a copy if they are contiguous."""
 
     def encode(self, frames: StampedFrames) -> list[EncodedPart]:
         _, height, width, _ = frames.frames_THWC.shape
@@ -110,9 +110,9 @@ class RawEncoder(StatelessEncoder):
 
 
 class DeltaEncoder:
-    """Compresses a group of frames, each XOR its predecessor, as one gzip stream.
+    """Compresses a group of frames, each XORed with its predecessor, as one gzip stream.
 
-    The first frame of a chunk is not differenced, so that each chunk can be decoded alone.
+    The first frame of a chunk is not differenced, so that each chunk can be decoded on its own.
     """
 
     def __init__(self) -> None:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the implementation of each codec, once at start, by what the machine has.
+"""Chooses the implementation of each codec once at startup, based on what the machine supports.
 
-Each candidate encodes one small frame. The first one that succeeds is used. `doctor` and
-`/omni/ready` report the choice and why a faster candidate is not used.
+Each candidate encodes a small test frame. The first one that succeeds is used. `doctor` and
+`/omni/ready` report the choice and the reason for not using a faster candidate.
 
-NVENC has not been tried on a GPU: data-centre GPUs such as H100 and H200 have none. Its selection
-is tested with a replacement. nvJPEG was measured on an H200.
+NVENC has not been tested on a GPU: data-centre GPUs such as H100 and H200 have no NVENC. Its
+selection is tested with a substitute. nvJPEG was measured on an H200.
 """
 
 import functools
@@ -25,7 +25,7 @@ _PROBE_QUALITY: Final = 90
 
 @dataclass(frozen=True)
 class EncoderChoice:
-    """The implementation of one codec."""
+    """The chosen implementation of one codec."""
 
     codec: str
     """`h264` or `jpeg`."""
@@ -47,7 +47,7 @@ class EncoderChoice:
 
 @dataclass(frozen=True)
 class Implementations:
-    """The implementation of every codec that has several."""
+    """The chosen implementation of every codec that has several."""
 
     h264: EncoderChoice
     """Implementation of H.264."""
@@ -64,12 +64,12 @@ class Implementations:
     def create_jpeg(
         self, quality: int, max_width: int | None = None, full_chroma: bool = False
     ) -> FrameEncoder:
-        """Return an encoder. Frames that are scaled down are encoded by Pillow.
+        """Return an encoder. Frames that must be scaled down are encoded by Pillow.
 
         Args:
             quality: 1 to 100.
             max_width: Maximum width in pixels. None or 0: no limit.
-            full_chroma: Whether to keep the full resolution of colours. nvJPEG always does.
+            full_chroma: Whether to retain the full colour resolution. nvJPEG always does.
         """
         if self.jpeg.implementation == "nvjpeg" and not max_width:
             return NvJpegEncoder(quality)
@@ -80,7 +80,7 @@ Candidate = tuple[str, Callable[[], FrameEncoder]]
 
 
 def choose(codec: str, candidates: Sequence[Candidate]) -> EncoderChoice:
-    """Return the first candidate that can encode a frame. The last one must.
+    """Return the first candidate that can encode a frame. The last candidate must succeed.
 
     Args:
         codec: Name of the codec.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionEncoders`: the encoders of one session, one for each form in which it is requested.
+"""`SessionEncoders`: the encoders of one session, one for each requested output format.
 
 A session's H.264 stream continues over chunks and requests, so the encoder belongs to the session
 and not to a request.
@@ -27,11 +27,13 @@ VideoCodec = Literal["jpeg", "webp", "raw", "delta_gzip", "mp4", "fmp4", "h264"]
 
 _DEFAULT_QUALITY: Final = {"webp": 90, "jpeg": 95}
 _MAX_ENCODERS: Final = 4
-"""Encoders of one session. A client that requests more forms loses the least recently used one."""
+"""Maximum number of encoders of one session. If a client requests more formats, the least recently
+used encoder is dropped.
+"""
 
 
 class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Form in which frames are requested."""
+    """Output format that a client requests."""
 
     codec: VideoCodec
     """Codec."""
@@ -93,7 +95,7 @@ class SessionEncoders:
         return units if encoded == [stamp.frame for stamp in frames.stamps] else None
 
     def get(self, spec: EncoderSpec) -> FrameEncoder:
-        """Return the encoder of a form. Create it if it does not exist."""
+        """Return the encoder of a form. The encoder is created if it does not exist."""
         encoder = self._encoders.get(spec)
         if encoder is None:
             encoder = self._encoders[spec] = self._create(spec)
@@ -110,7 +112,7 @@ class SessionEncoders:
             encoder.request_key_frame()
 
     def note_transfer(self, transfer_s: float, playing_s: float) -> None:
-        """Adapt the bitrate to the time in which the client received a chunk.
+        """Adapt the bitrate to the time that the client took to receive a chunk.
 
         Args:
             transfer_s: Time from the first to the last byte in seconds.
@@ -120,10 +122,10 @@ class SessionEncoders:
         self._apply_bitrate()
 
     def note_arrival(self, arrival_s: float, playing_s: float) -> None:
-        """Adapt the bitrate to what a client has measured of the newest chunk.
+        """Adapt the bitrate to the client's measurement of the newest chunk.
 
-        Its frames are sent while later ones are encoded, so the encoder's time is not the
-        network's.
+        Its frames are sent while later frames are encoded, so encoding time must not be attributed
+        to the network.
 
         Args:
             arrival_s: Time from the first to the last message in seconds.
@@ -132,7 +134,7 @@ class SessionEncoders:
         self.note_transfer(max(0.0, arrival_s - self._spent_s), playing_s)
 
     def set_bandwidth(self, bits_per_s: int) -> None:
-        """Adapt the bitrate to the client's own estimate of its bandwidth."""
+        """Adapt the bitrate to the client's own bandwidth estimate."""
         self._bitrate.set_bandwidth(bits_per_s)
         self._apply_bitrate()
 
@@ -141,7 +143,7 @@ class SessionEncoders:
             encoder.set_bitrate(self._bitrate.bits_per_s)
 
     def reset(self) -> None:
-        """Drop all encoders, because the session starts again. Streams restart with a key frame."""
+        """Drop all encoders, because the session restarts. Streams restart with a key frame."""
         self._encoders = OrderedDict()
         self._chunk_index, self._units = None, []
 

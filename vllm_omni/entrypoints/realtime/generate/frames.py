@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frame messages of `/v1/realtime_video/generate`: converts a finished chunk to `FrameMessage`s.
 
-A message is one msgpack map that contains the payload. From 64 KiB on it is a header map, followed
-by the payload as a separate WebSocket message. Encoding runs on the executor's threads, except for
+A message is a single msgpack map that contains the payload. Payloads of at least 64 KiB are sent as
+a separate WebSocket message after a header map. Encoding runs on the executor's threads, except for
 raw frames.
 """
 
@@ -45,7 +45,7 @@ class ChunkReport(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     """Request id."""
     chunk_index: int
-    """Number of the chunk within the session."""
+    """Index of the chunk within the session."""
     sample: ControlSample
     """Controls of the chunk."""
     forward_ms: float
@@ -65,7 +65,7 @@ class ChunkReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrameMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """WebSocket messages that are sent together."""
+    """WebSocket messages that must be sent together."""
 
     parts: tuple[bytes | memoryview, ...]
     """The messages."""
@@ -76,7 +76,7 @@ class FrameMessage(msgspec.Struct, frozen=True, kw_only=True):
     is_first: bool
     """Whether this is the chunk's first message."""
     is_new_event: bool
-    """Whether the chunk contains the first effect of an event."""
+    """Whether this is the first chunk in which an event takes effect."""
     report: ChunkReport | None
     """Report of the chunk, for its last message only."""
 
@@ -89,7 +89,7 @@ class FrameBatcher:
     """Encodes the frames of one session."""
 
     spec: EncoderSpec
-    """Form of the frames. Its codec is a key of `_CONTENT_TYPES`."""
+    """Form of the frames. The codec of the spec is a key of `_CONTENT_TYPES`."""
 
     def __call__(self, chunk: FinishedChunk) -> Iterator[FrameMessage]:
         """Yield the chunk's messages in order."""

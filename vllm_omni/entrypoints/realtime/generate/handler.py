@@ -3,10 +3,10 @@
 
 SGLang's clients and web UI work unchanged. A client that names `extensions` in `init` gets
 additional messages: receipts, credit, pause, reset and ping. Other clients never receive them,
-because they would read an unknown message as their next frame.
+because they would interpret an unknown message as their next frame.
 
-Differences from the original that clients do not notice: many sessions at a time, a close frame at
-every end, disconnection of slow readers, and abort of the running chunk on disconnect.
+Differences from the original that clients do not notice: multiple concurrent sessions, a close
+frame at every end, disconnection of slow readers, and abort of the running chunk on disconnect.
 """
 
 import time
@@ -52,27 +52,27 @@ _pack = msgspec.msgpack.Encoder().encode
 
 
 class _KeyedState(msgspec.Struct, kw_only=True, tag="keyed"):
-    """What steers a stream, as it moves to another server with its session."""
+    """The controls of a stream, which move to another server together with its session."""
 
     timed: PromptSchedule
     """Timed prompts."""
     track: ControlTrack
-    """Controls that wait for a chunk."""
+    """Controls that are waiting for a chunk."""
     paused: bool = False
     """Whether the client has paused the stream."""
     input_id: EventId | None = None
-    """Newest event that has acted."""
+    """Newest event that has taken effect."""
 
 
 class _KeyedSource(LiveChunks):
     """Samples a client's controls for each chunk.
 
     Args:
-        state: What steers the stream.
+        state: Controls of the stream.
         init: The client's first message.
-        prompt: Prompt of `init`; None if the model has no prompt.
+        prompt: Prompt from `init`; None if the model takes no prompt.
         throttle: Pause and credit.
-        session: The session, of which the stream generates the next chunks.
+        session: The session for which the stream generates the next chunks.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class _Client(LiveClient):
             raise
 
     def _first_state(self, init: protocol.InitMessage) -> _KeyedState:
-        """Return the controls of a stream from its start."""
+        """Return the initial controls of a stream."""
         timed = PromptSchedule(init.prompts, init.fps or self.info.fps)
         state = _KeyedState(timed=timed, track=ControlTrack(self.info.actions))
         script = init.script(self.info.actions)
@@ -253,7 +253,7 @@ class _Client(LiveClient):
         return state
 
     def _start(self, session: Session, state: _KeyedState, init: protocol.InitMessage) -> None:
-        """Generate chunks from a session's next one on.
+        """Generate chunks, starting with the session's next one.
 
         Args:
             session: The session.
@@ -340,7 +340,7 @@ class _Client(LiveClient):
             self.session.encoders.note_transfer(self._write_ms / 1e3, playing_s)
 
     def _after_chunk(self, report: ChunkReport) -> list[bytes]:
-        """Return the messages that are sent in one write with a chunk's last frames."""
+        """Return the messages that are sent in the same write as the last frames of a chunk."""
         messages = [self._stats(report)]
         for event_id in report.sample.applied if "receipts" in self._granted else ():
             applied = {"type": "event_applied", "event_id": event_id}
@@ -362,8 +362,8 @@ class _Client(LiveClient):
     def _stats(self, report: ChunkReport) -> bytes:
         """Return `chunk_stats`, with non-negative integers only. Times are rounded to milliseconds.
 
-        The write time excludes the chunk's last messages, because they are written together with
-        this one.
+        The write time excludes the last messages of the chunk, because they are written together
+        with this message.
         """
         forward_ms, build_ms, throttle_ms, write_ms = (
             report.forward_ms,
@@ -463,7 +463,7 @@ class _Client(LiveClient):
 
 
 def _event_id(value: Any) -> int | None:
-    """Return the id of an event that is refused, or None without a valid id."""
+    """Return the id of a refused event, or None if it has no valid id."""
     event_id = value.get("event_id") if isinstance(value, dict) else None
     return event_id if type(event_id) is int and 0 <= event_id < 1 << 32 else None
 

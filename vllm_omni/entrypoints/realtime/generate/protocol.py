@@ -46,8 +46,9 @@ EXTENSIONS: Final = (
     "key_frame",
     "moves",
 )
-"""Extensions that a client may enable with `init.extensions`. Other clients never receive other
-types of messages."""
+"""Extensions that a client may enable with `init.extensions`. Clients that enable none never
+receive other types of messages.
+"""
 
 INVALID_INIT: Final = "invalid generate request"
 INVALID_EVENT: Final = "invalid event"
@@ -55,8 +56,9 @@ BUSY: Final = "another realtime session is already active"
 
 _MAX_TRANSITIONS: Final = 512
 _NOT_OFFERED: Final = ("enhance_prompt", "enable_frame_interpolation", "enable_upscaling")
-"""Options of SGLang that change the frames. They are refused, because the client would expect other
-frames."""
+"""Options of SGLang that change the frames. They are refused, because the client would expect
+different frames.
+"""
 _U32: Final = (1 << 32) - 1
 _SIZE: Final = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})", re.ASCII)
 
@@ -68,7 +70,8 @@ EventId = Annotated[int, msgspec.Meta(ge=0, le=_U32)]
 class InitMessage(msgspec.Struct, frozen=True, kw_only=True):
     """The first message of a connection.
 
-    Unknown keys are ignored, and so are settings that the deployment fixes (steps, causal window).
+    Unknown keys are ignored, as are settings that are fixed by the deployment (steps, causal
+    window).
     """
 
     type: Literal["init"]
@@ -76,20 +79,23 @@ class InitMessage(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str
     """First prompt."""
     prompts: Annotated[list[TimedPrompt], msgspec.Meta(max_length=MAX_PROMPTS)] = []
-    """Extension: later prompts, each with its second or chunk. Prompt events may come between them.
+    """Extension: later prompts, each with the second or chunk at which it takes effect. Prompt
+    events may be sent in between.
     """
     model: str | None = None
     """Accepted and ignored."""
     first_frame: Any = None
     """Start image: PNG, JPEG, WebP or GIF bytes, or a `data:` URL."""
     images: NamedSources = {}
-    """Extension: named images, for models that take some, each in a form of `first_frame`."""
+    """Extension: named images, for models that take them, each in one of the forms of
+    `first_frame`.
+    """
     size: str | None = None
     """Size of the frames, for example `"832x480"`. Default: the deployment's."""
     fps: Annotated[int, msgspec.Meta(ge=1, le=240)] | None = None
     """Playback rate in frames per second, 1 to 240. Default: the model's."""
     num_frames: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] | None = None
-    """Accepted and ignored, because the model fixes the length of the first chunk."""
+    """Accepted and ignored, because the length of the first chunk is fixed by the model."""
     max_chunks: Annotated[int, msgspec.Meta(ge=1, le=_U32)] | None = None
     """Maximum number of chunks. Default: unlimited."""
     seed: RequestedSeed = 42
@@ -112,7 +118,7 @@ class InitMessage(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum width in pixels; wider frames are scaled down before encoding. 0 or default: no
     limit."""
     realtime_output_pacing: bool = False
-    """Send each chunk no earlier than it plays. Default: False."""
+    """Send each chunk no earlier than it is due for playback. Default: False."""
     realtime_causal_kv_cache_num_frames: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
     """Attention window of the session in latent frames, at most the server's. Default: the
     server's."""
@@ -125,8 +131,10 @@ class InitMessage(msgspec.Struct, frozen=True, kw_only=True):
     lora: Loras | None = None
     """LoRA adapters, `[{"name", "scale"}]`."""
     session_id: SessionId | None = None
-    """Extension `moves`: continue this session, which has moved here. The other keys are those of
-    its start; the images may be absent. Default: start a new session."""
+    """Extension `moves`: continue this session, which has been moved to this server. The other keys
+    are the same as at the start of the session; the images may be absent. Default: start a new
+    session.
+    """
     start_pose: StartPose | None = None
     """Extension: pose of the start image in the world."""
     extensions: Annotated[list[str], msgspec.Meta(max_length=32)] | None = None
@@ -137,7 +145,7 @@ class InitMessage(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def granted(self) -> tuple[str, ...]:
-        """Requested extensions that the server has."""
+        """Requested extensions that the server supports."""
         return tuple(name for name in EXTENSIONS if name in (self.extensions or ()))
 
     @property
@@ -167,13 +175,14 @@ class InitMessage(msgspec.Struct, frozen=True, kw_only=True):
     def window(
         self, most_frames: int | None, most_sinks: int | None
     ) -> tuple[int | None, int | None]:
-        """Return the session's window and sink frames, or None for the server's.
+        """Return the session's window and sink frames, or None for the server's values.
 
-        Larger values become the server's, because the original web page always sends 18 and 9.
+        Larger values are reduced to the server's, because the original web page always sends 18 and
+        9.
 
         Args:
             most_frames: The server's window. If None, clients cannot choose the window.
-            most_sinks: The server's sink frames. If None, clients cannot choose them.
+            most_sinks: The server's sink frames. If None, clients cannot choose the sink frames.
         """
         frames, sinks = self.realtime_causal_kv_cache_num_frames, self.realtime_causal_sink_size
         if most_frames is None or most_sinks is None:
@@ -200,7 +209,7 @@ class EventMessage(msgspec.Struct, frozen=True):
     """A control event during the stream."""
 
     updates: tuple[Update, ...]
-    """Parts of the event. They are applied together."""
+    """Parts of the event. The updates are applied together."""
     event_id: int | None
     """The client's id of the event."""
 
@@ -235,7 +244,7 @@ class PingMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeyFrameMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """Extension `key_frame`: start the next chunk of `h264` with a key frame."""
+    """Extension `key_frame`: start the next `h264` chunk with a key frame."""
 
     type: Literal["key_frame"]
     """Type of the message."""
@@ -253,7 +262,7 @@ _EXTRAS: Final[dict[str, tuple[str, type[Extra]]]] = {
 def named_extensions(value: Any) -> tuple[str, ...]:
     """Return the extensions that a message names, even if the message is invalid.
 
-    A client that names extensions understands the details of a refusal.
+    A client that names extensions can parse the details of a refusal.
     """
     names = value.get("extensions") if isinstance(value, dict) else None
     return tuple(name for name in EXTENSIONS if name in names) if isinstance(names, list) else ()
@@ -265,8 +274,8 @@ def parse_init(
     """Parse and check an `init` message.
 
     Raises:
-        EndpointError: The message is invalid. The text is for the log and for clients with
-        extensions.
+        EndpointError: The message is invalid. The text is written to the log and sent to clients
+            with extensions.
     """
     init = _convert(value, InitMessage)
     for name in _NOT_OFFERED:
@@ -301,7 +310,7 @@ def parse_init(
 
 @dataclass(frozen=True)
 class EventReader:
-    """Parses events of one client."""
+    """Parses the events of one client."""
 
     limits: EndpointLimits
     """Limits of messages."""
@@ -365,7 +374,7 @@ class EventReader:
 
 
 def _event_id(value: Any) -> int | None:
-    """Return the id of a message that is an event.
+    """Return the id of a message if it is an event.
 
     Raises:
         EndpointError: The message is not an event, or its id is invalid.

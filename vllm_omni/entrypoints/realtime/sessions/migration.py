@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SessionMigration`: writes sessions of this API server process to files and restores them.
 
-If a request runs, the snapshot contains the state after its last finished chunk. A restored session
-belongs to the client that restored it. It continues at the same chunk on every endpoint that
-continues sessions. Snapshots in transit are in `staging`. Snapshots that outlive the server are in
-`persistent_dir`. Other users can read neither directory.
+If a request is running, the snapshot contains the state after its last finished chunk. A restored
+session belongs to the client that restored it. The session continues at the same chunk, on every
+endpoint that can continue sessions. Snapshots in transit are in `staging`. Snapshots that outlive
+the server are stored in `persistent_dir`. Other users of the machine can read neither directory.
 """
 
 import asyncio
@@ -46,11 +46,11 @@ class SessionOwner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     session_id: SessionId
     """The client's id of the session."""
     client: Annotated[str, msgspec.Meta(max_length=256)]
-    """Client that limits and quotas count the session for."""
+    """Client to which limits and quotas attribute the session."""
 
 
 class SnapshotScalars(msgspec.Struct, frozen=True):
-    """Scalars in every snapshot of a world model. Others are specific to the model."""
+    """Scalars in every snapshot of a world model. Other scalars are specific to the model."""
 
     prompt: str
     """Current prompt."""
@@ -104,7 +104,7 @@ class SessionMigration:
         Args:
             session: The session.
             path: File to create.
-            owner: Owner that is written to the header. Default: none.
+            owner: Session owner to write to the header. Default: none.
 
         Raises:
             EndpointError: For example `unknown_session` or `session_busy`.
@@ -117,7 +117,7 @@ class SessionMigration:
     async def copy(
         self, session: Session, path: Path, *, is_playing: bool
     ) -> tuple[SnapshotHeader, int]:
-        """Write the file of a session that will move, or bring it up to date.
+        """Write or update the file of a session that will be moved.
 
         Args:
             session: The session.
@@ -125,7 +125,7 @@ class SessionMigration:
             is_playing: Whether the session may run chunks meanwhile.
 
         Returns:
-            `(header, bytes)`: header of the file and the number of bytes that were written.
+            `(header, bytes)`: the header of the file, and the number of bytes written.
 
         Raises:
             EndpointError: For example `unknown_session` or `session_busy`.
@@ -137,7 +137,7 @@ class SessionMigration:
         )
 
     async def _repeated(self, session: Session, save: Callable[[], Awaitable[T]]) -> T:
-        """Save a session, again if one of its chunks finished in the meantime."""
+        """Save a session, and save it again if one of its chunks has finished in the meantime."""
         with session.keep_alive():
             for attempt in range(_ATTEMPTS):
                 if not session.started:
@@ -156,7 +156,7 @@ class SessionMigration:
 
         Args:
             key: Principal and id of the new session.
-            client: Client that limits count the session for.
+            client: Client to which limits attribute the session.
             path: Snapshot file.
             endpoint: Name of the endpoint, for metrics.
 
@@ -181,10 +181,11 @@ class SessionMigration:
         return session
 
     async def update(self, session: Session, path: Path) -> SnapshotHeader:
-        """Bring a restored session up to date from a later version of its file.
+        """Update a restored session from a later version of its file.
 
         Raises:
-            EndpointError: It could not be updated, and its state in the engine is freed.
+            EndpointError: The session could not be updated, and its state in the engine has been
+                freed.
         """
         await self._check(path)
         with session.keep_alive():
@@ -201,7 +202,7 @@ class SessionMigration:
         """Apply a snapshot to the session of this process.
 
         Raises:
-            EndpointError: `invalid_snapshot`: it is not of a world model.
+            EndpointError: `invalid_snapshot`: the file is not a snapshot of a world model.
         """
         try:
             world = msgspec.convert(dict(scalars), SnapshotScalars)
@@ -222,7 +223,7 @@ class SessionMigration:
         """Check a file before the workers read it.
 
         Raises:
-            EndpointError: The file is damaged, or no endpoint would accept its prompt or seed.
+            EndpointError: The file is damaged, or its prompt or seed is not valid on any endpoint.
         """
         try:
             header = await asyncio.to_thread(read_header, path)
@@ -243,8 +244,8 @@ class SessionMigration:
     async def take_over(self) -> int:
         """Restore sessions of stopped servers from `persistent_dir`.
 
-        Sessions that cannot be restored, or exceed the capacity, stay in the directory and are
-        logged.
+        Sessions that cannot be restored, or that exceed the capacity, remain in the directory and
+        are logged.
 
         Returns:
             Number of restored sessions.
@@ -282,7 +283,9 @@ class SessionMigration:
         return count
 
     def sweep(self) -> None:
-        """Remove files of killed servers: staged snapshots and incomplete persisted ones."""
+        """Remove files of servers that were killed: staged snapshots and incomplete persistent
+        ones.
+        """
         dead = self.staging.sweep()
         if self.persistent_dir is not None:
             self.persistent_dir.sweep(dead | self._persistent_staging.sweep())
@@ -313,7 +316,7 @@ class SessionMigration:
 
 
 def owner_of_session(session: Session) -> dict[str, str]:
-    """Return the owner of a session as the header of a snapshot contains it."""
+    """Return the owner of a session in the form that the snapshot header contains."""
     principal, session_id = session.key
     owner: dict[str, str] = msgspec.to_builtins(SessionOwner(principal, session_id, session.client))
     return owner

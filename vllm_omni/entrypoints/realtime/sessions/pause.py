@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionPause` and `Destination`: work between two chunks of a session, and where it went.
+"""`SessionPause` and `Destination`: work between two chunks of a session, and the session's new
+location.
 
-While the work runs, no request of the session is in the engine, so its state does not change. A
-request that runs continues afterwards, unless the session has left.
+While the work runs, no request of the session is in the engine, so the session's state does not
+change. A running request continues afterwards, unless the session has left this server.
 """
 
 import asyncio
@@ -20,12 +21,14 @@ class Destination:
     server: str
     """Name of the server."""
     url: str | None
-    """Address of the server for clients. None: the address that they have used, with the name."""
+    """Address of the server for clients. None: the address that clients have already used, together
+    with the name.
+    """
     next_chunk_index: int
-    """Number of the session's next chunk."""
+    """Index of the session's next chunk."""
 
     def as_error(self) -> EndpointError:
-        """Return the end of a request of the session. It is not sent as a failure."""
+        """Return the error that ends a request of the session. It is not sent as a failure."""
         return EndpointError(
             "moved",
             f"the session continues on the server {self.server!r}",
@@ -40,26 +43,26 @@ async def _at_once() -> None:
 
 
 class SessionPause:
-    """One pause of a session.
+    """A pause of a session.
 
     Args:
-        work: Runs during the pause. Returns where the session has gone, or None if it stays.
+        work: Runs during the pause. Returns the new location of the session, or None if it stays.
     """
 
     def __init__(self, work: "Callable[[SessionPause], Awaitable[Destination | None]]") -> None:
         self._work = work
         self.is_started = False
         self.is_cancelled = False
-        """Whether the request that was paused has been cancelled, so that the session will end."""
+        """Whether the paused request has been cancelled, so that the session will end."""
         self.wait_until_delivered: Callable[[], Awaitable[None]] = _at_once
-        """Waits until the clients have received every finished chunk."""
+        """Waits until all finished chunks have been received by the clients."""
         self.stream_state: Callable[[], bytes | None] = lambda: None
-        """Returns the controls of the request that was paused (`ChunkSource.state`)."""
+        """Returns the controls of the paused request (`ChunkSource.state`)."""
         self.done: asyncio.Future[Destination | None] = asyncio.get_running_loop().create_future()
         """Result of the work."""
 
     async def run(self) -> None:
-        """Run the work once. If the caller is cancelled, the work still runs to its end."""
+        """Run the work once. If the caller is cancelled, the work still runs to completion."""
         self.is_started = True
         work = asyncio.ensure_future(self._work(self))
         try:
@@ -82,23 +85,23 @@ class SessionPause:
 
 
 class PauseSlot:
-    """At most one pause of a session at a time.
+    """Allows at most one pause of a session at a time.
 
     Args:
-        turn: Held by the request that runs, and during a pause.
+        turn: Held by the running request, and during a pause.
     """
 
     def __init__(self, turn: asyncio.Lock) -> None:
         self._turn = turn
         self.pending: SessionPause | None = None
-        """The pause that is requested or runs."""
+        """The pause that has been requested or is running."""
         self.requested = asyncio.Event()
-        """Set while there is such a pause."""
+        """Set while a pause is requested or running."""
 
     def request(
         self, work: Callable[[SessionPause], Awaitable[Destination | None]]
     ) -> SessionPause:
-        """Request a pause. A request that runs takes it at its next border between two chunks.
+        """Request a pause. A running request executes it before its next chunk.
 
         Raises:
             EndpointError: `session_busy`.
@@ -110,7 +113,7 @@ class PauseSlot:
         return self.pending
 
     async def wait(self, pause: SessionPause) -> Destination | None:
-        """Wait for the end of a pause, and run it if no request does."""
+        """Wait for the end of a pause, and run it if no request does so."""
 
         async def pause_when_idle() -> None:
             async with self._turn:
@@ -124,7 +127,7 @@ class PauseSlot:
         return await pause.done
 
     async def run(self, pause: SessionPause) -> None:
-        """Run the work of a pause, unless it has run. The caller has the turn."""
+        """Run the work of a pause if it has not run yet. The caller has the turn."""
         if pause.is_started:
             return
         try:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`PeriodicSnapshots`: periodic snapshots of live sessions, which limit the loss after a crash.
 
-One session is saved at a time: the one with the oldest snapshot, if it has finished a chunk since.
-Afterwards the engine is not interrupted until the cost is at most `_SHARE` of its time, so the
-interval adapts to the machine. If a snapshot cannot be written, the previous one stays. When a
-session ends, its snapshot is removed. If the engine dies, the snapshots stay for the next server.
+Only one session is saved at a time: the one with the oldest snapshot, if it has finished a chunk
+since then. After a snapshot, the engine is not interrupted until the cost is at most `_SHARE` of
+its time, so the interval adapts to the machine. If a snapshot cannot be written, the previous one
+is retained. When a session ends, its snapshot is removed. If the engine dies, the snapshots are
+retained for the next server.
 """
 
 import asyncio
@@ -30,8 +31,9 @@ from vllm_omni.session_files.snapshot import SnapshotHeader
 logger = logging.getLogger("vllm." + __name__)
 
 _SHARE: Final = 0.015
-"""Maximum fraction of the engine's time for all periodic snapshots, because chunk time may grow by
-at most 2 %."""
+"""Maximum fraction of the engine's time for all periodic snapshots. Chunk times may grow by at most
+2 %.
+"""
 _LONGEST_TICK_S: Final = 0.25
 
 
@@ -40,11 +42,11 @@ class _Saved:
     """The last snapshot of a session."""
 
     chunk: int
-    """Number of the next chunk in the file; 0 without a file."""
+    """Index of the next chunk in the file; 0 without a file."""
     tried_s: float
     """Monotonic time of the last attempt in seconds."""
     path: Path | None = None
-    """The snapshot. None: not saved yet."""
+    """The snapshot. None: the session has not been saved yet."""
 
 
 class PeriodicSnapshots:
@@ -53,8 +55,8 @@ class PeriodicSnapshots:
     Args:
         manager: Sessions of this process.
         persistent_dir: Directory of the snapshots.
-        write: Saves a session to a new file. Returns the header and the seconds that it cost the
-            engine.
+        write: Saves a session to a new file. Returns the header and the engine time that the
+            snapshot took in seconds.
         period_s: Seconds between two snapshots of a session.
     """
 
@@ -82,12 +84,12 @@ class PeriodicSnapshots:
         self.task = self._manager.spawn_background(self._run())
 
     def adopt(self, session: Session, path: Path, next_chunk: int) -> None:
-        """Continue with the file that a session was restored from.
+        """Take over the file from which a session was restored.
 
         Args:
             session: The session.
-            path: The file, which is moved.
-            next_chunk: Number of the session's next chunk in the file.
+            path: The file. It is moved.
+            next_chunk: Index of the session's next chunk in the file.
         """
         own = self._persistent_dir.periodic_path(session.key)
         try:
@@ -107,15 +109,16 @@ class PeriodicSnapshots:
             saved.path.unlink(missing_ok=True)
 
     def withhold(self, session: Session) -> None:
-        """Take a session's snapshot out of the reach of other servers, and write no new one.
+        """Hide a session's snapshot from other servers, and do not write a new one.
 
-        While a session moves, a server that restored its snapshot would create a second copy.
+        If a server restored the snapshot of a session that is being moved, it would create a second
+        copy.
         """
         self._withheld.add(session.engine_id)
         self._rename(session.engine_id, WITHHELD_SUFFIX)
 
     def release(self, engine_id: str) -> None:
-        """Undo `withhold`, because the session stays."""
+        """Undo `withhold`, because the session has not been moved."""
         self._withheld.discard(engine_id)
         self._rename(engine_id, SUFFIX)
 
@@ -161,7 +164,7 @@ class PeriodicSnapshots:
         """Write one snapshot.
 
         Returns:
-            Seconds of engine time that it cost.
+            Engine time that the snapshot took in seconds.
         """
         engine_id, now_s = session.engine_id, time.monotonic()
         saved = self._saved.setdefault(engine_id, _Saved(0, now_s))
@@ -191,7 +194,7 @@ class PeriodicSnapshots:
         return cost_s
 
     def _note_trouble(self, session: Session, error: EndpointError | OSError) -> None:
-        """Log why a snapshot could not be written, once for each reason."""
+        """Log the reason why a snapshot could not be written, once per reason."""
         if not session.started or self._manager.engine.is_dead:
             return  # the session has ended
         trouble = error.code if isinstance(error, EndpointError) else type(error).__name__

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`PersistedSessions`: the directory of snapshots that outlive their server process.
 
-It contains three kinds of files. `<digest>.session.safetensors` is a session that a server saved at
+It contains three kinds of files. `<digest>.session.safetensors` is a session saved by a server at
 shutdown. `<digest>.<owner>.session.safetensors` is a periodic snapshot that belongs to the process
-`owner` while that process lives. `<digest>.<owner>.withheld` is the last snapshot of a session that
-was moving to another server. It is never restored automatically, because the session may be live
-there; if its server was killed, an operator may restore it. The digest is that of the session's
-key. Files are renamed into place, so they are always complete. This module depends neither on
-sessions nor on the engine.
+`owner` as long as it is alive. `<digest>.<owner>.withheld` is the last snapshot of a session that
+was being moved to another server. It is never restored automatically, because the session may be
+live there. If its server was killed, an operator may restore it. The digest is computed from the
+session's key. Files are renamed into place, so they are always complete. This module does not
+depend on sessions or the engine.
 """
 
 import contextlib
@@ -39,8 +39,8 @@ class PersistedSessions:
 
     Args:
         folder: The directory. Created if it does not exist.
-        owner: Name of this process, from `StagingDirectory.owner`. For periodic snapshots the
-            staging directory must be the same one.
+        owner: Name of this process, from `StagingDirectory.owner`. For periodic snapshots, it must
+            be the same as the name in the staging directory.
     """
 
     def __init__(self, folder: Path, owner: str) -> None:
@@ -66,7 +66,7 @@ class PersistedSessions:
     def left_by_others(self) -> list[Path]:
         """Return the snapshots of ended processes, oldest first.
 
-        Of several snapshots of one session, only the newest is returned.
+        If a session has several snapshots, only the newest is returned.
         """
         newest: dict[str, tuple[float, Path]] = {}
         for path in self.folder.glob(f"*{SUFFIX}"):
@@ -128,7 +128,7 @@ def claimed(path: Path) -> Iterator[bool]:
     If this process dies, the lock is released and the next server may restore the snapshot.
 
     Yields:
-        False if the file is locked, missing or cannot be opened.
+        False if the file is locked or missing, or cannot be opened.
     """
     try:
         file = open_regular(path)

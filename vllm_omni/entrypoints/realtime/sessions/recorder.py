@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionRecorder`: records every session that starts on this server, for replay.
+"""`SessionRecorder`: records every session that starts on this server, for later replay.
 
-The format is in `vllm_omni/session_files/recording.py`. One thread computes digests and writes
-files in order while the engine works. If that thread is late, chunks wait for it. A session
+The format is in `vllm_omni/session_files/recording.py`. A single thread computes digests and writes
+files in order while the engine works. If the thread falls behind, chunks wait for it. A session
 restored from a snapshot is not recorded. The recording of a branch starts with a copy of its
 parent's recording.
 """
@@ -67,7 +67,7 @@ class SessionRecorder:
         meta: dict[str, Any],
         frames_THWC: np.ndarray,
     ) -> None:
-        """Record a finished chunk. Waits only if too many writes are pending."""
+        """Record a finished chunk. It waits only if too many writes are pending."""
 
         def outcome() -> ChunkOutcome:
             return ChunkOutcome(
@@ -82,7 +82,7 @@ class SessionRecorder:
             await asyncio.wrap_future(writing)
 
     def cancelled(self, params: DiffusionParams, arrays: dict[str, np.ndarray]) -> None:
-        """Record a chunk that was cancelled or has an unknown outcome."""
+        """Record a chunk that was cancelled or whose outcome is unknown."""
         self._submit(params, arrays, lambda: None)
 
     def forked(self, session_id: str, fork_to: str) -> None:

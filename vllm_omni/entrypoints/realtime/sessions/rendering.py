@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encodes a finished chunk as replies, each of which is stored as soon as it is encoded."""
+"""Encodes a finished chunk as replies. Each reply is stored as soon as it is encoded."""
 
 import asyncio
 import time
@@ -30,13 +30,13 @@ async def render_replies(
         replies: How the chunk becomes replies.
         chunk: The chunk.
         off_loop: Runs a function on a thread.
-        store: Stores one reply. The last one is stored after the trace of the chunk has ended.
+        store: Stores one reply. The last reply is stored after the trace of the chunk has ended.
     """
     started_ns = time.time_ns()
     loop = asyncio.get_running_loop()
 
     def encode(store_soon: Callable[[int, Sized], object]) -> tuple[int, Sized | None]:
-        """Return the last reply and its number, after all others have been stored."""
+        """Return the last reply and its index, after all others have been stored."""
         number, last = 0, None
         for payload in replies.render(chunk):
             if last is not None:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SessionJob`, `SessionRun`, `ChunksInFlight` and `DeliveryLog`: the inputs of a request, its
-replies, its chunks in the engine, and a session's requests.
+replies, its chunks in the engine, and the requests of a session.
 
 A run outlives the connection that requested it. Its replies are numbered and retained by the
-session, so a client that reconnects can receive them again or follow a run in progress. A job's
-`ChunkSource` determines its chunks. This module depends neither on message formats nor on sockets.
+session, so that a reconnecting client can receive them again or follow a run in progress. The
+`ChunkSource` of a job determines its chunks. This module does not depend on message formats or
+sockets.
 """
 
 import asyncio
@@ -50,30 +51,32 @@ Deliver = Callable[[Any], Awaitable[None]]
 
 
 class FinishedChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished chunk with the metadata that replies need."""
+    """A finished chunk with the metadata required for its replies."""
 
     session_id: str
-    """Session id, as clients know it."""
+    """Session id that clients use."""
     request_id: str
     """Request id."""
     sizes: tuple[int, ...]
-    """Pixel frames of each chunk of the request. For a live request, only of this chunk."""
+    """Pixel frames of each chunk of the request. For a live request, only the size of this
+    chunk.
+    """
     number: int
-    """Number of this chunk within the request, from 0."""
+    """Index of this chunk within the request, from 0."""
     result: ChunkResult
     """Frames and metadata from the engine."""
     chunk_index: int
-    """Number of this chunk within the session, from 0."""
+    """Index of this chunk within the session, from 0."""
     first_frame: int
-    """Number of the chunk's first pixel frame within the session."""
+    """Index of the chunk's first pixel frame within the session."""
     seed: int | None
     """Seed of the session. None: unknown."""
     prompt_applied: bool
     """Whether the prompt changed with this chunk."""
     warnings: tuple[str, ...]
-    """Warnings for the client. Only the first chunk of a request has some."""
+    """Warnings for the client. Only the first chunk of a request can have warnings."""
     controls: ChunkControls
-    """Controls that the chunk was generated with."""
+    """Controls with which the chunk was generated."""
     encoders: SessionEncoders
     """Encoders of the session."""
 
@@ -94,15 +97,16 @@ class FinishedChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class SessionStart:
-    """How a request starts its session, if the session has not started."""
+    """Parameters with which a request starts its session, if the session has not started."""
 
     load_image: Callable[[int, int], np.ndarray] | None = None
-    """Returns the start image, uint8 `[H, W, 3]`, for `(height, width)`. Called on a thread. None:
-    no image."""
+    """Returns the start image, uint8 `[H, W, 3]`, for a given `(height, width)`. Called on a
+    thread. None: no image.
+    """
     images: Mapping[str, Any] = field(default_factory=dict)
     """Named images (`ActionSpace.images`), each as file, `data:` URL or array."""
     seed: int | None = None
-    """Seed of the noise; -1 draws one. Default: drawn."""
+    """Seed of the noise; -1 selects a random seed. Default: drawn."""
     height: int | None = None
     """Height of the frames in pixels. Default: the server's."""
     width: int | None = None
@@ -112,7 +116,7 @@ class SessionStart:
     sink_frames: int | None = None
     """Sink frames of the attention window, in latent frames. Default: the server's."""
     restart: bool = False
-    """Discard an existing state and start again. Default: False."""
+    """Discard the existing state and start again. Default: False."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,15 +125,18 @@ class ReplyOptions:
 
     render: Callable[[FinishedChunk], Iterable[Sized]]
     """Encodes a chunk as replies that have a length in bytes. Called on a thread unless `inline`.
-    Each reply may be sent before the next one is encoded."""
+    Each reply may be sent before the next reply is encoded.
+    """
     inline: bool = False
-    """Call `render` on the event loop, because it takes less time than a change of threads.
-    Default: False."""
+    """Call `render` on the event loop, because it takes less time than a thread switch. Default:
+    False.
+    """
     keep: bool = True
     """Retain delivered replies, so that a client that reconnects can receive them again. Default:
-    True."""
+    True.
+    """
     unsent_chunks: int | None = None
-    """Finished chunks that may wait for the client.
+    """Maximum number of finished chunks that may wait for the client.
 
     Default: `unsent_chunks` of `EndpointLimits`.
     """
@@ -139,7 +146,7 @@ class ReplyOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionJob:
-    """The checked inputs of one request."""
+    """The validated inputs of one request."""
 
     request_id: str
     """Id of the request, unique in the session."""
@@ -148,35 +155,38 @@ class SessionJob:
     replies: ReplyOptions
     """How finished chunks become replies."""
     start: SessionStart = SessionStart()
-    """How the session starts if it has not."""
+    """How to start the session if it has not started."""
     digest: bytes = b""
-    """Digest of the request's content. It distinguishes a repeated request from a reused id."""
+    """Digest of the request's content. It distinguishes a repeated request from a different request
+    with the same id.
+    """
     chunk_index: int | None = None
-    """Number that the next chunk of the session must have. Default: any."""
+    """Required index of the session's next chunk. Default: any."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the model, for every chunk."""
     output: Output = "rgb"
-    """Form of the results, equal for all requests of a session. Default: frames."""
+    """Format of the results, which is the same for all requests of a session. Default: frames."""
     trajectory: bool = False
-    """Whether results contain the latents of each denoise step. Default: False."""
+    """Whether results include the latents of each denoise step. Default: False."""
 
 
 class EncodedReply(msgspec.Struct, frozen=True):
     """One encoded message."""
 
     chunk_index: int
-    """Number of the chunk within the session."""
+    """Index of the chunk within the session."""
     part: int
-    """Number of the message within its chunk, from 0."""
+    """Index of the message within its chunk, from 0."""
     payload: Any
     """The encoded message."""
     num_bytes: int
     """Size of the message in bytes."""
     num_frames: int = 0
-    """Pixel frames of the whole chunk for its first message, otherwise 0."""
+    """Number of pixel frames of the whole chunk in its first message, otherwise 0."""
     trace: ChunkTrace | None = None
-    """Trace of the chunk, for its last message only. Delivery of that message ends the `transport`
-    span."""
+    """Trace of the chunk, set only for its last message. The `transport` span ends when that
+    message has been delivered.
+    """
 
 
 @dataclass(eq=False)
@@ -192,7 +202,9 @@ class ChunksInFlight(deque[asyncio.Task[ChunkResult]]):
         self.append(asyncio.get_running_loop().create_task(chunk))
 
     def take_finished(self) -> list[ChunkResult]:
-        """Remove the chunks that succeeded before any that runs or failed, and return them."""
+        """Remove and return the chunks that succeeded, up to the first one that is running or has
+        failed.
+        """
         finished = []
         while self and self[0].done() and not self[0].cancelled() and self[0].exception() is None:
             finished.append(self.popleft().result())
@@ -219,16 +231,16 @@ class HeldBytes:
 
 @dataclass(eq=False)
 class SessionRun:
-    """One request: its plan, its replies and its end."""
+    """One request: its plan, its replies and how it ended."""
 
     job: SessionJob
     """Inputs of the request."""
     sizes: tuple[int, ...] = ()
-    """Pixel frames of each chunk, set before the first one. Empty for a live run."""
+    """Number of pixel frames of each chunk, set before the first chunk. Empty for a live run."""
     first_chunk: int = 0
-    """Number of the run's first chunk within the session."""
+    """Index of the run's first chunk within the session."""
     attempt: int = 1
-    """Number of attempts, including this one. An interrupted run may be repeated."""
+    """Number of attempts, including the current one. An interrupted run may be repeated."""
     completed: int = 0
     """Number of finished chunks."""
     replies: deque[EncodedReply] = field(default_factory=deque)
@@ -236,29 +248,29 @@ class SessionRun:
     num_replies: int = 0
     """Number of replies so far, including dropped ones."""
     first_retained: int = 0
-    """Number of the oldest retained reply."""
+    """Index of the oldest retained reply."""
     delivered: int = 0
     """Number of replies that the current follower has received."""
     finished: bool = False
     """Whether the run has ended."""
     error: EndpointError | None = None
-    """Why the run failed. None: it did not."""
+    """Why the run failed. None: the run did not fail."""
     task: "asyncio.Task[EndpointError | None] | None" = None
     """The task that generates the chunks."""
     started_s: float = field(default_factory=time.monotonic)
-    """Monotonic time of the last attempt's start, in seconds."""
+    """Monotonic time at which the last attempt started, in seconds."""
     controls: deque[ChunkControls] = field(default_factory=deque)
     """Controls of the chunks in flight."""
     retained_bytes: int = 0
     """Size of the retained replies in bytes."""
     held: HeldBytes = field(default_factory=HeldBytes)
-    """Total of several runs, which includes `retained_bytes`."""
+    """Total over several runs, which includes `retained_bytes`."""
     dropped: Callable[[int], None] = lambda num_frames: None
-    """Called with the number of frames that are dropped undelivered."""
+    """Called with the number of frames that are dropped without having been delivered."""
     _follower: "_Follower | None" = None
-    """The connection that receives the replies now."""
+    """The connection that currently receives the replies."""
     _waiting: list[asyncio.Future[None]] = field(default_factory=list)
-    """Futures of tasks that wait for the next reply, delivery or end."""
+    """Futures of tasks that are waiting for the next reply, delivery or end."""
 
     @property
     def has_follower(self) -> bool:
@@ -270,11 +282,11 @@ class SessionRun:
 
     @property
     def num_chunks(self) -> int | None:
-        """Number of chunks. None: unlimited, until the run is cancelled."""
+        """Number of chunks. None: unlimited until the run is cancelled."""
         return len(self.sizes) or self.job.source.num_chunks
 
     def spans(self, info: StreamInfo) -> Iterator[ChunkSpan]:
-        """Yield the chunks to request, from the first incomplete one on."""
+        """Yield the chunks to request, starting with the first incomplete chunk."""
         latent_frames = cache(info.latent_frames)  # chunks have only two sizes
         frame = sum(self.sizes[: self.completed])
         latent = sum(map(latent_frames, self.sizes[: self.completed]))
@@ -305,14 +317,16 @@ class SessionRun:
         self.held.total += num_bytes
 
     def finish(self, error: EndpointError | None = None) -> None:
-        """Mark the end and drop the inputs, which a repeated request sends again."""
+        """Mark the run as ended and drop its inputs, because a repeated request sends them
+        again.
+        """
         self.finished, self.error = True, error
         self.controls.clear()
         self.job = dataclasses.replace(self.job, source=PlannedChunks(), start=SessionStart())
         self._notify()
 
     def discard(self) -> None:
-        """Drop every reply, because no client can request them any more."""
+        """Drop all replies, because no client can request them any more."""
         undelivered = islice(self.replies, max(0, self.delivered - self.first_retained), None)
         self.dropped(sum(reply.num_frames for reply in undelivered))
         self.first_retained = self.num_replies
@@ -320,9 +334,9 @@ class SessionRun:
         self._grow(-self.retained_bytes)
 
     def reopen(self, job: SessionJob) -> None:
-        """Continue an interrupted run with the repeated request's job.
+        """Continue an interrupted run with the job of the repeated request.
 
-        Finished chunks and their replies stay.
+        Finished chunks and their replies are retained.
         """
         self.job, self.finished, self.error, self.attempt = job, False, None, self.attempt + 1
         self.started_s = time.monotonic()
@@ -336,13 +350,13 @@ class SessionRun:
             deliver: Sends one reply.
             owner: The connection.
             window: Detects a client that reads too slowly.
-            start: Number of the first reply to deliver.
+            start: Index of the first reply to deliver.
 
         Returns:
-            False if a later call of the same owner superseded this one, else True.
+            False if a later call of the same owner superseded this one, otherwise True.
 
         Raises:
-            EndpointError: The run's own error; `superseded` by another owner; `resync_required` if
+            EndpointError: The error of the run; `superseded` by another owner; `resync_required` if
                 replies have been dropped; or `slow_reader`.
         """
         me = self._follower = _Follower(owner)
@@ -400,28 +414,30 @@ class SessionRun:
         return bool(self.replies) and self.replies[-1].chunk_index != reply.chunk_index
 
     async def wait_for_reader(self, unsent_chunks: int) -> None:
-        """Wait until at most `unsent_chunks` chunks wait for delivery."""
+        """Wait until at most `unsent_chunks` chunks are waiting for delivery."""
         while self.num_unsent_chunks > unsent_chunks:
             await self._notify_waiters()
 
     async def wait_for_follower(self) -> None:
-        """Wait until the connection that receives the replies has all of them, or has left."""
+        """Wait until the connection that receives the replies has received all of them or has been
+        closed.
+        """
         while self.has_follower and self.num_unsent_chunks:
             await self._notify_waiters()
 
     @property
     def num_unsent_chunks(self) -> int:
-        """Number of chunks that wait for delivery."""
+        """Number of chunks that are waiting for delivery."""
         unsent = self.num_replies - max(self.delivered, self.first_retained)
         if unsent <= 1:
             return unsent
         return len({reply.chunk_index for reply in islice(reversed(self.replies), unsent)})
 
     def drop_oldest(self) -> int:
-        """Drop the oldest reply if it was delivered.
+        """Drop the oldest reply if it has been delivered.
 
         Returns:
-            Bytes freed; 0 if no reply can be dropped.
+            Number of bytes freed; 0 if no reply can be dropped.
         """
         if not self.replies or (not self.finished and self.first_retained >= self.delivered):
             return 0
@@ -433,7 +449,7 @@ class SessionRun:
         return oldest.num_bytes
 
     def _notify_waiters(self) -> asyncio.Future[None]:
-        """Return a future that completes at the next reply, delivery or end."""
+        """Return a future that completes at the next reply, delivery or end of the run."""
         changed = asyncio.get_running_loop().create_future()
         self._waiting.append(changed)
         return changed
@@ -448,7 +464,7 @@ class SessionRun:
 class DeliveryLog:
     """The recent requests of a session and their replies, for replay and resume.
 
-    The numbers of requests and bytes are bounded.
+    The number of requests and of bytes is bounded.
     """
 
     def __init__(self) -> None:
@@ -459,11 +475,11 @@ class DeliveryLog:
         """Return the replies to replay after a reconnect.
 
         Args:
-            last_chunk: Last chunk that the client has received. None: no chunk.
-            next_chunk: Number of the session's next chunk.
+            last_chunk: Index of the last chunk that the client has received. None: no chunk.
+            next_chunk: Index of the session's next chunk.
 
         Returns:
-            Runs and the numbers of their first reply to deliver.
+            Runs, each with the index of its first reply to deliver.
 
         Raises:
             EndpointError: `resync_required`: some replies have been dropped.
@@ -487,7 +503,7 @@ class DeliveryLog:
         return missed
 
     async def wait_until_delivered(self) -> None:
-        """Wait until every client that receives replies has those of every finished chunk."""
+        """Wait until every client has received all replies of all finished chunks."""
         for run in list(self.runs.values()):
             await run.wait_for_follower()
 

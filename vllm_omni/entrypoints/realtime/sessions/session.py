@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of one client's session: its requests, its position, and its state in the engine.
+"""The state of one client's session: its requests, its position and its engine state.
 
-All endpoints share this module. It depends neither on message formats nor on sockets. An endpoint
-submits a `SessionJob` to a `Session`, follows the `SessionRun` that it receives, and delivers the
-replies. The table of sessions is in `session_manager.py`.
+All endpoints share this module. The module does not depend on message formats or sockets. An
+endpoint submits a `SessionJob` to a `Session`, follows the `SessionRun` that it receives, and
+delivers the replies. The table of sessions is in `session_manager.py`.
 
 Invariants:
-- One request of a session runs and at most one waits.
+- At most one request of a session runs, and at most one waits.
 - At most `chunks_in_flight` chunks of a session are in the engine.
-- A restarted session gets a new engine id, so a late result never reaches it.
+- A restarted session gets a new engine id, so that late results never reach it.
 - A session is in the manager's table exactly while it has engine state or a request.
 """
 
@@ -58,17 +58,17 @@ _MAX_WAITING: Final = 2  # one request runs, one waits
 
 
 def new_session_id(server_name: str | None = None) -> str:
-    """Return an unguessable id. Clients that know the id may continue the session.
+    """Return an unguessable id. Clients that know the id can continue the session.
 
     Args:
-        server_name: `omni.server_name`, with which the id begins.
+        server_name: `omni.server_name`, which is the prefix of the id.
     """
     token = secrets.token_urlsafe(16)
     return token if server_name is None else f"{server_name}.{token}"
 
 
 class Session:
-    """One session of one client. Not thread-safe: use it from one event loop."""
+    """One session of one client. The class is not thread-safe: use it from a single event loop."""
 
     def __init__(
         self, key: SessionKey, manager: "SessionHost[Session]", client: str, endpoint: str
@@ -77,7 +77,7 @@ class Session:
         self.meter = SessionMeter(endpoint)
         self.trace = tracing().session(key[1], endpoint)
         self.client = client
-        """Client that `sessions_per_client` and quotas count the session for."""
+        """Client to which `sessions_per_client` and quotas attribute the session."""
         self.allowance = manager.quotas.allowance_of(client)
         self.allowance.open_session()
         self._closed = False
@@ -90,7 +90,7 @@ class Session:
         self.prompt: str | None = None
         self.seed: int | None = None
         self.in_step = True
-        """Whether `next_chunk` is certain. After an abort the engine may be one chunk further."""
+        """Whether `next_chunk` is certain. After an abort, the engine may be one chunk ahead."""
         self.connections: set[object] = set()
         """Open connections that have used this session. Endpoints add and remove them."""
         self.last_used_s = time.monotonic()
@@ -98,23 +98,26 @@ class Session:
         """Monotonic time of the client's last ping in seconds."""
         self.delivery_log = DeliveryLog()
         self.encoders = SessionEncoders(manager.implementations)
-        """Encoders of the session's frames. They continue over requests."""
+        """Encoders of the session's frames. They persist across requests."""
         self.audience = Audience(manager)
         """Spectators of the session."""
         self._clock = PlayClock()
         self.steering = asyncio.Lock()
-        """Held while an input takes effect, and while another server takes the session, so that the
-        controls which it takes along are complete."""
+        """Held while an input takes effect and while another server takes over the session, so that
+        the transferred controls are complete.
+        """
         self.stream_state: Callable[[], bytes | None] = lambda: None
-        """Returns the controls of a live stream that has arrived from another server, until the
-        request of its client starts here."""
+        """Returns the controls of a live stream that was moved here from another server, until the
+        client's request starts here.
+        """
         self.destination: Destination | None = None
-        """Server on which the session continues. None: this one."""
+        """Server on which the session continues, if it has been moved. None: this one."""
         self.is_visible = True
-        """Whether clients may use the session. False: it is on its way to this server."""
+        """Whether clients may use the session. False: the session is being moved to this server."""
         self.is_settled = True
-        """Whether no other server can still hold the session. Until then it is neither saved nor
-        moved on, so that it never exists twice."""
+        """Whether it is certain that no other server holds the session. Until then it is neither
+        saved nor moved again, so that there are never two copies.
+        """
         self.protected_until_s = 0.0
         """Monotonic time in seconds before which the session is neither evicted nor closed."""
         self._next_request = asyncio.Lock()
@@ -128,7 +131,7 @@ class Session:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the last request, or 0 while a request runs."""
+        """Time in seconds since the last request, or 0 while a request is running."""
         return 0.0 if self.is_busy else time.monotonic() - self.last_used_s
 
     def close(self, reason: str) -> None:
@@ -146,7 +149,9 @@ class Session:
 
     @contextlib.contextmanager
     def keep_alive(self) -> Iterator[None]:
-        """Protect the session from eviction, then remove it from the table if it is empty."""
+        """Protect the session from eviction during the block, and then remove it from the table if
+        it is empty.
+        """
         self._holds += 1
         try:
             yield
@@ -159,11 +164,11 @@ class Session:
     def pause(
         self, work: Callable[[SessionPause], Awaitable[Destination | None]]
     ) -> "asyncio.Task[Destination | None]":
-        """Run work at the next border between two chunks.
+        """Run a task between two chunks of the session.
 
         Args:
-            work: Runs while no request of the session is in the engine. Returns where the session
-                has gone, or None if it stays. If it raises, the session stays.
+            work: Runs while no request of the session is in the engine. It returns the new location
+                of the session, or None if it stays. If it raises an exception, the session stays.
 
         Returns:
             A task with the result of the work.
@@ -180,10 +185,10 @@ class Session:
             return await self._pauses.wait(pause)
 
     async def _pause_run(self, pause: SessionPause, run: SessionRun) -> None:
-        """Pause a request that runs.
+        """Pause a running request.
 
         Raises:
-            EndpointError: `moved` or `session_lost`: the session is not here any more.
+            EndpointError: `moved` or `session_lost`: the session is no longer on this server.
         """
         pause.stream_state = run.job.source.state
         await self._pauses.run(pause)
@@ -193,7 +198,7 @@ class Session:
             raise EndpointError(error.code, error.message, **error.details)
 
     def _check_present(self) -> None:
-        """Check that the session has not left.
+        """Check that the session is still on this server.
 
         Raises:
             EndpointError: `moved`.
@@ -204,7 +209,7 @@ class Session:
     def leave(self, destination: Destination) -> None:
         """Free the state, because the session continues on another server.
 
-        Undelivered replies stay for a client that reconnects here.
+        Undelivered replies are retained for a client that reconnects here.
         """
         self.destination = destination
         self._manager.session_left(self)
@@ -218,7 +223,7 @@ class Session:
     def submit(self, job: SessionJob) -> SessionRun:
         """Start a request, or return the run of an earlier request with the same id.
 
-        A finished run is returned as it is. An interrupted run continues where it stopped.
+        A finished run is returned unchanged. An interrupted run continues where it was interrupted.
 
         Raises:
             EndpointError: `request_id_conflict`, `session_busy` or `draining`.
@@ -296,11 +301,11 @@ class Session:
         self._manager.remove_if_empty(self)
 
     async def _generate(self, run: SessionRun) -> None:
-        """Generate the chunks of a run and render the results in order.
+        """Generate the chunks of a run and render their results in order.
 
-        Up to `chunks_in_flight` chunks are in the engine. A live run has as few as keep the engine
-        busy, so that controls are sampled as late as possible. The next chunk is requested before
-        the current one is rendered and sent.
+        Up to `chunks_in_flight` chunks are in the engine. A live run has only as many in flight as
+        are needed to keep the engine busy, so that controls are sampled as late as possible. The
+        next chunk is requested before the current one is rendered and sent.
         """
         limits, info, drain = self._manager.limits, self._manager.info, self._manager.drain
         source, unsent_chunks = run.job.source, run.job.replies.unsent_chunks
@@ -387,11 +392,11 @@ class Session:
             drain.check(next_chunk_index=self.next_chunk)
 
     async def _start(self, run: SessionRun) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-        """Prepare a run: check its position, plan its chunks and load the images of the start.
+        """Prepare a run: check its position, plan its chunks and load its start images.
 
         Returns:
-            `(images, warnings)`, the images as tensors of a request. There are none unless the
-            session starts here.
+            `(images, warnings)`, with the images as tensors of a request. There are no images
+            unless the session starts with this run.
         """
         job, start, info = run.job, run.job.start, self._manager.info
         if start.restart and self.started and not run.completed:
@@ -463,8 +468,8 @@ class Session:
         start_images: dict[str, np.ndarray],
         controls: ChunkControls,
     ) -> ChunkResult:
-        """Request one chunk of a run from the engine. `start_images` are tensors of its session's
-        first chunk.
+        """Request one chunk of a run from the engine. `start_images` are the tensors for the first
+        chunk of the session.
 
         Raises:
             EndpointError: The engine refused or aborted the chunk.
@@ -517,14 +522,16 @@ class Session:
         return result
 
     def _due(self, run: SessionRun, span: ChunkSpan) -> PlayDeadline:
-        """Return the deadline of a chunk, for engines that schedule by deadline."""
+        """Return the deadline of a chunk, for engines with deadline scheduling."""
         info = self._manager.info
         return self._clock.schedule_chunk(
             span.num_frames, run.job.replies.fps or info.target_fps or info.fps, time.monotonic()
         )
 
     def _lost(self, error: EndpointError) -> EndpointError:
-        """Return the error for a client if the engine has another position or no such session."""
+        """Return the client's error if the engine's position differs or the session does not exist
+        there.
+        """
         if error.code == "unknown_session":
             self.discard_engine_session(in_engine=False)
             return EndpointError(
@@ -594,7 +601,7 @@ class Session:
     def _keep(
         self, run: SessionRun, chunk: FinishedChunk, part: int, payload: Sized, is_last: bool
     ) -> None:
-        """Store one reply of a chunk. After the last one, send the chunk to the spectators."""
+        """Store one reply of a chunk. After the last reply, the chunk is sent to the spectators."""
         num_frames = len(chunk.result.frames_THWC) if part == 0 else 0
         trace = chunk.result.trace if is_last else None
         reply = EncodedReply(chunk.chunk_index, part, payload, len(payload), num_frames, trace)
@@ -610,13 +617,14 @@ class Session:
     async def _abort(
         self, run: SessionRun, in_flight: ChunksInFlight, refused: bool = False
     ) -> None:
-        """Process finished chunks, cancel the others, and update whether the position is certain.
+        """Process finished chunks, cancel the others, and determine whether the position is still
+        certain.
 
         Args:
             run: Run that ends.
             in_flight: Chunks of the run in the engine, oldest first.
-            refused: Whether the engine refused an earlier chunk, so that no chunk of `in_flight`
-                was committed.
+            refused: Whether the engine refused an earlier chunk. In this case no chunk of
+                `in_flight` was committed.
         """
         responded = in_flight.take_finished()
         in_flight.cancel()
@@ -651,7 +659,7 @@ class Session:
         self.delivery_log.evict_finished()
 
     async def stop(self) -> None:
-        """Cancel all requests. The session's state stays."""
+        """Cancel all requests. The state of the session is retained."""
         with self.keep_alive():
             self.cancel()
             async with self._next_request:
@@ -660,7 +668,7 @@ class Session:
     async def reset(self) -> None:
         """Cancel all requests and free the session's state.
 
-        The session leaves the table unless another request waits.
+        The session is removed from the table unless another request is waiting.
         """
         with self.keep_alive():
             self.cancel()

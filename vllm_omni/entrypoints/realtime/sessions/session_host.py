@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionHost`: the session manager as a session uses it."""
+"""`SessionHost`: the interface of the session manager for sessions."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -14,14 +14,14 @@ from vllm_omni.entrypoints.realtime.encoding.implementations import Implementati
 from vllm_omni.entrypoints.realtime.sessions.run import HeldBytes
 
 SessionKey = tuple[str, str]
-"""(principal, session id). The same id of two principals denotes two sessions."""
+"""(principal, session id). The same id denotes different sessions for different principals."""
 
 T = TypeVar("T")
 S = TypeVar("S", bound=DrainableSession)
 
 
 class SessionHost(Protocol[S]):
-    """The session manager as a session uses it. See `SessionManager`."""
+    """The interface of the session manager for sessions. See `SessionManager`."""
 
     engine: SessionEngine
     """Requests to the engine."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SessionManager`: the table of sessions in one API server process, and their eviction.
 
-It also owns the connection guard, background tasks and the threads that decode images and encode
-frames.
+It also owns the connection guard, the background tasks and the threads that decode images and
+encode frames.
 """
 
 import asyncio
@@ -43,7 +43,8 @@ T = TypeVar("T")
 _REMEMBERED_EVICTIONS: Final = 4096
 _REMEMBERED_MOVES: Final = 4096
 _OWN_ERRORS_S: Final = 0.5
-"""Time in seconds for requests in flight to fail with their own ids before the connection closes.
+"""Time in seconds in which requests in flight may fail with their own ids before the connection is
+closed.
 """
 _FAREWELL_S: Final = 1.5
 
@@ -58,16 +59,18 @@ class FollowsSession(Protocol):
         ...
 
     async def session_moved(self, session: Session) -> None:
-        """Tell the client where a session continues, unless a request's end tells it."""
+        """Notify the client where a session continues, unless the end of a request contains
+        this.
+        """
         ...
 
 
 class SessionManager:
     """All sessions of one API server process.
 
-    Sessions idle for `session_idle_s` are closed. For clients that send pings the limit is
-    `pinged_session_idle_s`. A new session may evict the least recently used one that has no
-    connection or that only pings keep open.
+    Sessions idle for `session_idle_s` are closed. For clients that send pings, the limit is
+    `pinged_session_idle_s`. A new session may evict the least recently used session that has no
+    connection or is kept open only by pings.
 
     Args:
         engine: Requests to the engine.
@@ -100,18 +103,20 @@ class SessionManager:
         self._closing: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
         self.on_engine_session_end: list[Callable[[str], None]] = []
-        """Called with the engine's id of a session when its state is discarded."""
+        """Called with the engine id of a session when its state is discarded."""
         self.connections: weakref.WeakSet[Connection] = weakref.WeakSet()
         self.adapters: Callable[[], Collection[str]] = tuple
-        """Names of the LoRA adapters that are loaded now; a stream's `model` may be one of them."""
+        """Names of the LoRA adapters that are currently loaded; the `model` of a stream may be one
+        of them.
+        """
         self.implementations: Callable[[], Implementations] = partial(
             machine_implementations, limits.gpu_encoders
         )
         """Returns the implementations of the codecs. The first call blocks."""
         self.server_name: str | None = None
-        """`omni.server_name`, with which new session ids begin."""
+        """`omni.server_name`, which is the prefix of new session ids."""
         self.held = HeldBytes()
-        """Size of the undelivered and retained replies of all sessions."""
+        """Total size of the undelivered and retained replies of all sessions."""
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -120,13 +125,13 @@ class SessionManager:
         return self._sessions.get(key)
 
     def sessions(self) -> list[Session]:
-        """Return the sessions that clients may use."""
+        """Return the sessions that clients can use."""
         return [session for session in self._sessions.values() if session.is_visible]
 
     # -- sessions that move ------------------------------------------------------------------------
 
     def find_moved(self, key: SessionKey) -> Session | None:
-        """Return a session that continues on another server, with its undelivered replies."""
+        """Return a session that has been moved to another server, with its undelivered replies."""
         return self._moved.get(key)
 
     def check_moved(self, key: SessionKey) -> None:
@@ -140,7 +145,7 @@ class SessionManager:
             raise session.destination.as_error()
 
     def session_left(self, session: Session) -> None:
-        """Remember where a session has gone, and tell its clients that wait for no reply."""
+        """Record where a session was moved, and notify clients that are not waiting for a reply."""
         self._moved[session.key] = session
         while len(self._moved) > _REMEMBERED_MOVES:
             self._moved.popitem(last=False)[1].delivery_log.discard()
@@ -149,7 +154,7 @@ class SessionManager:
                 self.spawn(connection.session_moved(session))
 
     def admit_moved(self, session: Session, key: SessionKey) -> None:
-        """Give a session that has arrived from another server its own key.
+        """Assign a session that was moved here from another server its final key.
 
         Raises:
             EndpointError: `session_exists`.
@@ -170,7 +175,9 @@ class SessionManager:
         self._evict(session, "lost")
 
     def with_adapter(self, model: str | None, lora: list[Lora] | None) -> list[Lora] | None:
-        """Return a stream's adapters: its `lora`, and the adapter that its `model` names."""
+        """Return the adapters of a stream: those in its `lora`, and the adapter selected by its
+        `model`.
+        """
         if model not in self.adapters() or any(adapter.name == model for adapter in lora or ()):
             return lora
         return [Lora(name=str(model)), *(lora or ())]
@@ -181,11 +188,11 @@ class SessionManager:
     def open(
         self, key: SessionKey, client: str | None = None, endpoint: str = "realtime"
     ) -> Session:
-        """Return the session of a key. Create it if it does not exist.
+        """Return the session of a key. The session is created if it does not exist.
 
         Args:
             key: Principal and session id.
-            client: Client that `sessions_per_client` counts the session for. Default: the
+            client: Client to which `sessions_per_client` attributes the session. Default: the
                 principal.
             endpoint: Name of the endpoint, for metrics.
 
@@ -237,7 +244,7 @@ class SessionManager:
     def trim(self) -> None:
         """While over budget, drop the oldest delivered replies.
 
-        Unread replies stay, and their session pauses.
+        Unread replies are retained, and their session pauses.
         """
         for session in (*self._moved.values(), *self._sessions.values()):  # least recent first
             if not self.is_over_budget:
@@ -275,7 +282,7 @@ class SessionManager:
         )
 
     def _evict(self, session: Session, reason: str) -> None:
-        """Free a session that is not busy, and record that the server closed it."""
+        """Free a session that is not busy, and record that the server has closed it."""
         with log_context.bound(session_id=session.session_id):
             session.discard_engine_session()
             session.close(reason)
@@ -301,7 +308,7 @@ class SessionManager:
         return new
 
     def remove_if_empty(self, session: Session) -> None:
-        """Remove a session that has neither state nor requests, so that its id is free again."""
+        """Remove a session that has neither state nor requests, so that its id can be reused."""
         if (
             not session.started
             and not session.is_busy
@@ -320,7 +327,7 @@ class SessionManager:
             notify(engine_id)
 
     def close_engine_session(self, engine_id: str) -> None:
-        """Free a session's state in the engine, in the background."""
+        """Free the engine state of a session in the background."""
         task = self.spawn(self._close_engine_session(engine_id))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -355,7 +362,7 @@ class SessionManager:
                     session.delivery_log.discard()
 
     def delivery_window(self, fps: float | None) -> DeliveryWindow:
-        """Return the pace at which a client must read a run.
+        """Return the minimum pace at which a client must read a run.
 
         Args:
             fps: Playback rate of the client in frames per second. Default: the server's rate.
@@ -368,11 +375,11 @@ class SessionManager:
     def spawn(
         self, work: Coroutine[Any, Any, T], context: contextvars.Context | None = None
     ) -> asyncio.Task[T]:
-        """Run a task and hold a reference to it, so that it is not garbage collected.
+        """Run a task and hold a reference to it, so that it is not garbage-collected.
 
         Args:
             work: The coroutine.
-            context: Context of its log lines. Default: the caller's.
+            context: Logging context of the task. Default: the caller's.
         """
         task = asyncio.get_running_loop().create_task(work, context=context)
         self._tasks.add(task)
@@ -380,14 +387,14 @@ class SessionManager:
         return task
 
     def spawn_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run a task that lasts as long as the manager and belongs to no request."""
+        """Run a task that lasts as long as the manager and does not belong to a request."""
         task = self.spawn(work, contextvars.Context())
         self._background.add(task)
         return task
 
     @property
     def is_working(self) -> bool:
-        """Whether a task runs that will end by itself."""
+        """Whether a task is running that will end by itself."""
         return bool(self._tasks - self._background)
 
     async def off_loop(self, function: Any, *args: Any) -> Any:
@@ -414,7 +421,7 @@ class SessionManager:
             await asyncio.sleep(0.02)
 
     async def shutdown(self) -> None:
-        """Cancel all tasks, for tests and the end of the process."""
+        """Cancel all tasks, for tests and at the end of the process."""
         for task in list(self._tasks):
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read-only viewers of a session, admitted by a token that its owner hands out."""
+"""Read-only viewers of a session, admitted by a token that its owner shares."""

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Audience`: the spectators of one session. They receive H.264 that is encoded once for all.
+"""`Audience`: the spectators of one session. They receive H.264 that is encoded once for all
+spectators.
 
-If the player receives H.264, spectators get the same access units. Otherwise the audience has its
-own encoder, after the player's frames have been encoded. A spectator that does not keep up loses
-chunks and continues at a key frame. Nothing here waits for a spectator, so none can delay the
-player or another spectator.
+If the player receives H.264, spectators receive the same access units. Otherwise the audience has
+its own encoder, which runs after the player's frames have been encoded. If a spectator does not
+keep up, it loses chunks and continues at a key frame. No code here waits for a spectator, so that
+no spectator can delay the player or other spectators.
 """
 
 import asyncio
@@ -19,15 +20,19 @@ from vllm_omni.entrypoints.realtime.encoding.implementations import Implementati
 from vllm_omni.entrypoints.realtime.encoding.session_encoders import EncoderSpec, SessionEncoders
 
 MAX_SPECTATORS: Final = 64
-"""Spectators of one session."""
+"""Maximum number of spectators of a session."""
 _MAX_UNSENT_CHUNKS: Final = 2
-"""Chunks that wait for a spectator, or for the audience's encoder. Older ones are dropped."""
+"""Maximum number of chunks that wait for a spectator or for the audience's encoder. Older chunks
+are dropped.
+"""
 _KEY_FRAMES_APART_S: Final = 1.0
-"""Shortest time between key frames for spectators, because they cost the player bitrate."""
+"""Minimum time in seconds between key frames for spectators, because key frames cost the player
+bitrate.
+"""
 
 
 class AudienceHost(Protocol):
-    """The session manager as an audience uses it."""
+    """The interface of the session manager for an audience."""
 
     implementations: Callable[[], Implementations]
     """Returns the implementations of the codecs."""
@@ -38,13 +43,13 @@ class AudienceHost(Protocol):
 
 
 class Spectator:
-    """The queue of one spectator."""
+    """Queue of access units for one spectator."""
 
     def __init__(self) -> None:
         self.needs_key = True
-        """Whether access units are dropped until a key frame."""
+        """Whether access units are dropped until the next key frame."""
         self.num_dropped = 0
-        """Number of chunks that were dropped, because the spectator did not keep up."""
+        """Number of chunks that were dropped because the spectator did not keep up."""
         self._chunks: deque[list[EncodedPart]] = deque()
         self._changed = asyncio.Event()
         self._ended = False
@@ -59,7 +64,7 @@ class Spectator:
         return self._chunks.popleft()
 
     def put(self, units: list[EncodedPart]) -> None:
-        """Queue access units from the first one that can be decoded. Never waits."""
+        """Queue access units, starting with the first one that can be decoded. Never waits."""
         if len(self._chunks) >= _MAX_UNSENT_CHUNKS:
             self.num_dropped += len(self._chunks)
             self._chunks.clear()
@@ -78,7 +83,7 @@ class Spectator:
 
 
 class Audience:
-    """Spectators of one session. Use it from one event loop."""
+    """Spectators of one session. Use it from a single event loop."""
 
     def __init__(self, host: AudienceHost) -> None:
         self._host = host
@@ -115,7 +120,7 @@ class Audience:
         Args:
             frames: Frames of the chunk.
             fps: Playback rate in frames per second.
-            player: Encoders of the session, which have encoded the chunk.
+            player: Encoders of the session that have encoded the chunk.
         """
         units = player.units_of(frames)
         if units is not None:
@@ -129,7 +134,7 @@ class Audience:
             self._encoding = self._host.spawn(self._encode())
 
     def reset(self) -> None:
-        """Start with a key frame, because the session starts again."""
+        """Continue with a key frame, because the session restarts."""
         for spectator in self._spectators:
             spectator.needs_key = True
         self._key_frame_s = float("-inf")
@@ -154,7 +159,7 @@ class Audience:
             spectator.put(units)
 
     def _request_key_frame(self, encoders: SessionEncoders) -> None:
-        """Request a key frame if a spectator needs one, but not often."""
+        """Request a key frame if a spectator needs one, with a minimum interval."""
         now_s = time.monotonic()
         if now_s - self._key_frame_s < _KEY_FRAMES_APART_S:
             return

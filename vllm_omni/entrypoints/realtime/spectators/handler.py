@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The WebSocket `/omni/watch`: a token in, the H.264 frames of its session out."""
+"""The WebSocket `/omni/watch`: receives a token and sends the H.264 frames of its session."""
 
 import asyncio
 import contextlib
@@ -79,7 +79,7 @@ class WatchClient(ConnectionHandler):
             pass
 
     async def handle_message(self, data: bytes | str) -> None:
-        """Ignore a message, because a spectator has no controls. A flood ends the connection."""
+        """Ignore messages, because a spectator has no controls. A flood ends the connection."""
 
     async def send_error(self, error: EndpointError) -> None:
         message = {"type": "error", "code": error.code, "message": error.message}

@@ -4,7 +4,7 @@
         POST /v1/sessions/{session_id}/spectators   a token for spectators, from the owner
         WebSocket /omni/watch                       the frames of a token's session
 
-The second path needs no API key, because the token admits to one session and only to watch.
+The second path needs no API key, because the token grants read-only access to a single session.
 """
 
 from collections.abc import Iterable
@@ -41,9 +41,9 @@ class SpectatorReply(BaseModel):
     object: str = "spectator_token"
     """Type of the object."""
     token: str
-    """The token. It admits any number of spectators until it expires."""
+    """The token. The token admits any number of spectators until it expires."""
     expires_in_s: int
-    """Seconds until the token expires. Spectators that have joined stay."""
+    """Seconds until the token expires. Spectators that have already joined are not disconnected."""
 
 
 class SpectatorRoutes:

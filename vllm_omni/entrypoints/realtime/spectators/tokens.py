@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SpectatorTokens`: random tokens with an end, each for one session."""
+"""`SpectatorTokens`: random tokens with an expiry time, each for one session."""
 
 import hashlib
 import secrets
@@ -12,7 +12,7 @@ from vllm_omni.entrypoints.errors import EndpointError, WebSocketCloseCode
 from vllm_omni.entrypoints.realtime.sessions.session_host import SessionKey
 
 MAX_TOKENS: Final = 4096
-"""Tokens of one process. One more replaces the oldest."""
+"""Maximum number of tokens of a process. A further token replaces the oldest one."""
 MAX_TOKEN_CHARS: Final = 128
 
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endpoint `/v1/realtime/video`: JSON control messages in, fragmented MP4 for browsers out.
+"""The endpoint `/v1/realtime/video`: Receives JSON control messages and sends fragmented MP4 for
+browsers.
 
 It implements the protocol of vLLM-Omni 0.30. Differences that clients of the original do not
 notice: streams of unlimited length, start images up to the server's limit, prompts and camera for
-every model that accepts them, and a close frame at every end. Neither a binary message nor a slow
-reader blocks the controls.
+every model that accepts them, and a close frame at every end. The controls are not blocked by
+binary messages or slow readers.
 """
 
 import uuid
@@ -75,7 +76,9 @@ class _Media:
     data: bytes | memoryview
     """MP4 fragment."""
     is_response: bool
-    """Whether the chunk is the first effect of an interaction and should be sent at once."""
+    """Whether an interaction takes effect first in this chunk, which should then be sent at
+    once.
+    """
 
     def __len__(self) -> int:
         return len(self.data)
@@ -129,11 +132,11 @@ def chunk_metadata(
 
 
 class SessionFrame(msgspec.Struct):
-    """Coordinates of a session that may have known world poses.
+    """Coordinate system of a session that may have known world poses.
 
-    Commands are relative to the start image. If a session starts with poses from its client, its
-    coordinates are theirs. If it starts with actions and its world pose is known, its coordinates
-    are the world's, scaled to pose units.
+    Commands are relative to the start image. If a session starts with poses from its client, it
+    uses the client's coordinates. If it starts with actions and its world pose is known, it uses
+    the world's coordinates, scaled to pose units.
     """
 
     unit_m: float
@@ -141,14 +144,14 @@ class SessionFrame(msgspec.Struct):
     start_44: np.ndarray | None = None
     """World pose of the start image in pose units. None: unknown."""
     first_44: np.ndarray | None = None
-    """First pose of a session that starts with poses of its client. None: another one."""
+    """First pose of a session that starts with poses from its client. None: another one."""
 
     def of_session(self, poses_N44: np.ndarray, *, starts: bool) -> np.ndarray:
         """Return poses in the session's coordinates.
 
         Args:
             poses_N44: Poses relative to the start image.
-            starts: Whether they are the session's first poses.
+            starts: Whether these are the session's first poses.
         """
         if starts:
             self.first_44 = poses_N44[0].astype(np.float64)
@@ -157,7 +160,9 @@ class SessionFrame(msgspec.Struct):
         return (self.start_44 @ poses_N44).astype(np.float32)
 
     def note(self, world_poses: Sequence[Sequence[float]]) -> None:
-        """Read a chunk's world poses. The session's first one is the pose of the start image."""
+        """Read a chunk's world poses. The first pose of the session is the pose of the
+        start image.
+        """
         if self.start_44 is None:
             self.start_44 = self._pose_44(world_poses[0])
 
@@ -174,7 +179,7 @@ class SessionFrame(msgspec.Struct):
 
 
 class CommandedState(msgspec.Struct, kw_only=True, tag="commanded"):
-    """What steers a stream, as it moves to another server with its session."""
+    """The controls of a stream, which move to another server together with its session."""
 
     timed: PromptSchedule
     """Timed prompts."""
@@ -185,19 +190,19 @@ class CommandedState(msgspec.Struct, kw_only=True, tag="commanded"):
     frame: SessionFrame
     """Coordinates of camera commands."""
     new_prompt: tuple[str, str] | None = None
-    """Prompt of an interaction and its id, for the next chunk."""
+    """Prompt of an interaction and the interaction's id, for the next chunk."""
     new_lora: tuple[list[Lora], str] | None = None
-    """LoRA adapters of an interaction and its id, for the next chunk."""
+    """LoRA adapters of an interaction and the interaction's id, for the next chunk."""
     acting: tuple[str, ...] = ()
-    """Ids of the interactions that acted in the last chunk."""
+    """Ids of the interactions that were in effect in the last chunk."""
     replaced: list[str] = []
-    """Ids of those that have been replaced since."""
+    """Ids of interactions that have been replaced since then."""
     has_actions: bool = False
     """Whether actions steer the session."""
     uses_poses: bool = False
     """Whether camera commands steer the session."""
     input_id: str | None = None
-    """Newest interaction that has acted."""
+    """Newest interaction that has taken effect."""
 
     @classmethod
     def of_start(
@@ -210,7 +215,7 @@ class CommandedState(msgspec.Struct, kw_only=True, tag="commanded"):
 
         Args:
             start: The client's first message.
-            script: Its actions of the first chunks.
+            script: Actions of the first chunks, if any.
             info: Stream metadata.
         """
         state = cls(
@@ -229,12 +234,12 @@ class CommandedSource(LiveChunks):
     """Samples a client's interactions for each chunk.
 
     Args:
-        state: What steers the stream.
+        state: Controls of the stream.
         start: The client's first message.
         info: Stream metadata.
         size: Height and width of the frames in pixels.
-        num_chunks: Chunks that are left. None: unlimited.
-        first_frame: Number of the first of their frames within the session.
+        num_chunks: Number of remaining chunks. None: unlimited.
+        first_frame: Index of the first of these frames within the session.
     """
 
     def __init__(
@@ -299,7 +304,7 @@ class CommandedSource(LiveChunks):
             self.steered.uses_poses = True
 
     def _sample_actions(self, num_latents: int) -> tuple[list[ActionEntry], CommandProgress]:
-        """Return the actions of each latent frame and the progress of their events."""
+        """Return the actions of each latent frame and the progress of the corresponding events."""
         sample = self.steered.track.sample(num_latents)
         started, active = (
             [str(event_id) for event_id in ids] for ids in (sample.applied, sample.active)
@@ -354,7 +359,7 @@ class CommandedSource(LiveChunks):
         )
 
     def note_result(self, meta: Mapping[str, Any]) -> None:
-        """Correct the position if a wall of the world has stopped a velocity command."""
+        """Correct the position if a wall in the world has stopped a velocity command."""
         expected_3 = self._expected.popleft()
         world_poses = meta.get(WORLD_POSES)
         if world_poses is None:
@@ -374,7 +379,7 @@ class VideoClient(LiveClient):
 
     endpoint = "realtime/video"
     format: str = protocol.FORMAT
-    """Format of the frames, as `video.start` reports it."""
+    """Format of the frames, as reported in `video.start`."""
     source_class: type[CommandedSource] = CommandedSource
     """Samples the client's interactions."""
 
@@ -390,7 +395,9 @@ class VideoClient(LiveClient):
     # -- messages in -------------------------------------------------------------------------------
 
     async def start_now(self) -> None:
-        """Wait for `session.start` and start the session. An invalid one ends the connection."""
+        """Wait for `session.start` and start the session. An invalid message ends the
+        connection.
+        """
         data = await self.receive_first("Timeout waiting for session.start")
         try:
             if not isinstance(data, str):
@@ -582,7 +589,7 @@ class VideoClient(LiveClient):
     # -- messages out ------------------------------------------------------------------------------
 
     def renderer(self, fps: float, request_id: str) -> Callable[[FinishedChunk], Sequence[Sized]]:
-        """Return what encodes the chunks of the stream.
+        """Return the renderer that encodes the chunks of the stream.
 
         Args:
             fps: Playback rate in frames per second.
@@ -595,7 +602,7 @@ class VideoClient(LiveClient):
         await self.connection.send(self.next_metadata(payload.metadata), payload.data)
 
     def next_metadata(self, metadata: dict[str, Any]) -> str:
-        """Return the metadata of the next chunk that is sent, as a message."""
+        """Return the metadata message of the next chunk to be sent."""
         message = _json({**metadata, "transport_chunk_index": self._chunks})
         self._chunks += 1
         return message

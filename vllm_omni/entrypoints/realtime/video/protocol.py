@@ -52,22 +52,27 @@ class ExtraParams(msgspec.Struct, frozen=True, kw_only=True):
     camera_action_script: (
         Annotated[list[list[str] | str], msgspec.Meta(max_length=MAX_SCRIPT_ENTRIES)] | None
     ) = None
-    """Camera keys that are held in each latent frame."""
+    """Camera keys held in each latent frame."""
     action_script: Any = None
     """Actions of each latent frame, checked against the model. Extension of this server."""
     prompts: Annotated[list[TimedPrompt], msgspec.Meta(max_length=MAX_PROMPTS)] = []
-    """Later prompts, each with its second or chunk. Interactions may come between them."""
+    """Later prompts, each with the second or chunk at which it takes effect. Interactions may be
+    sent in between.
+    """
     start_pose: StartPose | None = None
-    """Pose of the start image in the world. Default: the world's own start images are recognized.
+    """Pose of the start image in the world. Default: recognized automatically for the world's own
+    start images.
     """
     follow_moves: bool = False
-    """Extension: the client continues its session on another server after `session.moved`. Default:
-    False."""
+    """Extension: the client continues its session on another server after it has received
+    `session.moved`. Default: False.
+    """
     session_id: SessionId | None = None
-    """Extension: continue this session, which has moved here. The other keys are those of its
-    start; the images may be absent. Default: start a new session."""
+    """Extension: continue this session, which has been moved to this server. The other keys are the
+    same as at the start of the session; the images may be absent. Default: start a new session.
+    """
     pace_to_media_time: bool = False
-    """Send each chunk no earlier than it plays. Default: False."""
+    """Send each chunk no earlier than it is due for playback. Default: False."""
     preencode_mp4: bool = False
     """Refused if True."""
 
@@ -75,7 +80,7 @@ class ExtraParams(msgspec.Struct, frozen=True, kw_only=True):
 class StartMessage(msgspec.Struct, frozen=True, kw_only=True):
     """The first message of a connection.
 
-    Unknown keys are ignored, and so are settings that the deployment fixes (steps, guidance).
+    Unknown keys are ignored, as are settings that are fixed by the deployment (steps, guidance).
     """
 
     prompt: str = ""
@@ -98,7 +103,7 @@ class StartMessage(msgspec.Struct, frozen=True, kw_only=True):
     image_reference: ImageReference | None = None
     """Start image."""
     images: Annotated[dict[str, ImageReference], msgspec.Meta(max_length=MAX_IMAGES)] = {}
-    """Extension: named images, for models that take some."""
+    """Extension: named images, for models that take them."""
     lora: Loras | None = None
     """LoRA adapters, `[{"name", "scale"}]`."""
     extra_params: ExtraParams = ExtraParams()
@@ -147,9 +152,9 @@ class _CameraData(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _Camera(msgspec.Struct, frozen=True):
     data: _CameraData
-    """Pose of a target, or step of a velocity."""
+    """Pose of a target, or the step of a velocity."""
     mode: Literal["target", "velocity"] = "target"
-    """Move to a pose, or keep moving."""
+    """Whether to move to a pose or to keep moving."""
 
 
 class _MultiModal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -174,7 +179,7 @@ class _Interaction(msgspec.Struct, frozen=True):
     event_id: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] | None = None
     """The client's id, 1 to 128 characters. Default: drawn."""
     transition_chunks: Annotated[int, msgspec.Meta(ge=0, le=_MAX_TRANSITION_CHUNKS)] | None = None
-    """Chunks until a target is reached, 0 to 10000. Default: 1."""
+    """Number of chunks until a target is reached, 0 to 10000. Default: 1."""
 
 
 def max_start_bytes(limits: EndpointLimits) -> int:
@@ -251,7 +256,7 @@ def parse_interaction(
     """Parse and check an interaction.
 
     Raises:
-        EndpointError: The message is invalid. No part of it takes effect.
+        EndpointError: The message is invalid. No part of the message takes effect.
     """
     wanted: _Interaction = _convert(
         value.get("interaction"), _Interaction, "Invalid session.interaction"

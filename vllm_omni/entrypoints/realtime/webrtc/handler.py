@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The handler of one WebRTC client: the protocol of `/v1/realtime/video` with a video track.
+"""The handler of one WebRTC client: the protocol of `/v1/realtime/video`, with a video track.
 
-Messages of the data channel are those of the WebSocket. Only the frames differ: the track has them,
-and `video.chunk_metadata` has no binary message after it.
+Messages of the data channel are the same as those of the WebSocket. Only the frames differ: they
+are sent on the track, and `video.chunk_metadata` is not followed by a binary message.
 """
 
 import time
@@ -27,19 +27,21 @@ from vllm_omni.entrypoints.realtime.webrtc.pacer import ChunkPacer
 
 FORMAT: Final = "h264-track"
 _AHEAD_FRAMES: Final = 2
-"""Frames of a chunk that may still wait to be sent when the next one is delivered."""
+"""Number of frames of a chunk that may still be waiting to be sent when the next chunk is
+delivered.
+"""
 
 
 class UnitTrack(Protocol):
-    """Sends access units at the times at which they play."""
+    """Sends access units at their playback times."""
 
     @property
     def buffered_s(self) -> float:
-        """Seconds until the picture waits for another access unit."""
+        """Time in seconds until playback needs another access unit."""
         ...
 
     async def put(self, units: Sequence[EncodedPart], ahead: int) -> None:
-        """Queue access units. Return when at most `ahead` of them wait to be sent."""
+        """Queue access units. Return when at most `ahead` units are waiting to be sent."""
         ...
 
 
@@ -52,7 +54,7 @@ class ChunkUnits:
     units: list[EncodedPart]
     """One access unit per frame."""
     ready_s: float
-    """Monotonic time in seconds at which the last of them was encoded."""
+    """Monotonic time in seconds at which the last unit was encoded."""
 
     def __len__(self) -> int:
         return sum(len(unit.data) for unit in self.units)
@@ -74,7 +76,7 @@ class _UnitRenderer:
 
 
 class _PacedSource(CommandedSource):
-    """Samples controls when the stream needs its next chunk, and not before."""
+    """Samples controls when the stream needs its next chunk, and no earlier."""
 
     pacer: ChunkPacer
 
@@ -115,7 +117,7 @@ class WebRtcClient(VideoClient):
         return _UnitRenderer(fps, request_id)
 
     async def deliver(self, payload: ChunkUnits) -> None:
-        """Send the metadata, then the frames at the times at which they play."""
+        """Send the metadata, and then the frames at their playback times."""
         await self.connection.send(self.next_metadata(payload.metadata))
         assert self._pacer is not None
         self._pacer.note_chunk(payload.ready_s)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of SDP offers from untrusted clients, before a library parses them.
+"""Checks SDP offers from untrusted clients before a library parses them.
 
-The text is bounded in bytes, lines, media sections and candidates, because each section costs
-sockets and each candidate costs packets to an address that the client chose.
+The text is limited in bytes, lines, media sections and candidates, because each section costs
+sockets, and each candidate costs packets to an address chosen by the client.
 """
 
 import re
@@ -22,19 +22,19 @@ _H264: Final = re.compile(r"a=rtpmap:\d+ H264/90000", re.ASCII | re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Offer:
-    """An offer with bounded size that requests one video track."""
+    """An offer of bounded size that requests a single video track."""
 
     sdp: str
     """The session description."""
     has_channel: bool
-    """Whether the client opens a data channel. A client without one only watches."""
+    """Whether the client opens a data channel. A client without a data channel only watches."""
 
 
 def read_offer(body: bytes) -> Offer:
     """Check an offer.
 
     Raises:
-        EndpointError: `invalid_offer`: it does not have the form of an offer, or is too large;
+        EndpointError: `invalid_offer`: the text is not a valid offer or is too large;
             `unsupported_codec`: the client does not receive H.264.
     """
     if len(body) > MAX_OFFER_BYTES:

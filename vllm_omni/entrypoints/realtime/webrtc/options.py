@@ -25,15 +25,18 @@ class WebRtcOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     ice_servers: str = ""
     """STUN and TURN servers, separated by commas: `stun:HOST:PORT`, `turn:USER:PASSWORD@HOST:PORT`.
-    Default: none, which suffices if clients reach the server's UDP ports."""
+    Default: none, which is sufficient if clients can reach the server's UDP ports.
+    """
     webrtc_connect_timeout_s: Annotated[float, msgspec.Meta(gt=0, le=600)] = 20.0
-    """Seconds in which a client must connect after its offer was answered. Default: 20."""
+    """Time in seconds within which a client must connect after its offer was answered.
+    Default: 20.
+    """
 
     def servers(self) -> list[IceServer]:
         """Return the servers.
 
         Raises:
-            ValueError: An entry has another form. The text does not contain its password.
+            ValueError: An entry has another form. The string does not contain the password.
         """
         return [_server(entry.strip()) for entry in self.ice_servers.split(",") if entry.strip()]
 

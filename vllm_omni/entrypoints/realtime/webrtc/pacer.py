@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ChunkPacer`: requests chunks as late as playback allows, so that their controls are fresh.
 
-A client of the world camera's WebSocket requests each chunk itself. With WebRTC the server requests
-them, by the same rule as the page (`webui/static/js/pacer.js`): when the video in hand is as long
-as a chunk usually takes, plus three mean deviations, plus a margin.
+A client of the world camera's WebSocket requests each chunk on its own. With WebRTC the server
+requests chunks by the same rule as the web page (`webui/static/js/pacer.js`): when the buffered
+video is as long as a chunk usually takes, plus three mean deviations, plus a margin.
 """
 
 import asyncio
@@ -16,15 +16,16 @@ from typing import Final
 _KEPT: Final = 8
 _SPREAD: Final = 3
 _OUTLIER: Final = 2.5
-"""A single waiting time of more than this many medians is not used."""
+"""A single waiting time of more than this many medians is ignored."""
 _MARGIN_S: Final = 0.02
 
 
 class ChunkPacer:
-    """Pace of one stream.
+    """Paces the chunk requests of one stream.
 
     Args:
-        buffered_s: Returns for how many seconds the frames that were handed over still play.
+        buffered_s: Returns the remaining playback time in seconds of the frames that have been
+            delivered.
         fps: Playback rate in frames per second.
         clock: Returns monotonic time in seconds.
     """
@@ -42,7 +43,9 @@ class ChunkPacer:
 
     @property
     def needed_s(self) -> float | None:
-        """Video in seconds that must be in hand when a chunk is requested. None: not yet known."""
+        """Playback time in seconds that must be buffered when a chunk is requested. None: it is not
+        known yet.
+        """
         if not self._waits_s:
             return None
         waits_s = sorted(self._waits_s)
@@ -54,7 +57,9 @@ class ChunkPacer:
 
     @property
     def _excess_s(self) -> float:
-        """Seconds until the next chunk should be requested. Frames in the engine are in hand."""
+        """Seconds until the next chunk should be requested. Frames of chunks in the engine count as
+        buffered.
+        """
         if self.needed_s is None:
             return 0.0
         num_requested = sum(num_frames for _, num_frames in self._requests)
@@ -70,14 +75,14 @@ class ChunkPacer:
             await asyncio.sleep(excess_s)
 
     def note_request(self, num_frames: int) -> None:
-        """Note that a chunk is requested now."""
+        """Record that a chunk is requested now."""
         self._requests.append((self._clock(), num_frames))
 
     def note_chunk(self, ready_s: float) -> None:
-        """Note that the oldest requested chunk is handed over.
+        """Record that the oldest requested chunk is delivered.
 
         Args:
-            ready_s: Monotonic time in seconds at which its frames were encoded.
+            ready_s: Monotonic time in seconds at which the frames were encoded.
         """
         requested_s, _ = self._requests.popleft()
         if self._num_chunks == 1:

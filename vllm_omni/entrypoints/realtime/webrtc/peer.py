@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Peer`: one WebRTC connection of aiortc, as a WebSocket for the handlers and a video track.
+"""`Peer`: a WebRTC connection of aiortc, presented to the handlers as a WebSocket and a video
+track.
 
-The messages of the data channel are those of `/v1/realtime/video`. `Peer.websocket` presents the
-channel as an ASGI WebSocket, so that the same handler with the same limits serves it. The track
-sends the access units of the session's encoder unchanged, so that no viewer costs an encoding.
+The messages of the data channel are the same as those of `/v1/realtime/video`. `Peer.websocket`
+presents the data channel as an ASGI WebSocket, so that the same handler serves it with the same
+limits. The track sends the access units of the session's encoder unchanged, so that an additional
+viewer requires no additional encoding.
 
-aiortc encrypts and sends on the event loop; encoding does not run there.
+aiortc encrypts and sends on the event loop; encoding runs elsewhere.
 """
 
 import asyncio
@@ -48,16 +50,16 @@ _MAX_WAITING_MESSAGES: Final = 256
 MAX_MESSAGE_BYTES: Final = 512 * 1024
 """Maximum size of a client's message, for example of `session.start` with its start image.
 
-aiortc announces 64 KiB. It reassembles messages within its receive window of 1 MiB."""
+aiortc announces 64 KiB. aiortc reassembles messages within its receive window of 1 MiB."""
 _MAX_UNSENT_BYTES: Final = 1024 * 1024
 _PLI, _FIR, _APPLICATION = 1, 4, 15  # formats of RTCP payload-specific feedback (RFC 4585, 5104)
 
 
 class PacketTrack(MediaStreamTrack):
-    """Sends access units at the times at which they play.
+    """Sends access units at their playback times.
 
-    A chunk arrives at once. Sent at once, it would look like jitter, and browsers would enlarge
-    their buffers.
+    A chunk arrives at once. Sending a chunk at once would look like jitter, and browsers would
+    enlarge their buffers.
     """
 
     kind = "video"
@@ -73,7 +75,7 @@ class PacketTrack(MediaStreamTrack):
 
     @property
     def buffered_s(self) -> float:
-        """Seconds until the picture waits for another access unit."""
+        """Time in seconds until playback needs another access unit."""
         if self._newest is None:
             return 0.0
         time_us, period_us = self._newest
@@ -87,7 +89,7 @@ class PacketTrack(MediaStreamTrack):
 
         Args:
             units: Consecutive access units.
-            ahead: Returns when at most this many of them wait to be sent.
+            ahead: Maximum number of units that may be waiting to be sent when the call returns.
         """
         self._units.extend(units)
         for unit in units[-2:]:
@@ -99,7 +101,7 @@ class PacketTrack(MediaStreamTrack):
             await self._changed.wait()
 
     async def recv(self) -> av.Packet:
-        """Return the next access unit when it is due.
+        """Return the next access unit at its playback time.
 
         Raises:
             MediaStreamError: The track has been stopped.
@@ -165,7 +167,7 @@ class Peer:
         self.on_key_frame: Callable[[], None] = lambda: None
         """Called when the client needs a key frame."""
         self.on_bandwidth: Callable[[int], None] = lambda bits_per_s: None
-        """Called with the client's estimate of its bandwidth in bits per second."""
+        """Called with the client's bandwidth estimate in bits per second."""
         self._channel: RTCDataChannel | None = None
         self._is_open = asyncio.Event()
         self._messages: asyncio.Queue[Message] = asyncio.Queue(_MAX_WAITING_MESSAGES)
@@ -181,10 +183,11 @@ class Peer:
         self._connection.on("connectionstatechange", self._note_state)
 
     async def answer(self, offer: Offer) -> str:
-        """Return the answer to an offer, with all candidates of this server.
+        """Return the answer to an offer, including all candidates of this server.
 
         Raises:
-            EndpointError: `invalid_offer`, or `unsupported_codec` if no H.264 format is common.
+            EndpointError: `invalid_offer`, or `unsupported_codec` if the peers have no H.264 format
+                in common.
         """
         try:
             async with asyncio.timeout(_NEGOTIATION_S):
@@ -217,7 +220,9 @@ class Peer:
             await self.close()
 
     async def wait_until_closed(self) -> None:
-        """Wait a moment for the client to close, so that it receives the last messages."""
+        """Give the client a moment to close the connection, so that it receives the last
+        messages.
+        """
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), _LAST_WORDS_S)
 
@@ -296,9 +301,10 @@ class Peer:
     # -- feedback ----------------------------------------------------------------------------------
 
     def _watch_feedback(self, sender: RTCRtpSender) -> None:
-        """Read key-frame requests and bandwidth estimates, which aiortc keeps for its own encoder.
+        """Read key-frame requests and bandwidth estimates, which aiortc reserves for its own
+        encoder.
 
-        It has no hook for tracks of packets. tests/seams/test_aiortc.py notices a change of the
+        aiortc has no hook for tracks of packets. tests/seams/test_aiortc.py detects changes to the
         method that is wrapped here.
         """
         handle = sender._handle_rtcp_packet

@@ -120,12 +120,12 @@ class WebRtcRoutes:
     async def _serve(
         self, peer: "Peer", client: WebRtcClient, stack: contextlib.AsyncExitStack
     ) -> None:
-        """Serve one client until either side ends.
+        """Serve one client until either side ends the connection.
 
         Args:
             peer: The connection.
             client: Its handler.
-            stack: Closes the connection when it exits.
+            stack: Closes the connection on exit.
         """
         async with stack:
             connecting = asyncio.create_task(

@@ -37,22 +37,24 @@ class FrameRenderer:
     quality: int
     """JPEG quality, 1 to 100."""
     frames_per_message: int | None
-    """Frames per message. None: a whole chunk, but 4 for `ndarray_f32`, as clients of that codec
-    expect."""
+    """Frames per message. None: a whole chunk, except 4 for `ndarray_f32`, as clients of that codec
+    expect.
+    """
     dialect: MessageDialect
     """Array dialect of the client."""
     with_mp4: bool = False
-    """Add an MP4 file of the frames in `mp4`, for clients that show images and record video.
-    Default: False."""
+    """Add an MP4 file of the frames as `mp4`, for clients that display images and record video.
+    Default: False.
+    """
     mp4_scale: int = 1
-    """Scale factor of that file. Default: 1."""
+    """Scale factor of the MP4 file. Default: 1."""
     key_frame: bool = False
     """Start the first chunk of the request with a key frame. Default: False."""
     transfer_ms: float | None = None
-    """Time in which the client received its previous chunk in milliseconds. Default: unknown."""
+    """Time in milliseconds in which the client received its previous chunk. Default: unknown."""
 
     def __call__(self, chunk: FinishedChunk) -> Iterator[bytes]:
-        """Yield the chunk's messages. `index` and `total` count all messages of the request."""
+        """Yield the chunk's messages. `index` and `total` refer to all messages of the request."""
         frames = chunk.stamped_frames(self.fps)
         if len(frames) != chunk.sizes[chunk.number]:
             raise RuntimeError(
@@ -66,7 +68,7 @@ class FrameRenderer:
             yield self._message(chunk, group, base + part, total)
 
     def _prepare(self, chunk: FinishedChunk) -> None:
-        """Apply what the client reported with the request."""
+        """Apply the measurements that the client reported with the request."""
         if self.transfer_ms is not None:
             playing_s = len(chunk.result.frames_THWC) / self.fps
             chunk.encoders.note_arrival(self.transfer_ms / 1e3, playing_s)
@@ -130,7 +132,7 @@ class FrameRenderer:
         return file.data
 
     def _video(self, chunk: FinishedChunk, frames: StampedFrames) -> dict[str, Any]:
-        """Return the fields of a message that depend on the codec."""
+        """Return the message fields that depend on the codec."""
         match self.codec:
             case "h264":
                 spec = EncoderSpec(codec="h264", fps=self.fps)
@@ -154,7 +156,7 @@ class FrameRenderer:
 def _timing(chunk: FinishedChunk, mux_ms: float) -> dict[str, float]:
     """Return the times in milliseconds.
 
-    `queue_ms` is the time in the engine's queue and in transit.
+    `queue_ms` is the time spent in the engine's queue and in transit.
     """
     stages: dict[str, list[float]] = chunk.result.meta.get("timings_ms", {})
     spent_ms = {name: sum(times) for name, times in stages.items()}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endpoint `/v1/realtime/world/camera`: msgpack messages in, video chunks out.
+"""The endpoint `/v1/realtime/world/camera`: receives msgpack messages and sends video chunks.
 
-It sends `hello`, turns messages into `SessionJob`s, follows their runs, and replies in the client's
-dialect. Each connection has one task that receives messages and one task per request, so that a
-disconnect, a `reset` or a `ping` is noticed at once.
+It sends `hello`, converts messages to `SessionJob`s, follows their runs, and replies in the
+client's array encoding. Each connection has one task that receives messages and one task per
+request, so that a disconnect, a `reset` or a `ping` is processed at once.
 """
 
 import asyncio
@@ -109,7 +109,7 @@ class _Client(ConnectionHandler):
         await self._send(protocol.error_message(error))
 
     async def stop(self) -> None:
-        """Cancel this client's runs. Its sessions stay, so that it can reconnect."""
+        """Cancel this client's runs. Its sessions are retained, so that it can reconnect."""
         requests = list(self._requests)
         for task in self._requests.difference(self._endings):
             task.cancel()
@@ -125,14 +125,14 @@ class _Client(ConnectionHandler):
         return True
 
     async def session_moved(self, session: Session) -> None:
-        """Send `moved`, unless a request of this client ends with it."""
+        """Send `moved`, unless a request of this client ends with this message."""
         if any(run.is_followed_by(self) for run in session.delivery_log.runs.values()):
             return
         assert session.destination is not None
         await self._refuse(session.destination.as_error(), session_id=session.session_id)
 
     async def superseded(self) -> None:
-        """Close this connection, because another one has resumed one of its sessions."""
+        """Close this connection, because another connection has resumed one of its sessions."""
         await self.connection.close(
             WebSocketCloseCode.SUPERSEDED, "another connection took this session over"
         )
@@ -140,7 +140,7 @@ class _Client(ConnectionHandler):
     # -- messages in -------------------------------------------------------------------------------
 
     async def handle_message(self, data: bytes | str) -> None:
-        """Decode one message and start its work. An invalid message is only refused."""
+        """Decode a message and start the corresponding work. An invalid message is only refused."""
         request_id: str | None = None
         try:
             if isinstance(data, str):
@@ -203,7 +203,7 @@ class _Client(ConnectionHandler):
     async def _response(
         self, message: protocol.ClientMessage, work: Callable[[], Awaitable[None]]
     ) -> None:
-        """Run the work of one message. Every failure is reported as an error of this message."""
+        """Run the work of one message. Every failure is reported as an error for this message."""
         log_context.bind(session_id=self._session_id(message))
         try:
             await work()
@@ -279,7 +279,7 @@ class _Client(ConnectionHandler):
     async def _follow(self, session: Session, run: SessionRun, start: int = 0) -> bool:
         """Deliver a run's replies.
 
-        If this connection ends and no other follows the run, the run is cancelled.
+        If this connection ends and no other connection follows the run, the run is cancelled.
         """
         try:
             return await run.follow(
@@ -359,7 +359,7 @@ class _Client(ConnectionHandler):
         )
 
     def _find(self, session_id: str) -> Session | None:
-        """Return a session, or None if the server has none of this id.
+        """Return a session, or None if the server has no session with this id.
 
         Raises:
             EndpointError: `moved`.

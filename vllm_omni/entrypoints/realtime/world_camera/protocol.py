@@ -3,9 +3,9 @@
 replies.
 
 A message is a map with the key `endpoint` (default `infer`). Unknown keys are ignored, because
-other clients of this protocol send some. A known key with a wrong type or value is refused with a
-message that names it. Arrays stay `Any` here; `../controls/camera.py` and `../connection/images.py`
-check them.
+other clients of this protocol send additional keys. If a known key has a wrong type or value, the
+message is refused with an error that names the key. Arrays remain `Any` here;
+`../controls/camera.py` and `../connection/images.py` check them.
 """
 
 from typing import Annotated, Any, ClassVar, Final
@@ -47,7 +47,9 @@ class ExtraBody(msgspec.Struct, frozen=True, kw_only=True):
     seed: RequestedSeed | None = None
     """Seed of the noise. Default: drawn."""
     frames_per_chunk: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None
-    """Frames in one reply. Default: a whole chunk, but 4 for `ndarray_f32` and 1 for `h264`."""
+    """Number of frames in one reply. Default: a whole chunk, except 4 for `ndarray_f32` and 1 for
+    `h264`.
+    """
     session_id: SessionId | None = None
     """Same as `session_id` of the message."""
     num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] | None = None
@@ -59,33 +61,36 @@ class ExtraBody(msgspec.Struct, frozen=True, kw_only=True):
     video_format: str | None = None
     """Encoding of the frames, one of `CODECS`.
 
-    Default: `mp4`, but `ndarray_f32` for clients of the protocol's first version.
+    Default: `mp4`, except `ndarray_f32` for clients of the protocol's first version.
     """
     with_mp4: bool = False
-    """Add an MP4 file of the frames to each reply, in `mp4`. Default: False."""
+    """Add an MP4 file of the frames to each reply, as `mp4`. Default: False."""
     mp4_scale: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1
-    """Integer scale factor of the file in `mp4`, up to a side of 1280 pixels. Default: 1."""
+    """Integer scale factor of the `mp4` file, up to a side of 1280 pixels. Default: 1."""
     key_frame: bool = False
-    """Start the frames of `h264` with a key frame, because the client joins or has lost frames.
-    Default: False. The first frame of a session is always a key frame."""
+    """Start the frames of `h264` with a key frame, because the client has joined or lost frames.
+    Default: False. The first frame of a session is always a key frame.
+    """
     transfer_ms: Annotated[float, msgspec.Meta(ge=0, le=600_000)] | None = None
     """Time in milliseconds from the first to the last message of the client's previous chunk. The
-    bitrate of `h264` is adapted to it. Default: the bitrate stays."""
+    bitrate of `h264` is adapted to this time. Default: the bitrate does not change.
+    """
     quality: Annotated[int, msgspec.Meta(ge=1, le=100)] = 90
     """JPEG quality, 1 to 100. Default: 90."""
     pose_policy: PosePolicy | None = None
-    """Handling of poses that do not fill whole chunks.
+    """Policy for poses that do not fill complete chunks.
 
-    Default: `error`, but `trim` for clients of the protocol's first version.
+    Default: `error`, except `trim` for clients of the protocol's first version.
     """
     start_pose: StartPose | None = None
-    """Pose of the start image in the world. Default: the world's own start images are recognized.
+    """Pose of the start image in the world. Default: recognized automatically for the world's own
+    start images.
     """
     lora: Loras | None = None
     """LoRA adapters from this request on, `[{"name", "scale"}]`; [] for none. Default: unchanged.
     """
     options: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Options of the model (JSON types). The model checks them."""
+    """Options of the model (JSON types). The model validates them."""
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
@@ -108,14 +113,16 @@ class ClientMessage(msgspec.Struct, frozen=True, kw_only=True):
     """Keys that every message may have."""
 
     endpoint: ClassVar[str]
-    """Value of the key `endpoint` that selects this type."""
+    """Value of the key `endpoint` that selects this message type."""
 
     session_id: SessionId | None = None
     """Session of the message. Default: the connection's own session."""
     request_id: RequestId | None = None
     """The client's id of the request, 1 to 128 characters. Default: drawn."""
     protocol_version: int | None = None
-    """Version of the protocol. Clients that send it receive additional messages of this server."""
+    """Version of the protocol. Clients that send this key receive additional messages of this
+    server.
+    """
 
 
 class InferMessage(ClientMessage, frozen=True, kw_only=True):
@@ -125,12 +132,13 @@ class InferMessage(ClientMessage, frozen=True, kw_only=True):
     """See `ClientMessage`."""
 
     chunk_index: Index | None = None
-    """Number that the next chunk of the session must have. Default: any."""
+    """Required index of the session's next chunk. Default: any."""
     image: Any = None
     """Start image."""
     images: NamedSources = {}
-    """Named images, for models that take some (`actions.images` of `hello`), each in a form that
-    `image` may have."""
+    """Named images, for models that take them (`actions.images` of `hello`), each in a form that is
+    allowed for `image`.
+    """
     prompt: str | None = None
     """Prompt. Default: unchanged."""
     camera: dict[str, Any] | None = None
@@ -140,7 +148,7 @@ class InferMessage(ClientMessage, frozen=True, kw_only=True):
     actions: Annotated[list[ActionEntry], msgspec.Meta(max_length=4096)] | None = None
     """Actions, one entry per latent frame."""
     restart: bool = False
-    """Discard an existing session state and start again. Default: False."""
+    """Discard the existing session state and start again. Default: False."""
     extra_body: ExtraBody = ExtraBody()
     """Further settings."""
 
@@ -149,7 +157,8 @@ class InferMessage(ClientMessage, frozen=True, kw_only=True):
 
         Args:
             max_poses: Maximum number of poses.
-            size: Width and height that the intrinsics refer to, unless the path names another size.
+            size: Width and height to which the intrinsics refer, unless the path specifies another
+                size.
 
         Raises:
             EndpointError: The path is missing or invalid, or `camera` and `cameras` differ.
@@ -194,7 +203,7 @@ class InferMessage(ClientMessage, frozen=True, kw_only=True):
 
 
 class ResetMessage(ClientMessage, frozen=True, kw_only=True):
-    """Cancel a session's requests and discard its state. Its id stays valid."""
+    """Cancel a session's requests and discard its state. The session id remains valid."""
 
     endpoint: ClassVar[str] = "reset"
 
@@ -206,7 +215,9 @@ class StopMessage(ClientMessage, frozen=True, kw_only=True):
 
 
 class CloseSession(ClientMessage, frozen=True, kw_only=True):
-    """Free a session. Without `session_id`, free the connection's own and close the connection."""
+    """Free a session. Without `session_id`, free the connection's own session and close the
+    connection.
+    """
 
     endpoint: ClassVar[str] = "close"
 
@@ -238,7 +249,7 @@ class ResumeMessage(ClientMessage, frozen=True, kw_only=True):
     endpoint: ClassVar[str] = "resume"
 
     last_chunk_id: Index | None = None
-    """Last chunk that the client has received. Default: no chunk."""
+    """Index of the last chunk that the client has received. Default: no chunk."""
 
 
 _MESSAGES: Final[dict[str, type[ClientMessage]]] = {
@@ -333,7 +344,8 @@ def check_prompt(
 
 
 def with_integers(fields: dict[str, Any]) -> dict[str, Any]:
-    """Convert whole floats to ints, because JavaScript packs large integers as floats.
+    """Convert floats with integer values to ints, because JavaScript packs large integers as
+    floats.
 
     Fields of type float accept ints.
     """
@@ -346,7 +358,7 @@ def with_integers(fields: dict[str, Any]) -> dict[str, Any]:
 def _is_json(value: Any) -> bool:
     """Return whether a value consists of JSON types only.
 
-    Other values in `PoolingParams.extra_kwargs`, for example arrays, would stop the engine.
+    Other values in `PoolingParams.extra_kwargs`, for example arrays, would crash the engine.
     """
     if isinstance(value, dict):
         return all(_is_json(item) for item in value.values())

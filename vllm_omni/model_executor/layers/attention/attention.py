@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Unmasked attention of one sequence, with the fastest kernel of the device.
 
-On CUDA devices that vLLM's FlashAttention 3 supports, that kernel is used. Elsewhere torch's
-scaled-dot-product attention chooses cuDNN, flash or a CPU kernel. The caller makes attention causal
-between chunks by passing only the visible keys. Text attention adds the usual triangular mask,
-aligned to the last key.
+On CUDA devices that vLLM's FlashAttention 3 supports, that kernel is used. On other devices,
+torch's scaled-dot-product attention chooses cuDNN, flash or a CPU kernel. The caller makes
+attention causal between chunks by passing only the visible keys. Text attention adds the usual
+triangular mask, aligned to the last key.
 """
 
 # T query tokens, S key tokens, N heads, H head dim
@@ -21,8 +21,9 @@ from vllm_omni.model_executor.layers.fast_path import FastPath, Lack, lacks_gpu,
 
 @cache
 def _flash_attention(*versions: int) -> Callable[..., torch.Tensor] | None:
-    """Return the first `flash_attn_varlen_func` of vLLM, by version, that the CUDA device supports,
-    or None."""
+    """Return the first `flash_attn_varlen_func` of vLLM, in order of version, that the CUDA device
+    supports, or None.
+    """
     found = [version for version in versions if not _lacks_flash_attention(version)]
     if not found:
         return None
@@ -32,7 +33,7 @@ def _flash_attention(*versions: int) -> Callable[..., torch.Tensor] | None:
 
 
 def _lacks_flash_attention(version: int) -> Lack:
-    """Return whether vLLM lacks a version of FlashAttention for the current CUDA device."""
+    """Return whether vLLM has no version of FlashAttention for the current CUDA device."""
     try:
         from vllm.vllm_flash_attn.flash_attn_interface import fa_version_unsupported_reason
     except ImportError as error:
@@ -74,11 +75,12 @@ def attention(
 
     Args:
         q_TNH: Queries.
-        k_SNH: Keys. Their number of heads may divide that of the queries (grouped-query attention).
+        k_SNH: Keys. The number of their heads may be a divisor of that of the queries
+            (grouped-query attention).
         v_SNH: Values, with as many heads as the keys.
-        causal: Query t attends to the first S - T + t + 1 keys only. Requires S >= T.
+        causal: Query t attends only to the first S - T + t + 1 keys. Requires S >= T.
         key_range: int32 [2] on the device of `q_TNH`: 0 and the number of leading keys to attend
-            to. The host does not read this number, so that one CUDA graph serves every length.
+            to. The host does not read this value, so that one CUDA graph works for all lengths.
             Excludes `causal`. Default: all keys.
     """
     if key_range is not None:
@@ -104,10 +106,10 @@ def attention(
 
 
 def cross_attention(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor) -> torch.Tensor:
-    """Return `attention` of many queries to the few keys of a prompt.
+    """Return the `attention` of many queries to the few keys of a prompt.
 
-    Hopper GPUs use cuDNN, because it is faster there than FlashAttention 3 for so few keys. cuDNN
-    builds a plan for each new size, which pays off because prompts have few sizes. vLLM disables
+    Hopper GPUs use cuDNN, because it is faster than FlashAttention 3 for so few keys. cuDNN builds
+    a plan for each new size, which pays off because prompts have few different sizes. vLLM disables
     cuDNN in torch's automatic choice of kernels, so this function calls it explicitly.
     """
     if cudnn_cross_attention(q_TNH.device, q_TNH.dtype).is_on:
@@ -156,15 +158,15 @@ def _attention_to_first(
 
 
 def stack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Stack along a new first dimension. The result is a view if there is one part."""
+    """Stack along a new first dimension. The result is a view if there is only one part."""
     return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(list(parts))
 
 
 def in_words(x: torch.Tensor) -> torch.Tensor:
-    """View `x` as 8-byte elements if its last dimension allows, because strided copies of narrower
-    elements are slow.
+    """View `x` as 8-byte elements if its last dimension allows it, because strided copies of
+    narrower elements are slow.
 
-    Compiled code gets `x` itself: its loops already use the widest loads.
+    Compiled code receives `x` itself, because its loops already use the widest loads.
     """
     if torch.compiler.is_compiling() or x.shape[-1] * x.itemsize % torch.int64.itemsize:
         return x

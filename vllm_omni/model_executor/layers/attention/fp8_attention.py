@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with both matrix products in FP8 (e4m3), to keys and values stored in FP8, by cuDNN on
-Hopper.
+"""Attention to FP8 keys and values with both matrix products in FP8 (e4m3), by cuDNN on Hopper.
 
-Queries and the result are quantized to e4m3 too; softmax runs in fp32. cuDNN accepts one scale per
-tensor, but a K/V window has one per head. The scales per head are therefore applied where they are
-exact: those of keys to the queries before these are quantized, those of values to the result. All
-scales are powers of two and none depends on the queries.
+Queries and the result are also quantized to e4m3; softmax runs in fp32. cuDNN accepts one scale per
+tensor, but a K/V window has one per head. The per-head scales are therefore applied where this is
+exact: the scales of keys to the queries before they are quantized, and the scales of values to the
+result. All scales are powers of two, and none depends on the queries.
 
 The graphs come from cuDNN's Python package, which vLLM's CUDA builds require. Results are bitwise
-reproducible for calls of the same sizes. `benchmarks/attention_kernels.py` measures the speed.
+reproducible for calls with the same sizes. `benchmarks/attention_kernels.py` measures the speed.
 """
 
 # T query tokens, S stored tokens, N heads, H head dim
@@ -27,15 +26,17 @@ from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8, dequan
 logger = logging.getLogger("vllm." + __name__)
 
 _QUERY_SCALE = 8.0
-"""Factor of the queries. Queries times the scales of their keys are around 1/4; after this factor,
-few are subnormal in e4m3."""
+"""Factor of the queries. Queries times the scales of their keys are around 1/4. With this factor,
+few of them are subnormal in e4m3.
+"""
 _PROBABILITY_SCALE = 256.0
-"""Factor of the attention probabilities, which are at most 1 before normalisation."""
+"""Factor for the attention probabilities, which are at most 1 before normalisation."""
 _RESULT_SCALE = 4.0
-"""Factor of the result. It is a mean of values; those of the first chunk are below 448 / 16, and
-later ones may be four times as large."""
+"""Factor of the result. The result is a mean of values. Those of the first chunk are below 448 /
+16, and later ones may be four times as large.
+"""
 _FEWEST_KEYS = 2
-"""Minimum ratio of keys to queries. With fewer keys, the bf16 product is as fast."""
+"""Minimum ratio of keys to queries. With fewer keys, the bf16 product is equally fast."""
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Maps queries [T, N, H], keys [S, N, H] and values [S, N, H] to the result [T, N, H]. All are
@@ -48,7 +49,7 @@ def fp8_attention(
     scales_2N: torch.Tensor,
     tokens_S: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """Return attention to quantized keys and values, or None where FP8 is not faster.
+    """Return attention to quantized keys and values, or None if FP8 is not faster.
 
     Args:
         q_TNH: Queries, not quantized.
@@ -57,8 +58,8 @@ def fp8_attention(
         tokens_S: int64 positions of the visible tokens, in order. Default: all.
 
     Returns:
-        The result in the dtype of `q_TNH`. None if dequantizing first is as fast, or if this device
-        or its cuDNN lacks FP8 attention.
+        The result in the dtype of `q_TNH`. None if dequantizing first is equally fast, or if this
+        device or its cuDNN does not support FP8 attention.
     """
     product = fp8_product(len(q_TNH), stored_2SNH, tokens_S)
     return (
@@ -112,13 +113,14 @@ def quantized_attention(
 
 
 def query_scales(k_scales: torch.Tensor) -> torch.Tensor:
-    """Return the divisors that quantize the queries, from the scales of the keys per head."""
+    """Return the divisors for quantizing the queries, from the per-head scales of the keys."""
     return (k_scales * _QUERY_SCALE).reciprocal()
 
 
 def result_scales(v_scales: torch.Tensor) -> torch.Tensor:
-    """Return the factors that dequantize the product's result, from the scales of the values per
-    head."""
+    """Return the factors for dequantizing the product's result, from the per-head scales of the
+    values.
+    """
     return v_scales / _RESULT_SCALE
 
 

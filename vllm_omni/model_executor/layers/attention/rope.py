@@ -3,8 +3,8 @@
 
 A head of size H has H/2 complex channels, made of interleaved pairs (2i, 2i+1) and split over the
 three axes. Channel j of an axis with n real dimensions rotates by position * theta^(-2j/n). Angles
-are computed from absolute positions in fp64, and their cosines and sines are rounded once to fp32.
-There is no precomputed table, so frame indices are unbounded.
+are computed in fp64 from absolute positions, and their cosines and sines are rounded once to fp32.
+There is no precomputed table, so frame indices are not limited.
 """
 
 # L tokens of a chunk in (frame, row, column) order, N heads, H head dim, C = H/2 complex channels
@@ -60,7 +60,7 @@ def rope_tables(
 
 
 def apply_rope(x_LNH: torch.Tensor, cos_LC: torch.Tensor, sin_LC: torch.Tensor) -> torch.Tensor:
-    """Rotate each interleaved pair of `x_LNH` (any leading dimensions before L). Computes in
+    """Rotate each interleaved pair of `x_LNH` (with any leading dimensions before L). Computes in
     fp32, returns fp32.
     """
     even, odd = x_LNH.float().unflatten(-1, (-1, 2)).unbind(-1)

@@ -3,7 +3,7 @@
 after it.
 
 `CollectiveHeadAllToAll` packs bytes and calls an all-to-all. `PeerHeadAllToAll` writes into the
-memory of the other ranks, where the GPUs support it (`ParallelContext.peers`). Without sequence
+memory of the other ranks if the GPUs support it (`ParallelContext.peers`). Without sequence
 parallelism no data moves.
 """
 
@@ -23,16 +23,17 @@ from vllm_omni.model_executor.layers.cuda_graphs import persistent_buffer, persi
 def tokens_to_heads(
     parallel: ParallelContext, parts: Sequence[torch.Tensor], num_tokens: int
 ) -> list[torch.Tensor]:
-    """Reshard all `parts` in one all-to-all: [B, T_r, N, H] (this rank's tokens) -> [B, num_tokens,
-    N_r, H] (this rank's heads).
+    """Reshard all `parts` in a single all-to-all: [B, T_r, N, H] (this rank's tokens) -> [B,
+    num_tokens, N_r, H] (this rank's heads).
 
     Args:
         parallel: This rank.
-        parts: Tensors of one shape.
+        parts: Tensors of the same shape.
         num_tokens: Tokens of all ranks.
 
     Returns:
-        The resharded tensors. They are valid until the next call, which may reuse their memory.
+        The resharded tensors. The tensors are valid until the next call, which may reuse their
+        memory.
     """
     if not parallel.sequence_parallel:
         return list(parts)
@@ -55,8 +56,7 @@ def heads_to_tokens(parallel: ParallelContext, x_BTNH: torch.Tensor) -> torch.Te
 
 
 def heads_apart(parallel: ParallelContext, x_BTNH: torch.Tensor) -> torch.Tensor:
-    """Return `heads_to_tokens` in the layout of arrival, one slice per rank: [B, T_r, size, N_r,
-    H].
+    """Return `heads_to_tokens` in the received layout, one slice per rank: [B, T_r, size, N_r, H].
 
     Requires sequence parallelism. The result is valid until the next call, which may reuse its
     memory.
@@ -75,7 +75,7 @@ def heads_apart(parallel: ParallelContext, x_BTNH: torch.Tensor) -> torch.Tensor
 def _heads_written(
     parallel: ParallelContext, peers: PeerMemory, x_BTNH: torch.Tensor
 ) -> torch.Tensor:
-    """Return `heads_apart` by writing the tokens of each rank into the memory of that rank."""
+    """Implement `heads_apart` by writing the tokens of each rank into that rank's memory."""
     batch, num_tokens, *of_token = x_BTNH.shape
     lengths = split_evenly(num_tokens, parallel.size)
     longest = batch * lengths[0] * parallel.size * x_BTNH[0, 0].numel() * x_BTNH.itemsize
@@ -103,12 +103,12 @@ def head_all_to_all(
 class HeadAllToAll:
     """One all-to-all from this rank's tokens to the ranks that own their heads.
 
-    All bytes of a token are contiguous, and the tokens of all ranks follow each other.
+    All bytes of a token are contiguous, and the tokens of consecutive ranks are adjacent.
 
     Args:
         parallel: This rank.
         like_BTNH: A tensor with this rank's shape [B, T_r, N, H] and device.
-        parts: Dtype and number of the tensors of that shape, widest dtype first.
+        parts: Dtype and number of the tensors with that shape, widest dtype first.
         num_tokens: Tokens of all ranks.
     """
 
@@ -139,7 +139,7 @@ class HeadAllToAll:
         raise NotImplementedError
 
     def send(self, part: int, x_BTNH: torch.Tensor) -> None:
-        """Write a part that consists of one tensor, for all ranks."""
+        """Write a part that consists of a single tensor, for all ranks."""
         for rank, x in enumerate(x_BTNH.unflatten(-2, (self._parallel.size, -1)).unbind(-3)):
             in_words(self.send_buffer(part, rank)[0]).copy_(in_words(x))
 
@@ -149,7 +149,8 @@ class HeadAllToAll:
 
     def _typed(self, bytes_: torch.Tensor) -> list[torch.Tensor]:
         """View bytes [..., T, B, bytes of a token] as one tensor [K, B, T, ..., N_r, H] per part,
-        in its dtype."""
+        in the part's dtype.
+        """
         components = bytes_.split(self._bytes, dim=-1)
         return [
             part.view(dtype)
@@ -160,7 +161,7 @@ class HeadAllToAll:
 
 
 class CollectiveHeadAllToAll(HeadAllToAll):
-    """Packs the data per rank and sends it in one all-to-all of bytes."""
+    """Packs the data for each rank and sends it in one all-to-all of bytes."""
 
     def _start(self, like_BTNH: torch.Tensor) -> None:
         self._sent = persistent_buffer(

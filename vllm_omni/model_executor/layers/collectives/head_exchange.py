@@ -6,12 +6,12 @@ tokens of its own heads. An all-to-all therefore reshards from tokens to heads b
 back after it.
 
 If windows store FP8, `QuantizedExchange` quantizes keys and values before the all-to-all instead of
-after it, directly into the send buffer. If attention multiplies in FP8 too,
-`QuantizedQueriesExchange` does the same with queries and dequantizes the result after its
-all-to-all. This halves the bytes that are sent, and windows and results stay bitwise equal. The
-scales of a head exist only on the rank of this head, so ranks gather them once per forward pass;
-the windows stay their only owner. The first chunk of a session uses the plain `HeadExchange`,
-because the scales are computed from it.
+after it, directly into the send buffer. If attention also multiplies in FP8,
+`QuantizedQueriesExchange` does the same with queries, and dequantizes the result after its
+all-to-all. This halves the number of bytes sent, while windows and results remain bitwise equal.
+The scales of a head exist only on the rank of this head, so ranks gather them once per forward
+pass; the windows remain their only owner. The first chunk of a session uses the plain
+`HeadExchange`, because its keys and values determine the scales.
 """
 
 # B batch entries (one chunk of one session each), L layers, T_r tokens of this rank, T tokens of
@@ -43,13 +43,13 @@ from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8, dequan
 def head_exchange(
     parallel: ParallelContext, items: Sequence[WindowItem], num_tokens: int
 ) -> "HeadExchange":
-    """Return the exchange for one forward pass. This is a collective call with the same choice on
-    all ranks.
+    """Return the exchange for one forward pass. The call is collective, and all ranks make the same
+    choice.
 
     Args:
         parallel: This rank.
         items: The chunks of the batch.
-        num_tokens: Tokens of one chunk, over all ranks.
+        num_tokens: Number of tokens of one chunk, over all ranks.
     """
     if parallel.sequence_parallel:
         windows = [item.window.quantized_ahead(item.frames) for item in items]
@@ -87,11 +87,11 @@ class HeadExchange(WindowAttention):
 
         Args:
             items: The chunks of the batch.
-            layer: Index among the layers of this rank.
+            layer: Index of the layer on this rank.
             q_BTNH: Queries of this rank's tokens, [B, T_r, N, H].
             k_BTNH: Keys, of the same shape.
             v_BTNH: Values, of the same shape.
-            write_only: Return None after the write.
+            write_only: Return None after writing.
 
         Returns:
             The attention output, [B, T_r, N, H], valid until the next call. None if `write_only`.
@@ -161,7 +161,7 @@ class QuantizedExchange(HeadExchange):
 
 
 class QuantizedQueriesExchange(QuantizedExchange):
-    """Quantize queries as well, and dequantize the result of FP8 attention after its all-to-all."""
+    """Quantizes queries too, and dequantizes the result of FP8 attention after its all-to-all."""
 
     def __init__(
         self, parallel: ParallelContext, num_tokens: int, windows: Sequence[KVWindow]

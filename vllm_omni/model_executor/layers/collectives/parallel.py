@@ -10,12 +10,12 @@ one of two ways:
   around attention (`head_all_to_all.py`) lets each rank attend with `heads / size` heads over the
   whole sequence.
 
-Pipeline stages split the layers; the runner, not this module, sends hidden states between stages.
-With a VAE stage (`omni.vae_stage`), the pipeline's last rank holds no layer and decodes for the
-others.
+Pipeline stages split the layers; hidden states are sent between stages by the runner, not by this
+module. With a VAE stage (`omni.vae_stage`), the pipeline's last rank holds no layer and decodes for
+the others.
 
-`StageNetwork` is the base of a network whose blocks are partitioned over stages and move between
-them.
+`StageNetwork` is the base class of networks whose blocks are partitioned over stages and can move
+between them.
 """
 
 # B requests, T tokens (T_r: tokens of rank r), D channels
@@ -50,30 +50,33 @@ class ParallelContext:
     size: int = 1
     """Ranks in `group`."""
     group: dist.ProcessGroup | None = None
-    """Process group of the tensor-parallel or sequence-parallel ranks. None exactly when `size`
-    is 1."""
+    """Process group of the tensor-parallel or sequence-parallel ranks. None if and only if `size`
+    is 1.
+    """
     stage: int = 0
-    """Pipeline stage of this rank, among the stages that hold layers; the VAE stage comes after
-    them."""
+    """Pipeline stage of this rank among the stages with layers; the VAE stage follows them."""
     num_stages: int = 1
-    """Stages that hold layers."""
+    """Number of stages with layers."""
     sequence_parallel: bool = False
     """Whether the ranks shard tokens instead of channels."""
     vae_stage: bool = False
-    """Whether the pipeline ends with a stage that only decodes."""
+    """Whether the last stage of the pipeline only decodes."""
     partition: tuple[int, ...] = ()
     """Layers of each stage. Default: as even as possible."""
     decode_group: dist.ProcessGroup | None = None
-    """A second group of the same ranks, which decode together (`omni.vae_parallel`). It is
-    separate because a decode may run on another CUDA stream, concurrently with denoise steps,
-    and collectives of two streams in one group wait for each other in the order of issue. None:
-    the first rank decodes alone."""
+    """A second group of the same ranks for decoding together (`omni.vae_parallel`). It is separate
+    because a decode may run on another CUDA stream concurrently with denoise steps, and collectives
+    of two streams in the same group wait for each other in the order in which they are issued.
+    None: the first rank decodes alone.
+    """
     encodes: bool = True
-    """Whether this rank holds the text encoder. One rank of an engine does; the others receive
-    its text embeddings."""
+    """Whether this rank holds the text encoder. Only one rank of an engine does; the others receive
+    its text embeddings.
+    """
     peers: PeerMemory | None = None
-    """Symmetric memory of sequence-parallel ranks, which write into each other's buffers. None:
-    use collectives."""
+    """Symmetric memory of sequence-parallel ranks, through which they write into each other's
+    buffers. None: use collectives.
+    """
     peer_path: FastPath = NOT_SHARDED
     """Whether `peers` exists, and why not."""
 
@@ -85,15 +88,15 @@ class ParallelContext:
         partition: Sequence[int] = (),
         vae_parallel: bool = False,
     ) -> "ParallelContext":
-        """Return the layout in vLLM's tensor-parallel and pipeline-parallel groups, which the
+        """Return the layout of vLLM's tensor-parallel and pipeline-parallel groups, which the
         worker has initialised.
 
         Args:
             sequence_parallel: Shard tokens instead of channels.
             vae_stage: The last pipeline stage only decodes.
             partition: Layers of each stage. Default: as even as possible.
-            vae_parallel: Ranks decode together. This creates a process group, which is collective
-                over all ranks of the engine.
+            vae_parallel: Ranks decode together. This creates a process group, so the call is
+                collective over all ranks of the engine.
         """
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
@@ -128,12 +131,12 @@ class ParallelContext:
 
     @property
     def is_vae_stage(self) -> bool:
-        """Return whether this rank holds no layer and only decodes."""
+        """Return whether this rank has no layers and only decodes."""
         return self.stage == self.num_stages
 
     @property
     def decodes(self) -> bool:
-        """Return whether this rank decodes latents into frames, or its part of them."""
+        """Return whether this rank decodes latents to frames, completely or in part."""
         return (self.rank == 0 or self.shares_decode) and (
             self.is_vae_stage if self.vae_stage else self.last_stage
         )
@@ -163,7 +166,8 @@ class ParallelContext:
     def layers(self, num_layers: int) -> range:
         """Return the consecutive layers of this stage, or an empty result on the VAE stage.
 
-        They follow `partition`, or are as even as possible with longer stages first.
+        The layers follow `partition`, or are distributed as evenly as possible with longer stages
+        first.
 
         Raises:
             ValueError: `partition` does not fit.
@@ -183,7 +187,9 @@ class ParallelContext:
         return list(self.partition) or split_evenly(num_layers, self.num_stages)
 
     def token_slice(self, num_tokens: int) -> slice:
-        """Return the tokens of this rank outside attention (all, unless sequence parallel)."""
+        """Return the tokens of this rank outside attention (all tokens, unless sequence
+        parallel).
+        """
         if not self.sequence_parallel:
             return slice(0, num_tokens)
         lengths = split_evenly(num_tokens, self.size)
@@ -194,8 +200,8 @@ class ParallelContext:
         """Sum over tensor-parallel ranks in place. Without tensor parallelism, this is the
         identity.
 
-        Use the result before the next all-reduce of the same shape, because both share memory in a
-        CUDA graph.
+        Use the result before the next all-reduce of the same shape, because both use the same
+        memory in a CUDA graph.
         """
         if self.tensor_size > 1:
             x = persistent_copy("reduced", x)
@@ -209,7 +215,7 @@ class ParallelContext:
         return torch.cat(self._gather(x_TD), dim=-1)
 
     def _gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return `x` of every rank. All have one shape."""
+        """Return `x` of every rank. All tensors must have the same shape."""
         own = persistent_copy("gathered", x)
         parts = [
             persistent_buffer(f"gathered from {rank}", own.shape, own) for rank in range(self.size)
@@ -218,8 +224,9 @@ class ParallelContext:
         return parts
 
     def barrier(self) -> None:
-        """Barrier of ranks that write into each other's memory: no rank writes again before all
-        have read."""
+        """Barrier for ranks that write into each other's memory: no rank writes again before all
+        ranks have read.
+        """
         if self.peers is not None:
             self.peers.barrier()
 
@@ -233,8 +240,8 @@ class ParallelContext:
         """All-to-all of slices along the first dimension.
 
         Args:
-            received: Receive buffer. It must be at the same address in each call.
-            sent: Send buffer. It must be at the same address in each call.
+            received: Receive buffer. It must have the same address in each call.
+            sent: Send buffer. It must have the same address in each call.
             received_lengths: Length received from each rank.
             sent_lengths: Length sent to each rank.
         """
@@ -250,8 +257,9 @@ class ParallelContext:
         )
 
     def all_gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return `x` of every rank. All have one shape. Use them before the next call with that
-        shape."""
+        """Return `x` of every rank. All tensors must have the same shape. Use the results before
+        the next call with the same shape.
+        """
         return [x] if self.size == 1 else self._gather(x)
 
     def gather_tokens(self, x_BTD: torch.Tensor, num_tokens: int) -> torch.Tensor:
@@ -265,8 +273,9 @@ class ParallelContext:
 
 
 def _another_group(ranks: Sequence[int], group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Create a second `group` of the same `ranks`. Every rank of the world does so at the same
-    time, for its own group."""
+    """Create a second `group` of the same `ranks`. Every rank of the world must make this call at
+    the same time, for its own group.
+    """
     everybody: list[list[int]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everybody, list(ranks))
     backend = dist.get_backend(group)
@@ -278,7 +287,9 @@ def _another_group(ranks: Sequence[int], group: dist.ProcessGroup) -> dist.Proce
 
 
 def split_evenly(total: int, parts: int) -> list[int]:
-    """Return `parts` lengths that sum to `total` and differ by at most one, longer first."""
+    """Return `parts` lengths that sum to `total` and differ by at most one, longer lengths
+    first.
+    """
     return [total // parts + (index < total % parts) for index in range(parts)]
 
 
@@ -291,12 +302,12 @@ class CheckpointSlot:
     target: torch.Tensor
     """View into a parameter."""
     part: tuple[int, int] | None = None
-    """(dimension, start) of this rank's part of the full tensor. None: all of it."""
+    """(dimension, start) of this rank's part of the full tensor. None: the whole tensor."""
     loader: Callable[[torch.Tensor], None] | None = None
-    """Cuts out this rank's part and fills `target`. None: a plain copy."""
+    """Extracts this rank's part and fills `target`. None: a plain copy."""
 
     def load(self, full: torch.Tensor) -> None:
-        """Copy this rank's part.
+        """Copy this rank's part of the tensor.
 
         Raises:
             ValueError: `full` has another shape.
@@ -314,10 +325,10 @@ class CheckpointSlot:
 
 
 class ShardedModule(nn.Module):
-    """A module with parameters that are parts of differently named or larger checkpoint tensors."""
+    """A module whose parameters are parts of differently named or larger checkpoint tensors."""
 
     def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
-        """Yield (checkpoint name, slot). `prefix` is this module's own name in the model."""
+        """Yield (checkpoint name, slot). `prefix` is the name of this module in the model."""
         raise NotImplementedError
 
 
@@ -339,7 +350,9 @@ def checkpoint_slots(model: nn.Module) -> dict[str, CheckpointSlot]:
 
 
 class ChannelWeight(ShardedModule):
-    """A weight per channel, sharded by channel (the gain of a norm over the full width)."""
+    """A per-channel weight, sharded by channel (for example the gain of a norm over the full
+    width).
+    """
 
     def __init__(self, dim: int, parallel: ParallelContext) -> None:
         super().__init__()
@@ -358,7 +371,7 @@ class StageNetwork(nn.Module):
     parallel: ParallelContext
     """Position of the rank."""
     blocks: nn.ModuleDict
-    """The rank's blocks, by their number in the whole network."""
+    """The blocks of this rank, by their index in the whole network."""
     graphs: ForwardGraphs | None = None
     """CUDA graphs of the network. None: disabled."""
 
@@ -366,12 +379,13 @@ class StageNetwork(nn.Module):
 
     @property
     def typed_weight(self) -> torch.Tensor:
-        """A parameter that always has the network's dtype and device."""
+        """A parameter whose dtype and device are always those of the network."""
         raise NotImplementedError
 
     def empty_block(self, layer: int) -> nn.Module:
-        """Build an empty block by its number in the whole network, in torch's default dtype and
-        device."""
+        """Build an empty block by its index in the whole network, with torch's default dtype and
+        device.
+        """
         raise NotImplementedError
 
     # -- of all ------------------------------------------------------------------------------------
@@ -386,19 +400,20 @@ class StageNetwork(nn.Module):
 
     @property
     def rings(self) -> MemoryPool[Ring] | None:
-        """The pool of K/V memory, or None without CUDA graphs, because only they benefit from
-        reused memory."""
+        """The pool of K/V memory, or None without CUDA graphs, because reused memory only benefits
+        graphs.
+        """
         return None if self.graphs is None else self.graphs.pool
 
     def clear_derived(self) -> None:
-        """Invalidate everything derived from weights, because these were reloaded or moved."""
+        """Invalidate all values derived from weights, because the weights were reloaded or
+        moved.
+        """
         if self.graphs is not None:
             self.graphs.clear_graphs()
 
     def move_layers(self, move: LayerMove) -> None:
-        """Receive and send blocks so that this stage holds those it has after `move`
-        (collective).
-        """
+        """Receive and send blocks so that this stage holds its blocks of `move` (collective)."""
 
         def empty(layer: int) -> nn.Module:
             with torch.device(self.device):

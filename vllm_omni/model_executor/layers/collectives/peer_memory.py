@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PeerMemory`: GPUs of one machine write into each other's memory instead of calling a collective.
+"""`PeerMemory`: Lets GPUs of one machine write into each other's memory instead of calling a
+collective.
 
 This uses torch's symmetric memory: each rank of a group has a buffer of the same size, mapped into
-all ranks, and barriers run on the device. A rank writes data directly to where another rank reads
-it. Nothing is packed, staged or unpacked, and everything can be part of one CUDA graph. It is
-faster than NCCL's all-to-all even without the copies around it (docs/architecture/speed_log.md).
+all ranks, and barriers run on the device. A rank writes data directly to the location where another
+rank reads it. No data is packed, staged or unpacked, and the whole exchange can be part of a CUDA
+graph. It is faster than NCCL's all-to-all, even if packing is not counted
+(docs/architecture/speed_log.md).
 
-The protocol is: write, `meet`, read. All ranks must have read before a rank writes there again,
-which a second `meet` ensures.
+The protocol is: write, `meet`, read. All ranks must have read a buffer before a rank writes to it
+again, which a second `meet` ensures.
 """
 
 from typing import TYPE_CHECKING, Any, Final
@@ -72,8 +74,9 @@ class PeerMemory:
         return None if lack else cls(group.device_group), _path(lack)
 
     def buffers(self, name: str, nbytes: int) -> list[torch.Tensor]:
-        """Return each rank's buffer of this name, uint8 [nbytes]. It is reused from the last call
-        if large enough."""
+        """Return each rank's buffer of this name, uint8 [nbytes]. The buffer of the last call is
+        reused if it is large enough.
+        """
         handle = self._handles.get(name)
         if handle is None or handle.buffer_size < nbytes:
             assert not torch.cuda.is_current_stream_capturing(), (
@@ -93,7 +96,8 @@ class PeerMemory:
         return symmetric_memory.rendezvous(buffer, self._group.group_name)
 
     def barrier(self) -> None:
-        """Device barrier: later kernels of this stream wait for earlier kernels of the other ranks'
-        streams."""
+        """Device barrier: later kernels on this stream wait for earlier kernels on the streams of
+        the other ranks.
+        """
         handle = next(iter(self._handles.values()))
         handle.barrier(channel=0)

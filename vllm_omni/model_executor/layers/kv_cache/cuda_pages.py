@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`CudaPages`: device memory that is mapped into a reserved address range on demand.
 
-It uses the driver's virtual memory management through `cuda.bindings`, NVIDIA's package, which the
-CUDA builds of torch require. vLLM's `cumem_allocator` (sleep mode) makes the same calls, but maps
-the whole of a range at once. torch's expandable segments grow at their end only, while a K/V window
+It uses the driver's virtual memory management through `cuda.bindings`, NVIDIA's package, which CUDA
+builds of torch require. vLLM's `cumem_allocator` (sleep mode) makes the same calls, but maps a
+whole range at once. torch's expandable segments can only grow at their end, whereas a K/V window
 grows in each of its rows.
 """
 
@@ -51,7 +51,7 @@ def _index(device: torch.device) -> int:
 
 @cache
 def cuda_page_bytes(device: torch.device) -> int:
-    """Return the smallest unit of memory that the driver maps: 2 MiB on the GPUs of today."""
+    """Return the smallest unit of memory that the driver maps: 2 MiB on current GPUs."""
     torch.cuda.init()
     driver = _driver()
     kind = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
@@ -75,7 +75,7 @@ class CudaPages:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Describe the range to torch, whose tensor then owns this object."""
+        """Describe the range to torch. The resulting tensor then owns this object."""
         return {
             "shape": (self._nbytes,),
             "typestr": "|u1",

@@ -4,9 +4,9 @@
 
 The buffer of a K/V window is `[layers, 2, tokens, heads, head_dim]`. A window fills its token slots
 in order, so it needs memory for the first tokens of each of the `layers * 2` rows. The address
-range of the whole buffer is reserved from the start, which takes no memory, and pages are added to
-it. Attention therefore reads the buffer in place at every length, and captured CUDA graphs stay
-valid. Slots without memory must not be accessed.
+range of the whole buffer is reserved at the start, which takes no memory, and pages are added as
+needed. Attention can therefore read the buffer in place at every length, and captured CUDA graphs
+remain valid. Slots without memory must not be accessed.
 
 On a CPU the operating system allocates a page at its first write (`HostPages`). On CUDA the driver
 maps memory into the range (`cuda_pages.py`).
@@ -23,26 +23,30 @@ import torch
 
 
 class Pages(Protocol):
-    """A reserved address range whose pages get memory on demand."""
+    """A reserved address range whose pages are allocated on demand."""
 
     def tensor(self) -> torch.Tensor:
-        """Return the range as uint8. Its first page must have memory. The tensor owns the range."""
+        """Return the range as uint8. Its first page must have been allocated. The tensor owns the
+        range.
+        """
 
     def allocate(self, runs: Sequence[range]) -> None:
-        """Allocate memory for runs of pages that have none.
+        """Allocate runs of pages that have no memory.
 
         Raises:
-            torch.OutOfMemoryError: There is not enough memory. Then nothing was allocated.
+            torch.OutOfMemoryError: There is not enough memory. In this case nothing has been
+                allocated.
         """
 
     def free(self, runs: Sequence[range]) -> None:
-        """Free the memory of all pages, which are those of `runs`; the range stays reserved."""
+        """Free the memory of all allocated pages (`runs`); the address range remains reserved."""
 
 
 class HostPages:
     """Memory of the operating system. New pages are zero.
 
-    `torch.empty` would also be allocated at the first write, but cannot be freed page by page.
+    Memory from `torch.empty` would also be allocated at the first write, but could not be freed
+    page by page.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -52,7 +56,7 @@ class HostPages:
         return torch.frombuffer(self._memory, dtype=torch.uint8)
 
     def allocate(self, runs: Sequence[range]) -> None:
-        """Do nothing: the first write to a page allocates it."""
+        """Do nothing, because the first write to a page allocates it."""
 
     def free(self, runs: Sequence[range]) -> None:
         self._memory.madvise(mmap.MADV_DONTNEED)
@@ -82,11 +86,11 @@ def needed_pages(rows: int, row_bytes: int, used_bytes: int, page: int) -> list[
     Args:
         rows: Number of rows.
         row_bytes: Length of a row.
-        used_bytes: Length of the part of each row that needs memory.
+        used_bytes: Number of bytes at the start of each row that need memory.
         page: Size of a page.
 
     Returns:
-        Runs of pages in ascending order, with gaps between them.
+        Runs of pages in ascending order, separated by gaps.
     """
     runs: list[range] = []
     for row in range(rows if used_bytes else 0):
@@ -114,7 +118,7 @@ class GrowingBuffer:
         shape: Shape of the tensor.
         dtype: Type of the tensor.
         device: Device of the tensor.
-        num_tokens: Token slots that have memory at first; at least 1.
+        num_tokens: Number of token slots that have memory initially; at least 1.
         page: Size of a page.
         reserve: Reserves addresses.
     """
@@ -134,7 +138,7 @@ class GrowingBuffer:
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         self._pages = reserve(-(-nbytes // self._page) * self._page, device)
         self.num_tokens = 0
-        """Token slots that have memory."""
+        """Number of token slots that have memory."""
         self.grow(num_tokens)
         self.tensor = self._pages.tensor()[:nbytes].view(dtype).view(*shape)
         """The buffer."""
@@ -149,7 +153,7 @@ class GrowingBuffer:
         return grown_nbytes(self._shape, self._itemsize, num_tokens, self._page)
 
     def grow(self, num_tokens: int) -> None:
-        """Allocate memory for the first `num_tokens` slots. Memory that exists is unchanged.
+        """Allocate memory for the first `num_tokens` slots. Existing memory is not changed.
 
         Raises:
             torch.OutOfMemoryError: There is not enough memory. The buffer is unchanged.
@@ -167,7 +171,7 @@ class GrowingBuffer:
         self.num_tokens = num_tokens
 
     def free(self) -> None:
-        """Free all memory; the address stays. `grow` before the next access."""
+        """Free all memory. The address range is retained. `grow` before the next access."""
         self._pages.free(self._runs(self.num_tokens))
         self.num_tokens = 0
 

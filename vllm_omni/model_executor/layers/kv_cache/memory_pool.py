@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MemoryPool`: a pool of memory of closed requests and sessions, reused by new ones of the same
-sizes.
+"""`MemoryPool`: a pool of memory of closed requests and sessions, which new ones of the same sizes
+reuse.
 
-A CUDA graph reads and writes the tensors of its capture. When a new session takes a pooled ring
-buffer, the graphs that were captured for it serve the session from its first pass on. Memory is
-cleared when it returns to the pool, because closing a session is less urgent than starting one.
+A CUDA graph reads and writes the tensors that were used for its capture. If a new session takes a
+pooled ring buffer, the graphs captured for that buffer serve the session from its first pass on.
+Memory is cleared when it is returned to the pool, because closing a session is less urgent than
+starting one.
 
 Pooled memory counts as free memory. The pool is emptied before memory of other sizes is allocated,
-and `trim` frees as much as live sessions need. A window that grows with its session
-(`omni.kv_growth`) leaves only its addresses in the pool, because each new session allocates as much
-as it needs.
+and `trim` frees as much memory as live sessions need. A window that grows with its session
+(`omni.kv_growth`) leaves only its address range in the pool, because each new session allocates as
+much memory as it needs.
 """
 
 from collections import deque
@@ -48,10 +49,13 @@ class Ring:
     format: "KVFormat"
     """Storage format of the buffer, with its scales."""
     orders: dict[Hashable, torch.Tensor] = field(default_factory=dict)
-    """Cached token positions in the buffer, by what determines them. They live as long as the
-    buffer, so CUDA graphs may read them."""
+    """Cached token positions in the buffer, by the values that determine them. They live as long as
+    the buffer, so that CUDA graphs can read them.
+    """
     memory: GrowingBuffer | None = None
-    """Memory of the buffer if it grows with its session. None: all of it is allocated."""
+    """Memory object of the buffer if the buffer grows with its session. None: the buffer is fully
+    allocated.
+    """
 
     @classmethod
     def growing(
@@ -82,7 +86,8 @@ class Ring:
         return self.memory.nbytes_with(num_tokens) - self.memory.nbytes
 
     def grow(self, num_tokens: int) -> None:
-        """Allocate memory for the first `num_tokens` slots. No effect if they have it.
+        """Allocate memory for the first `num_tokens` slots. No effect if they are already
+        allocated.
 
         Raises:
             torch.OutOfMemoryError: There is not enough memory. The ring buffer is unchanged.
@@ -113,11 +118,11 @@ class Ring:
         self.format.clear()
 
     def sizes_on(self, device: torch.device) -> Hashable:
-        """Return the `sizes` of the same ring buffer on another device."""
+        """Return the `sizes` that this ring buffer would have on another device."""
         return (self.buffer.shape, self.buffer.dtype, device, self.format.dtype, False)
 
     def another(self) -> Self:
-        """Allocate a ring buffer of the same sizes, uninitialised."""
+        """Allocate an uninitialised ring buffer of the same sizes."""
         return self._on(self.buffer.device, self.format.fork())
 
     def copy_on(self, device: torch.device) -> Self:
@@ -182,14 +187,17 @@ class MemoryPool(Generic[Pooled]):
         return part
 
     def return_memory(self, part: Pooled) -> None:
-        """Clear `part` and return it to the pool. The caller must hold no other reference that is
-        used."""
+        """Clear `part` and return it to the pool. The caller must not use any other reference to
+        it.
+        """
         # matches how its tensors were created; sessions close between forward passes
         with torch.inference_mode():
             part.clear()
         self._pooled.append(part)
 
     def trim(self, nbytes: int) -> None:
-        """Free the oldest pooled memory until at most `nbytes` remain; with 0, also addresses."""
+        """Free the oldest pooled memory until at most `nbytes` remain; with 0, also free the
+        address ranges.
+        """
         while self._pooled and (nbytes == 0 or self.nbytes > nbytes):
             self._pooled.popleft()

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PinnedWindow`: a `KVWindow` with pinned tokens whose rotary distance to the frames is chosen.
+"""`PinnedWindow`: a `KVWindow` with pinned tokens and a configurable rotary distance between them
+and the frames.
 
 Pinned tokens, for example of reference images, are visible to every chunk. The keys of frames are
-rotated by absolute positions, so the distance to the pinned keys would grow without bound, although
-the network was trained on short distances. A model that lets frame f have position f - base needs
-no change of the frames' keys: the pinned keys are rotated forward by the base instead. Attention
-depends on distances only, so the result is the same, and keys of frames never move.
+rotated by absolute positions, so the distance to the pinned keys would grow without bound, whereas
+the network was trained on short distances. To give frame f the position f - base, the keys of the
+frames need not change: the pinned keys are rotated forward by the base instead. Attention depends
+only on distances, so the result is the same, and the keys of frames are never modified.
 
 The pinned keys of the first chunk are stored separately. The pinned part of the buffer is a copy
-that `place_pinned` computes from them, so an abandoned chunk needs no cleanup, and rounding does
-not accumulate over a long session.
+that `place_pinned` computes from them, so an abandoned chunk needs no cleanup, and rounding errors
+do not accumulate over a long session.
 """
 
 # L layers, T pinned tokens, N heads, H head dim, C temporal channels
@@ -34,9 +35,9 @@ class PinnedWindow(KVWindow):
         super().__init__(**window)
         layers, _, _, heads, head_dim = self.buffer.shape
         self.pinned_keys = self.buffer.new_zeros(layers, self.pinned_tokens, heads, head_dim)
-        """Keys of the pinned tokens as the first chunk wrote them, in the format of the buffer."""
+        """Keys of the pinned tokens as written by the first chunk, in the format of the buffer."""
         self.base = 0
-        """Frames by which the pinned keys in the buffer are rotated forward."""
+        """Number of frames by which the pinned keys in the buffer are rotated forward."""
         self._frequencies = temporal_frequencies(head_dim)
 
     @property
@@ -44,7 +45,7 @@ class PinnedWindow(KVWindow):
         return super().nbytes + self.pinned_keys.nbytes
 
     def place_pinned(self, base: int) -> None:
-        """Rotate the pinned keys so that frame f is at the distance of position f - `base`.
+        """Rotate the pinned keys so that frame f appears at position f - `base`.
 
         Call before a chunk's first forward pass. The first chunk has base 0.
         """

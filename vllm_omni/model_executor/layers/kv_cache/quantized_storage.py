@@ -5,12 +5,12 @@ An e4m3 value has four significant bits over a range of 2^18. A scale therefore 
 the values into this range; it does not determine the precision. Each scale is a power of two,
 because multiplying by it is exact. The scale of a head maps the largest absolute value of that head
 in the session's first chunk to at least a factor `_HEADROOM` below the e4m3 maximum. Every pass
-over the first chunk computes it again. Later values beyond the range are clamped to the e4m3
-maximum. The scale of a head depends only on that head of that session, so results do not change
+over the first chunk recomputes the scale. Later values beyond the range are clamped to the e4m3
+maximum. The scale of a head depends only on this head of this session, so results do not change
 with the batch, the ranks or the order of chunks.
 
 A format also implements attention, because the fastest product of queries and stored keys depends
-on the storage.
+on the storage format.
 """
 
 # L layers, T tokens of a chunk, S stored tokens, N heads, H head dim
@@ -37,8 +37,9 @@ from vllm_omni.model_executor.layers.quantization.fp8_kernels import (
 _quantize = torch.compiler.disable(quantize)
 """Excluded from compiled code, which has no e4m3 on CPUs."""
 _HEADROOM = 16.0
-"""Minimum factor by which a head's later values may exceed those of the first chunk before they are
-clamped."""
+"""Minimum factor by which later values of a head may exceed those of the first chunk before they
+are clamped.
+"""
 _TINIEST = 2.0**-10
 """Scale of a head whose values are all zero."""
 
@@ -90,7 +91,9 @@ class KVFormat:
         store((k_TNH, v_TNH), self.layer_scales(layer), target_2TNH)
 
     def store_quantized(self, quantized_2TNH: torch.Tensor, target_2TNH: torch.Tensor) -> None:
-        """Copy keys and values in the buffer's format into a part of the buffer."""
+        """Copy keys and values that are already in the buffer's format into a part of the
+        buffer.
+        """
         in_words(target_2TNH).copy_(in_words(quantized_2TNH))
 
     def encode(self, layer: int, kind: int, x_TNH: torch.Tensor) -> torch.Tensor:
@@ -104,7 +107,7 @@ class KVFormat:
         view.
 
         Args:
-            layer: Index among the layers of this rank.
+            layer: Index of the layer on this rank.
             stored_2SNH: The part of the buffer.
             tokens: int64 positions of the wanted tokens, in order. Default: all.
         """
@@ -145,18 +148,18 @@ class KVFormat:
         return None if self.scales is None else self.scales[layer]
 
     def take_scales(self, other: Self) -> None:
-        """Copy the scales of another window whose buffer is copied into this one's."""
+        """Copy the scales of another window whose buffer is copied into the buffer of this one."""
 
     def clear(self) -> None:
         """Reset the scales for a new session."""
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors, in addition to the buffer, that are read and written in place."""
+        """Return the tensors besides the buffer that are read and written in place."""
         return ()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of a snapshot, in addition to the buffer, by name."""
+        """Return the tensors besides the buffer that a snapshot contains, by name."""
         return {}
 
     def fork(self) -> Self:
@@ -169,8 +172,8 @@ class KVFormat:
 class ScaledFP8(KVFormat):
     """Scaled e4m3 storage; see the module docstring.
 
-    Attention multiplies in FP8 where that is faster (`../attention/fp8_attention.py`). Elsewhere
-    one pass first dequantizes everything that a chunk sees to `dtype`.
+    Attention multiplies in FP8 where that is faster (`../attention/fp8_attention.py`). Otherwise, a
+    first pass dequantizes everything that a chunk sees to `dtype`.
     """
 
     scales: torch.Tensor
@@ -265,8 +268,8 @@ def kv_format(
     Args:
         dtype: Type of keys and values outside the window.
         storage: Type of the buffer. None: `dtype`.
-        num_layers: Layers of this rank.
-        num_heads: Heads of this rank.
+        num_layers: Number of layers on this rank.
+        num_heads: Number of heads on this rank.
         device: Device of the scales.
 
     Raises:

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SinkWindow`: a `KVWindow` for endless streams, with sink frames that move along and may be
-renewed.
+"""`SinkWindow`: a `KVWindow` for endless streams, whose sink frames move along and may be renewed.
 
 Permanent sink frames cause two problems in a long stream. First, their rotary distance grows
-without bound, although the network was trained on short distances. Second, the scene changes until
-the sink frames no longer resemble the current frames.
+without bound, whereas the network was trained on short distances. Second, the scene changes until
+the current frames no longer resemble the sink frames.
 
 - Moving: a chunk sees sink frames as if they were directly before the oldest frame in its window.
-  Keys are stored rotated for their original frame, so moving them is one more rotation of the
-  temporal channels. While the stream fits its window, the rotation is zero and nothing changes.
-- Renewing: a frame that is about to leave the ring buffer may replace, layer by layer, the sink
-  frame that it resembles least. It does so if the similarity (mean over K and V of the cosine of
-  token means) is below a threshold. No frame is ever visible twice, sink frames that were never
-  written are not compared, and the host reads back no decision.
+  Keys are stored rotated for their original frame, so moving them is a further rotation of the
+  temporal channels. As long as the stream fits into its window, the rotation is zero and nothing
+  changes.
+- Renewing: a frame that is about to leave the ring buffer may replace the sink frame that it
+  resembles least, separately in each layer. It does so if the similarity (mean over K and V of the
+  cosine of token means) is below a threshold. No frame is ever visible twice, sink frames that have
+  not been written are not compared, and the decision is not read back by the host.
 
 The original sink frames are stored separately (`sinks`). The sink slots of the buffer are a copy
-that `open` computes for one chunk, so an abandoned chunk needs no cleanup. Renewals by uncommitted
+that `open` computes for each chunk, so an abandoned chunk needs no cleanup. Renewals by uncommitted
 chunks are kept in a list and applied to that copy: a chunk in flight sees the renewals of its
 predecessors in flight. A chunk that restarts drops its own renewals and those of its successors.
 """
@@ -36,8 +36,8 @@ class SinkWindow(KVWindow):
 
     Args:
         moving: Move sink frames along with the window.
-        refresh_threshold: Renew a sink frame below this similarity. Requires chunks of one frame.
-            None: never.
+        refresh_threshold: A sink frame is renewed below this similarity. Requires chunks of one
+            frame. None: never.
         window: Arguments of `KVWindow`.
     """
 
@@ -57,16 +57,18 @@ class SinkWindow(KVWindow):
         self._slot_order = False
         """Whether the sink slots of the buffer differ from the original sink frames."""
         self._renewals: tuple[tuple[int, torch.Tensor], ...] = ()
-        """(end_frame, [L, S] sinks to renew) of uncommitted chunks. There is one decision per
-        frame."""
+        """(end_frame, [L, S] sinks to renew) of uncommitted chunks. There is one decision for each
+        frame.
+        """
 
     @property
     def nbytes(self) -> int:
         return super().nbytes + self.sinks.nbytes
 
     def open(self, frames: range) -> None:
-        """Write the sink slots for chunk `frames`. Call once per chunk before its first forward
-        pass; no-op without sinks."""
+        """Write the sink slots for chunk `frames`. Call it once per chunk before its first forward
+        pass; no-op without sinks.
+        """
         if frames.start < self.sink_frames:
             if self._slot_order:  # by a later chunk; this one restarts
                 own = slice(0, frames.start * self.tokens_per_frame)
@@ -110,8 +112,8 @@ class SinkWindow(KVWindow):
         """Return sums [L, S, 2, 3] (dot product and both squares, of K and V) over this rank's
         heads, or None.
 
-        They compare every sink frame with the frame that leaves after a chunk that ends at
-        `end_frame`. Ranks that shard the heads add up their sums before `decide`.
+        They compare every sink frame with the frame that leaves the window after a chunk that ends
+        at `end_frame`. Ranks that shard the heads sum their results before `decide`.
         """
         leaving = end_frame - self.ring_frames
         if self.refresh_threshold is None or leaving < self.sink_frames:
@@ -135,7 +137,7 @@ class SinkWindow(KVWindow):
         return mean_LKSNH.flatten(3)
 
     def decide(self, end_frame: int, sums_LSK3: torch.Tensor) -> None:
-        """Decide from the full sums of `resemblance` which sink frames `commit(end_frame)`
+        """Decide from the complete sums of `resemblance` which sink frames `commit(end_frame)`
         renews.
         """
         assert self.refresh_threshold is not None
@@ -156,7 +158,7 @@ class SinkWindow(KVWindow):
         super().commit(end_frame)
 
     def retain_sinks(self, frames: range) -> None:
-        """Store the sink frames among `frames` as the buffer holds them now."""
+        """Store the sink frames contained in `frames` from their current values in the buffer."""
         part = slice(
             frames.start * self.tokens_per_frame,
             min(frames.stop, self.sink_frames) * self.tokens_per_frame,

@@ -1,28 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`KVWindow`: the K/V cache of one session for the layers of this rank: sink frames plus a ring
-buffer.
+"""`KVWindow`: the K/V cache of one session for the layers of this rank, consisting of sink frames
+and a ring buffer.
 
-The first `sink_frames` frames of a session stay for its whole life. Later frames share the
-`window_frames - sink_frames` slots of a ring buffer. Frame f is in slot f if f < sink, else in slot
-sink + (f - sink) % (window - sink). All else follows from frame indices, so the only state is the
-number of committed frames:
+The first `sink_frames` frames of a session are retained for its whole lifetime. Later frames share
+the `window_frames - sink_frames` slots of a ring buffer. Frame f is in slot f if f < sink,
+otherwise in slot sink + (f - sink) % (window - sink). Everything else follows from frame indices,
+so the only state is the number of committed frames:
 
 - A chunk writes into its own slots at every denoise step. These slots held frames that neither this
-  chunk nor a later one may see, so an abandoned chunk needs no cleanup.
-- `spare_frames` makes the ring buffer longer than the visible window, by the number of frames that
+  chunk nor a later chunk may see, so an abandoned chunk needs no cleanup.
+- `spare_frames` makes the ring buffer longer than the visible window by the number of frames that
   chunks may write ahead of the oldest uncommitted chunk. The frames that this chunk sees are then
-  still present if it is run again.
+  still present if the chunk is run again.
 - A chunk [a, b) sees slots [0, b) while b <= window, and all slots afterwards. Attention does not
-  depend on the order of keys, because positions are rotated into them. The ring buffer is therefore
-  read in place: nothing is copied, moved or masked. With spare frames, a full window is copied into
-  the order that it has without them, so that results stay bitwise equal.
+  depend on the order of keys, because positions are encoded by rotating the keys. The ring buffer
+  can therefore be read in place: nothing is copied, moved or masked. With spare frames, a full
+  window is copied into the order that it would have without them, so that results remain bitwise
+  equal.
 
-Each chunk sees exactly the keys that it sees in the original's buffer, which rolls to the left;
-`chronological` rebuilds that buffer for comparison. `sink_frames == window_frames` means global
-attention: nothing is evicted, and a session that outgrows its buffer is refused.
+Each chunk sees exactly the keys that it would see in the buffer of the original code, which rolls
+to the left; `chronological` rebuilds that buffer for comparison. `sink_frames == window_frames`
+means global attention: nothing is evicted, and a session that outgrows its buffer is refused.
 
-Pinned tokens, for example of reference images, precede the slots of the frames. The session's first
-chunk brings them before the tokens of its frames, and every chunk sees them (`PinnedWindow`).
+Pinned tokens, for example of reference images, precede the slots of the frames. The first chunk of
+the session provides them before the tokens of its frames, and every chunk sees them
+(`PinnedWindow`).
 
 `quantized_storage.py` defines how the buffer stores keys and values.
 """
@@ -53,26 +55,26 @@ class KVWindow:
     tokens_per_frame, heads, head_dim]`.
 
     Args:
-        num_layers: Layers of this rank.
-        window_frames: Frames that a chunk can see, including its own and the sink frames.
-        sink_frames: First frames of the session that are never evicted.
-        tokens_per_frame: Tokens of one latent frame.
-        num_heads: Heads of this rank.
+        num_layers: Number of layers on this rank.
+        window_frames: Number of frames that a chunk can see, including its own and the sink frames.
+        sink_frames: Number of frames at the start of the session that are never evicted.
+        tokens_per_frame: Number of tokens of one latent frame.
+        num_heads: Number of heads on this rank.
         head_dim: Width of one head.
         dtype: Type of keys and values in `write` and `visible`.
         device: Device of the buffer.
         storage: Type of the buffer. Default: `dtype`.
-        max_attention_tokens: A chunk sees only this many of the newest visible tokens in
-            chronological order. Sink frames are dropped first, as in the original when its
+        max_attention_tokens: A chunk sees only this number of the newest visible tokens, in
+            chronological order. Sink frames are dropped first, as in the original code when its
             attention size is below its cache size. Default: no limit.
-        spare_frames: Additional slots for chunks that are written ahead of the oldest uncommitted
-            chunk.
-        rings: Pool to take the memory from, and to return it to in `close`. Default: allocate and
-            free.
-        first_frames: Frames that have memory at first. `grow` allocates more, and `stop_growing`
-            shortens the window to those that have memory. Requires a window that evicts frames,
-            without spare frames. Default: all frames.
-        pinned_tokens: Tokens before those of the first frame that every chunk sees.
+        spare_frames: Number of additional slots for chunks that are written ahead of the oldest
+            uncommitted chunk.
+        rings: Pool from which the memory is taken and to which `close` returns it. Default:
+            allocate and free.
+        first_frames: Number of frames that have memory initially. `grow` allocates more memory, and
+            `stop_growing` shortens the window to the allocated frames. Requires a window that
+            evicts frames, without spare frames. Default: all frames.
+        pinned_tokens: Number of tokens before the first frame that every chunk sees.
     """
 
     def __init__(
@@ -148,7 +150,7 @@ class KVWindow:
 
     @property
     def growing_nbytes(self) -> int:
-        """Return the bytes of `nbytes` that were allocated while the window grew."""
+        """Return the number of bytes in `nbytes` that were allocated while the window grew."""
         return 0 if self._ring.memory is None else self._ring.memory.nbytes
 
     @property
@@ -156,8 +158,9 @@ class KVWindow:
         return self.buffer.device
 
     def _num_tokens(self, num_frames: int | None) -> int:
-        """Return the number of token slots for the stream's first `num_frames` frames, at most all
-        of the window. None: all."""
+        """Return the number of token slots for the first `num_frames` frames of the stream, at most
+        the whole window. None: all.
+        """
         slots = self.window_frames + self.spare_frames
         frames = slots if num_frames is None else min(num_frames, slots)
         return self.pinned_tokens + self.tokens_per_frame * frames
@@ -180,8 +183,8 @@ class KVWindow:
         return (self._ring.num_tokens - self.pinned_tokens) // self.tokens_per_frame
 
     def stop_growing(self, window_frames: int, sink_frames: int) -> None:
-        """Shorten the window to `window_frames` frames, which have memory, `sink_frames` of them
-        sinks.
+        """Shorten the window to `window_frames` frames, all of which have memory and `sink_frames`
+        of which are sinks.
 
         No frame has left the window yet, so frame f is in slot f, as in a window of these sizes.
         """
@@ -204,7 +207,7 @@ class KVWindow:
         return self.sink_frames + (frame - self.sink_frames) % self.ring_frames
 
     def check_frames(self, frames: range) -> None:
-        """Raise `RequestFailed` if this window cannot serve a chunk of `frames`."""
+        """Raise `RequestFailed` if this window cannot serve a chunk with these `frames`."""
         if self.ring_frames == 0:
             if frames.stop > self.window_frames:
                 raise RequestFailed(
@@ -222,8 +225,9 @@ class KVWindow:
             )
 
     def write(self, layer: int, frames: range, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None:
-        """Write the keys and values of a chunk into its slots, over those of its earlier denoise
-        steps."""
+        """Write the keys and values of a chunk into its slots, overwriting those of its earlier
+        denoise steps.
+        """
         if frames.start == 0:
             self.format.fit_scales(layer, k_TNH, v_TNH)
         for source, target in self._token_runs(frames):
@@ -231,7 +235,8 @@ class KVWindow:
 
     def write_slot(self, layer: int, frames: range) -> KVSlot | None:
         """Return the memory that `write` would fill, if it is contiguous and `write` has no other
-        effect; else None."""
+        effect; otherwise None.
+        """
         runs, scales = self._token_runs(frames), self.format.layer_scales(layer)
         if len(runs) > 1 or (frames.start == 0 and scales is not None):
             return None
@@ -240,9 +245,9 @@ class KVWindow:
 
     def quantized_ahead(self, frames: range) -> Self | None:
         """Return this window if the keys and values of chunk `frames` may be quantized before
-        `write_quantized`, else None.
+        `write_quantized`, otherwise None.
 
-        The first chunk of a session returns None, because `scales` are computed from it.
+        For the first chunk of a session the result is None, because `scales` are computed from it.
         """
         return self if frames.start > 0 and self.format.scales is not None else None
 
@@ -261,7 +266,7 @@ class KVWindow:
         """Return `(k_SNH, v_SNH)` that chunk `frames` attends to, in slot order. The chunk must
         have been written.
 
-        The tensors are views if the buffer holds them contiguously and in `dtype`.
+        The tensors are views if the buffer stores them contiguously and in `dtype`.
         """
         k, v = self.format.load(layer, *self._seen_by(layer, frames))
         return k, v
@@ -285,9 +290,7 @@ class KVWindow:
         return self.format.attend_quantized(q_TNH, *self._seen_by(layer, frames))
 
     def _seen_by(self, layer: int, frames: range) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return a part of the buffer, and the tokens of it that chunk `frames` sees (None:
-        all).
-        """
+        """Return a part of the buffer, and its tokens that chunk `frames` sees (None: all)."""
         span = self._span(frames)
         if span is not None:
             return self.buffer[layer, :, span], None
@@ -314,8 +317,9 @@ class KVWindow:
         return self._ring.buffers
 
     def graph_key(self, frames: range) -> Hashable:
-        """Return a key of all effects of `write` and `attend` for chunk `frames`, except values on
-        the device."""
+        """Return a key that determines all effects of `write` and `attend` for chunk `frames`,
+        except values on the device.
+        """
         span = self._span(frames)
         if span is not None:
             return tuple(self._runs(frames)), span.start, span.stop, frames.start == 0
@@ -325,17 +329,18 @@ class KVWindow:
 
     def graph_kind(self, frames: range) -> Hashable:
         """Return a key that is equal for chunks whose `write` and `attend` launch the same kernels,
-        possibly at other slots."""
+        possibly with different slots.
+        """
         span = self._span(frames)
         seen = None if span is None else span.stop - span.start
         return tuple(count for _, _, count in self._runs(frames)), seen, frames.start == 0
 
     def commit(self, end_frame: int, *, retained_sinks: bool = False) -> None:
-        """Make frames up to `end_frame` part of the session. Their latest keys and values must be
+        """Make frames up to `end_frame` part of the session. Their latest keys and values must come
         from the clean-context pass.
 
         Args:
-            end_frame: First frame that is not committed.
+            end_frame: Index of the first frame that is not committed.
             retained_sinks: Whether the committed sink frames were already stored by
             `SinkWindow.retain_sinks`.
         """
@@ -358,8 +363,8 @@ class KVWindow:
         return {**named, **self.format.tensors()} if live else named
 
     def hide_before(self, frame: int) -> None:
-        """Set `valid_from`: frames from `frame` on are written again, and those before it have
-        left the ring.
+        """Set `valid_from`: frames starting with `frame` are written again, and frames before it
+        have left the ring buffer.
         """
         self.valid_from, self._seen = frame, None
 
@@ -393,8 +398,8 @@ class KVWindow:
     def to(self, device: torch.device | str) -> None:
         """Move the keys and values.
 
-        While they are on the host, the memory on the device is in the pool, where another session
-        can use it with its CUDA graphs.
+        While the keys and values are on the host, the memory on the device is in the pool, so that
+        another session can use it with its CUDA graphs.
         """
         held, rings, device = self._ring, self._rings, torch.device(device)
         same_type = held.buffer.device.type == device.type
@@ -418,8 +423,8 @@ class KVWindow:
         self._ring = Ring(self.buffer.new_empty(0), self.format)
 
     def _runs(self, frames: range) -> list[tuple[int, int, int]]:
-        """Return (frame offset in the chunk, first slot, frames) for each run of consecutive
-        slots.
+        """Return (frame offset in the chunk, first slot, number of frames) for each run of
+        consecutive slots.
         """
         runs: list[tuple[int, int, int]] = []
         for offset, frame in enumerate(frames):
@@ -522,8 +527,9 @@ def kv_window_nbytes(
 
 
 class KVView(Protocol):
-    """A `KVWindow` as attention uses it: write the K/V of a chunk, then attend to the visible
-    frames."""
+    """The operations of a `KVWindow` that attention uses: write the K/V of a chunk, then attend to
+    the visible frames.
+    """
 
     def write(
         self, layer: int, frames: range, k_TNH: torch.Tensor, v_TNH: torch.Tensor
@@ -554,8 +560,8 @@ class WindowAttention:
     def buffers(self, items: Sequence[WindowItem], layer: int) -> list[KVSlot] | None:
         """Return the memory for the K/V of `layer` of each batch entry, or None.
 
-        The caller writes K/V there and calls `attend_to_written`. If the result is None, it passes
-        K/V to `attend` instead.
+        The caller writes K/V there and calls `attend_to_written`. If the result is None, the caller
+        passes K/V to `attend` instead.
         """
         buffers = [row.window.write_slot(layer, row.frames) for row in items]
         known = [position for position in buffers if position is not None]
@@ -586,11 +592,11 @@ class WindowAttention:
 
         Args:
             items: The chunks of the batch.
-            layer: Index among the layers of this rank.
+            layer: Index of the layer on this rank.
             q_BTNH: Queries of this rank's tokens, [B, T_r, N, H].
             k_BTNH: Keys, of the same shape.
             v_BTNH: Values, of the same shape.
-            write_only: Return None after the write.
+            write_only: Return None after writing.
 
         Returns:
             The attention output, [B, T_r, N, H], valid until the next call. None if `write_only`.

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WindowSet`: several `KVWindow`s of one stream, committed, saved, copied and moved together."""
+"""`WindowSet`: several `KVWindow`s of one stream that are committed, saved, copied and moved
+together.
+"""
 
 import copy
 from collections.abc import Mapping
@@ -12,7 +14,7 @@ from vllm_omni.tensors.saved import SavedTensors
 
 
 class WindowSet:
-    """Windows of one stream.
+    """The windows of one stream.
 
     Args:
         by_name: Windows by the prefix of their tensors' names. The last window defines the
@@ -37,7 +39,7 @@ class WindowSet:
 
     @property
     def growing_nbytes(self) -> int:
-        """Return the bytes of `nbytes` that were allocated while the windows grew."""
+        """Return the number of bytes in `nbytes` that were allocated while the windows grew."""
         return sum(window.growing_nbytes for window in self.windows)
 
     @property
@@ -72,7 +74,7 @@ class WindowSet:
         return self.clean.committed_frames
 
     def check_frames(self, frames: range) -> None:
-        """Raise `RequestFailed` if a chunk of `frames` cannot be served."""
+        """Raise `RequestFailed` if a chunk with these `frames` cannot be served."""
         self.clean.check_frames(frames)
 
     def commit(self, end_frame: int) -> None:
@@ -103,7 +105,7 @@ class WindowSet:
         return tuple(position for window in self.windows for position in window.buffers)
 
     def __copy__(self) -> Self:
-        """Return a set that refers to the same memory, even after this one is closed."""
+        """Return a set that refers to the same memory, even after this set has been closed."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.by_name = {prefix: copy.copy(window) for prefix, window in self.by_name.items()}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 matrix products with a scale per token and per output channel: cuBLAS where it is faster than
-CUTLASS.
+"""FP8 matrix products with a scale per token and per output channel. cuBLAS is used where it is
+faster than CUTLASS.
 
-On NVIDIA GPUs vLLM chooses its CUTLASS kernel. On Hopper, cuBLAS (called by torch from CUDA 12.9
+On NVIDIA GPUs, vLLM chooses its CUTLASS kernel. On Hopper, cuBLAS (called by torch from CUDA 12.9
 on) is faster for the wide layers of large video models, with the same errors; see
 docs/architecture/speed_log.md.
 """
@@ -22,11 +22,14 @@ from vllm_omni.model_executor.layers.fast_path import FastPath, Lack, lacks_hopp
 
 _LEAST_WIDTH = 4096
 """Minimum number of input and output channels. cuBLAS was not faster with 1536 channels, nor with
-Lance's 2048."""
+the 2048 of Lance.
+"""
 
 
 class RowwiseFP8Kernel(CutlassFP8ScaledMMLinearKernel):
-    """vLLM's kernel with cuBLAS as its product, for bf16 results of layers that need no padding."""
+    """vLLM's kernel with cuBLAS as its matrix product, for bf16 results of layers that need no
+    padding.
+    """
 
     def apply_scaled_mm(
         self,
@@ -62,8 +65,9 @@ class RowwiseFP8Kernel(CutlassFP8ScaledMMLinearKernel):
 
 
 def choose_kernel(layer: nn.Module) -> None:
-    """Make `layer` use `RowwiseFP8Kernel` if that is faster. Call it after weights are created,
-    before they are loaded."""
+    """Make `layer` use `RowwiseFP8Kernel` if that is faster. Call it after the weights have been
+    created and before they are loaded.
+    """
     kernel = fp8_kernel(layer)
     if kernel is not None and not _lacks_cublas(layer):
         method: Any = layer.quant_method
@@ -96,7 +100,7 @@ def _of_cublas(lack: Lack) -> FastPath:
 
 
 def _lacks_cublas(layer: nn.Module) -> Lack:
-    """Return why a layer with FP8 weights keeps the kernel that vLLM has chosen."""
+    """Return the reason why a layer with FP8 weights uses the kernel that vLLM has chosen."""
     kernel = fp8_kernel(layer)
     if type(kernel) is not CutlassFP8ScaledMMLinearKernel:
         return Lack(f"vLLM has chosen {type(kernel).__name__}")

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's linear layers, sharded by a `ParallelContext`, and the precision of their weights.
+"""vLLM's linear layers, sharded according to a `ParallelContext`, and the precision of their
+weights.
 
-A layer takes its rank and the number of ranks from the `ParallelContext` that the model was built
-with, not from vLLM's tensor-parallel group. Under sequence parallelism, and if guidance branches
-run on separate ranks, every rank of that group holds whole layers. All-reduces also go through the
+A layer takes its rank and the number of ranks from the `ParallelContext` with which the model was
+built, not from vLLM's tensor-parallel group. With sequence parallelism, or if guidance branches run
+on separate ranks, every rank of that group holds whole layers. All-reduces also go through the
 context, so that CUDA graphs end before them.
 
-`slots` returns a layer's tensor names in the checkpoint. vLLM's `weight_loader` of the parameter
-cuts this rank's part out of a full tensor.
+`slots` returns the checkpoint names of a layer's tensors. The `weight_loader` that vLLM sets on the
+parameter extracts this rank's part of a full tensor.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -50,12 +51,11 @@ from vllm_omni.model_executor.layers.linear.quantized_input import Input, produc
 
 
 class PlainLinearMethod(UnquantizedLinearMethod):
-    """Unquantized weights that stay as loaded, because they move between pipeline stages and are
-    reloaded in place.
+    """Unquantized weights that are not repacked after loading, because they move between pipeline
+    stages and are reloaded in place.
 
     vLLM's own method packs a weight for its CPU kernel and drops the original. Its parameters also
-    require a tensor-parallel group when they are created, and models are also built in processes
-    without one.
+    require a tensor-parallel group at creation, but models are also built in processes without one.
     """
 
     def __init__(self) -> None:
@@ -93,13 +93,14 @@ class PlainLinearMethod(UnquantizedLinearMethod):
 
 
 class LinearPrecision(QuantizationConfig):
-    """The precision of each linear layer: as loaded, or quantized as the engine is configured.
+    """The precision of each linear layer: as loaded, or quantized according to the engine's
+    configuration.
 
     Args:
         quantization: vLLM's config for `--quantization`. None: nothing is quantized.
-        retained: `fnmatch` patterns of layer names that stay unquantized.
+        retained: `fnmatch` patterns of the names of layers that are not quantized.
         int8: `fnmatch` patterns of layer names with int8 weights and unquantized inputs. They apply
-            when the engine quantizes while it loads; a quantized checkpoint already stores its
+            if the engine quantizes while loading; a quantized checkpoint already determines its
             formats.
     """
 
@@ -154,8 +155,9 @@ class LinearPrecision(QuantizationConfig):
 
 
 class _QuantizedInput(LinearBase):
-    """A linear layer that also accepts an input that is already quantized
-    (`quantized_input.takes_quantized`)."""
+    """A linear layer that also accepts inputs that are already quantized
+    (`quantized_input.takes_quantized`).
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -175,7 +177,7 @@ class _QuantizedInput(LinearBase):
 
 
 class ColumnLinear(_QuantizedInput, ColumnParallelLinear, ShardedModule):
-    """The output channels of one linear layer that this rank holds."""
+    """A linear layer of which this rank holds a part of the output channels."""
 
     def __init__(
         self,
@@ -206,10 +208,10 @@ class ColumnLinear(_QuantizedInput, ColumnParallelLinear, ShardedModule):
 
 
 class MergedLinear(_QuantizedInput, MergedColumnParallelLinear, ShardedModule):
-    """Linear layers with a common input, merged into one matrix product. This rank has
-    a part of the output channels.
+    """Several linear layers with the same input, merged into one matrix product. This rank holds a
+    part of the output channels.
 
-    `names` are the checkpoint's names of the layers, as siblings of this module.
+    `names` are the layers' names in the checkpoint, as siblings of this module.
     """
 
     def __init__(
@@ -255,8 +257,8 @@ class MergedLinear(_QuantizedInput, MergedColumnParallelLinear, ShardedModule):
 
 
 class StackedLinear(MergedLinear):
-    """A `MergedLinear` whose layers are one tensor in the checkpoint too, under this module's
-    name.
+    """A `MergedLinear` whose layers are also stored as one tensor in the checkpoint, under this
+    module's name.
     """
 
     def __init__(
@@ -285,10 +287,11 @@ class StackedLinear(MergedLinear):
 
 
 class QKVLinear(_QuantizedInput, QKVParallelLinear, ShardedModule):
-    """Query, key and value projections as one matrix product. This rank has the outputs of its
+    """Query, key and value projections as one matrix product. This rank has the outputs for its
     heads, in this order.
 
-    With more ranks than K/V heads, a K/V head is replicated on all ranks whose query heads use it.
+    If there are more ranks than K/V heads, a K/V head is replicated on all ranks whose query heads
+    use it.
     """
 
     def __init__(
@@ -388,7 +391,8 @@ class RowLinear(_QuantizedInput, RowParallelLinear, ShardedModule):
         return summed if self.bias is None else summed + self.bias
 
     def own_part(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's summand before the all-reduce, without bias if there are other ranks.
+        """Return this rank's summand before the all-reduce, without the bias if there are other
+        ranks.
 
         This calls the module, so that its hooks fetch offloaded weights.
         """
@@ -408,19 +412,20 @@ class RowLinear(_QuantizedInput, RowParallelLinear, ShardedModule):
 
 @dataclass(frozen=True)
 class _Rows:
-    """This rank's output channels of one checkpoint layer, in a module that may merge several
-    layers."""
+    """The output channels of one checkpoint layer on this rank, in a module that may merge several
+    layers.
+    """
 
     module: LinearBase
     """The module that holds the layer."""
     row: int
-    """First output channel of the layer in the module."""
+    """Index of the first output channel of the layer in the module."""
     own: int
-    """Output channels of the layer on this rank."""
+    """Output channels of the layer that this rank holds."""
     full: int
     """Output channels of the layer in the checkpoint."""
     rank: int
-    """Index of this rank among those that shard the layer."""
+    """Index of this rank among the ranks that shard the layer."""
     index: int = 0
     """Index of the layer in the module."""
 
@@ -444,7 +449,7 @@ def _named(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _await_bias(layer: LinearBase) -> None:
-    """Make a layer that is quantized once it is fully loaded wait for its bias, too.
+    """Make a layer that is quantized when it is fully loaded also wait for its bias.
 
     vLLM registers the bias when the weight arrives, but in a file the bias comes before the weight.
     """
@@ -482,8 +487,9 @@ def quantized_layers(network: nn.Module) -> nn.ModuleList:
 
 
 def check_reloadable(layers: nn.ModuleList) -> None:
-    """Raise ValueError if vLLM has dropped an original weight after packing it, as it does with
-    int8 on CPUs."""
+    """Raise ValueError if vLLM has discarded the original weights after packing them, as it does
+    with int8 on CPUs.
+    """
     if any(
         getattr(layer, "weight", None) is None and not hasattr(layer, "weight_packed")
         for layer in layers

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 inputs of linear layers: the op that produces an input also quantizes it, in the same pass
+"""FP8 inputs of linear layers: the op that produces an input also quantizes it in the same pass
 over memory.
 
 vLLM's layers quantize their input per token in a separate pass before the product. Its kernels
-accept quantized inputs (`QuantizedActivation`), but on NVIDIA GPUs they advertise only those with
-one static scale. The product itself supports a scale per token.
+accept quantized inputs (`QuantizedActivation`), but on NVIDIA GPUs this is only advertised for
+inputs with a single static scale. The product itself supports a scale per token.
 """
 
 # T tokens, D channels
@@ -23,7 +23,7 @@ from vllm_omni.model_executor.layers.linear.fp8_linear import fp8_kernel
 from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8, LARGEST
 
 LEAST_SCALE = 1 / (LARGEST * 512)
-"""vLLM's lower bound of a scale, for tokens that are nearly zero."""
+"""vLLM's lower bound for scales, for tokens that are close to zero."""
 Input = torch.Tensor | QuantizedActivation
 """Input of a linear layer, [..., D]."""
 
@@ -49,7 +49,7 @@ def quantized_input_layers(network: nn.Module) -> FastPath:
 
 
 def _refuses_quantized(layer: nn.Module) -> Lack:
-    """Return why a layer with FP8 weights requires an unquantized input."""
+    """Return the reason why a layer with FP8 weights requires an unquantized input."""
     kernel = fp8_kernel(layer)
     if not isinstance(kernel, CutlassFP8ScaledMMLinearKernel):
         return Lack(f"vLLM has chosen {type(kernel).__name__}")
@@ -60,8 +60,9 @@ def _refuses_quantized(layer: nn.Module) -> Lack:
 
 
 def product(layer: Any, x: QuantizedActivation, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return the matrix product of a layer that `takes_quantized`, in the dtype that `x` was
-    quantized from."""
+    """Return the matrix product of a layer that `takes_quantized`, in the dtype of `x` before
+    quantization.
+    """
     rows_TD, width = x.data.view(-1, x.data.shape[-1]), layer.weight.shape[1]
     result: torch.Tensor = fp8_kernel(layer).apply_scaled_mm(
         A=rows_TD,
@@ -87,8 +88,9 @@ def quantized(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Qu
 
 
 def quantize_tokens(x: torch.Tensor, dtype: torch.dtype) -> QuantizedActivation:
-    """Quantize [..., D] as vLLM's layers do: a token's largest value maps to e4m3's largest.
-    `dtype` is as in `quantized`."""
+    """Quantize [..., D] like vLLM's layers: the largest value of each token is mapped to the e4m3
+    maximum. `dtype` is as in `quantized`.
+    """
     x = x.float()
     scale = (x.abs().amax(-1, keepdim=True) / LARGEST).clamp_(min=LEAST_SCALE)
     return quantized((x / scale).clamp_(-LARGEST, LARGEST).to(FP8), scale, dtype)

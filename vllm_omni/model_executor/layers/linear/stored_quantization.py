@@ -17,7 +17,7 @@ from vllm_omni.model_executor.layers.linear.linear import PlainLinearMethod
 
 
 class StoredQuantization(QuantizationConfig):
-    """vLLM's quantization config of a checkpoint, restricted to the layers that use it.
+    """vLLM's quantization config of a checkpoint, restricted to the layers that are quantized.
 
     Args:
         config: vLLM's config of the format.
@@ -34,7 +34,7 @@ class StoredQuantization(QuantizationConfig):
         """Return the method for `layer`, or None if it is not quantized.
 
         Raises:
-            ValueError: Only a part of a merged layer is quantized.
+            ValueError: Only part of a merged layer is quantized.
         """
         if self.layers is not None:
             names = stored_names(layer, prefix)
@@ -68,6 +68,6 @@ class StoredQuantization(QuantizationConfig):
 
 
 def stored_names(layer: nn.Module, prefix: str) -> Sequence[str]:
-    """Return the checkpoint's names of the layers that `layer` merges."""
+    """Return the checkpoint names of the layers that are merged in `layer`."""
     parts = getattr(layer, "names", None)
     return [prefix] if parts is None else [f"{prefix.rpartition('.')[0]}.{part}" for part in parts]

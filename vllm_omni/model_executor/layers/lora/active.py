@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapters of the current forward pass. Global to the process, because forward passes run one
-after another on one thread.
+"""The adapters of the current forward pass. It is global to the process, because forward passes run
+one after another on one thread.
 
-`AdapterStore.applied` sets them. The LoRA sites read them, and so does every cache of a result that
+`AdapterStore.applied` sets them. It is read by the LoRA sites and by every cache of a result that
 depends on weights.
 """
 
@@ -18,8 +18,9 @@ class ActiveAdapter:
     slot: int
     """Index of its slot."""
     layout: int
-    """Equal for adapters that change the same modules with the same ranks, and so occupy the
-    same memory of a slot."""
+    """A value that is equal for adapters that change the same modules with the same ranks and
+    therefore occupy the same memory in a slot.
+    """
     version: int
     """Identifies the weights, independent of the slot."""
     scale: float
@@ -30,19 +31,21 @@ _active: tuple[ActiveAdapter, ...] = ()
 
 
 def active_adapters() -> tuple[ActiveAdapter, ...]:
-    """Return the adapters of the current forward pass, or () for the checkpoint's weights alone."""
+    """Return the adapters of the current forward pass, or () if only the checkpoint's weights are
+    used.
+    """
     return _active
 
 
 def weights_key() -> Hashable:
-    """Return a key that is equal for two forward passes exactly if their weights are equal."""
+    """Return a key that is equal for two forward passes if and only if their weights are equal."""
     return tuple((adapter.version, adapter.scale) for adapter in _active)
 
 
 def addresses_key() -> Hashable:
-    """Return a key that is equal for two forward passes exactly if they read the same memory.
+    """Return a key that is equal for two forward passes if and only if they read the same memory.
 
-    Weights and strengths may differ, because they are values on the device.
+    Weights and strengths may still differ, because they are values on the device.
     """
     return tuple((adapter.slot, adapter.layout) for adapter in _active)
 

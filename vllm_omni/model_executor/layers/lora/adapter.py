@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`load_adapter`: read an adapter's files, validate them against a model, and return the deltas
+"""`load_adapter`: reads an adapter's files, validates them against a model, and returns the deltas
 that this rank needs.
 
-Every rank validates every name, LoRA rank and shape before it reads data. Modules that do not fit
-the model are skipped and listed, because adapters are shared between models: those of Wan 2.1 I2V
-have layers for the start image that Wan 2.2 lacks, and others include a text encoder's. A file is
-refused if nothing in it fits, or if it is malformed.
+Every rank validates all names, LoRA ranks and shapes before it reads data. Modules that do not
+match the model are skipped and listed, because adapters are shared between models: those for Wan
+2.1 I2V have layers for the start image that Wan 2.2 lacks, and others include layers of a text
+encoder. A file is refused if nothing in it fits, or if it is malformed.
 """
 
 # r rank, I inputs, O outputs of a module
@@ -33,7 +33,7 @@ from vllm_omni.model_executor.layers.lora.target import AdapterTarget
 
 _DIGESTING_THREADS = 4
 TargetName = tuple[str, str]
-"""(network, module or tensor)."""
+"""A file is refused if it is malformed or no module in it matches the model."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class LowRank:
     """The delta of one module: `up @ down` for the weight, and one for the bias."""
 
     down: torch.Tensor | None = None
-    """[r, I]. None: the weight does not change."""
+    """`up @ down` for the weight, and a delta for the bias. None: the weight does not change."""
     up: torch.Tensor | None = None
     """[O, r], already multiplied by the adapter's alpha. None: the weight does not change."""
     bias: torch.Tensor | None = None
@@ -58,7 +58,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """Full tensors in host memory, for the modules that this rank holds a part of."""
+    """Full tensors in host memory, for the modules of which this rank holds a part."""
 
     matrices: Mapping[TargetName, LowRank]
     """Deltas of linear layers."""
@@ -67,7 +67,7 @@ class AdapterWeights:
     digest: str
     """See `UsedLora.digest`."""
     skipped: tuple[str, ...] = ()
-    """Stored names of tensors that do not fit the model."""
+    """Stored names of tensors that do not match the model."""
 
     @cached_property
     def layout(self) -> Hashable:
@@ -92,7 +92,7 @@ def load_adapter(
         targets: Networks of the model, by name.
         max_rank: Maximum LoRA rank.
         dtype: Type of the weights.
-        own: Modules and tensors that this rank holds a part of. Others are validated only.
+        own: Modules and tensors of which this rank holds a part. All others are only validated.
 
     Raises:
         AdapterError: The adapter does not fit the model. The message is one line.
@@ -152,7 +152,7 @@ class TargetNames:
 def _read(
     file: AdapterFile, wanted: Collection[str], alongside: Executor
 ) -> tuple[dict[str, torch.Tensor], dict[str, "Future[_Checked]"]]:
-    """Read a complete file, so that every rank computes the same digest and finds the same errors.
+    """Read the whole file, so that every rank computes the same digest and detects the same errors.
 
     Args:
         file: The file.
@@ -185,7 +185,7 @@ def _checked(name: str, tensor: torch.Tensor) -> _Checked:
 
 
 def _settings(file: AdapterFile, contents: AdapterFileContents) -> bytes:
-    """Return the strengths that a file specifies, as bytes for its digest."""
+    """Return the strengths specified in a file, as bytes for the digest."""
     modules = {keys.settings_name for keys in contents.matrices.values()}
     strengths = (
         [] if file.scaling is None else [(name, file.scaling(name)) for name in sorted(modules)]
@@ -230,8 +230,8 @@ def _used_tensors(
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Check with one pass over memory: a sum is NaN or Inf if any element is, and rarely
-    otherwise.
+    """Check for finite values with one pass over memory: a sum is NaN or Inf if any element is, and
+    rarely otherwise.
     """
     return bool(torch.isfinite(tensor.sum(dtype=torch.float32))) or bool(
         torch.isfinite(tensor.float()).all()
@@ -252,12 +252,11 @@ def _check(
     targets: Mapping[str, AdapterTarget],
     max_rank: int,
 ) -> list[str]:
-    """Remove modules with the shapes of another model from `contents` and return their stored
-    names.
+    """Remove modules with shapes of another model from `contents` and return their stored names.
 
     Raises:
-        AdapterError: The file is malformed or nothing in it fits. The message has counts and three
-            examples of each kind.
+        AdapterError: The file is malformed or no module in it matches the model. The message has
+            counts and three examples of each kind.
     """
     shapes = file.source.shapes
     if not shapes:
@@ -298,8 +297,9 @@ def _check(
 def _take_misfits(
     contents: AdapterFileContents, shapes: Mapping[str, Shape], targets: Mapping[str, AdapterTarget]
 ) -> tuple[list[str], list[str]]:
-    """Remove everything with the shape of another model and return (a line for each, the stored
-    names)."""
+    """Remove all deltas with shapes of another model, and return (a line for each, the stored
+    names).
+    """
     lines: list[str] = []
     names: list[str] = []
     for (network, module), keys in list(contents.matrices.items()):
@@ -320,8 +320,9 @@ def _take_misfits(
 def _misfit(
     names: Mapping[Kind, str], shapes: Mapping[str, Shape], expected: tuple[int, int]
 ) -> str | None:
-    """Return one line if the delta of a module has other inputs or outputs than the model's module,
-    else None."""
+    """Return an error line if the delta of a module has a different number of inputs or outputs
+    than the module in the model, otherwise None.
+    """
     outputs, inputs = expected
     if "down" in names and _flat(down := shapes[names["down"]])[1:] != (inputs,):
         return f"{names['down']} {tuple(down)} instead of {(*down[:1], inputs)}"
@@ -337,7 +338,7 @@ def _misfit(
 def _check_matrix(
     keys: MatrixKeys, shapes: Mapping[str, Shape], halves: list[str], misshapen: list[str]
 ) -> int:
-    """Append the inconsistencies of one module's delta to the lists and return its rank."""
+    """Append the inconsistencies of one module's delta to the lists, and return its rank."""
     names, rank = keys.names, 0
     if "down" in names and "up" in names:
         up, rank = shapes[names["up"]], shapes[names["down"]][0]

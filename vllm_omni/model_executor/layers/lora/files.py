@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An adapter's files, and how their tensors' names are read: diffusers, PEFT, kohya and the Wan
-community's styles.
+"""The files of an adapter, and the naming styles of their tensors: diffusers, PEFT, kohya and the
+Wan community's.
 
     transformer.blocks.0.attn1.to_q.lora_A.weight
         diffusers; `transformer_2.` of a second network
@@ -11,11 +11,10 @@ community's styles.
     ... .diff, .diff_b, .diff_m
         whole differences: a weight's, a bias's, modulation's
 
-Names are read and compared with a model before any data is (`adapter.py`). A file is untrusted:
-`tensor_files.py`. Why not diffusers' converters (for musubi and ComfyUI): they need every block and
-all data, drop differences of norms, and fail at layers that Wan lacks, such as LingBot World's
-camera layers.
-Held by tests/model_executor/layers/lora/test_adapter_files.py.
+Names are parsed and compared with a model before any data is read (`adapter.py`). A file is
+untrusted: `tensor_files.py`. Why not diffusers' converters (for musubi and ComfyUI): they require
+every block and all data, drop deltas of norms, and fail for layers that Wan lacks, such as LingBot
+World's camera layers. Held by tests/model_executor/layers/lora/test_adapter_files.py.
 """
 
 import json
@@ -42,8 +41,9 @@ Kind = Literal["down", "up", "alpha", "bias", "diff"]
 _PEFT_CONFIG, _PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
 _DIFFUSERS_SETTINGS = "lora_adapter_metadata"
-"""Metadata key under which diffusers stores PEFT's settings. Each module name is prefixed with its
-network."""
+"""Metadata key under which diffusers stores PEFT's settings. Each module name is prefixed with the
+name of its network.
+"""
 _KOHYA = "lora_unet_"
 _PREFIXES = ("base_model.model.", "model.diffusion_model.", "diffusion_model.", "pipe.dit.", "dit.")
 _KINDS: tuple[tuple[str, Kind], ...] = (
@@ -53,17 +53,18 @@ _KINDS: tuple[tuple[str, Kind], ...] = (
     (r"\.alpha\Z", "alpha"),
     (r"\.diff(?:_m)?\Z", "diff"),
 )
-"""Suffixes of tensor names. Some versions of PEFT put the adapter's name before `.weight`."""
+"""Suffixes of tensor names. Some versions of PEFT insert the adapter's name before `.weight`."""
 
 
 class AdapterError(ValueError):
-    """An adapter does not fit. The message is one line: the kinds in its files, the kinds the model
-    takes, three examples."""
+    """An adapter does not fit. The message is one line: the kinds of tensors in its files, the
+    kinds that the model accepts, three examples.
+    """
 
 
 @dataclass
 class MatrixKeys:
-    """The stored names of one module's delta."""
+    """The stored tensor names of one module's delta."""
 
     settings_name: str
     """Name of the module in PEFT's settings."""
@@ -78,10 +79,11 @@ class AdapterFile:
     source: TensorSource
     """The open file."""
     network: str | None
-    """The network that the file is for. None: the tensor names say so."""
+    """The network to which the file applies. None: it is determined by the tensor names."""
     scaling: Callable[[str], float] | None
-    """Returns PEFT's strength of a module by its stored name. None: the strength is stored in
-    tensors."""
+    """Returns PEFT's strength for the stored name of a module. None: the strength is stored in
+    tensors.
+    """
 
 
 @dataclass
@@ -89,17 +91,17 @@ class AdapterFileContents:
     """The parsed tensor names of a file."""
 
     matrices: dict[tuple[str, str], MatrixKeys] = field(default_factory=dict)
-    """(network, module) -> stored names of a linear layer's delta."""
+    """Stored names of a linear layer's delta, by (network, module)."""
     vectors: dict[tuple[str, str], str] = field(default_factory=dict)
-    """(network, tensor) -> stored name of the delta of a gain, norm bias or modulation."""
+    """Stored name of the delta of a gain, norm bias or modulation, by (network, tensor)."""
     strange: list[str] = field(default_factory=list)
-    """Stored names of modules or networks that the model lacks, or that adapters may not change."""
+    """Stored names of modules or networks that the model lacks or that adapters may not change."""
     unread: list[str] = field(default_factory=list)
     """Stored names with an unsupported suffix, of modules that the model has."""
 
 
 def open_adapter(path: str, targets: Mapping[str, AdapterTarget]) -> list[AdapterFile]:
-    """Open an adapter without reading data: a file, a directory with one file, or with one file per
+    """Open an adapter without reading data: a file, or a directory with one file or one file per
     network.
 
     Args:
@@ -107,7 +109,7 @@ def open_adapter(path: str, targets: Mapping[str, AdapterTarget]) -> list[Adapte
         targets: Networks of the model, by name.
 
     Raises:
-        AdapterError: There is no such adapter. The message is one line.
+        AdapterError: The adapter does not exist. The message is one line.
         ValueError: A file cannot be read. The message is one line.
     """
     where = Path(get_adapter_absolute_path(path))
@@ -127,8 +129,8 @@ def open_adapter(path: str, targets: Mapping[str, AdapterTarget]) -> list[Adapte
 
 
 def _opened(file: Path) -> UnmappedSource:
-    """Open a file without mapping it, because a new version may overwrite it while the server
-    runs.
+    """Open a file without memory-mapping it, because it may be overwritten with a new version while
+    the server runs.
     """
     return UnmappedSource.open(confined(file.parent, file.name))
 
@@ -192,7 +194,7 @@ def _target_of(
 
 
 def _has_module(name: str, target: AdapterTarget, flat_names: Mapping[str, str]) -> bool:
-    """Return whether a name starts with a module that an adapter may change."""
+    """Return whether a name starts with the name of a module that an adapter may change."""
     parts = name.split(".")
     modules = [".".join(parts[:count]) for count in range(1, len(parts))]
     return parts[0].removeprefix(_KOHYA) in flat_names or any(
@@ -203,8 +205,9 @@ def _has_module(name: str, target: AdapterTarget, flat_names: Mapping[str, str])
 def _networks(
     stored: str, marked: str | None, targets: Mapping[str, AdapterTarget]
 ) -> tuple[str, list[str]]:
-    """Strip the prefixes of a name and return the rest and its networks (all networks if nothing
-    names one)."""
+    """Strip the prefixes of a name and return the rest and its networks (all networks if none is
+    named).
+    """
     name, networks = stored, list(targets) if marked is None else [marked]
     while prefix := next((prefix for prefix in _PREFIXES if name.startswith(prefix)), None):
         name = name.removeprefix(prefix)
@@ -215,8 +218,7 @@ def _networks(
 
 
 def _flat_names(target: AdapterTarget) -> dict[str, str]:
-    """Return kohya's names of the modules, which use underscores and so do not show where the dots
-    were."""
+    """Return the kohya names of the modules, in which underscores replace the dots."""
     return {module.replace(".", "_"): module for module in target.matrices()}
 
 
@@ -235,7 +237,7 @@ def _files_in(folder: Path, targets: Mapping[str, AdapterTarget]) -> list[Path]:
 
 
 def _marked_network(file: Path, targets: Mapping[str, AdapterTarget]) -> str | None:
-    """Return the network that the file name denotes, if the model has several."""
+    """Return the network denoted by the file name, if the model has several."""
     name = file.name.lower()
     return next(
         (

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`AdaptedLayers`: the modules of a network on this rank that adapters change, and the arithmetic.
+"""`AdaptedLayers`: the modules of a network on this rank that adapters change, and how they are
+applied.
 
 A linear layer adds `scale * up(down(x))` to its result. vLLM's layers do so after their
 quantization method and before an all-reduce, so that it also works with quantized weights; other
-layers after their `forward`. Gains, norm biases and modulation are few, so they are overwritten in
-place (`AdaptedVectors`) and restored bitwise. Without an active adapter, a layer computes exactly
-what it computes without sites.
+layers do so after their `forward`. Gains, norm biases and modulation are small, so they are
+overwritten in place (`AdaptedVectors`) and restored bitwise. Without an active adapter, a layer
+computes exactly the same result as without sites.
 
-All memory is allocated once: every layer has slots for `slots` adapters of rank `max_rank`, so
+All memory is allocated once: every layer has slots for `slots` adapters of rank `max_rank`, so that
 loading an adapter does not change addresses.
 """
 
@@ -38,12 +39,10 @@ from vllm_omni.model_executor.layers.lora.target import AdapterTarget
 
 @runtime_checkable
 class NamesLinears(Protocol):
-    """A module with linear layers that have other names in the checkpoint than in the module
-    tree.
-    """
+    """A module whose linear layers have other names in the checkpoint than in the module tree."""
 
     def linears(self, prefix: str) -> Sequence[tuple[LinearBase, Sequence[str]]]:
-        """Return each linear layer and the checkpoint's names of the weights merged into it.
+        """Return each linear layer with the checkpoint names of the weights merged into it.
 
         Args:
             prefix: Name of this module.
@@ -52,21 +51,21 @@ class NamesLinears(Protocol):
 
 @dataclass(frozen=True)
 class CheckpointLayerPart:
-    """One checkpoint layer in a site."""
+    """One checkpoint layer within a site."""
 
     name: str
     """Name in the checkpoint."""
     rows: range
-    """Outputs that this rank holds."""
+    """Outputs held by this rank."""
     columns: range
-    """Inputs that this rank holds."""
+    """Inputs held by this rank."""
     adds_bias: bool = True
-    """Whether this rank adds the bias. One of the ranks in an all-reduce does."""
+    """Whether this rank adds the bias. Only one of the ranks in an all-reduce does."""
 
 
 @dataclass(frozen=True)
 class _Held:
-    """An adapter in a slot of one site, as views of the site's memory."""
+    """An adapter in a slot of a site, as views of the site's memory."""
 
     down: torch.Tensor | None
     """[sum of r over all parts, I]."""
@@ -77,7 +76,9 @@ class _Held:
 
 
 class AdaptedLayer:
-    """The slots of one layer. `scales`, [slots] fp32 on the device, is shared by all sites."""
+    """The adapter slots of one layer. `scales`, [slots] fp32 on the device, is shared by
+    all sites.
+    """
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class AdaptedLayer:
         return sum(tensor.nbytes for tensor in (self._down, *self._ups, self._bias))
 
     def fill(self, slot: int, differences: Sequence[LowRank | None]) -> None:
-        """Copy an adapter's deltas, one per part (None: unchanged), into a slot."""
+        """Copy the deltas of an adapter into a slot, one per part (None: unchanged)."""
         self._held[slot] = None
         if not any(differences):
             return
@@ -132,8 +133,8 @@ class AdaptedLayer:
     def add_difference(
         self, x: torch.Tensor, y: torch.Tensor, adapters: Sequence[ActiveAdapter]
     ) -> torch.Tensor:
-        """Add the deltas for inputs `x` [..., I] to the results `y` [..., O] in place and
-        return `y`.
+        """Add the deltas for inputs `x` [..., I] to the results `y` [..., O] in place, and return
+        `y`.
         """
         y_TO = y.reshape(-1, y.shape[-1])
         x_TI = x.reshape(-1, x.shape[-1]).to(y.dtype)
@@ -187,7 +188,7 @@ class AdaptedVectors:
         return frozenset(self._slots)
 
     def fill(self, slot: int, differences: Mapping[str, torch.Tensor]) -> None:
-        """Copy an adapter's deltas, fp32 full tensors, into a slot."""
+        """Copy the deltas of an adapter, fp32 full tensors, into a slot."""
         self.show(())
         own = {}
         for name, whole in differences.items():
@@ -201,7 +202,7 @@ class AdaptedVectors:
         self._differences[slot] = own
 
     def show(self, adapters: Sequence[ActiveAdapter]) -> None:
-        """Set the tensors to the checkpoint's values plus the deltas of these adapters."""
+        """Set the tensors to the checkpoint's values plus the deltas of the given adapters."""
         wanted = tuple((one.slot, one.scale) for one in adapters if self._differences.get(one.slot))
         if wanted == self._shown:
             return
@@ -231,7 +232,7 @@ class AdaptedVectors:
 
 
 class AdaptedLayers:
-    """All sites of one network. They take effect after `attach`."""
+    """All adapter sites of one network. They take effect after `attach`."""
 
     def __init__(
         self,
@@ -284,7 +285,7 @@ class AdaptedLayers:
 
 
 def _attach(layer: nn.Module, adapted_layer: AdaptedLayer) -> Callable[[], object]:
-    """Make `site` act on the results of a layer and return a handle that undoes it."""
+    """Attach `site` to the results of a layer, and return a handle that detaches it."""
     if isinstance(layer, LinearBase):
         method = layer.quant_method
         layer.quant_method = AdaptedMethod(method, adapted_layer)
@@ -334,8 +335,9 @@ def _names(layer: LinearBase, prefix: str) -> list[str]:
 
 
 def _parts(layer: LinearBase, names: Sequence[str]) -> list[CheckpointLayerPart]:
-    """Return the checkpoint layers in one of this project's layers, with the outputs and inputs of
-    this rank."""
+    """Return the checkpoint layers within one of this project's layers, with the outputs and inputs
+    of this rank.
+    """
     if isinstance(layer, RowLinear):
         start, own = layer.tp_rank * layer.input_size_per_partition, layer.input_size_per_partition
         return [

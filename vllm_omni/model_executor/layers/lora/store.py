@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`AdapterStore`: the registered adapters of one rank, their copies in host memory and device
+"""`AdapterStore`: the registered adapters of one rank, their copies in host memory and in device
 slots, and `applied`.
 
-An adapter is registered when vLLM names it (`--lora-modules`, `/v1/load_lora_adapter`) and it
-passes validation. Host memory holds at most `--max-cpu-loras` adapters; another one is read again
-when a request names it. Device slots hold at most `--max-loras`, which limits how many can be
-active in one forward pass. Both evict the least recently used adapter.
+An adapter is registered when it is named to vLLM (`--lora-modules`, `/v1/load_lora_adapter`) and
+passes validation. Host memory holds at most `--max-cpu-loras` adapters; any other adapter is read
+again when a request uses it. Device slots hold at most `--max-loras` adapters, which limits how
+many can be active in one forward pass. Both evict the least recently used adapter.
 """
 
 import itertools
@@ -37,19 +37,19 @@ _LISTED_KINDS: Final = 20
 
 @dataclass(frozen=True, eq=False)
 class StoredAdapter:
-    """The weights of one adapter. There is one object per distinct set of weights."""
+    """The weights of one adapter. Each distinct set of weights is one object."""
 
     name: str
     """Name that requests use."""
     version: int
-    """Number that identifies the weights."""
+    """Version number that identifies the weights."""
     weights: AdapterWeights
     """The weights in host memory."""
 
 
 @dataclass(frozen=True)
 class UsedAdapter:
-    """An adapter as one chunk uses it. Equal for equal weights and strength."""
+    """An adapter as used by one chunk. Equal for equal weights and strength."""
 
     name: str
     """Name that requests use."""
@@ -66,7 +66,7 @@ Selection = tuple[UsedAdapter, ...]
 
 
 def named(selection: Selection) -> list[UsedLora]:
-    """Return a selection in the form of a request, with digests of the weights."""
+    """Return a selection in the format of a request, with digests of the weights."""
     return [
         UsedLora(name=used.name, scale=used.scale, digest=used.adapter.weights.digest)
         for used in selection
@@ -80,7 +80,7 @@ def _described(saved: Sequence[UsedLora]) -> str:
 
 
 def _skipped_line(names: Sequence[str]) -> str:
-    """Return one line of skipped tensors. Equal modules of several blocks are grouped."""
+    """Return one line that lists skipped tensors. Equal modules of several blocks are grouped."""
     kinds = Counter(re.sub(r"(?<=[._])\d+(?=[._])", "N", name) for name in names)
     listed = ", ".join(
         f"{ascii(kind)[1:-1]} ({count})" for kind, count in kinds.most_common(_LISTED_KINDS)
@@ -104,10 +104,10 @@ class NoAdapters:
         return ()
 
     def select_saved(self, saved: Sequence[UsedLora]) -> Selection:
-        """Return the adapters with which a saved session resumes.
+        """Return the adapters with which a saved session is resumed.
 
         Raises:
-            RequestFailed: `foreign_snapshot` if this server lacks one.
+            RequestFailed: `foreign_snapshot` if this server lacks an adapter.
         """
         if saved:
             raise RequestFailed(
@@ -184,8 +184,9 @@ class AdapterStore(NoAdapters):
         )
         self._known: dict[str, LoRARequest] = {}
         self._digests: dict[str, str] = {}
-        """Digests of registered adapters when they were loaded, because reading again must give the
-        same weights."""
+        """Digests of registered adapters at the time of loading, because reading them again must
+        give the same weights.
+        """
         self._loaded: OrderedDict[str, StoredAdapter] = OrderedDict()
         self._in_slots: OrderedDict[int, int] = OrderedDict()
         """Version -> slot."""
@@ -197,7 +198,7 @@ class AdapterStore(NoAdapters):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Return the device bytes of all slots, which are allocated at the start."""
+        """Return the device memory of all slots in bytes. It is allocated at startup."""
         return sum(layers.nbytes for layers in self._layers.values())
 
     # -- by vLLM's calls ---------------------------------------------------------------------------
@@ -206,7 +207,7 @@ class AdapterStore(NoAdapters):
         return {request.lora_int_id for request in self._known.values()}
 
     def add_adapter(self, request: LoRARequest) -> bool:
-        """Validate and register an adapter. Return False if it is already registered.
+        """Validate and register an adapter. Return False if the adapter is already registered.
 
         Raises:
             ValueError: The adapter cannot be used. The message is one line.
@@ -260,7 +261,7 @@ class AdapterStore(NoAdapters):
         """Return the adapters that a request names.
 
         Raises:
-            RequestFailed: `invalid_request` if they cannot be used.
+            RequestFailed: `invalid_request` if the adapters cannot be used.
         """
         names = [one.name for one in wanted]
         if len(set(names)) < len(names):
@@ -321,7 +322,7 @@ class AdapterStore(NoAdapters):
 
     @contextmanager
     def applied(self, selection: Selection) -> Iterator[None]:
-        """Activate exactly these adapters for forward passes in this block."""
+        """Activate exactly these adapters for forward passes within this block."""
         active = [self._load_into(used, selection) for used in selection]
         for layers in self._layers.values():
             layers.vectors.show(active)
@@ -329,7 +330,7 @@ class AdapterStore(NoAdapters):
             yield
 
     def _load_into(self, used: UsedAdapter, selection: Selection) -> ActiveAdapter:
-        """Copy an adapter into a slot if it is in none, and set its strength."""
+        """Copy an adapter into a slot unless it is already in one, and set its strength."""
         slot, weights = self._in_slots.get(used.version), used.adapter.weights
         if slot is None:
             slot = self._free_slot({other.version for other in selection})
@@ -354,8 +355,9 @@ class AdapterStore(NoAdapters):
 
     @contextmanager
     def detached(self) -> Iterator[None]:
-        """Restore the original networks while their weights are reloaded. Adapters are attached
-        again at their next use."""
+        """Restore the original networks while their weights are being reloaded. Adapters are
+        attached again at their next use.
+        """
         for layers in self._layers.values():
             layers.detach()
         self._in_slots.clear()

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`AdapterTarget`: a network that adapters may change, as a model declares it
-(`SupportsAdapters`).
-"""
+"""`AdapterTarget`: a network that adapters may change, declared by a model (`SupportsAdapters`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,24 +21,26 @@ class AdapterTarget:
     network: nn.Module
     """This rank's part of the network."""
     shapes: Mapping[str, Shape]
-    """Checkpoint name -> shape of every tensor of the full network."""
+    """Shape of every tensor of the full network, by checkpoint name."""
     rules: Rules = ()
-    """Renames from other naming styles to the checkpoint's."""
+    """Renames from other naming styles to the names in the checkpoint."""
     fixed: tuple[str, ...] = ()
-    """`fnmatch` patterns of modules that no adapter may change."""
+    """`fnmatch` patterns of the names of modules that no adapter may change."""
     linear_types: tuple[type[nn.Module], ...] = ()
-    """Additional types of modules that multiply by `weight`, flattened after its first
-    dimension. vLLM's and torch's linear layers are included by default."""
+    """Additional types of modules that multiply by `weight`, flattened after its first dimension.
+    Linear layers of vLLM and torch are included by default.
+    """
     file_mark: str | None = None
-    """Regular expression (lower case) for names of files that are for this network, if the model
-    has several."""
+    """Regular expression (lower case) for the names of files that apply to this network, if the
+    model has several.
+    """
 
     def module_named(self, stored: str) -> str:
-        """Return the checkpoint's name of a module that an adapter's file calls `stored`."""
+        """Return the checkpoint name of a module that is called `stored` in an adapter's file."""
         return rename(stored + _WEIGHT, self.rules).removesuffix(_WEIGHT)
 
     def matrix(self, module: str) -> tuple[int, int] | None:
-        """Return (outputs, inputs) of a linear module that may be changed, else None."""
+        """Return (outputs, inputs) of a linear module that may be changed, otherwise None."""
         shape = self.shapes.get(module + _WEIGHT, ())
         if len(shape) < 2 or any(fnmatchcase(module, pattern) for pattern in self.fixed):
             return None
@@ -56,7 +56,8 @@ class AdapterTarget:
 
     def vector(self, tensor: str) -> Shape | None:
         """Return the shape of a tensor that is not part of a linear module (gain, norm bias,
-        modulation), else None."""
+        modulation), otherwise None.
+        """
         shape = self.shapes.get(tensor)
         if shape is None or any(fnmatchcase(tensor, pattern) for pattern in self.fixed):
             return None
@@ -71,4 +72,5 @@ class SupportsAdapters(Protocol):
 
     def adapter_targets(self) -> Mapping[str, AdapterTarget]:
         """Return the networks by their names in files with diffusers' layout: `transformer`,
-        `transformer_2`."""
+        `transformer_2`.
+        """

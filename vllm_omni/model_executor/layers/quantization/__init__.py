@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels that quantize to FP8 (e4m3) and dequantize, in Triton and in PyTorch.
 
-The code that decides what is quantized is elsewhere:
+The code that decides what is quantized is in these modules:
 
-- keys and values of a K/V window, with the scales: `layers/kv_cache/quantized_storage.py`. They
-  reach the window in one of four ways:
-    - `KVWindow.write`, the general one
+- keys and values of a K/V window, with the scales: `layers/kv_cache/quantized_storage.py`. They are
+  written to the window in one of four ways:
+    - `KVWindow.write`, the general way
     - `models/wan/transformer/fused_ops.py` (`store_keys_values`): Wan's blocks quantize them while
       they normalise and rotate the keys; on CUDA a kernel of `fused_kernels.py` does so
     - `layers/collectives/head_exchange.py`: under sequence parallelism they are quantized before

@@ -2,10 +2,10 @@
 """Quantize and dequantize 8-bit tensors: e4m3 for K/V windows, int8 for some weights.
 
 These operations are memory-bound. Plain torch needs two to four passes, and its broadcast of the
-scale prevents wide loads. A Triton kernel (`fp8_triton.py`) needs one pass. The plain versions
-define the result, and run on CPUs and on GPUs before Ada. The kernels give bitwise equal results,
-because the scales of windows are powers of two and the product of a weight and its scale is rounded
-once. `benchmarks/attention_kernels.py` measures the speed.
+scale prevents wide loads. A Triton kernel (`fp8_triton.py`) needs only one pass. The plain versions
+define the result and run on CPUs and on GPUs older than Ada. The kernels give bitwise equal
+results, because the scales of windows are powers of two and the product of a weight and its scale
+is rounded once. `benchmarks/attention_kernels.py` measures the speed.
 """
 
 # K kinds (keys, values), T tokens of a chunk, S stored tokens, N heads, H head dim; O outputs and I
@@ -24,14 +24,16 @@ LARGEST = torch.finfo(FP8).max
 
 @cache
 def quantization_kernels(device: torch.device) -> FastPath:
-    """Return whether Triton converts e4m3 on this device."""
+    """Return whether Triton can convert e4m3 on this device."""
     lack = lacks_capability(device, (8, 9)) or lacks_triton()
     return lack.of("quantization_kernels", "several passes of plain torch")
 
 
 @cache
 def _kernels(device: torch.device) -> ModuleType | None:
-    """Return the module of Triton kernels if this device has `quantization_kernels`, else None."""
+    """Return the module of Triton kernels if this device supports them (`quantization_kernels`),
+    otherwise None.
+    """
     if not quantization_kernels(device).is_on:
         return None
     from vllm_omni.model_executor.layers.quantization import fp8_triton
@@ -62,7 +64,7 @@ def dequantize(
 def dequantize_into(
     stored_KSNH: torch.Tensor, scales_KN: torch.Tensor, out_KSNH: torch.Tensor
 ) -> None:
-    """Dequantize all tokens into `out`. The heads of its tokens must be contiguous, too."""
+    """Dequantize all tokens into `out`. The heads of each token must be contiguous, too."""
     if (kernels := _kernels(stored_KSNH.device)) is not None:
         kernels.dequantize_into(stored_KSNH, scales_KN, out_KSNH)
         return

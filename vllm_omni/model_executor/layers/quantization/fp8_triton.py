@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Triton kernels behind `fp8_kernels.py`. Call that module instead. This one requires Triton.
+"""Triton kernels for `fp8_kernels.py`. Call that module instead. This module requires Triton.
 
-Kernel parameters carry only Triton's own annotations, because Triton reads annotations itself.
+Kernel parameters have only Triton's own annotations, because Triton interprets annotations.
 """
 
 # K kinds (keys, values), T tokens of a chunk, S stored tokens, N heads, H head dim

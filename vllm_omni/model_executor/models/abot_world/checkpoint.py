@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locate the components of an ABot-World-0 checkpoint, and load its transformer strictly by a table
-of tensor names.
+"""Locates the components of an ABot-World-0 checkpoint, and loads its transformer strictly with a
+table of tensor names.
 
-The original repository has all components in one folder; conversions have diffusers' folders. The
+The original repository has all components in one folder; conversions use diffusers' folders. The
 six tensors of the action adapter distinguish the transformer from the Wan 2.2 TI2V-5B.
 """
 
@@ -39,7 +39,7 @@ LAYOUTS: Final = ("original", "diffusers")
 """The supported layouts, by their names for `make-tiny`."""
 TRANSFORMER_FILE: Final = "diffusion_pytorch_model.safetensors"
 RULES = wan.TRANSFORMER_RULES
-"""Prefixes and diffusers' names -> the original's, which pass unchanged."""
+"""Mapping of prefixes and diffusers' names to the original names, which are not changed."""
 _ADAPTER = "act_control_adapter."
 _KEYS = f"{_ADAPTER}conv.weight"
 _KEY_CONFIG = "act_control_in_dim"
@@ -55,17 +55,20 @@ OUTSIDE_TENSORS: dict[str, wan.Sizes] = {
 
 @dataclass(frozen=True)
 class CheckpointLayout(WanComponents):
-    """Components of one checkpoint. `transformer` is a folder of safetensors or one such file."""
+    """Components of one checkpoint. `transformer` is a folder of safetensors files or a single such
+    file.
+    """
 
     download_name: ClassVar[str] = "abot_world"
     vae_release: ClassVar[Literal["2.1", "2.2"]] = "2.2"
 
     kind: Literal["original", "diffusers"]
-    """Whose layout the checkpoint has."""
+    """The library whose layout the checkpoint has."""
 
     def transformer_config(self) -> dict[str, Any]:
-        """Return the transformer's `config.json`, with the sizes of its tensors, if there are
-        any."""
+        """Return the transformer's `config.json`, with the sizes of its tensors, if there
+        are any.
+        """
         folder = self.transformer if self.transformer.is_dir() else self.transformer.parent
         stated = _own_config(folder)
         if self.transformer.is_dir() and not any(folder.glob("*.safetensors")):
@@ -127,14 +130,15 @@ def with_tensor_sizes(
 
 
 def transformer_shapes(config: AbotWorldConfig) -> dict[str, Shape]:
-    """Return name -> shape of every transformer tensor in a checkpoint (831 in the released
-    one)."""
+    """Return the shape of every transformer tensor in a checkpoint by name (831 in the released
+    model).
+    """
     inputs = len(SPACE.buttons) * KEY_PLANES * config.key_reduction**2
     return wan.network_shapes(config, OUTSIDE_TENSORS, wan.BLOCK_TENSORS, A=inputs)
 
 
 def load_transformer(transformer: nn.Module, source: TensorSource, config: AbotWorldConfig) -> None:
-    """Load the transformer, or this rank's stage and slice of it, strictly. Raises ValueError."""
+    """Load the transformer, or this rank's stage and shard of it, strictly. Raises ValueError."""
     shapes = transformer_shapes(config)
     folded = {**shapes, _KEYS: (config.dim, len(SPACE.buttons))}
     inputs = shapes[_KEYS]
@@ -152,7 +156,7 @@ def fold_keys(weight: torch.Tensor, inputs: Shape) -> torch.Tensor:
 
     Args:
         weight: [D, keys * copies * pixels, 2, 2].
-        inputs: Expected shape. A weight of another shape is returned as it is.
+        inputs: Expected shape. A weight of another shape is returned unchanged.
     """
     if tuple(weight.shape) != inputs:
         return weight
@@ -160,7 +164,7 @@ def fold_keys(weight: torch.Tensor, inputs: Shape) -> torch.Tensor:
 
 
 def adapter_target(transformer: nn.Module, config: AbotWorldConfig) -> AdapterTarget:
-    """Return the transformer as a target of LoRA adapters, without the action adapter."""
+    """Return the transformer, without the action adapter, as a target of LoRA adapters."""
     # not needed to describe a checkpoint
     from vllm_omni.model_executor.models.wan.transformer.layers import PatchEmbedding
 

@@ -2,8 +2,8 @@
 """Architecture of an ABot-World-0 checkpoint (`AbotWorldConfig`), its controls, reference images,
 options and schedule.
 
-The released `config.json` holds only the sizes of the Wan 2.2 TI2V-5B trunk. The window and the
-references are defaults of the original's code.
+The released `config.json` contains only the sizes of the Wan 2.2 TI2V-5B backbone. The window and
+the references are defaults of the original code.
 """
 
 from collections.abc import Mapping
@@ -37,16 +37,16 @@ FPS: Final = 16.0
 REFERENCES: Final = ("head", "left", "right", "front", "back")
 """Names of the reference images, in the order of their slots."""
 KEY_PLANES: Final = 4
-"""Input planes per key: one for each video frame of a latent frame."""
+"""Number of input planes per key: one for each video frame of a latent frame."""
 WINDOW_FRAMES: Final = 21
-"""Latent frames that a chunk sees, including its own."""
+"""Number of latent frames that a chunk sees, including its own."""
 STEPS: Final = (1000, 750, 500, 250)
 """Denoise steps of a chunk."""
 _SHIFT: Final = 5.0
 _SLOT_DISTANCE = 256
 
 SPACE: Final = ActionSpace(buttons=CAMERA_SPACE.buttons, prompt="optional")
-"""Controls without reference images. The order of the buttons is that of the network's input."""
+"""Controls without reference images. The buttons are in the order of the network's input."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class AbotWorldConfig(ChunkTransformerConfig):
     """Architecture of the transformer. The defaults are those of the released model."""
 
     native_size: ClassVar[tuple[int, int]] = (704, 1280)
-    """Height and width that the released model was trained on."""
+    """Height and width at which the released model was trained."""
     pixels_per_cell: ClassVar[int] = 16
     """Pixels per latent cell along each side."""
     dim: int = 3072
@@ -70,7 +70,7 @@ class AbotWorldConfig(ChunkTransformerConfig):
     num_layers: int = 30
     """Blocks."""
     key_reduction: int = 16
-    """Side of the pixel cells that the action adapter folds into channels."""
+    """Side in pixels of the cells that the action adapter folds into channels."""
     reference_slots: int = len(REFERENCES)
     """Reference images."""
     reference_size: int = 512
@@ -103,7 +103,7 @@ class AbotWorldConfig(ChunkTransformerConfig):
         return self.reference_slots * self.tokens_per_reference
 
     def reference_position(self, slot: int) -> int:
-        """Return the position in time of a reference image, before all frames."""
+        """Return the temporal position of a reference image, before all frames."""
         distance = max(self.tokens_per_reference, _SLOT_DISTANCE)
         return -(self.reference_slots - slot) * distance
 
@@ -113,7 +113,7 @@ class AbotWorldConfig(ChunkTransformerConfig):
         the released model.
 
         Raises:
-            ValueError: A key is unknown, or a value is not implemented.
+            ValueError: A key is unknown, or a value is not supported.
         """
         skipped = [] if values.get("local_attn_size", -1) != -1 else ["local_attn_size"]
         ignored = (*IGNORED, *skipped)
@@ -145,11 +145,11 @@ PRESETS: Final[Mapping[PresetName, Preset]] = {
     ),
     "small": Preset(model={"text_encoder_device": "cpu"}, quantization="fp8", kv_cache_dtype="fp8"),
 }
-"""All presets have the tiny decoder, because it is the release's own."""
+"""All presets use the tiny decoder, because the release uses it."""
 
 
 class AbotWorldOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`StreamingOptions`, and ABot-World's own."""
+    """`StreamingOptions`, and the options of ABot-World."""
 
     presets: ClassVar[Mapping[PresetName, Preset]] = PRESETS
 
@@ -158,11 +158,13 @@ class AbotWorldOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
     directory), as released, or Wan's VAE (`wan`), which costs as much as the transformer."""
     positions: Literal["carried", "window"] = "carried"
     """Positions of frames relative to the reference images. `carried`: the index of the frame,
-    which restarts at the oldest visible frame before it exceeds 256. `window`: the oldest visible
-    frame of each chunk is at 0."""
+    rebased to the oldest visible frame before it exceeds 256. `window`: the oldest visible frame of
+    each chunk has position 0.
+    """
     reference_slots: Annotated[int, msgspec.Meta(ge=0, le=len(REFERENCES))] | None = None
-    """Number of reference images. A missing one takes its tokens, which are zeros, as in the
-    original. 0: no tokens, which the released model was not trained with. Default: 5."""
+    """Number of reference images. The tokens of a missing image are zeros, as in the original. 0:
+    no tokens, a setting with which the released model was not trained. Default: 5.
+    """
 
     def schedule(self) -> FewStepSchedule:
         """Return the denoise steps, computed in fp32 as in the original."""

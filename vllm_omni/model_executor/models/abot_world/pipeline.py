@@ -10,8 +10,8 @@
     frames = vae.decode(x0)                                  post_decode
     advance the session and its base                         commit
 
-The references take part in all passes of the first chunk. Later chunks see their K/V. `AbotWorld`
-is the model and does not depend on the engine; vLLM loads `AbotWorldPipeline`, which owns it.
+The references are part of all passes of the first chunk. Later chunks see their K/V. `AbotWorld` is
+the model and does not depend on the engine; vLLM loads `AbotWorldPipeline`, which owns the model.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -80,7 +80,9 @@ class AbotChunk(StreamingChunk[PinnedWindow, FramePositions]):
     keys: torch.Tensor | None = None
     """Result of `AbotWorldTransformer.embed_keys`, set before the first pass."""
     references: torch.Tensor | None = None
-    """Result of `AbotWorldTransformer.reference_patches`. None: not the first chunk or stage."""
+    """Result of `AbotWorldTransformer.reference_patches`. None for later chunks and later
+    stages.
+    """
     given: torch.Tensor | None = None
     """1.0 for each given reference, 0.0 for each missing one, fp32 [slots]."""
 
@@ -102,7 +104,7 @@ class AbotWorld(StreamingModel[PinnedSession, AbotChunk]):
     session_type = PinnedSession
     session_windows = True
     rounding: ClassVar[Rounding] = "truncate"
-    """How pixels are rounded to uint8, as in the original."""
+    """Rounding of pixels to uint8, as in the original."""
 
     config: AbotWorldConfig
     options: AbotWorldOptions
@@ -251,8 +253,9 @@ class AbotWorld(StreamingModel[PinnedSession, AbotChunk]):
         return self.config.reference_tokens if chunk.frames.start == 0 else 0
 
     def start_step(self, request: Request) -> None:
-        """Place the references, and compute K/V of the prompt and the keys unless they exist.
-        Collective under tensor parallelism."""
+        """Place the references, and compute the K/V of the prompt and the keys if they do not
+        exist. Collective under tensor parallelism.
+        """
         chunk = request.work
         if chunk.cross_kv is None:
             assert chunk.text is not None
@@ -285,7 +288,7 @@ class AbotWorld(StreamingModel[PinnedSession, AbotChunk]):
 
 
 class AbotWorldPipeline(CheckpointPipeline[CheckpointLayout]):
-    """Owns an `AbotWorld`. vLLM's model loader builds it and loads its weights."""
+    """Owns an `AbotWorld`. vLLM's model loader builds this class and loads its weights."""
 
     def find_layout(self, path: Path) -> CheckpointLayout:
         return find_layout(path)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The causal transformer of ABot-World-0: the Wan 2.2 TI2V-5B trunk with keys and references.
+"""The causal transformer of ABot-World-0: the Wan 2.2 TI2V-5B backbone with keys and references.
 
-Reference images are tokens in front of those of a session's first chunk. Keys are a small vector
-per latent frame that is added to the patch tokens. Maths: amap-cvlab/ABot-World @ e260168.
+Reference images are tokens that precede the tokens of a session's first chunk. Keys are a small
+vector per latent frame that is added to the patch tokens. Maths: amap-cvlab/ABot-World @ e260168.
 """
 
 # B batch entries, F latent frames of a chunk, h x w patches of a frame, D width, K keys, S
@@ -34,14 +34,17 @@ class AbotItem(ChunkItem):
     keys: torch.Tensor | None
     """Result of `AbotWorldTransformer.embed_keys`. None after the first stage."""
     references: torch.Tensor | None = None
-    """Result of `AbotWorldTransformer.reference_patches`. None: a later chunk or stage."""
+    """Result of `AbotWorldTransformer.reference_patches`. None for later chunks and later
+    stages.
+    """
     given: torch.Tensor | None = None
     """1.0 for each given reference image and 0.0 for each missing one, fp32 [S]."""
 
 
 class KeyVector(nn.Module):
-    """The first convolution of the action adapter for keys that are equal in all pixels: a matrix
-    in fp32, the sum of its weights over everything that is equal."""
+    """The first convolution of the action adapter for keys that have the same value in all pixels:
+    an fp32 matrix, the sum of its weights over all equal inputs.
+    """
 
     def __init__(self, config: AbotWorldConfig) -> None:
         super().__init__()
@@ -67,7 +70,8 @@ class KeyResidual(nn.Module):
 
 
 class KeyAdapter(nn.Module):
-    """The action adapter: keys of each latent frame -> values added to its patch tokens.
+    """The action adapter: maps the keys of each latent frame to values that are added to its patch
+    tokens.
 
     The input of the 3x3 convolutions is one vector for all patches, so their result differs only at
     the border. It is computed for at most 5 x 5 patches, and the middle one is repeated.
@@ -91,7 +95,8 @@ class KeyAdapter(nn.Module):
 
 def _border(size: int, device: torch.device) -> torch.Tensor:
     """Return the index of each of `size` patches among at most 5 along one axis: the first two, a
-    middle one, and the last two."""
+    middle one, and the last two.
+    """
     positions = torch.arange(size, device=device)
     from_end = (positions - size + 5).clamp(min=2)
     return positions if size <= 5 else torch.where(positions < 2, positions, from_end)
@@ -114,7 +119,9 @@ class AbotWorldTransformer(ChunkTransformer[AbotWorldConfig]):
         return stack([self._embed(item, own) for item in items])
 
     def _embed(self, item: AbotItem, own: slice) -> torch.Tensor:
-        """Return the embedded tokens `own` of one chunk, [T, D]: references, then frames."""
+        """Return the embedded tokens of one chunk that this rank holds, [T, D]: references, then
+        frames.
+        """
         assert item.keys is not None, "the first stage needs the keys"
         lead = item.lead_tokens
         frames = slice(max(0, own.start - lead), max(0, own.stop - lead))
@@ -147,7 +154,9 @@ class AbotWorldTransformer(ChunkTransformer[AbotWorldConfig]):
     def chunk_rope(
         self, frames: range, size: Sequence[int], lead: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's rotations of a chunk; with `lead`, its references are in front."""
+        """Return this rank's rotations of a chunk; with `lead`, those of its references
+        come first.
+        """
         if not lead:
             return self.rope(frames, size)
         config = self.config

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ChunkCache`: the earlier K/V that a chunk's denoise step attends to.
+"""`ChunkCache`: the K/V of earlier chunks that a denoise step attends to.
 
 There are two modes over the same `KVWindow`s:
 
-- strict: one window. A chunk's clean-context pass writes the K/V that later chunks see.
+- strict: a single window. A chunk's clean-context pass writes the K/V that later chunks see.
 - noise-matched: one window per denoise step. Step j of a chunk sees earlier chunks as they were at
-  step j. After the stream's first chunk, every window holds that chunk as its last step left it.
+  step j. After the first chunk of the stream, every window contains the K/V of that chunk from its
+  last step.
 
-Both are functions of frame indices and steps alone. Chunks may run one after another or
-concurrently with the same result, as long as the K/V that a step reads have been written. Nothing
-is committed before `commit`.
+Both depend only on frame indices and steps. Chunks may run one after another or concurrently with
+the same result, as long as the K/V that a step reads have already been written. Nothing is
+committed before `commit`.
 """
 
 # T tokens of a chunk, S visible tokens, N heads, H head dim
@@ -27,9 +28,9 @@ class ChunkCache(WindowSet):
     """The K/V windows of a stream. See the module docstring. Build with `strict` or
     `noise_matched`.
 
-    `windows` has one entry for strict, and one per step for noise-matched (on a stage that owns one
-    step, only that step's). `has_sinks_per_step` is set if every step has a window with separate
-    sink frames.
+    `windows` has one entry for strict, and one entry per step for noise-matched (on a stage that
+    owns one step, only the window of that step). `has_sinks_per_step` is set if every step has a
+    window with separate sink frames.
     """
 
     def __init__(self, windows: Sequence[KVWindow], has_sinks_per_step: bool) -> None:
@@ -46,17 +47,18 @@ class ChunkCache(WindowSet):
         return cls(windows, True)
 
     def at(self, step: int) -> KVWindow:
-        """Return the window that the forward pass of `step` writes and reads."""
+        """Return the window that the forward pass of `step` reads and writes."""
         return self.windows[min(step, len(self.windows) - 1)]
 
     def open(self, frames: range, step: int = 0) -> None:
-        """Write the sink slots for chunk `frames` before `step`; without sinks per step, once per
-        chunk."""
+        """Write the sink slots for chunk `frames` before `step`; without per-step sinks, only once
+        per chunk.
+        """
         for window in self._sink_windows(step):
             window.open(frames)
 
     def retain_sinks(self, frames: range, step: int) -> None:
-        """After `step`, with sinks per step: store the sink frames among `frames`, because a later
+        """After `step`, with per-step sinks, store the sink frames among `frames`, because a later
         chunk may need them.
 
         The stream's first chunk is excluded, because its K/V are replaced by those of the last
@@ -69,7 +71,7 @@ class ChunkCache(WindowSet):
     def recompute(self, first_frame: int) -> "ChunkCache":
         """Return a fork that hides all frames before `first_frame`.
 
-        The caller writes the frames from `first_frame` on again, oldest first. Requires the mode
+        The caller then rewrites the frames from `first_frame` on, oldest first. Requires the mode
         `strict`.
         """
         other = self.fork()
@@ -77,7 +79,9 @@ class ChunkCache(WindowSet):
         return other
 
     def keep_sinks(self, frames: range) -> None:
-        """After a clean pass that wrote `frames` again: keep the sinks among them."""
+        """After a clean-context pass that has rewritten `frames`, retain the sink frames among
+        them.
+        """
         for window in self._sink_windows(0):
             if frames.start < window.sink_frames:
                 window.retain_sinks(frames)
@@ -86,7 +90,8 @@ class ChunkCache(WindowSet):
         """Return this rank's sums [windows, L, S, 2, 3] that decide which sink frames are renewed,
         or None.
 
-        Call after the forward pass of `step` with sinks per step, else after a chunk's last one.
+        Call it after the forward pass of `step` with per-step sinks, otherwise after the last pass
+        of a chunk.
         """
         sums = [window.resemblance(end_frame) for window in self._sink_windows(step)]
         known = [values for values in sums if values is not None]

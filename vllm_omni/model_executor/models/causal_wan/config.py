@@ -41,11 +41,14 @@ from vllm_omni.model_executor.streaming.stream import StreamModelSetup
 _VIDEO_SHIFT = 8.0
 """Timestep shift of the video-to-video schedule, as in training."""
 VIDEO_NOISE_SCALE = 0.8
-"""Noise scale for the first chunk of an input video, in [0, 1]; used in full for a still scene."""
+"""Noise scale for the first chunk of an input video, in [0, 1]; used unchanged for a static
+scene.
+"""
 
 _WINDOW, _SINK, _CHUNK = 21, 3, 3
 """Defaults for a checkpoint without a window: the length of its training clips, with one chunk as
-sink frames."""
+sink frames.
+"""
 
 CacheKind = Literal["strict", "noise_matched"]
 PromptSwitch = Literal["keep", "recompute"]
@@ -79,7 +82,7 @@ class CausalWanConfig(ChunkTransformerConfig):
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "CausalWanConfig":
         """Read a transformer `config.json` in either key style. An empty map means 1.3B.
 
-        Raises ValueError naming unknown keys, and every value that this code does not implement.
+        Raises ValueError that names unknown keys and every unsupported value.
         """
         slides = values.get("local_attn_size", -1) != -1
         skipped = () if slides else ("local_attn_size", "sink_size")
@@ -94,8 +97,9 @@ _RENAMED = {**RENAMED, "num_frame_per_block": "frames_per_chunk"}
 
 
 def with_settings(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a `config.json`'s values, plus those of `settings` for keys that it lacks in either
-    key style."""
+    """Return the values of a `config.json`, with the keys that it lacks in either key style added
+    from `settings`.
+    """
     stated = {_RENAMED.get(key, key) for key, value in stored.items() if value is not None}
     return {
         **{key: value for key, value in settings.items() if _RENAMED.get(key, key) not in stated},
@@ -130,54 +134,63 @@ PRESETS: Final[Mapping[PresetName, Preset]] = {
         kv_cache_dtype="fp8",
     ),
 }
-"""The window is the release's in every preset, because releases have windows of 6 to 21 frames."""
+"""The window of every preset is that of the release, because releases have windows of 6 to 21
+frames.
+"""
 
 
 class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`StreamingOptions`, and the choices on which the public implementations differ."""
+    """`StreamingOptions`, and options for the choices in which public implementations differ."""
 
     presets: ClassVar[Mapping[PresetName, Preset]] = PRESETS
 
     cache: CacheKind = "strict"
-    """K/V of earlier chunks that a chunk attends to. `strict`: clean chunks, written by a
-    clean-context pass at timestep 0 (Self-Forcing). `noise_matched`: at each denoise step, earlier
-    chunks as they were at that step; no clean-context pass, one window per step
-    (StreamDiffusionV2)."""
+    """Selects the K/V of earlier chunks that a chunk attends to. `strict`: clean chunks, written by
+    a clean-context pass at timestep 0 (Self-Forcing). `noise_matched`: at each denoise step,
+    earlier chunks as they were at that step; no clean-context pass, one window per step
+    (StreamDiffusionV2).
+    """
     denoising_steps: list[float] = msgspec.field(
         default_factory=lambda: [1000.0, 750.0, 500.0, 250.0]
     )
-    """Text-to-video schedule. A step s means entry 1000 - s of the table shifted by 5. A release
-    that was trained with other steps has those as its default and interprets them as its own code
-    does (CausVid: as timesteps)."""
+    """Text-to-video schedule. A step s refers to entry 1000 - s of the table shifted by 5. A
+    release that was trained with other steps has its own default and interprets steps as in its own
+    code (CausVid: as timesteps).
+    """
     video_input: bool = True
     """Whether streams may repaint an input video or start from an image. Loads the VAE's
     encoder."""
     video_denoising_steps: list[float] = msgspec.field(
         default_factory=lambda: [700.0, 500.0, 400.0, 200.0]
     )
-    """Video-to-video schedule, as timesteps. The noise controller replaces the first entry chunk by
-    chunk."""
+    """Video-to-video schedule, as timesteps. The noise controller replaces the first entry in each
+    chunk.
+    """
     normalize_video_latent: bool = True
     """Normalise the latents of an input video. False: use the VAE's raw means, as
     StreamDiffusionV2's checkpoints expect."""
     sink_position: Literal["window", "absolute"] = "window"
-    """`window`: the rotary positions of sink frames move along, just before the oldest frame that
-    the chunk sees, so that no distance exceeds the window. `absolute`: they stay (the original)."""
+    """`window`: the rotary positions of sink frames move along to just before the oldest frame that
+    the chunk sees, so that no distance exceeds the window. `absolute`: the positions do not change
+    (as in the original).
+    """
     sink_refresh_threshold: Annotated[float, msgspec.Meta(ge=-1, le=1)] | None = None
-    """A frame that leaves the window replaces the most different sink frame if their similarity is
-    below this. Requires chunks of one frame. None: sink frames are never renewed."""
+    """A frame that leaves the window replaces the most dissimilar sink frame if their similarity is
+    below this threshold. Requires chunks of one frame. None: sink frames are never renewed.
+    """
     prompt_switch: PromptSwitch = "keep"
     """K/V of earlier frames after a chunk with a new prompt. `keep`: unchanged. `recompute`: the
-    K/V of the window is computed again under the new prompt, by a clean-context pass of each chunk
-    in the window (LongLive's KV recache). Sink frames are recomputed until the window has moved
-    away from them. Requires `cache` `strict`."""
+    K/V in the window are recomputed with the new prompt, by a clean-context pass for each chunk in
+    the window (the KV recache of LongLive). Sink frames are recomputed until the window has moved
+    away from them. Requires `cache` `strict`.
+    """
 
     @classmethod
     def of_checkpoint(
         cls, checkpoint: Mapping[str, Any], options: Mapping[str, Any]
     ) -> "CausalWanOptions":
-        """Parse `omni.model` for a checkpoint as `hf_config` describes it, its release's settings
-        the defaults.
+        """Parse `omni.model` for a checkpoint described by `hf_config`, with the settings of its
+        release as defaults.
 
         Raises ValueError as `parse`.
         """
@@ -187,8 +200,9 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
     def parse(
         cls, options: Mapping[str, Any], release: Mapping[str, Any] | None = None
     ) -> "CausalWanOptions":
-        """Parse the options, those of the release the defaults. Raises ValueError with the value
-        and the allowed ones."""
+        """Parse the options, with those of the release as defaults. Raises ValueError with the
+        value and the allowed values.
+        """
         parsed = cls.read_options(options, release)
         try:
             text, video = parsed.text_schedule(), parsed.video_schedule()
@@ -220,8 +234,8 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
         return parsed
 
     def text_schedule(self, release: PublishedNetwork = OTHER) -> FewStepSchedule:
-        """Return the text-to-video schedule, with timesteps and sigmas as `release` was trained.
-        Any number of steps is valid.
+        """Return the text-to-video schedule, with the timesteps and sigmas with which `release` was
+        trained. Any number of steps is allowed.
 
         Raises ValueError.
         """
@@ -235,8 +249,9 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
         return with_most_steps(schedule, self.max_steps)
 
     def video_schedule(self, first_timestep: float | None = None) -> FewStepSchedule:
-        """Return the video-to-video schedule, starting at `first_timestep` (default: its own).
-        Raises ValueError."""
+        """Return the video-to-video schedule, starting at `first_timestep` (default: that of the
+        schedule). Raises ValueError.
+        """
         steps = self.video_denoising_steps
         schedule = nearest_schedule(
             _VIDEO_SHIFT, steps if first_timestep is None else [first_timestep, *steps[1:]]
@@ -245,7 +260,7 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
 
 
 def resolve_plan(config: CausalWanConfig, options: CausalWanOptions) -> ChunkPlan:
-    """Return the chunk sizes of a stream and the K/V window of each. Raises ValueError."""
+    """Return the chunk sizes of a stream and the size of its K/V window. Raises ValueError."""
     plan = resolve_chunks(
         options, config, chunk_frames=_CHUNK, window_frames=_WINDOW, sink_frames=_SINK
     )

@@ -2,8 +2,8 @@
 """The published causal Wan networks on the hub, each placed in a Wan 2.1 T2V directory as
 `checkpoint/releases.py` expects it.
 
-Sizes come from the repositories' file lists where published, else they are estimates from the
-tensors. A licence that forbids some use, or that is not stated, must be accepted. The other
+Sizes are taken from the repositories' file lists where published, otherwise they are estimates from
+the tensors. A licence that restricts use, or that is not stated, must be accepted. The other
 licences are on the model cards.
 """
 
@@ -27,10 +27,10 @@ PIECES = (
 
 
 def check_complete(path: Path) -> None:
-    """Raise ValueError unless every piece is there and the transformer's tensors have the right
+    """Raise ValueError unless all components exist and the transformer's tensors have the right
     names and shapes.
 
-    Only file names and headers are read. The other components' tensors are checked when they are
+    Only file names and headers are read. Tensors of other components are checked when they are
     loaded.
     """
     from vllm_omni.model_executor.models.causal_wan.checkpoint.layout import find_layout
@@ -96,4 +96,4 @@ RELEASES = {
         "TencentARC/RollingForcing", ("checkpoints/rolling_forcing_dmd.pt",), 16.0
     ),
 }
-"""The other releases; their repositories contain only the network."""
+"""All other releases. Their repositories contain only the network."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The motion-aware noise controller of video-to-video streams: less noise for faster motion.
+"""The motion-aware noise controller of video-to-video streams: faster motion gets less noise.
 
     m = clip(max over frames of sqrt(mean (v_i - v_{i-1})^2) / 0.2, 0, 1)          pixels in [-1, 1]
     s = 0.9 (s_0 - 0.1 m) + 0.1 s_before
@@ -23,7 +23,7 @@ _BELOW_NOISE = 100
 
 
 def motion(frames_THWC: torch.Tensor, before_HWC: torch.Tensor) -> float:
-    """Return m in [0, 1] of the uint8 frames after `before_HWC`.
+    """Return the motion m in [0, 1] of the uint8 frames after `before_HWC`.
 
     Synchronises with the device once.
     """
@@ -33,7 +33,7 @@ def motion(frames_THWC: torch.Tensor, before_HWC: torch.Tensor) -> float:
 
 
 def next_noise_scale(initial: float, before: float, motion_level: float) -> float:
-    """Return s of a chunk, from s_0 (`initial`) and s of the previous chunk (`before`)."""
+    """Return s of a chunk from s_0 (`initial`) and the s of the previous chunk (`before`)."""
     return (1 - _KEPT) * (initial - _RANGE * motion_level) + _KEPT * before
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal Wan 2.1 served chunk by chunk: encode, a few denoise steps, one clean pass, decode,
-commit.
+"""Causal Wan 2.1, served chunk by chunk: encode, a few denoise steps, one clean-context pass,
+decode, commit.
 
     transformer(past, 0, cache)         for each chunk of the window, on `prompt_switch: recompute`
     transformer(given, 0, cache)        for latent frames of the client, such as a start image
@@ -13,8 +13,8 @@ commit.
     frames = vae.decode(x0)                                  post_decode
     the stream moves on                                      commit
 
-`CausalWan` is the algorithm and needs no engine; vLLM loads `CausalWanPipeline`, which owns one.
-Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
+`CausalWan` is the model and does not depend on the engine; vLLM loads `CausalWanPipeline`, which
+owns the model. Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
 """
 
 import logging
@@ -94,7 +94,7 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
     options: CausalWanOptions
     """Serving options."""
     decoder: ChunkDecoder | None
-    """Decodes latents. None on a rank that does not decode."""
+    """Decodes latents. None on ranks that do not decode."""
 
     def __init__(self, setup: StreamSetup) -> None:
         super().__init__(setup)
@@ -235,7 +235,7 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
 
     @torch.no_grad()
     def step_scheduler(self, batch: Sequence[Request], prediction: torch.Tensor) -> None:
-        """As of every streaming model. Latent frames that were given stay as they are."""
+        """As of every streaming model. Latent frames provided by the client are not changed."""
         for request, flow in zip(batch, prediction, strict=True):
             chunk = request.work
             retained = chunk.latents[:, : chunk.given]
@@ -281,7 +281,9 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
         super().commit(request)
 
     def warmup_inputs(self) -> list[Inputs]:
-        """A first and a later chunk of the largest size: a later one decodes more frames."""
+        """The inputs are a first and a later chunk of the largest size, because a later chunk
+        decodes more frames.
+        """
         source = "video" if self.options.video_input else "text"
         params = DiffusionParams(session_id="warm-up", prompt="warm-up", options={"source": source})
         inputs: list[Inputs] = []
@@ -296,7 +298,7 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
     # -- parts of the above ------------------------------------------------------------------------
 
     def _past_chunks(self, session: StreamSession, prompt: str) -> tuple[PastChunk, ...]:
-        """The earlier chunks whose K/V are computed again under a new `prompt`."""
+        """Return the earlier chunks whose K/V must be recomputed with a new `prompt`."""
         if prompt == session.prompt:
             return ()
         past = session.past_latents()
@@ -306,8 +308,8 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
         )
 
     def _given(self, request: Request, inputs: ChunkInputs) -> torch.Tensor | None:
-        """The chunk's first latent frames [16, G, h, w] that the client gave, on the device.
-        None: it gave none.
+        """Return the first latent frames of the chunk, [16, G, h, w], that the client provides, on
+        the device. None: the client provides none.
         """
         if inputs.latents is not None:
             return inputs.latents.to(self.transformer.device)
@@ -324,9 +326,10 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
         return self.transformer.rope(frames, self.sizes.latent_shape(shape, len(frames)))
 
     def start_step(self, request: Request) -> None:
-        """Before a chunk's first forward: the prompt's K/V (collective under tensor parallelism).
+        """Before the first forward pass of a chunk, compute the K/V of the prompt (collective with
+        tensor parallelism).
 
-        Before a forward whose frames lie elsewhere in the stream: where sinks are placed.
+        Before a forward pass for other frames of the stream, place the sink frames.
         """
         chunk = request.work
         if chunk.cross_kv is None:
@@ -338,8 +341,8 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
             chunk.window.open(chunk.frames, request.step)
 
     def _end_step(self, request: Request) -> None:
-        """After a chunk's deciding forward: which sinks are renewed. Ranks that share the heads
-        decide together.
+        """After the forward pass that decides, determine which sink frames are renewed. Ranks that
+        share the heads make one decision.
         """
         chunk, step = request.work, request.step
         if chunk.window.has_sinks_per_step:
@@ -358,7 +361,9 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
         return [self._batch_item(request)]
 
     def _batch_item(self, request: Request, step: int | None = None) -> ChunkItem:
-        """A chunk's inputs of a forward: at its next step, or at denoise step `step`."""
+        """Return the inputs of a chunk for a forward pass: for its next step, or for denoise step
+        `step`.
+        """
         chunk = request.work
         assert chunk.cross_kv is not None
         part, past = chunk.part(request.step), chunk.past[request.step : request.step + 1]
@@ -385,7 +390,7 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
 
 
 class CausalWanPipeline(CheckpointPipeline[CheckpointLayout]):
-    """Owns a `CausalWan`, which vLLM's model loader builds and fills through it."""
+    """Owns a `CausalWan`. vLLM's model loader builds this class and loads its weights."""
 
     def find_layout(self, path: Path) -> CheckpointLayout:
         return find_layout(path)

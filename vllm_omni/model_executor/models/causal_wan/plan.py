@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal Wan for `vllm-omni plan`: two sizes of one network, and the published networks with their
-own steps."""
+"""Causal Wan in `vllm-omni plan`: two sizes of one network, and the published networks with their
+own steps.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Final

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validate everything that a client may send with one chunk of a stream.
+"""Validates everything that a client may send with a chunk of a stream.
 
 The functions read a request and its session and return `ChunkInputs`, or raise `RequestFailed` with
-the field, its value and the allowed ones. They change nothing, allocate nothing on the device, and
-return the same result on every rank.
+the field, its value and the allowed values. They have no side effects, allocate nothing on the
+device, and return the same result on every rank.
 """
 
 from collections.abc import Mapping
@@ -40,11 +40,13 @@ class ChunkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     source: Source | None = None
     """`text` generates video from the prompt alone; `video` repaints the tensor `video` of every
-    chunk. The stream's first chunk sets it. Default: unchanged (`text` for a first chunk)."""
+    chunk. It is set by the first chunk of the stream. Default: unchanged (`text` for a first
+    chunk).
+    """
 
 
 def read_shape(params: DiffusionParams, config: CausalWanConfig, omni: OmniConfig) -> SessionShape:
-    """Return the sizes that a stream's first chunk sets. Raises `RequestFailed`."""
+    """Return the sizes that are set by the first chunk of a stream. Raises `RequestFailed`."""
     height, width = read_size(params, config, omni)
     return SessionShape(height, width, params.output, source=_options(params).source or "text")
 
@@ -55,8 +57,9 @@ def read_chunk(
     position: StreamPosition,
     served: CausalWanOptions,
 ) -> ChunkInputs:
-    """Validate one chunk's request against the state of its stream before the chunk. Raises
-    `RequestFailed`."""
+    """Validate the request of one chunk against the state of its stream before the chunk. Raises
+    `RequestFailed`.
+    """
     params = request.params
     session.window.check_frames(session.plan.frames(position.chunk_index))
     check_unchanged(

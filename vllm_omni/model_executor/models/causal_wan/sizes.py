@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of a stream's state on this rank, and the K/V windows of these sizes.
+"""Sizes of a stream's state on this rank, and K/V windows with these sizes.
 
-Both are in one module, so that admission counts exactly the bytes that a session allocates.
+Both are in one module, so that admission counts exactly the number of bytes that a session
+allocates.
 """
 
 import math
@@ -27,8 +28,9 @@ from vllm_omni.model_executor.streaming.session import SessionShape
 class StreamSizes:
     """Sizes of one stream's state.
 
-    `spare_frames` are those of each window (`spare_frames` below), `own_step` is the step of a
-    stage that owns one, and `kv_dtype` is the storage type of windows (None: the transformer's).
+    `spare_frames` is that of each window (see the function `spare_frames`), `own_step` is the step
+    of a stage that owns one step, and `kv_dtype` is the storage dtype of windows (None: the
+    transformer's dtype).
     """
 
     def __init__(
@@ -94,8 +96,8 @@ class StreamSizes:
         return ChunkCache.strict(window(plan.window_frames, plan.sink_frames, 0))
 
     def past_nbytes(self, shape: SessionShape) -> int:
-        """Return the most bytes that a session takes so that a new prompt can compute its window
-        again.
+        """Return the maximum number of bytes that a session stores so that its window can be
+        recomputed for a new prompt.
         """
         plan = self._plan
         frames = plan.window_frames + max(plan.first_chunk_frames, plan.chunk_frames)
@@ -107,7 +109,7 @@ class StreamSizes:
         return spares if self._own_step is None else [spares[self._own_step]]
 
     def cache_nbytes(self, shape: SessionShape) -> int:
-        """Return the bytes of `new_cache` without allocating them."""
+        """Return the size of `new_cache` in bytes without allocating it."""
         sizes, plan, options = self._window_sizes(shape), self._plan, self._options
         evicts = plan.sink_frames < plan.window_frames
 
@@ -140,15 +142,15 @@ class StreamSizes:
 def spare_frames(
     options: CausalWanOptions, plan: ChunkPlan, omni: OmniConfig, parallel: ParallelContext
 ) -> tuple[int, ...]:
-    """Return how many spare frames each window's ring buffer needs for chunks in flight.
+    """Return the number of spare frames that each window's ring buffer needs for chunks in flight.
 
     With a noise-matched cache, step j of a chunk sees earlier chunks as they were at step j, so it
-    may run as soon as the previous chunk has finished that step. Frames that its K/V overwrite are
-    retained while an uncommitted chunk that sees them could be run again.
+    may run as soon as the previous chunk has finished that step. Frames that its K/V would
+    overwrite are retained as long as an uncommitted chunk that sees them may be run again.
 
     This is the number of frames that chunks may write ahead of the oldest uncommitted chunk. On one
     rank, a chunk is committed in the engine step of its last pass. On several ranks, earlier stages
-    learn of the commit later.
+    are notified of the commit later.
     """
     if options.cache == "strict":
         return (0,)

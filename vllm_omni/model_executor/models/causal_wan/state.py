@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of a causal Wan session (`StreamSession`) and working set of a chunk (`CausalWanChunk`).
 
-The session's own value is the state of the input video.
+The family-specific state of the session is that of the input video.
 """
 
 from collections.abc import Mapping
@@ -44,18 +44,20 @@ class VideoInput:
 
 @dataclass(frozen=True, eq=False)
 class StreamPosition:
-    """State of a stream before a chunk: after the last committed chunk, or after one in flight."""
+    """State of a stream before a chunk: after the last committed chunk, or after a chunk in
+    flight.
+    """
 
     chunk_index: int
     """Index of the chunk."""
     prompt: str | None
-    """Prompt of the previous chunk. None: there is none."""
+    """Prompt of the previous chunk. None: the stream has no prompt."""
     seed: int | None
-    """Seed of the previous chunk. None: there is none."""
+    """Seed of the previous chunk. None: the stream has no seed."""
     cross_kv: torch.Tensor | None
     """K/V of `prompt`. None: not computed."""
     video: VideoInput | None
-    """State of the input video. None: the stream has none."""
+    """State of the input video. None: the stream has no input video."""
 
 
 class StreamScalars(SessionScalars, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -68,12 +70,14 @@ class StreamScalars(SessionScalars, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class StreamSession(StreamingSession[ChunkCache, VideoInput]):
-    """A causal Wan stream. `layouts.own` is the layout of the encoder's cache."""
+    """A causal Wan stream. `layouts.own` is the layout of the encoder cache."""
 
     scalars_type: ClassVar[type[StreamScalars]] = StreamScalars
     past: torch.Tensor | None = None
-    """Clean latents of the earlier frames that the next chunk attends to, fp32 [16, F, h, w].
-    Immutable; forks share it. None: there are none, or the options do not need them."""
+    """Clean latents of the earlier frames that the next chunk attends to, fp32 [16, F, h, w]. The
+    tensor is immutable and shared by forks. None: there are no such frames, or the options do not
+    require them.
+    """
 
     def position(self) -> StreamPosition:
         return StreamPosition(self.chunk_index, self.prompt, self.seed, self.cross_kv, self.own)
@@ -98,8 +102,9 @@ class StreamSession(StreamingSession[ChunkCache, VideoInput]):
             self.past = latents[:, -visible:].contiguous() if visible else None
 
     def past_latents(self) -> list[tuple[range, torch.Tensor]]:
-        """Return frames and clean latents of the earlier chunks that the next one attends to, the
-        oldest first."""
+        """Return the frames and clean latents of the earlier chunks that the next chunk attends to,
+        oldest first.
+        """
         if self.past is None:
             return []
         chunks = self.plan.past_chunks(self.chunk_index)
@@ -159,11 +164,11 @@ class ChunkInputs:
     seed: int
     """Seed of the noise."""
     video: torch.Tensor | None
-    """Input video of the chunk, uint8 [T, H, W, 3]. None: a text-to-video stream."""
+    """Input video of the chunk, uint8 [T, H, W, 3]. None: the stream is text-to-video."""
     image: torch.Tensor | None
     """First frame of the stream, uint8 [H, W, 3]. None: no start image."""
     latents: torch.Tensor | None
-    """First G latent frames of the chunk, fp32 [16, G, h, w]. None: none are given."""
+    """First G latent frames of the chunk, fp32 [16, G, h, w]. None: the client provides none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +185,7 @@ class PastChunk:
 
 @dataclass(eq=False, kw_only=True)
 class CausalWanChunk(StreamingChunk[ChunkCache, VideoInput]):
-    """One chunk in flight. `own` is the state of the input video after it."""
+    """One chunk in flight. `own` is the state of the input video after the chunk."""
 
     schedule: FewStepSchedule
     """Timesteps of the chunk."""
@@ -189,17 +194,20 @@ class CausalWanChunk(StreamingChunk[ChunkCache, VideoInput]):
     noise_scale: float | None = None
     """Noise scale of the input video, on every rank. None: no input video."""
     given: int = 0
-    """Number of leading latent frames that the client provides. They stay unchanged: the first
-    pass, a clean one, writes their K/V, and the other passes generate the frames after them."""
+    """Number of leading latent frames that the client provides. They remain unchanged: the first
+    pass, a clean-context pass, writes their K/V, and the other passes generate the following
+    frames.
+    """
     given_rope: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Rotary tables of the first pass. None: no frames are given."""
+    """Rotary tables of the first pass. None: the client provides no frames."""
     past: tuple[PastChunk, ...] = ()
     """Earlier chunks whose clean-context passes run first. They write to a new `window`, which
-    replaces the session's."""
+    replaces the session's.
+    """
 
     @property
     def num_steps(self) -> int:
-        """Return the number of passes without the clean one at the end."""
+        """Return the number of passes except the final clean-context pass."""
         if self.given == len(self.frames):
             return len(self.past) + 1
         return len(self.past) + int(self.given > 0) + self.schedule.num_steps
@@ -236,5 +244,7 @@ class CausalWanChunk(StreamingChunk[ChunkCache, VideoInput]):
         return self.latents[:, part.start - self.frames.start : part.stop - self.frames.start]
 
     def position(self) -> StreamPosition:
-        """Return the state of the stream if this chunk succeeds. Its first step must have run."""
+        """Return the state that the stream has if this chunk succeeds. Its first step must have
+        run.
+        """
         return StreamPosition(self.index + 1, self.prompt, self.seed, self.cross_kv, self.own)

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`VideoEncoder`: input frames become latents, a stream's first picture clean ones, those of an
-input video noisy ones.
+"""`VideoEncoder`: converts input frames to latents. The first image of a stream becomes clean
+latents, an input video becomes noisy latents.
 
-A video arrives chunk by chunk, and each chunk begins with the noisy latents of its frames.
+A video is received chunk by chunk, and each chunk starts from the noisy latents of its frames.
 
-The VAE's encoder runs as a stream; the noise controller (`motion.py`) says how much noise goes in
-and which timestep the first denoise step is fed. All state is in the immutable `VideoInput` handed
-in and out.
-Held by tests/model_executor/models/causal_wan/test_causal_wan_video.py.
+The VAE encoder runs as a stream. The noise controller (`motion.py`) determines the amount of noise
+and the timestep of the first denoise step. All state is in the immutable `VideoInput`, which is
+passed in and returned. Held by tests/model_executor/models/causal_wan/test_causal_wan_video.py.
 """
 
 import torch
@@ -25,8 +24,8 @@ from vllm_omni.model_executor.schedules import FewStepSchedule
 
 
 class VideoEncoder:
-    """vae: has an encoder. options: noise scale, schedule and normalisation of video-to-video
-    streams.
+    """vae: A VAE with an encoder. options: Noise scale, schedule and normalisation of
+    video-to-video streams.
     """
 
     def __init__(self, vae: StreamingWanVAE, options: CausalWanOptions) -> None:
@@ -34,16 +33,17 @@ class VideoEncoder:
         self._options = options
 
     def state_nbytes(self, height: int, width: int) -> int:
-        """Bytes of the `VideoInput` of a stream of `height` x `width` pixels."""
+        """Return the size in bytes of the `VideoInput` of a stream of `height` x `width` pixels."""
         return self._vae.encoder_cache_nbytes(height, width) + 3 * height * width
 
     def noisy_latents(
         self, frames_THWC: torch.Tensor, before: VideoInput | None, noise: torch.Tensor
     ) -> tuple[torch.Tensor, FewStepSchedule, VideoInput]:
-        """Return (latents fp32 [16, F, h, w], the chunk's schedule, the stream's next state).
+        """Return (latents fp32 [16, F, h, w], schedule of the chunk, next state of the stream).
 
-        frames_THWC: uint8, on any device; T = 1 + 4 (F - 1) at a stream's start (`before` None), 4
-        F later. noise: as the latents. Waits for the device once, for the motion in the frames.
+        frames_THWC: uint8, on any device; T = 1 + 4 (F - 1) at the start of a stream (`before` is
+        None), otherwise 4 F. noise: the same shape as the latents. It synchronizes with the device
+        once, to read the motion in the frames.
         """
         frames_THWC = frames_THWC.to(noise.device)
         initial = VIDEO_NOISE_SCALE
@@ -62,7 +62,7 @@ class VideoEncoder:
     def image(
         self, image_HWC: torch.Tensor, height: int, width: int, device: torch.device
     ) -> torch.Tensor:
-        """Return the latent frame [16, 1, h, w] of a stream's first picture, uint8, stretched to
+        """Return the latent frame [16, 1, h, w] of a stream's first image, uint8, stretched to
         `height` x `width`.
         """
         return self._encode(prepare_image(image_HWC.to(device), height, width), None)[0]
@@ -70,8 +70,8 @@ class VideoEncoder:
     def _encode(
         self, pixels_1CTHW: torch.Tensor, before: VAECache | None
     ) -> tuple[torch.Tensor, VAECache]:
-        """Return (latents fp32 [16, F, h, w] as the checkpoint takes them, the encoder's next
-        cache).
+        """Return (latents fp32 [16, F, h, w] as the checkpoint expects them, next cache of the
+        encoder).
         """
         encoded, cache = self._vae.encode(pixels_1CTHW, before)
         if not self._options.normalize_video_latent:

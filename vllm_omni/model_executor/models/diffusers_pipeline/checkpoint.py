@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of a diffusers pipeline directory: `model_index.json`, components and sizes.
 
-Only JSON and file headers are read, so that `vllm serve --omni` refuses a broken directory within a
-second. Weights are safetensors; pickled ones and code inside a checkpoint are refused.
+Only JSON files and file headers are read, so that `vllm serve --omni` can refuse a broken directory
+within a second. Weights are safetensors; pickled ones and code inside a checkpoint are refused.
 """
 
 import json
@@ -35,8 +35,7 @@ class PipelineIndex:
     components: dict[str, tuple[str, str]]
     """`(library, class)` by component name."""
     absent: tuple[str, ...] = ()
-    """Components that are null in the file. Diffusers requires None for those that are not
-    optional."""
+    """Components that are null in the file. Diffusers requires None for required components."""
 
     @classmethod
     def read_folder(cls, path: Path) -> "PipelineIndex":
@@ -75,8 +74,9 @@ def is_pipeline(path: Path) -> bool:
 
 
 def check_class(name: str) -> None:
-    """Raise ValueError unless the installed diffusers has a pipeline with that name. Imports no
-    pipeline."""
+    """Raise ValueError unless the installed version of diffusers has a pipeline with that name.
+    Imports no pipeline.
+    """
     import diffusers
 
     if not name.endswith("Pipeline") or name not in dir(diffusers):
@@ -84,7 +84,7 @@ def check_class(name: str) -> None:
 
 
 def check_components(path: Path, index: PipelineIndex, without: Collection[str] = ()) -> None:
-    """Raise ValueError with the first component that is missing or contains code."""
+    """Raise ValueError that names the first component that is missing or contains code."""
     unknown = sorted(set(without) - set(index.components))
     if unknown:
         raise ValueError(
@@ -105,13 +105,14 @@ def check_components(path: Path, index: PipelineIndex, without: Collection[str] 
 
 
 def has_weights(class_name: str) -> bool:
-    """Return whether a component of this class is a model. Tokenizers, schedulers and processors
-    are not."""
+    """Return whether a component of this class has weights. Tokenizers, schedulers and processors
+    are not.
+    """
     return not class_name.endswith(_WEIGHTLESS)
 
 
 def check_weights(path: Path, index: PipelineIndex, without: Collection[str] = ()) -> None:
-    """Raise ValueError with the first model component whose weight files are missing or pickled."""
+    """Raise ValueError that names the first component whose weight files are missing or pickled."""
     for name, (_, class_name) in index.components.items():
         if name not in without and has_weights(class_name) and (path / name).is_dir():
             _check_weights(path / name, name)
@@ -136,7 +137,9 @@ def _check_weights(folder: Path, name: str) -> None:
 
 
 def stored_dtype(path: Path, index: PipelineIndex) -> str:
-    """Return the most common dtype in the denoiser's first file, or float32 without a denoiser."""
+    """Return the most common dtype in the first file of the denoiser, or float32 if there is no
+    denoiser.
+    """
     for name in _DENOISERS:
         if name in index.components:
             for file in sorted((path / name).glob("*.safetensors")):
@@ -173,8 +176,9 @@ def component_config(path: Path, name: str) -> dict[str, Any]:
 
 
 def temporal_stride(path: Path) -> int:
-    """Return video frames per latent frame from the VAE's config; 4 if it does not state them (Wan,
-    HunyuanVideo)."""
+    """Return the number of video frames per latent frame from the VAE's config, or 4 if it is not
+    specified (Wan, HunyuanVideo).
+    """
     vae = component_config(path, "vae")
     for key in ("scale_factor_temporal", "temporal_compression_ratio"):
         if isinstance(vae.get(key), int):

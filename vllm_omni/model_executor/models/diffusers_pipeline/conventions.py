@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recommendations of a model's authors for calls of its pipeline: sizes by aspect ratio, and
-quality phrases by language.
+"""Recommendations by a model's authors for calling its pipeline: sizes by aspect ratio, and quality
+phrases by language.
 
 Generic code looks them up by pipeline class. The values of a model are in a module with its name.
 """
@@ -35,7 +35,7 @@ def conventions_of(pipeline_class: str) -> PipelineConventions:
 
 
 def language_of(prompt: str) -> str:
-    """Return `zh` if the prompt has Chinese characters and no kana, else `en`."""
+    """Return `zh` if the prompt has Chinese characters and no kana, otherwise `en`."""
     han = any(
         "\u3400" <= letter <= "\u9fff" or "\U00020000" <= letter <= "\U0003ffff"
         for letter in prompt

@@ -2,7 +2,8 @@
 """The `diffusers_pipeline` family: any pipeline directory of diffusers, served by
 `DiffusersPipelineExecutor`.
 
-It is the last family, so that a model of this package is preferred for its own checkpoints.
+It is the last family in the registry, so that the families of this package are preferred for their
+own checkpoints.
 """
 
 from pathlib import Path

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The early check of weight files, which `vllm serve --omni` calls unless `--load-format dummy` is
-set. Pipelines of diffusers are not downloaded by name."""
+"""Early check of weight files, called by `vllm serve --omni` unless `--load-format dummy` is set.
+Pipelines of diffusers are not downloaded by name.
+"""
 
 from pathlib import Path
 

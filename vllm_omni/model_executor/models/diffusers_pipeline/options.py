@@ -21,13 +21,13 @@ class LoraSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     path: str
     """Directory, or one `.safetensors` file."""
     weight_name: str | None = None
-    """File in the directory. Default: the only one."""
+    """File in the directory. Default: the only file."""
     scale: float = 1.0
     """Scale of the adapter."""
 
 
 class RequestDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Defaults of requests that this package reads."""
+    """Defaults of requests that are read by this package."""
 
     width: Pixels | None = None
     """Width in pixels. Default: the pipeline's."""
@@ -46,8 +46,9 @@ class DiffusersOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Options of one served pipeline."""
 
     pipeline_class: str | None = None
-    """Class of diffusers that runs the components, for example an image-to-image or inpainting
-    pipeline. Default: the directory's."""
+    """Diffusers class that runs the components, for example an image-to-image or inpainting
+    pipeline. Default: the directory's.
+    """
     without: tuple[str, ...] = ()
     """Components that are not loaded, for example `["text_encoder", "tokenizer"]` if clients send
     `prompt_embeds`."""
@@ -56,8 +57,9 @@ class DiffusersOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     variant: str | None = None
     """Infix of the weight files, for example `fp16`."""
     offload: Literal["none", "model", "sequential"] = "none"
-    """`model` or `sequential` keep weights on the host and move them to the accelerator when they
-    are needed (accelerate)."""
+    """`model` or `sequential` keep weights in host memory and move them to the accelerator when
+    they are needed (accelerate).
+    """
     vae_tiling: bool = False
     """Decode in overlapping tiles and one image at a time. Needs less memory; not exact."""
     attention_backend: str | None = None
@@ -94,8 +96,9 @@ class DiffusersOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         return parsed
 
     def request_defaults(self) -> RequestDefaults:
-        """Return the defaults that this package reads. Raises ValueError with the allowed
-        values."""
+        """Return the defaults that are read by this package. Raises ValueError with the allowed
+        values.
+        """
         own = {
             name: value
             for name, value in self.defaults.items()

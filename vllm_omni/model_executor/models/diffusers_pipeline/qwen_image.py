@@ -2,10 +2,11 @@
 """Sizes, quality phrases and chat template of Qwen-Image.
 
 A client that computes hidden states of Qwen2.5-VL elsewhere, for example in an autoregressive
-engine, converts them to `prompt_embeds` here. The prompt is `templated(prompt)`; the hidden states
-are those of all tokens after the final norm; `prompt_embeds` drops those of the system message. The
-pipeline does the same with its own encoder (diffusers 0.42 `pipeline_qwenimage.py`,
-`_get_qwen_prompt_embeds`)."""
+engine, can convert them to `prompt_embeds` with this module. The prompt is `templated(prompt)`. The
+hidden states are those of all tokens after the final norm, and `prompt_embeds` drops those of the
+system message. The pipeline does the same with its own encoder (diffusers 0.42
+`pipeline_qwenimage.py`, `_get_qwen_prompt_embeds`).
+"""
 
 import torch
 
@@ -25,7 +26,7 @@ PROMPT_SUFFIXES = {"en": ", Ultra HD, 4K, cinematic composition.", "zh": ", è¶…æ
 """The model card's `positive_magic`."""
 
 DROPPED_TOKENS = 34
-"""Tokens of the template before the prompt, in Qwen2.5-VL's vocabulary."""
+"""Number of tokens in the template before the prompt, in Qwen2.5-VL's vocabulary."""
 
 MAX_PROMPT_TOKENS = 1024
 
@@ -37,8 +38,9 @@ _SYSTEM = (
 
 
 def templated(prompt: str) -> str:
-    """Return the text to tokenize without additional special tokens: the system message, and the
-    prompt as the user's message."""
+    """Return the text to tokenize without adding special tokens: the system message, and the prompt
+    as the user's message.
+    """
     return (
         f"<|im_start|>system\n{_SYSTEM}<|im_end|>\n<|im_start|>user\n{prompt}<|im_end|>\n<|"
         "im_start|>assistant\n"
@@ -49,7 +51,7 @@ def prompt_embeds(states_LD: torch.Tensor) -> dict[str, torch.Tensor]:
     """Convert hidden states of the tokens of `templated(prompt)` to the tensors of a request.
 
     Args:
-        states_LD: `[L, D]`, of the last layer after the final norm, floating point.
+        states_LD: Hidden states `[L, D]` of the last layer after the final norm, floating point.
 
     Returns:
         `prompt_embeds` `[L - 34, D]` and `prompt_embeds_mask` `[L - 34]` int64, views if possible.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tasks of a pipeline class, from the signature of its `__call__`. The executor and the
-endpoints check requests against them."""
+"""Determines the tasks of a pipeline class from the signature of its `__call__`. The executor and
+the endpoints check requests against these tasks.
+"""
 
 import inspect
 from collections.abc import Mapping
@@ -57,8 +58,8 @@ def makes_video(parameters: Parameters) -> bool:
 
 
 def guidance_argument(parameters: Parameters, *, distilled: bool) -> str | None:
-    """The argument that a request's `guidance_scale` means, or None if the pipeline has no
-    guidance.
+    """Return the argument that corresponds to a request's `guidance_scale`, or None if the pipeline
+    has no guidance.
 
     Pipelines with both names use `guidance_scale` as an input of a guidance-distilled transformer
     and ignore it otherwise; classifier-free guidance is then `true_cfg_scale`.
@@ -75,7 +76,7 @@ def max_pixels(parameters: Parameters, options: DiffusersOptions) -> int:
 
 
 def default_size(parameters: Parameters, options: DiffusersOptions) -> tuple[int, int]:
-    """(width, height) of a request that names none."""
+    """Return (width, height) for a request that specifies no size."""
     requested = options.request_defaults()
     width = requested.width or default_of(parameters, "width") or _FALLBACK_SIDE
     height = requested.height or default_of(parameters, "height") or _FALLBACK_SIDE
@@ -98,7 +99,7 @@ def tasks_of(class_name: str, parameters: Parameters) -> tuple[Task, ...]:
 def capabilities(
     class_name: str, options: DiffusersOptions, temporal_stride: int, *, distilled: bool
 ) -> Capabilities:
-    """Requests of the OpenAI routes that a pipeline class of diffusers takes under these
+    """Return the capabilities of a diffusers pipeline class for the OpenAI routes, under these
     options.
     """
     import diffusers

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert held keys or a client's poses to the matrices of the camera branch.
+"""Converts held keys or a client's poses to the matrices of the camera branch.
 
-A pose is camera-to-world, 4x4, with OpenCV axes (x right, y down, z forward). A latent frame has
-the pose of its first video frame. The network receives each view matrix (world to camera) relative
-to a reference pose, multiplied by the focal lengths, and its inverse. Everything is computed in
-fp64 and rounded once to fp32.
+A pose is camera-to-world, 4x4, with OpenCV axes (x right, y down, z forward). The pose of a latent
+frame is that of its first video frame. The network receives each view matrix (world to camera)
+relative to a reference pose, multiplied by the focal lengths, and its inverse. Everything is
+computed in fp64 and rounded once to fp32.
 """
 
 # P video frames of a chunk, F latent frames of a chunk
@@ -35,13 +35,13 @@ class CameraState:
     pose_44: torch.Tensor
     """Pose of the last video frame, from which keys continue."""
     reference_44: torch.Tensor
-    """Pose that the next chunk's poses are relative to."""
+    """Pose to which the next chunk's poses are relative."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"camera.pose": self.pose_44, "camera.reference": self.reference_44}
 
     def to(self, device: torch.device | str) -> "CameraState":
-        """Return this state, which stays on the host."""
+        """Return this state unchanged, because it remains on the host."""
         return self
 
 
@@ -67,7 +67,7 @@ def read_camera(
     Args:
         request: The request.
         chunk_index: Index of the chunk.
-        before: State of the camera. None: the session starts.
+        before: State of the camera. None: the session starts with this chunk.
         plan: Chunks of the session.
         options: Options of the server.
 
@@ -106,7 +106,7 @@ def walk(keys: ActionFrames, start_44: torch.Tensor, step: float, degrees: float
     Args:
         keys: Held keys of each video frame.
         start_44: Pose of the video frame before.
-        step: Movement of a key, in units of the poses.
+        step: Distance per held key, in units of the poses.
         degrees: Rotation of a key.
 
     Returns:
@@ -154,7 +154,7 @@ def _refuse_keys(params: DiffusionParams, request: DiffusionRequest) -> None:
 
 
 def _read_path(poses: torch.Tensor, num_pixels: int, num_frames: int) -> torch.Tensor:
-    """Check poses, one for each video frame or for each latent frame of a chunk."""
+    """Check poses of a chunk, given for each video frame or for each latent frame."""
     of_latents = poses.dim() == 3 and len(poses) == num_frames
     path_P44 = read_poses(poses, num_frames if of_latents else num_pixels).clone()
     # Nearly a rotation: its transpose is the inverse only after this.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locate the components of a DreamX-World-5B checkpoint, and load its transformer strictly.
+"""Locates the components of a DreamX-World-5B checkpoint, and loads its transformer strictly.
 
 The released transformer is one file, `model.safetensors`; its VAE, text encoder and tokenizer are
 those of Wan2.2-TI2V-5B and belong in the same directory or in its `assets/`. Conversions have a
-folder `transformer`. Sizes and the blocks with a camera branch are read from the tensors, because
-the release has no config.
+folder `transformer`. Sizes, and which blocks have a camera branch, are read from the tensors,
+because the release has no config.
 """
 
 import re
@@ -33,13 +33,15 @@ LAYOUTS = ("original", "diffusers")
 """The supported layouts, by their names for `make-tiny`."""
 
 RULES = TRANSFORMER_RULES
-"""Prefixes and diffusers' names -> the original's. Those of the camera branch pass unchanged."""
+"""Prefixes and diffusers' names -> the original's. The names of the camera branch are not
+changed.
+"""
 
 _FOLDER: Final = "transformer"
 _FILES: Final = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 _CLASS: Final = "DreamXWorldARTransformer3DModel"
 _MARK = re.compile(r"(.*\.)?blocks\.\d+\.cam_self_attn\.q_proj\.weight\Z")
-"""A tensor that no other Wan transformer has."""
+"""A tensor that exists in no other Wan transformer."""
 
 CAMERA_TENSORS: dict[str, Sizes] = {
     **{
@@ -52,18 +54,20 @@ CAMERA_TENSORS: dict[str, Sizes] = {
     "cam_self_attn.norm_q.weight": ("C",),
     "cam_self_attn.norm_k.weight": ("C",),
 }
-"""Tensors of a block's camera branch, of width C."""
+"""Tensors of the camera branch of a block, with width C."""
 
 
 @dataclass(frozen=True)
 class CheckpointLayout(WanComponents):
-    """Components of one checkpoint. `transformer` is a folder of safetensors, or one such file."""
+    """Components of one checkpoint. `transformer` is a folder of safetensors files or a single such
+    file.
+    """
 
     download_name: ClassVar[str] = "dreamx_world"
     vae_release = "2.2"
 
     kind: Literal["original", "diffusers"]
-    """Whose layout the checkpoint has."""
+    """The library whose layout the checkpoint has."""
 
     def transformer_config(self) -> dict[str, Any]:
         """Return the transformer's `config.json`, overridden by the sizes of its tensors, if there
@@ -133,8 +137,9 @@ def overlaid(stated: Mapping[str, Any], shapes: Mapping[str, Shape], where: str)
 
 
 def transformer_shapes(config: DreamXConfig) -> dict[str, Shape]:
-    """Return name -> shape of every transformer tensor in a checkpoint (1125 in the released
-    model)."""
+    """Return the shape of every transformer tensor in a checkpoint by name (1125 in the released
+    model).
+    """
     both = wan.BLOCK_TENSORS | CAMERA_TENSORS
     shapes = wan.network_shapes(config, wan.TRANSFORMER_TENSORS, both, C=config.camera_dim)
     without = [layer for layer in range(config.num_layers) if layer not in config.camera_blocks]
@@ -145,7 +150,7 @@ def transformer_shapes(config: DreamXConfig) -> dict[str, Shape]:
 
 
 def load_transformer(transformer: nn.Module, source: TensorSource, config: DreamXConfig) -> None:
-    """Load the transformer, or this rank's stage and slice of it, strictly. Raises ValueError."""
+    """Load the transformer, or this rank's stage and shard of it, strictly. Raises ValueError."""
     load_strict(transformer, source, transformer_shapes(config), RULES, what="transformer")
 
 
@@ -160,15 +165,16 @@ def adapter_target(transformer: nn.Module, config: DreamXConfig) -> AdapterTarge
 
 
 def _own_config(folder: Path) -> dict[str, Any]:
-    """Return the `config.json` of a folder if it describes a network; {} without one."""
+    """Return the `config.json` of a folder if it describes a network, or {} if there is none."""
     path = folder / "config.json"
     values = read_json(path) if path.is_file() else {}
     return {} if is_root_config(values) else values
 
 
 def _find_transformer(folder: Path) -> Path | None:
-    """Return the transformer in a folder: the folder itself, or a file in it. None: there is
-    none."""
+    """Return the transformer in a folder: the folder itself, or a file in it. None: the folder
+    contains no transformer.
+    """
     if not folder.is_dir():
         return None
     single = next((folder / name for name in _FILES if (folder / name).is_file()), None)

@@ -37,9 +37,9 @@ FPS: Final = 16.0
 """Frame rate in training, in frames per second."""
 FOCAL_PIXELS: Final = 969.6969696969696
 REFERENCE_SIZE: Final = (1920, 1080)
-"""Focal length of the training videos in pixels, and the width and height it refers to."""
+"""Focal length of the training videos in pixels, and the width and height to which it refers."""
 GROUP: Final = 4
-"""Channels of a head that the camera's 4x4 matrix multiplies at a time."""
+"""Number of channels of a head that are multiplied by the camera's 4x4 matrix at a time."""
 _SHIFT: Final = 5.0
 _WINDOW, _SINK, _CHUNK = 12, 3, 3
 
@@ -49,7 +49,7 @@ class DreamXConfig(ChunkTransformerConfig):
     """Architecture of the causal transformer. The defaults are those of the released model."""
 
     native_size: ClassVar[tuple[int, int]] = (704, 1280)
-    """Height and width that the released model was trained on."""
+    """Height and width at which the released model was trained."""
     pixels_per_cell: ClassVar[int] = 16
     """Pixels per latent cell of the Wan 2.2 VAE."""
     dim: int = 3072
@@ -61,7 +61,7 @@ class DreamXConfig(ChunkTransformerConfig):
     out_channels: int = 48
     """Output channels."""
     num_heads: int = 24
-    """Attention heads of self-attention and of the camera branch."""
+    """Number of attention heads in self-attention and in the camera branch."""
     num_layers: int = 30
     """Blocks."""
     camera_compression: int = 4
@@ -97,7 +97,7 @@ class DreamXConfig(ChunkTransformerConfig):
         the released model.
 
         Raises:
-            ValueError: A key is unknown, or a value is not implemented.
+            ValueError: A key is unknown, or a value is not supported.
         """
         fields = read_architecture(values, _RENAMED, _REQUIRED, _IGNORED, cls.num_heads, cls.dim)
         blocks = fields.pop("camera_blocks", range(fields.get("num_layers", cls.num_layers)))
@@ -138,31 +138,34 @@ PRESETS: Final[Mapping[PresetName, Preset]] = {
 
 
 class DreamXOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`StreamingOptions`, and the choices of this model."""
+    """`StreamingOptions`, and the options of this model."""
 
     presets: ClassVar[Mapping[PresetName, Preset]] = PRESETS
 
     denoising_steps: list[int] = msgspec.field(default_factory=lambda: [1000, 750, 500, 250])
-    """Denoise steps of a chunk. A step s means entry 1000 - s of the table shifted by 5."""
+    """Denoise steps of a chunk. A step s refers to entry 1000 - s of the table shifted by 5."""
     round_timesteps: bool | None = None
-    """Round timesteps to bf16 (1000, 936, 832, 624), as the original does on a GPU, where the
-    released videos were made. False: exact timesteps. Default: true if `--dtype` is bfloat16."""
+    """Round timesteps to bf16 (1000, 936, 832, 624), as the original does on a GPU. The released
+    videos were generated this way. False: exact timesteps. Default: true if `--dtype` is bfloat16.
+    """
     context_timestep: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 0.1
-    """Timestep of the pass that writes the keys and values that later chunks see."""
+    """Timestep of the pass that writes the keys and values for later chunks."""
     camera_reference: Literal["chunk", "start"] = "chunk"
-    """Pose that a chunk's poses are relative to: the last one of the previous `chunk`, as released,
-    or the one at the `start` of the session."""
+    """Pose to which the poses of a chunk are relative: the last pose of the previous `chunk`, as
+    released, or the pose at the `start` of the session.
+    """
     key_step: Annotated[float, msgspec.Meta(gt=0, le=100)] = 0.075
     """Movement per video frame while a movement key is held, in units of the poses."""
     key_degrees: Annotated[float, msgspec.Meta(gt=0, le=45)] = 1.5
     """Rotation per video frame while a look key is held, in degrees."""
     color_correction: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
-    """Strength of the colour correction of frames: 0 leaves them as decoded. A request's option
-    `color_correction` overrides it for one chunk."""
+    """Strength of the colour correction of frames. 0 disables it. A request's option
+    `color_correction` overrides it for one chunk.
+    """
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> "DreamXOptions":
-        """Parse the options. Raises ValueError with the value and the allowed ones."""
+        """Parse the options. Raises ValueError with the value and the allowed values."""
         parsed = cls.read_options(options)
         try:
             parsed.schedule(rounded=False)
@@ -213,10 +216,10 @@ def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> DreamXStream
 
 
 def check_sinks(plan: ChunkPlan) -> None:
-    """Raise ValueError for more sink frames than the first chunk has, unless attention is
-    global.
+    """Raise ValueError if there are more sink frames than frames in the first chunk, unless
+    attention is global.
 
-    In the original, such frames would keep the keys and values of a noisy pass.
+    In the original, such frames would retain the keys and values of a noisy pass.
     """
     if plan.first_chunk_frames < plan.sink_frames < plan.window_frames:
         raise ValueError(

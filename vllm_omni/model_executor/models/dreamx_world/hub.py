@@ -2,8 +2,8 @@
 """Download of DreamX-World-5B (autoregressive), with the VAE, text encoder and tokenizer of
 Wan2.2-TI2V-5B.
 
-Sizes come from public file lists. The transformer's licence is known from third parties only, who
-read "mit" on its model card, so it must be accepted.
+Sizes come from public file lists. The licence of the transformer is known only from third parties,
+who report "mit" on its model card, so it must be accepted.
 """
 
 from pathlib import Path

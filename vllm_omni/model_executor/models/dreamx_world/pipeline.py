@@ -10,12 +10,12 @@
     frames = correct_colours(vae.decode(x0))                 post_decode
     advance the session                                      commit
 
-In the first chunk, latent frame 0 of x is the start image's in every step, at timestep 0.
-Positions are those of the window's slots. Attention depends on differences of positions only, so
-frames keep their absolute positions and the sink frames move along (`SinkWindow`).
+In the first chunk, latent frame 0 of x is the start image in every step, at timestep 0. Positions
+are those of the slots in the window. Attention depends only on differences of positions, so frames
+keep their absolute positions and the sink frames move along (`SinkWindow`).
 
 `DreamXWorld` is the model and does not depend on the engine; vLLM loads `DreamXWorldPipeline`,
-which owns it.
+which owns the model.
 """
 
 from dataclasses import dataclass
@@ -92,7 +92,7 @@ _TENSORS = ("image", "poses", "intrinsics", *ACTION_TENSORS)
 
 
 class DreamXSession(StreamingSession[KVWindow, CameraState]):
-    """A DreamX-World session. Its own value is the state of the camera."""
+    """A DreamX-World session. Its family-specific state is that of the camera."""
 
     def restore_values(
         self, retained: SessionScalars, saved: SavedTensors, device: torch.device
@@ -106,7 +106,7 @@ class DreamXSession(StreamingSession[KVWindow, CameraState]):
 
 @dataclass(eq=False, kw_only=True)
 class DreamXChunk(StreamingChunk[KVWindow, CameraState]):
-    """One chunk in flight. `own` is the state of the camera after it."""
+    """One chunk in flight. `own` is the state of the camera after the chunk."""
 
     schedule: FewStepSchedule
     """Denoise steps of the chunk."""
@@ -132,7 +132,7 @@ class ChunkInputs:
     seed: int
     """Seed of the noise."""
     image: torch.Tensor | None
-    """Start image of a session's first chunk, uint8 [H, W, 3] of any size."""
+    """Start image for the first chunk of a session, uint8 [H, W, 3] of any size."""
     camera: ChunkCamera
     """The camera of the chunk."""
     color_correction: float
@@ -347,7 +347,7 @@ class DreamXWorld(StreamingModel[DreamXSession, DreamXChunk]):
 
 
 class DreamXWorldPipeline(CheckpointPipeline[CheckpointLayout]):
-    """Owns a `DreamXWorld`. vLLM's model loader builds it and loads its weights."""
+    """Owns a `DreamXWorld`. vLLM's model loader builds this class and loads its weights."""
 
     def find_layout(self, path: Path) -> CheckpointLayout:
         return find_layout(path)

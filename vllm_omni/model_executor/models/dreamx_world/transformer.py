@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """DreamX-World's causal diffusion transformer: Wan 2.2's 5B transformer with a camera branch.
 
-The branch (PRoPE) runs beside self-attention, on the same input and with the same gate. Its
+The branch (PRoPE) runs in parallel to self-attention, with the same input and the same gate. Its
 queries, keys and values are multiplied by the projection of their frame, in groups of four
-channels. It attends to the tokens of the current chunk only and needs no cache.
+channels. It attends only to the tokens of the current chunk and needs no cache.
 
 Maths: AMAP-ML/DreamX-World @ a1f4c6e, the network of the autoregressive script.
 """
@@ -65,7 +65,7 @@ def rms_project(
 
 @dataclass(frozen=True)
 class DreamXFusedOps(FusedOps):
-    """Wan's pointwise ops and those of the camera branch."""
+    """Wan's pointwise ops, and those of the camera branch."""
 
     project: Callable[..., torch.Tensor] = project
     rms_project: Callable[..., torch.Tensor] = rms_project
@@ -76,7 +76,7 @@ class PosedItem(ChunkItem):
     """A batch entry with a camera."""
 
     camera: torch.Tensor
-    """Of each token on this rank, the projection P and its inverse, fp32 [2, T, 4, 4]."""
+    """For each token on this rank, the projection P and its inverse, fp32 [2, T, 4, 4]."""
 
 
 class CameraAttention(nn.Module):

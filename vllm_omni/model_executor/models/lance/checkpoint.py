@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locate the components of a Lance checkpoint: the repository's root, or one of its folders.
+"""Locates the components of a Lance checkpoint, given the repository's root or one of its folders.
 
     Lance_3B/ or Lance_3B_Video/   llm_config.json, model.safetensors (or ema.safetensors),
     tokenizer.json
@@ -8,7 +8,7 @@
     Wan2.2_VAE.pth
 
 This module only locates files; `weights.py` loads them. A missing component is an error only when
-it is needed (`require`), so that an engine with dummy weights can start from configs alone.
+it is needed (`require`), so that an engine with dummy weights can start from config files alone.
 """
 
 from dataclasses import dataclass
@@ -82,8 +82,9 @@ class LanceLayout:
         return read_json(path) if path.exists() else {}
 
     def vision_config(self) -> dict[str, Any]:
-        """Return the tower's config: from its folder, from the decoder's, or by default the
-        released one."""
+        """Return the config of the vision tower from its folder, from the decoder's folder, or by
+        default the released config.
+        """
         if self.vision is not None and (self.vision / "config.json").exists():
             values = read_json(self.vision / "config.json")
             nested = values.get("vision_config")
@@ -108,8 +109,9 @@ class LanceLayout:
         return max(1, shape[0] // cells)
 
     def vae_dims(self) -> tuple[int, int]:
-        """Return the autoencoder's first widths (encoder, decoder) from its file, or by default the
-        released ones."""
+        """Return the first widths of the autoencoder (encoder, decoder) from its file, or by
+        default the released ones.
+        """
         if self.vae is None:
             return _BASE_DIM, _DECODER_BASE_DIM
         shapes = open_tensors(self.vae).shapes
@@ -138,11 +140,11 @@ class LanceLayout:
 def find_layout(path: Path) -> LanceLayout:
     """Locate the components in `path`, or next to it if `path` is one of the repository's folders.
 
-    A root with both decoders means the image decoder; pass the folder of the other one to select
-    it.
+    For a root with both decoders, the image decoder is used; pass the folder of the other decoder
+    to select it.
 
     Raises:
-        ValueError: There is no decoder. The message is one line with what was found and what
+        ValueError: There is no decoder. The message is one line that states what was found and what
             was expected.
     """
     root, chosen = path, None

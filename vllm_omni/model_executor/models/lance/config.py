@@ -21,7 +21,7 @@ FRAMES_PER_LATENT = 4
 LATENT_CHANNELS = 48
 TIMESTEP_FREQUENCIES = 256
 TOKENS_PER_STEP = 4
-"""Text tokens that an understanding request decodes in one engine step."""
+"""Number of text tokens that an understanding request decodes in one engine step."""
 
 Task = Literal["t2i", "image_edit", "t2v", "i2v", "video_edit", "x2t_image", "x2t_video", "t2t"]
 TASKS: tuple[Task, ...] = (
@@ -35,7 +35,7 @@ TASKS: tuple[Task, ...] = (
 )
 """Tasks of the original. `t2t`, a conversation without an image, is an extension."""
 READING_TASKS: tuple[Task, ...] = ("x2t_image", "x2t_video", "t2t")
-"""Tasks that generate text: understanding requests."""
+"""Tasks that generate text (understanding requests)."""
 VIDEO_TASKS: tuple[Task, ...] = ("t2v", "i2v", "video_edit")
 """Tasks that generate video latents, for which only the video checkpoint was trained."""
 EDIT_TASKS: tuple[Task, ...] = ("image_edit", "video_edit")
@@ -51,7 +51,7 @@ class LanceDefaults:
     max_latent_size: int = 64
     """Latent rows and columns of the position table."""
     max_num_video_latent_frames: int = 31
-    """Latent frames of the position table of the video checkpoint."""
+    """Number of latent frames in the position table of the video checkpoint."""
     timestep_shift: float = 3.5
     """Shift of the timesteps."""
     num_timesteps: int = 30
@@ -65,19 +65,19 @@ class LanceDefaults:
     cfg_renorm_min: float = 0.0
     """Smallest factor of the renormalisation."""
     seed: int = 42
-    """Seed of a request that sets none."""
+    """Seed of requests that do not set one."""
     max_text_tokens: int = 256
-    """Text tokens of an understanding request that sets no limit."""
+    """Number of text tokens of understanding requests that do not set a limit."""
     fps: float = 12.0
-    """Frame rate of generated videos, and rate at which input videos are sampled."""
+    """Frame rate of generated videos, and the rate at which input videos are sampled."""
     video_seconds: float = 6.0
-    """Maximum duration of an input video that is used, in seconds."""
+    """Maximum duration in seconds of the part of an input video that is used."""
     image_size: tuple[int, int] = (768, 768)
-    """(height, width) of an image in pixels if the request sets none."""
+    """(height, width) of an image in pixels if the request does not set it."""
     video_size: tuple[int, int] = (480, 848)
-    """(height, width) of a video in pixels if the request sets none."""
+    """(height, width) of a video in pixels if the request does not set it."""
     num_frames: int = 49
-    """Frames of a video if the request sets no number."""
+    """Number of frames of a video if the request does not set it."""
 
 
 DEFAULTS = LanceDefaults()
@@ -85,8 +85,9 @@ DEFAULTS = LanceDefaults()
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """Architecture of the Qwen2.5-VL vision tower, with transformers' names. The defaults are those
-    of the release."""
+    """Architecture of the Qwen2.5-VL vision tower, with the names used in transformers. The
+    defaults are those of the release.
+    """
 
     depth: int = 32
     """Layers."""
@@ -129,8 +130,9 @@ class VisionConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "VisionConfig":
-        """Read the architecture from a Qwen2.5-VL vision config. Other keys do not affect
-        inference."""
+        """Read the architecture from a Qwen2.5-VL vision config. All other keys do not affect
+        inference.
+        """
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
         if "in_channels" not in known and "in_chans" in values:
             known["in_channels"] = values["in_chans"]
@@ -139,7 +141,9 @@ class VisionConfig:
         return cls(**known)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return constructor values of transformers' `Qwen2_5_VLVisionConfig`, JSON types only."""
+        """Return constructor arguments for transformers' `Qwen2_5_VLVisionConfig`, as JSON
+        types.
+        """
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return {**values, "fullatt_block_indexes": list(self.fullatt_block_indexes)}
 
@@ -170,12 +174,13 @@ class LanceConfig:
     max_latent_size: int = DEFAULTS.max_latent_size
     """Latent rows and columns of the position table."""
     max_latent_frames: int = 1
-    """Latent frames of the position table: 1 in the image checkpoint, 31 in the video
-    checkpoint."""
+    """Number of latent frames in the position table: 1 in the image checkpoint, 31 in the video
+    checkpoint.
+    """
     vision: VisionConfig = field(default_factory=VisionConfig)
     """Architecture of the vision tower."""
     special: Mapping[str, int] = field(default_factory=dict)
-    """Ids of special tokens in the checkpoint's config, which must equal the tokenizer's."""
+    """Ids of special tokens in the checkpoint's config, which must equal those of the tokenizer."""
 
     def __post_init__(self) -> None:
         if (
@@ -218,11 +223,11 @@ class LanceConfig:
     def from_checkpoint(
         cls, values: Mapping[str, Any], vision: Mapping[str, Any], **latent: Any
     ) -> "LanceConfig":
-        """Read `llm_config.json` (Qwen2.5-VL keys) and a vision config. An empty map means the
-        released one.
+        """Read `llm_config.json` (Qwen2.5-VL keys) and a vision config. An empty map selects the
+        released config.
 
-        latent: `max_latent_size`, `max_latent_frames`. Raises ValueError naming every value this
-        code does not implement.
+        latent: `max_latent_size`, `max_latent_frames`. Raises ValueError that names every
+        unsupported value.
         """
         for key, allowed in _REQUIRED.items():
             if key in values and values[key] not in allowed:
@@ -274,35 +279,42 @@ _SPECIAL_KEYS = {
 class LanceChoices:
     """Where public implementations of Lance differ.
 
-    The defaults are the original's path with a cache, but for two.
+    The defaults follow the original's code path with a cache, with two exceptions.
     """
 
     drawing_prompt: Literal["template", "wrapped"] = "template"
-    """Prompt of text-to-image and text-to-video: the chat template, or the template `wrapped` once
-    more between <|im_start|> and <|im_end|>, as in BAGEL."""
+    """Prompt for text-to-image and text-to-video: the chat template, or the template `wrapped` a
+    second time between <|im_start|> and <|im_end|>, as in BAGEL.
+    """
     uncond_context: Literal["template", "empty"] = "template"
-    """Unconditional context of text-to-image and text-to-video: the template without the user's
-    text, or an `empty` one (no tokens for an image, <|im_start|><|im_end|> for a video, a
-    negative prompt between these two tokens)."""
+    """Unconditional context for text-to-image and text-to-video: the template without the user's
+    text, or an `empty` one (no tokens for an image, <|im_start|><|im_end|> for a video, a negative
+    prompt between these two tokens).
+    """
     edit_apostrophe: Literal["typographic", "ascii"] = "typographic"
     """Apostrophe in the system prompts of edits: U+2019 (`typographic`) or `ascii`."""
     uncond_positions: Literal["cond", "own"] = "cond"
-    """Positions of the text after the user's text in the unconditional context: those of the
-    conditional context (`cond`, as in the published results) or recomputed (`own`)."""
+    """Positions of the tokens after the user's text in the unconditional context: those of the
+    conditional context (`cond`, as in the published results) or recomputed (`own`).
+    """
     i2v_noise_place: Literal["behind_text", "before_text"] = "behind_text"
-    """Start of the positions of the generated block: after all text, or at the user's text."""
+    """First position of the generated block: after all text, or at the user's text."""
     understanding_video: Literal["bucket", "smart_resize"] = "bucket"
-    """Sizes of a clip in understanding requests: those of a `bucket`, at 12 frames per second, or
-    Qwen2-VL's `smart_resize` of each frame, up to `max_num_frames`."""
+    """Size of a clip in understanding requests: that of a `bucket`, at 12 frames per second, or
+    Qwen2-VL's `smart_resize` of each frame, up to `max_num_frames`.
+    """
     understanding_vit_time: Literal["running", "origin"] = "running"
-    """Time positions of the vision block: they continue the text's (`running`) or start at 1000
-    (`origin`)."""
+    """Temporal positions of the vision block: they continue those of the text (`running`) or start
+    at 1000 (`origin`).
+    """
     position_table: Literal["computed", "checkpoint"] = "computed"
-    """3-D position table: rebuilt (`computed`), or the one stored in the `checkpoint`."""
+    """3-D position table: rebuilt (`computed`), or the table stored in the `checkpoint`."""
     reference_latent: Literal["mean", "sample"] = "mean"
-    """Latents of a reference: the encoder's `mean`, or a `sample` around it (the original's)."""
+    """Latents of a reference image: the `mean` of the encoder, or a `sample` around it (as in the
+    original).
+    """
     pixel_rounding: Literal["round", "truncate"] = "round"
-    """Levels of decoded pixels: the nearest (`round`) or the next lower (`truncate`)."""
+    """Rounding of decoded pixels: to the nearest level (`round`) or down (`truncate`)."""
 
 
 Convention = Literal["original", "vllm_omni"]
@@ -325,14 +337,14 @@ CONVENTIONS: Final[dict[Convention, LanceChoices]] = {
 
 
 class LanceOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`ModelOptions`, and Lance's own."""
+    """`ModelOptions`, and the options of Lance."""
 
     convention: Convention = "original"
-    """Public implementation whose choices are served; the model's README lists them."""
+    """Public implementation whose choices are followed; the model's README lists them."""
     max_image_pixels: Positive = 1024 * 1024
-    """Maximum `width * height` of a generated image. The server reserves memory for it."""
+    """Maximum `width * height` of a generated image. The server reserves memory for this size."""
     max_video_pixels: Positive = 480 * 848
-    """Maximum `width * height` of a generated video. The server reserves memory for it."""
+    """Maximum `width * height` of a generated video. The server reserves memory for this size."""
     max_num_frames: Positive = 121
     """Maximum number of frames of a generated video."""
     max_new_tokens: Positive = 2048

@@ -33,7 +33,7 @@ def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
 
 
 def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
-    """Return the capabilities. The video checkpoint also generates images, with other sizes."""
+    """Return the capabilities. The video checkpoint also generates images, in other sizes."""
     options, lance = LanceOptions.parse(omni.model), lance_config(config["lance"])
     videos = lance.makes_video
     images, limit = default_size(False, options), options.max_image_pixels

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resize images and clips of any size to the sizes that the model was trained on, on the model's
+"""Resizes images and clips of any size to the sizes on which the model was trained, on the model's
 device.
 
-An image goes to the nearest of six aspect ratios (a "bucket") with a preset's area: center-cropped
-to the ratio, resized with antialiased bicubic filtering, and for the vision tower cropped to whole
-patches. The alternative for input clips, Qwen2-VL's resize, comes from transformers.
+An image is assigned to the nearest of six aspect ratios (a "bucket") with the area of a preset: it
+is center-cropped to this ratio, resized with antialiased bicubic filtering, and for the vision
+tower cropped to whole patches. The alternative for input clips, Qwen2-VL's resize, comes from
+transformers.
 """
 
 # T frames, H height, W width; sizes are (height, width) in pixels
@@ -49,8 +50,8 @@ PRESETS = {
 
 @cache
 def buckets(side: int, multiple: int, max_side: int | None = None) -> tuple[Size, ...]:
-    """Return the six sizes of a preset. multiple: of 28 for the vision tower; max_side clips the
-    widest.
+    """Return the six sizes of a preset. multiple: 28 for the vision tower; max_side limits the
+    widest size.
     """
     sizes = []
     for wide, high in _RATIOS:
@@ -69,7 +70,7 @@ def _round(length: float) -> int:
 
 
 def nearest_bucket(size: Size, sizes: tuple[Size, ...]) -> int:
-    """Return the index of the bucket whose width-to-height ratio is nearest."""
+    """Return the index of the bucket with the nearest width-to-height ratio."""
     ratio = size[1] / size[0]
     return min(range(len(sizes)), key=lambda index: abs(sizes[index][1] / sizes[index][0] - ratio))
 
@@ -88,10 +89,11 @@ def crop_box(size: Size, target: Size) -> tuple[int, int, int, int]:
 
 
 def fit(frames_THWC: torch.Tensor, resized: Size, final: Size | None = None) -> torch.Tensor:
-    """Crop uint8 frames [T, H, W, 3] to the ratio of `resized`, resize, centre-crop to `final`.
+    """Crop uint8 frames [T, H, W, 3] to the ratio of `resized`, resize them, and centre-crop them
+    to `final`.
 
-    Returns fp32 [3, T, h, w], 0 to 255.
-    The resize is bicubic with antialiasing and rounds to whole levels, as Pillow's does.
+    Returns fp32 [3, T, h, w], 0 to 255. The resize is bicubic with antialiasing and rounds to
+    integer levels, as in Pillow.
     """
     top, left, height, width = crop_box((frames_THWC.shape[1], frames_THWC.shape[2]), resized)
     window = frames_THWC[:, top : top + height, left : left + width].permute(0, 3, 1, 2).float()
@@ -118,11 +120,11 @@ def for_vae(frames_THWC: torch.Tensor, size: Size) -> torch.Tensor:
 
 
 def for_vit(frames_THWC: torch.Tensor, preset: SizePreset | None) -> torch.Tensor:
-    """uint8 frames -> fp32 pixels [3, T, h, w] for the vision tower, with CLIP's mean and
-    deviation.
+    """Convert uint8 frames to fp32 pixels [3, T, h, w] for the vision tower, normalised with CLIP's
+    mean and deviation.
 
-    preset: of the bucket; None = Qwen2-VL's `smart_size`, which scales both sides and crops
-    nothing.
+    preset: Preset of the bucket. None selects Qwen2-VL's `smart_size`, which scales both sides
+    without cropping.
     """
     size = (frames_THWC.shape[1], frames_THWC.shape[2])
     if preset is None:
@@ -142,8 +144,8 @@ def for_vit(frames_THWC: torch.Tensor, preset: SizePreset | None) -> torch.Tenso
 
 @cache
 def smart_limits() -> tuple[int, int]:
-    """Return the fewest and the most pixels of a frame that Qwen2-VL's video processor resizes
-    to.
+    """Return the minimum and maximum number of pixels per frame to which Qwen2-VL's video processor
+    resizes.
     """
     # imported lazily, because the command line uses only buckets
     from transformers import Qwen2VLVideoProcessor
@@ -152,7 +154,7 @@ def smart_limits() -> tuple[int, int]:
 
 
 def smart_size(size: Size) -> Size:
-    """Return the size that Qwen2-VL's video processor gives a frame.
+    """Return the size to which Qwen2-VL's video processor resizes a frame.
 
     Raises ValueError for sides beyond 200 to 1.
     """
@@ -164,10 +166,10 @@ def smart_size(size: Size) -> Size:
 
 
 def sampled_frames(num_frames: int, fps: float | None) -> torch.Tensor:
-    """Return which frames of a clip the model sees: 12 per second, at most 6 s, 4 k + 1 of them;
-    int64.
+    """Return the indices of the frames of a clip that the model receives: 12 per second, at most 6
+    s, 4 k + 1 frames; int64.
 
-    fps: the clip's; None = it is at 12 already.
+    fps: Frame rate of the clip. None: the clip already has 12 frames per second.
     """
     rate = DEFAULTS.fps if fps is None else round(fps)
     seconds = min(num_frames / max(1, rate), DEFAULTS.video_seconds)

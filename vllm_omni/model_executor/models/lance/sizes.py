@@ -2,7 +2,7 @@
 """The latent grid of a generated image or video: the requested size, the server's default, or a
 reference's bucket.
 
-A size beyond the position table or the server's limits is refused with the allowed ones.
+If a size exceeds the position table or the server's limits, the error lists the allowed sizes.
 """
 
 import math
@@ -63,7 +63,7 @@ def generation_grid(
 
 
 def default_size(video: bool, served: LanceOptions) -> Size:
-    """Return the released default, or the largest square that this server allows."""
+    """Return the released default size, or the largest square that this server allows."""
     size, limit = (
         (DEFAULTS.video_size, served.max_video_pixels)
         if video

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor tables of Lance checkpoints, and their strict loading.
+"""Tables of the tensors in Lance checkpoints, and strict loading.
 
-`model.safetensors` holds the decoder and the latent bridge (1021 tensors in the release). The video
-checkpoint's also holds the vision tower (390 more, `vit_model.*`). `checkpoint.py` locates the
-files.
+`model.safetensors` holds the decoder and the latent bridge (1021 tensors in the release). The file
+of the video checkpoint also holds the vision tower (390 more tensors, `vit_model.*`).
+`checkpoint.py` locates the files.
 """
 
 import logging
@@ -74,8 +74,8 @@ _OTHER_TENSORS = {
 
 
 def network_shapes(config: LanceConfig) -> dict[str, Shape]:
-    """Return name -> shape of everything but the vision tower in a `model.safetensors` (1021
-    when released).
+    """Return the shape of every tensor in a `model.safetensors` except the vision tower, by name
+    (1021 in the release).
     """
     sizes = {
         "D": config.hidden_size,
@@ -98,14 +98,18 @@ def network_shapes(config: LanceConfig) -> dict[str, Shape]:
 
 @cache
 def vision_shapes(config: VisionConfig) -> Mapping[str, Shape]:
-    """Return name -> shape of the vision tower (390 when released), bare names."""
+    """Return the shape of every tensor of the vision tower, by name without prefix (390 in the
+    release).
+    """
     with torch.device("meta"):
         return shapes_of(VisionTower(config).tower)
 
 
 @cache
 def vae_shapes(config: VAEConfig) -> Mapping[str, Shape]:
-    """Return name -> shape of the autoencoder (196 when released), diffusers' names."""
+    """Return the shape of every tensor of the autoencoder, by diffusers' names (196 in the
+    release).
+    """
     with torch.device("meta"):
         return shapes_of(LanceWanVAE(config).vae)
 
@@ -115,8 +119,9 @@ def bundles_vision(source: TensorSource) -> bool:
 
 
 def load_network(network: LanceNetwork, source: TensorSource, config: LanceConfig) -> None:
-    """Load the decoder, or this rank's part of it. A vision tower in the same file is only
-    validated."""
+    """Load the decoder, or this rank's part of it. If the same file contains a vision tower, it is
+    only validated.
+    """
     expected = network_shapes(config)
     if bundles_vision(source):
         expected |= {
@@ -126,8 +131,9 @@ def load_network(network: LanceNetwork, source: TensorSource, config: LanceConfi
 
 
 def adapter_target(network: LanceNetwork, config: LanceConfig) -> AdapterTarget:
-    """Return the decoder and the latent bridge as targets of LoRA adapters, both under the
-    decoder's name."""
+    """Return the decoder and the latent projections as targets of LoRA adapters, both under the
+    decoder's name.
+    """
     return AdapterTarget(
         network,
         network_shapes(config),
@@ -143,10 +149,10 @@ def load_vision(
     separate: TensorSource | None,
     bundled: TensorSource | None,
 ) -> None:
-    """Load the vision tower from its own file, or without one from the decoder's.
+    """Load the vision tower from its own file, or from the decoder's file if there is none.
 
-    With both, a few tensors are compared: training kept the tower frozen, so a difference is worth
-    a warning. Raises ValueError when there is neither.
+    If both exist, a few tensors are compared: the tower was frozen in training, so a difference
+    causes a warning. Raises ValueError when there is neither.
     """
     if bundled is not None and not bundles_vision(bundled):
         bundled = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert camera poses or held keys to the camera map that conditions the transformer.
+"""Converts camera poses or held keys to the camera map that conditions the transformer.
 
 A pose is camera-to-world, 4x4, OpenCV axes (x right, y down, z forward). The condition is the
 camera's motion from one latent frame to the next: relative poses with translations divided by a
@@ -9,10 +9,10 @@ wasd_ijkl_to_c2ws.py.
 
 Two conventions differ in the reference of a chunk's first frame and in the scale:
 
-- interactive: the reference is the previous chunk's last pose, so every frame's action takes
-  effect; the scale is constant.
-- trajectory: there is no reference (the clip's first frame stands still); the scale is the clip's
-  largest translation.
+- interactive: the reference is the last pose of the previous chunk, so that the action of every
+  frame takes effect; the scale is constant.
+- trajectory: there is no reference (the first frame of the clip does not move); the scale is the
+  largest translation in the clip.
 
 `request.py` combines them according to the server's options.
 """
@@ -69,8 +69,9 @@ ACTION_SPACE = msgspec.structs.replace(
         _look_axis("look", "up", "degrees", kind="motion", mouse="y", scale=-0.12),
     ),
 )
-"""The eight keys and their analog equivalents, which add up. A movement key is one step, a look key
-six or four degrees."""
+"""The eight keys and their analog equivalents, whose effects add up. A movement key is one step,
+and a look key is six or four degrees.
+"""
 _AXIS_NAMES = ACTION_SPACE.axis_names
 FLAG_KEYS = "wasd"
 """The keys that condition an `act` model, in the order of its channels."""
@@ -86,7 +87,7 @@ class WorldStart:
     """The session's pose of the start image, in the client's units."""
 
     def world_poses(self, poses_F44: torch.Tensor, metres_per_unit: float) -> torch.Tensor:
-        """Convert a session's poses to world poses, fp64 metres."""
+        """State of the camera at the end of a chunk."""
         from_first = inverse_poses(self.first_44[None]) @ poses_F44
         from_first[:, :3, 3] *= metres_per_unit
         return self.world_44 @ from_first
@@ -112,8 +113,9 @@ class CameraTail:
     """The session's start in the world's coordinates. None: unknown."""
 
     def after(self, relative_F44: torch.Tensor, before: "CameraTail | None") -> "CameraTail":
-        """Return this tail with the longest translation of `before` and of a chunk's unscaled
-        poses."""
+        """Return this tail with the longest translation of `before` and of the unscaled poses of a
+        chunk.
+        """
         sofar = 0.0 if before is None else before.largest_step
         return replace(self, largest_step=max(sofar, _largest_step(relative_F44)))
 
@@ -130,7 +132,7 @@ class CameraTail:
 
     @classmethod
     def at(cls, pose_44: torch.Tensor, start: WorldStart | None = None) -> "CameraTail":
-        """Return the tail at an uploaded pose. Its pitch is the angle above the horizon."""
+        """Return the tail at an uploaded pose. The pitch is the angle above the horizon."""
         return cls(pose_44.clone(), pitch_of(pose_44), start=start)
 
 
@@ -200,7 +202,8 @@ def read_flags(action: torch.Tensor, num_frames: int) -> torch.Tensor:
 
 def held_flags(actions: ActionFrames) -> torch.Tensor:
     """Return the keys w a s d of each frame in the format of `read_flags`. An axis presses the key
-    of its direction."""
+    for its direction.
+    """
     axes = dict(zip(_AXIS_NAMES, actions.axes_NA.unbind(1), strict=True))
     pressed = {
         "w": axes["forward"] > 0,
@@ -216,8 +219,9 @@ def held_flags(actions: ActionFrames) -> torch.Tensor:
 
 
 def per_latent(per_pixel: torch.Tensor, frames: range) -> torch.Tensor:
-    """Select the latent `frames` (absolute) from per-video-frame values: latent i shows video frame
-    4 i."""
+    """Select the values of latent `frames` (absolute) from per-video-frame values: latent frame i
+    corresponds to video frame 4 i.
+    """
     return per_pixel[[VAE_TEMPORAL * frame - first_pixel_frame(frames.start) for frame in frames]]
 
 
@@ -247,7 +251,8 @@ def integrate_motions(
     pitch_limit_degrees: float = PITCH_LIMIT_DEGREES,
 ) -> tuple[torch.Tensor, CameraTail]:
     """Move the camera from `tail` by one motion per frame. See `integrate_actions`. With `grid`,
-    positions are in metres in the world's coordinates."""
+    positions are in metres in the world's coordinates.
+    """
     pose_144 = tail.pose_44[None]
     pitch_1 = torch.tensor([tail.pitch_degrees], dtype=torch.float64)
     poses = []
@@ -273,7 +278,9 @@ def relative_poses(
 
 
 def scaled_translations(relative_N44: torch.Tensor, scale: float | None = None) -> torch.Tensor:
-    """Divide translations by `scale`. None: by the largest translation, if there is any."""
+    """Divide translations by `scale`. None: they are divided by the largest translation, if there
+    is one.
+    """
     if scale is None:
         scale = _largest_step(relative_N44) or 1.0
     out = relative_N44.clone()
@@ -338,7 +345,8 @@ def action_map(
     and the keys w a s d.
 
     See `camera_map`. Translations are ignored, and a key has the same value in all pixels of a
-    frame."""
+    frame.
+    """
     relative_N44, intrinsics_N4, flags_N4 = _on(
         device, dtype, relative_N44, intrinsics_N4, flags_N4
     )
@@ -371,7 +379,8 @@ def _directions(
 
 def _fold(planes_NCHW: torch.Tensor) -> torch.Tensor:
     """Fold 8x8 pixels into channels. Channel c * 64 + (v mod 8) * 8 + (u mod 8) of a cell is
-    component c of pixel (u, v)."""
+    component c of pixel (u, v).
+    """
     return (
         torch.nn.functional.pixel_unshuffle(planes_NCHW.float(), VAE_SPATIAL)
         .transpose(0, 1)

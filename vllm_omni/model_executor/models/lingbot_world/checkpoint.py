@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locate the components of a LingBot World checkpoint: original, v2 or diffusers layout, or all
+"""Locates the components of a LingBot World checkpoint: original, v2 or diffusers layout, or all
 files in one folder.
 
 If the transformer has no `config.json`, its sizes are read from the headers of its weight files.
 This module only locates files; `weights.py` loads them. A missing component is an error only when
-it is needed (`require`). An engine with dummy weights can therefore start from configs alone, and a
-stage that does not decode needs no VAE.
+it is needed (`require`). An engine with dummy weights can therefore start from config files alone,
+and a stage that does not decode needs no VAE.
 """
 
 from dataclasses import dataclass
@@ -27,17 +27,20 @@ from vllm_omni.model_executor.models.wan.checkpoint.layout import (
 )
 
 LAYOUTS = ("original", "diffusers", "v2", "v2_1_3b", "v2_pretrain", "act", "world")
-"""The supported layouts, by their names for `make-tiny`; `world` is the demo world's."""
+"""The supported layouts, by the names used in `make-tiny`; `world` is the layout of the
+demo world.
+"""
 
 _FAST_FOLDERS = ("lingbot_world_fast", "Lingbot-World-Fast")
 _PRETRAIN_FOLDER = "transformer_causal"
 _TRANSFORMER_FOLDERS = (*_FAST_FOLDERS, "transformers", _PRETRAIN_FOLDER, "transformer")
-"""Original v1 under both names in use, original v2, v2 before distillation, diffusers; last the
-folder itself."""
+"""Names of the transformer's folder: original v1 (both names in use), original v2, v2 before
+distillation, diffusers, and finally the directory itself.
+"""
 _SINGLE_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 _V1_WIDTH = LingBotWorldConfig.dim
 _V2_NAME = "lingbot-world-v2"
-"""Start of the names of v2's directories; `_` and `-` are equivalent."""
+"""Prefix of the directory names of v2; `_` and `-` are equivalent."""
 
 _CLASSES = (
     "WanModelFast",
@@ -46,14 +49,14 @@ _CLASSES = (
     "LingBotWorldTransformer3DModel",
 )
 _NOT_FAST = ("high_noise_model", "low_noise_model")
-"""The experts of the base model: they have the same keys, but are neither distilled nor causal."""
+"""The experts of the base model, which have the same keys but are neither distilled nor causal."""
 
 
 @dataclass(frozen=True)
 class CheckpointLayout(WanComponents):
     """The components of one checkpoint.
 
-    `transformer` is a folder of safetensors, or one such file.
+    `transformer` is a folder of safetensors files or a single such file.
     """
 
     download_name: ClassVar[str] = "lingbot_world_fast"
@@ -62,7 +65,7 @@ class CheckpointLayout(WanComponents):
     kind: Literal["original", "diffusers"]
     """The layout."""
     version: Version
-    """Generation of the network, which determines schedule defaults."""
+    """Version of the network, which determines the defaults of the schedule."""
     mode: Literal["fast", "pretrain"]
     """Distilled (`fast`) or not (`pretrain`)."""
 
@@ -93,7 +96,7 @@ def find_layout(path: Path) -> CheckpointLayout:
     """Locate the components in `path`, or next to it if `path` is the transformer's folder.
 
     Raises:
-        ValueError: There is no transformer. The message is one line with what was found and
+        ValueError: There is no transformer. The message is one line that states what was found and
             what was expected.
     """
     folder, root = find_transformer(path, _TRANSFORMER_FOLDERS, _is_transformer, "LingBot World")
@@ -133,8 +136,9 @@ def hf_config(path: Path) -> dict[str, Any]:
 
 
 def _is_pretrain(folder: Path, path: Path) -> bool:
-    """Return whether a transformer's folder under the directory `path` holds v2's model before
-    distillation."""
+    """Return whether a transformer folder under the directory `path` contains the v2 model before
+    distillation.
+    """
     named = folder.name == _PRETRAIN_FOLDER or "causal-pretrain" in str(
         path.resolve()
     ).lower().replace("_", "-")
@@ -142,7 +146,7 @@ def _is_pretrain(folder: Path, path: Path) -> bool:
 
 
 def _version(folder: Path, path: Path) -> Version:
-    """Return the generation of a transformer's folder under the directory `path`."""
+    """Return the model version of a transformer folder under the directory `path`."""
     if folder.name in ("transformers", _PRETRAIN_FOLDER) or _V2_NAME in str(
         path.resolve()
     ).lower().replace("_", "-"):
@@ -156,8 +160,9 @@ def _version(folder: Path, path: Path) -> Version:
 
 
 def _weights(folder: Path, root: Path) -> Path:
-    """Return the folder of a transformer, or its only file if other components' files are in the
-    same folder."""
+    """Return the folder of a transformer, or its only file if the folder also contains files of
+    other components.
+    """
     if folder == root and not any(folder.glob("*.safetensors.index.json")):
         return next((folder / name for name in _SINGLE_FILES if (folder / name).is_file()), folder)
     return folder
@@ -183,8 +188,9 @@ def _stated_config(transformer: Path) -> dict[str, Any]:
 
 
 def _is_transformer(folder: Path) -> bool:
-    """Return whether `folder` holds a LingBot World transformer, by its config, or else by its name
-    and tensor names."""
+    """Return whether `folder` contains a LingBot World transformer, according to its config, or
+    otherwise its name and tensor names.
+    """
     if not folder.is_dir() or folder.name in _NOT_FAST:
         return False
     config = _own_config(folder)

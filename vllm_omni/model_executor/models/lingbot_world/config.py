@@ -35,12 +35,13 @@ from vllm_omni.model_executor.streaming.stream import StreamModelSetup
 
 ControlType = Literal["cam", "act", "world"]
 CONTROL_CHANNELS: Final[dict[ControlType, int]] = {"cam": 6, "act": 7, "world": 6}
-"""Channels of the control map at pixel size: ray origin and direction, or ray direction and the
-keys w a s d. `world` is `cam` plus the camera's world pose (`world_pose.py`)."""
+"""Number of channels of the control map at pixel resolution: ray origin and direction, or ray
+direction and the keys w a s d. `world` is `cam` plus the camera's world pose (`world_pose.py`).
+"""
 NATIVE_HEIGHT, NATIVE_WIDTH = 480, 832
-"""Height and width that camera intrinsics refer to."""
+"""Height and width to which camera intrinsics refer."""
 ACTION_FOCAL = 500.0
-"""Focal length in output pixels if actions come without intrinsics."""
+"""Focal length in output pixels if actions are sent without intrinsics."""
 
 Version = Literal["v1", "v2"]
 
@@ -106,7 +107,7 @@ class LingBotWorldConfig(ChunkTransformerConfig):
         the released model.
 
         Raises:
-            ValueError: A key is unknown, or a value is not implemented.
+            ValueError: A key is unknown, or a value is not supported.
         """
         states_window = (
             values.get("sliding_window_num_frames") or values.get("local_attn_size", -1) != -1
@@ -143,15 +144,17 @@ class LingBotChoices:
     schedule: Literal["exact", "original"] = "exact"
     """`exact` float timesteps, or `original` integer timesteps with two sigmas per step."""
     residual_dtype: Literal["fp32", "model"] = "fp32"
-    """Residual stream in `fp32`, or in the `model`'s dtype (faster, less accurate)."""
+    """Dtype of the residual stream: `fp32`, or the dtype of the `model` (faster, less accurate)."""
     camera_first_frame: Literal["moves", "stands", "stands_each_chunk"] = "moves"
-    """With actions, a session's first latent frame `moves` by its own action, or `stands` still
-    as the reference of later frames (SGLang). `stands_each_chunk`: so does every chunk's first
-    frame, also with poses (PR 3701's extension)."""
+    """With actions, the first latent frame of a session `moves` by its own action, or `stands`
+    still as the reference for later frames (SGLang). `stands_each_chunk`: the first frame of every
+    chunk stands still, also with poses (extension of PR 3701).
+    """
     camera_scale: Literal["constant", "chunk_max", "session_max"] = "constant"
-    """Divisor of camera translations: `constant` (`camera.MOVE_UNIT`, interactive), the chunk's
-    largest one (`chunk_max`), or the session's largest so far (`session_max`). A request's
-    option `camera_scale` overrides it."""
+    """Divisor of camera translations: Divisor of translations: `constant` (`camera.MOVE_UNIT`,
+    interactive), the largest one in the chunk (`chunk_max`), or the largest one in the session so
+    far (`session_max`). A request's option `camera_scale` overrides it.
+    """
     camera_dtype: Literal["fp32", "bf16"] = "fp32"
     """`fp32`: poses and rays in fp64, rounded once. `bf16`: everything in bf16 (SGLang 0.5.23)."""
     later_condition: LaterCondition = "streamed"
@@ -160,12 +163,13 @@ class LingBotChoices:
     """The decoder continues from its `cache`, or restarts two latent frames early at each chunk
     (`restart`)."""
     prompt_switch: Literal["refresh", "ignore"] = "refresh"
-    """A new prompt takes effect at the next chunk (`refresh`), or is ignored after a session's
-    first chunk (`ignore`)."""
+    """A new prompt takes effect with the next chunk (`refresh`), or is ignored after the first
+    chunk of a session (`ignore`).
+    """
 
     @property
     def camera_torch_dtype(self) -> torch.dtype:
-        """Type in which poses are converted to rays. The result is always fp32."""
+        """Dtype in which poses are converted to rays. The result is always fp32."""
         return {"fp32": torch.float64, "bf16": torch.bfloat16}[self.camera_dtype]
 
 
@@ -216,14 +220,15 @@ PRESETS: Final[Mapping[PresetName, Preset]] = {
 
 
 class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`StreamingOptions`, and LingBot World's own."""
+    """`StreamingOptions`, and the options of LingBot World."""
 
     presets: ClassVar[Mapping[PresetName, Preset]] = PRESETS
 
     version: Version | None = None
     """Generation of the network: `v1` (LingBot-World-Fast) or `v2` (LingBot-World 2.0 causal fast).
-    They differ in the defaults of `shift` (10 / 5), `denoise_indices` and `sink_frames` (9 / 6).
-    Default: the checkpoint's."""
+    The versions differ in the defaults of `shift` (10 / 5), `denoise_indices` and `sink_frames` (9
+    / 6). Default: the checkpoint's.
+    """
     convention: Convention = "realtime"
     """Public implementation to follow where they differ: the `realtime` endpoints, the `original`,
     SGLang (`sglang`) or vLLM-Omni's pull request 3701
@@ -237,7 +242,7 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
     def parse(
         cls, options: Mapping[str, Any], checkpoint_version: Version = "v1"
     ) -> "LingBotOptions":
-        """Parse the options. Raises ValueError with the value and the allowed ones."""
+        """Parse the options. Raises ValueError with the value and the allowed values."""
         parsed = cls.read_options({"version": checkpoint_version, **options})
         try:
             parsed.denoise_schedule()
@@ -297,7 +302,7 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
 
 
 def resolve_plan(config: LingBotWorldConfig, options: LingBotOptions) -> ChunkPlan:
-    """Return the chunk sizes of a session and the K/V window of each. Raises ValueError."""
+    """Return the chunk sizes of a session and the size of its K/V window. Raises ValueError."""
     return resolve_chunks(
         options,
         config,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The released LingBot Worlds on the hub: Fast (v1) in the original layout, v2 in its own layouts.
 
-Sizes come from the repositories' file lists, for v2 from the tensors. v2's weights are CC BY-NC-SA
-4.0, which must be accepted. Public statements on v1's licence differ; read its model card. v2's
-bidirectional model has no public code.
+Sizes are taken from the repositories' file lists, or for v2 from the tensors. The weights of v2 are
+CC BY-NC-SA 4.0, which must be accepted. Public statements on the licence of v1 differ; read its
+model card. The bidirectional model of v2 has no public code.
 """
 
 import json
@@ -42,10 +42,10 @@ _CONFIG = {
 
 
 def check_complete(path: Path) -> None:
-    """Raise ValueError unless every piece is there and the transformer's tensors have the right
+    """Raise ValueError unless all components exist and the transformer's tensors have the right
     names and shapes.
 
-    Only file names and headers are read. The other components' tensors are checked when they are
+    Only file names and headers are read. Tensors of other components are checked when they are
     loaded.
     """
     from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout
@@ -59,8 +59,8 @@ def check_complete(path: Path) -> None:
 
 
 def complete(out: Path) -> list[str]:
-    """Write the transformer's `config.json` if its repository has none and return the files
-    written.
+    """Write the transformer's `config.json` if its repository has none, and return the paths of
+    written files.
     """
     path = out / _TRANSFORMER / "config.json"
     if path.exists():
@@ -86,7 +86,7 @@ _CC_BY_NC_SA = (
 
 
 def _v2(*components: HubComponent) -> HubSource:
-    """Write nothing: sizes that no `config.json` states are read from the tensors."""
+    """Write nothing, because sizes without a `config.json` are read from the tensors."""
     return HubSource(components, licence=_CC_BY_NC_SA)
 
 

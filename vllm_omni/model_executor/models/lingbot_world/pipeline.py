@@ -11,7 +11,7 @@
     advance the session                                      commit
 
 `LingBotWorld` is the model and does not depend on the engine; vLLM loads `LingBotWorldPipeline`,
-which owns it.
+which owns the model.
 """
 
 from collections.abc import Sequence
@@ -230,8 +230,9 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
     def denoise_step(
         self, batch: Sequence[Request], hidden: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Run `StreamingModel.denoise_step` and free the camera modulation, which is several GiB at
-        full size, after a chunk's last pass."""
+        """Run `StreamingModel.denoise_step`. After the last pass of a chunk, free the camera
+        modulation, which is several GiB at full size.
+        """
         prediction = super().denoise_step(batch, hidden)
         for request in batch:
             if request.step == request.num_steps - 1:
@@ -257,7 +258,7 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
     def _rest(
         self, inputs: ChunkInputs, session: LingBotSession, frames: range
     ) -> tuple[bool, RestState]:
-        """Return whether the window leaves the chunk out, and the state after the chunk."""
+        """Return whether the chunk is left out of the window, and the state after the chunk."""
         if self.config.control_type != "world":
             return False, session.rest
         plan = session.plan
@@ -295,8 +296,9 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
         return super().result_meta(request) | ({} if poses is None else {"world_poses": poses})
 
     def start_step(self, request: Request) -> None:
-        """Compute K/V of the prompt and the camera modulation, unless they exist. Collective under
-        tensor parallelism."""
+        """Compute the K/V of the prompt and the camera modulation if they do not exist. Collective
+        under tensor parallelism.
+        """
         session, chunk = request.session, request.work
         if chunk.cross_kv is None:
             chunk.cross_kv = (
@@ -333,7 +335,7 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
 
 
 class LingBotWorldPipeline(CheckpointPipeline[CheckpointLayout]):
-    """Owns a `LingBotWorld`. vLLM's model loader builds it and loads its weights."""
+    """Owns a `LingBotWorld`. vLLM's model loader builds this class and loads its weights."""
 
     def find_layout(self, path: Path) -> CheckpointLayout:
         return find_layout(path)

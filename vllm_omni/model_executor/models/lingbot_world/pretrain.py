@@ -8,7 +8,7 @@ negative prompt.
         x = unipc(u + 5 (c - u))                 # the solver's state is new in each chunk
     transformer(x, y, camera, 0)                 # both branches write K/V
 
-All other parts are those of `LingBotWorld`.
+All other parts are the same as in `LingBotWorld`.
 """
 
 from collections.abc import Sequence
@@ -67,8 +67,9 @@ def unipc(shift: float, device: torch.device | str = "cpu") -> Any:
 
 
 def solver_step(solver: Any, step: int, latents: torch.Tensor, flow: torch.Tensor) -> torch.Tensor:
-    """Return the latents after `step`, [16, F, h, w] fp32. The solver stores its state for the next
-    step."""
+    """Return the latents after `step`, [16, F, h, w] fp32. The solver keeps its state for the next
+    step.
+    """
     moved: torch.Tensor = solver.step(
         flow[None], solver.timesteps[step], latents[None], return_dict=False
     )[0][0]
@@ -182,7 +183,7 @@ def _guided_chunk(request: Request) -> GuidedChunk:
 
 
 class LingBotPretrainPipeline(CheckpointPipeline[CheckpointLayout]):
-    """Owner of a `LingBotPretrain`, which vLLM's model loader builds and loads through it."""
+    """Owns a `LingBotPretrain`. vLLM's model loader builds this class and loads its weights."""
 
     def find_layout(self, path: Path) -> CheckpointLayout:
         return find_layout(path)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validate everything that a client may send with one chunk.
+"""Validates everything that a client may send with a chunk.
 
 The functions read a request and its session and return `ChunkInputs`, or raise `RequestFailed` with
-the field, its value and the allowed ones. They change nothing, allocate nothing on the device, and
-return the same result on every rank.
+the field, its value and the allowed values. They have no side effects, allocate nothing on the
+device, and return the same result on every rank.
 """
 
 # F latent frames of the chunk
@@ -42,19 +42,22 @@ _TENSORS: dict[ControlType, tuple[str, ...]] = {
 
 
 _ROUNDING = 1e-6
-"""Largest element of the difference of two poses that count as equal, because clients send poses
-in fp32."""
+"""Maximum difference of the elements of two poses that count as equal. It is not zero, because
+clients send poses in fp32.
+"""
 
 
 class ChunkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`DiffusionParams.options` of one chunk."""
 
     camera_scale: float | None = None
-    """Divisor of this chunk's camera translations. A client that knows its whole path sends the
-    path's largest step (the original's normalisation). Default: as configured."""
+    """Divisor of the camera translations in this chunk. A client that knows its whole path sends
+    the largest step of the path (the original's normalisation). Default: as configured.
+    """
     start_pose: StartPose | None = None
     """World pose of the start image, for a session's first chunk in a world with poses. Default:
-    the start image is recognised, or its pose is unknown."""
+    the pose is determined by recognising the start image, or otherwise unknown.
+    """
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class ChunkCamera:
     world_F44: torch.Tensor | None
     """World poses. None: unknown."""
     moves: bool
-    """Whether the camera moves within the chunk, or since the chunk before it."""
+    """Whether the camera moves within the chunk, or between the previous chunk and this one."""
 
 
 def read_chunk(
@@ -80,7 +83,7 @@ def read_chunk(
     control: ControlType = "cam",
     world: ServedWorld | None = None,
 ) -> ChunkInputs:
-    """Check the request of one chunk against its session. `world` is that of a `world` model.
+    """Check the request of one chunk against its session. `world` is the world of a `world` model.
 
     Raises:
         RequestFailed: A value is invalid.
@@ -161,8 +164,9 @@ def _read_camera(
 ) -> ChunkCamera:
     """Read the camera of a chunk.
 
-    `start_44` is the world pose of the session's start image, in its first chunk. None: unknown, or
-    a later chunk."""
+    `start_44` is the world pose of the session's start image, if this is the first chunk. None: the
+    pose is unknown, or this is a later chunk.
+    """
     frames, shape = session.next_frames(), session.shape
     first = session.chunk_index == 0
     pixel_frames = len(session.plan.pixel_frames(session.chunk_index))
@@ -224,8 +228,9 @@ def _read_camera(
 def _walk(
     motions: Sequence[CameraMotion], origin: cam.CameraTail, world: ServedWorld | None
 ) -> tuple[torch.Tensor, cam.CameraTail]:
-    """Move the camera from `origin`. If its pose in the world is known, the camera moves in the
-    world's coordinates and does not pass through walls."""
+    """Move the camera from `origin`. If the camera's world pose is known, the camera moves in world
+    coordinates and does not pass through walls.
+    """
     if not motions:
         return origin.pose_44.new_empty(0, 4, 4), origin
     if world is None:
@@ -249,8 +254,8 @@ def _walk(
 def _read_flags(request: DiffusionRequest, session: LingBotSession) -> torch.Tensor:
     """Return the keys w a s d per latent frame, on the same grid as the poses.
 
-    Held keys are used directly. With poses, the keys come from the tensor `action`; without it, no
-    key is held.
+    Held keys are used directly. With poses, the keys are read from the tensor `action`; without it,
+    no key is held.
     """
     frames = session.next_frames()
     action = request.tensors.get("action")
@@ -271,8 +276,9 @@ def _read_flags(request: DiffusionRequest, session: LingBotSession) -> torch.Ten
 def _camera_scale(
     options: ChunkOptions, served: LingBotOptions, tail: cam.CameraTail
 ) -> float | None:
-    """Return the divisor of translations. None: the largest of the chunk. `tail` is the state of
-    the camera after this chunk."""
+    """Return the divisor of translations. None: the largest translation in the chunk. `tail` is the
+    state of the camera after this chunk.
+    """
     if options.camera_scale is not None:
         return options.camera_scale
     scales = {"constant": cam.MOVE_UNIT, "session_max": tail.largest_step or 1.0}

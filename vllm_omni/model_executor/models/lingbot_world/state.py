@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of a LingBot World session (`LingBotSession`) and working set of a chunk (`LingBotChunk`).
 
-The session's own value is the state of camera and conditioning.
+The family-specific state of the session is that of the camera and the conditioning.
 """
 
 import math
@@ -24,38 +24,42 @@ from vllm_omni.tensors.saved import SavedTensors
 from vllm_omni.worlds.movement import heading_of, pitch_of
 
 REST_FRAMES = 2
-"""Latent frames of one pose that a window holds, before the frame at which the camera moves on."""
+"""Number of latent frames with the same pose that a window retains, before the frame at which the
+camera moves again.
+"""
 
 
 @dataclass(frozen=True)
 class RestState:
-    """Decides which chunks a world's K/V window leaves out, because the camera rests.
+    """Decides which chunks are not written to the K/V window of a world, because the camera is at
+    rest.
 
     The video drifts if the window fills with generated frames of a single pose, because each frame
-    repeats the errors of the frames before it. While the camera rests, each chunk is therefore
-    generated from the same window and is not written to it. The next chunk takes its positions.
-    After a change of the prompt, chunks are written until the window holds no frame of the former
-    prompt, except sink frames.
+    repeats the errors of the frames before it. While the camera is at rest, each chunk is therefore
+    generated from the same window and is not written to it. The next chunk uses the same positions.
+    After a change of the prompt, chunks are written until the window contains no frames of the
+    former prompt, except sink frames.
     """
 
     frames_at_pose: int = 0
-    """Latent frames at the present pose that the window holds, without the first chunk."""
+    """Number of latent frames in the window with the current pose, without the first chunk."""
     frames_of_prompt: int = 0
-    """Latent frames that were written since the prompt changed."""
+    """Number of latent frames written since the prompt changed."""
 
     def omits_chunk(self, *, moved: bool, same_prompt: bool, ring_frames: int) -> bool:
-        """Return whether the window leaves out the next chunk.
+        """Return whether the next chunk is left out of the window.
 
         Args:
-            moved: Whether the camera moves within the chunk, or since the chunk before it.
-            same_prompt: Whether the prompt is that of the chunk before it.
-            ring_frames: Latent frames of the window without its sink frames.
+            moved: Whether the camera moves within the chunk, or between the previous chunk and this
+                one.
+            same_prompt: Whether the prompt is the same as for the previous chunk.
+            ring_frames: Number of latent frames in the window, excluding sink frames.
         """
         rests = not moved and self.frames_at_pose >= REST_FRAMES
         return rests and same_prompt and self.frames_of_prompt >= ring_frames
 
     def after_chunk(self, frames: int, *, moved: bool, same_prompt: bool) -> "RestState":
-        """Return the state after a chunk of so many latent frames was written."""
+        """Return the state after writing a chunk with this number of latent frames."""
         return RestState(
             0 if moved else self.frames_at_pose + frames,
             frames + (self.frames_of_prompt if same_prompt else 0),
@@ -88,7 +92,7 @@ class LingBotScalars(ImageStartedScalars, frozen=True, forbid_unknown_fields=Tru
     largest_step: float = 0.0
     """`CameraTail.largest_step`."""
     knows_world: bool = False
-    """Whether the session's pose in the world is known (`CameraTail.start`)."""
+    """Whether the world pose of the session is known (`CameraTail.start`)."""
     frames_at_pose: Annotated[int, msgspec.Meta(ge=0)] = 0
     """As in `RestState`."""
     frames_of_prompt: Annotated[int, msgspec.Meta(ge=0)] = 0
@@ -160,11 +164,11 @@ class ChunkInputs:
     tail: CameraTail
     """State of the camera after the chunk."""
     flags_F4: torch.Tensor | None
-    """The keys w a s d. None: the model is not conditioned on them."""
+    """The keys w a s d. None: the model is not conditioned on keys."""
     world_F44: torch.Tensor | None = None
     """World poses in metres. None: unknown."""
     moves: bool = True
-    """Whether the camera moves within the chunk, or since the chunk before it."""
+    """Whether the camera moves within the chunk, or between the previous chunk and this one."""
 
     def world_poses_of(self) -> list[list[float]] | None:
         """Return x and z in metres, heading and pitch in degrees of each latent frame. None:
@@ -179,7 +183,7 @@ class ChunkInputs:
 
 @dataclass(eq=False, kw_only=True)
 class LingBotChunk(StreamingChunk[KVWindows, WorldCoordinates]):
-    """One chunk in flight. `own` is the state of camera and conditioning after it."""
+    """One chunk in flight. `own` is the state of camera and conditioning after the chunk."""
 
     schedule: FewStepSchedule
     """Denoise steps of the chunk."""
@@ -188,9 +192,9 @@ class LingBotChunk(StreamingChunk[KVWindows, WorldCoordinates]):
     camera_map: torch.Tensor | None
     """Control map [384 or 448, F, h, w]. None on the VAE stage."""
     world_features: torch.Tensor | None = None
-    """Features of the world pose (`world_pose.py`). None: not a `world` model."""
+    """Features of the world pose (`world_pose.py`). None: the model is not a `world` model."""
     world_poses: list[list[float]] | None = None
     """x, z, heading and pitch of each latent frame. None: unknown."""
 
     camera: list[torch.Tensor] | None = None
-    """Camera modulation of each layer. None: not computed, or freed."""
+    """Camera modulation of each layer. None: not computed yet, or already freed."""

@@ -2,12 +2,13 @@
 """The causal diffusion transformer of LingBot-World-Fast: one forward pass over chunks of several
 sessions.
 
-It owns the parameters and maths of this rank (a tensor-parallel part, a pipeline stage, or a part
-of the tokens). It has no sessions, requests or schedules: each batch entry brings its K/V window,
-camera modulation and cross-attention K/V. Maths: Robbyant/lingbot-world @ a43bec7,
+It contains the parameters and maths of this rank (a tensor-parallel shard, a pipeline stage, or a
+part of the tokens). It has no sessions, requests or schedules: each batch entry provides its K/V
+window, camera modulation and cross-attention K/V. Maths: Robbyant/lingbot-world @ a43bec7,
 wan/modules/model_fast.py.
 
-The base is `transformer/transformer.py`; the forward pass is in `transformer/chunk_transformer.py`.
+The base classes are in `transformer/transformer.py` and, for the forward pass,
+`transformer/chunk_transformer.py`.
 """
 
 # B batch entries (one chunk of one session each), L tokens of a chunk, T of them on this rank, D
@@ -45,8 +46,9 @@ class CameraItem(ImageItem):
 
 
 class CameraBlock(WanBlock):
-    """A block that modulates its residual stream by the camera between self-attention and
-    cross-attention."""
+    """A block whose residual stream is modulated by the camera between self-attention and
+    cross-attention.
+    """
 
     def __init__(
         self,
@@ -116,8 +118,9 @@ class LingBotTransformer(ImageTransformer[LingBotWorldConfig]):
     moving_fields = (*ImageTransformer.moving_fields, "camera")
     steady_fields = (*ImageTransformer.steady_fields, "camera")
     int8_weights = ("blocks.*.cam_*",)
-    """Layers that are not quantized. They run once per chunk, and FP8 reduces the demo world's
-    quality by about 0.1 dB."""
+    """Layers that are not quantized. They run once per chunk, and FP8 would reduce the demo world's
+    quality by about 0.1 dB.
+    """
 
     def _add_layers(self) -> None:
         config = self.config
@@ -136,13 +139,13 @@ class LingBotTransformer(ImageTransformer[LingBotWorldConfig]):
         """Return the factor and shift of each layer, [2, T, D] in the dtype of the model.
 
         They are equal for all denoise steps of a chunk and need 3.57 GiB at 480x832. They are
-        separate tensors, because a single one would need a free block of that size, which the
-        caches of decoders fragment. Collective under tensor parallelism.
+        separate tensors, because a single tensor would need a contiguous free block of that size,
+        and decoder caches fragment memory. Collective under tensor parallelism.
 
         Args:
             camera: Control map [384 or 448, F, h, w].
-            world: Features of the world pose for all ranks' tokens, fp32 [tokens, WORLD_FEATURES].
-                None: not a `world` model.
+            world: World-pose features for the tokens of all ranks, fp32 [tokens, WORLD_FEATURES].
+                None: the model is not a `world` model.
         """
         own = self.parallel.token_slice(self.num_tokens(camera))
         tokens = patchify(camera)[own]

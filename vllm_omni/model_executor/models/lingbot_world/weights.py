@@ -54,7 +54,7 @@ WORLD_TENSORS: dict[str, Sizes] = {
 """Additional tensors of a `world` model. W is the number of features of the world pose."""
 
 _FOLD = (2 * VAE_SPATIAL) ** 2
-"""Pixels per token, each of which is an input of every control channel."""
+"""Number of pixels per token, each of which is an input of every control channel."""
 
 BLOCK_TENSORS: dict[str, Sizes] = {
     **wan.BLOCK_TENSORS,
@@ -73,8 +73,9 @@ BLOCK_TENSORS: dict[str, Sizes] = {
 
 
 def transformer_shapes(config: LingBotWorldConfig) -> dict[str, Shape]:
-    """Return name -> shape of every transformer tensor of this architecture (1421 in the released
-    model)."""
+    """Return the shape of every transformer tensor of this architecture by name (1421 in the
+    released model).
+    """
     patch = config.patch_size[1] * config.patch_size[2]
     outside = (
         {**TRANSFORMER_TENSORS, **WORLD_TENSORS}
@@ -88,12 +89,12 @@ def transformer_shapes(config: LingBotWorldConfig) -> dict[str, Shape]:
 def config_of_tensors(
     shapes: Mapping[str, Shape], where: str, num_heads: int | None = None
 ) -> dict[str, Any]:
-    """Return values of the original's `config.json` keys, derived from tensors: sizes, and the
-    control type.
+    """Return values for the original's `config.json` keys that are derived from tensors: sizes, and
+    the control type.
 
     Raises:
-        ValueError: They are not a LingBot World transformer's, or the number of heads remains
-            unknown.
+        ValueError: The tensors do not belong to a LingBot World transformer, or the number of heads
+            is unknown.
     """
     sizes = wan.stored_sizes(shapes, where, num_heads)
     folded = shapes.get(CAMERA_TENSOR, (0, 0))[-1]
@@ -109,7 +110,9 @@ def config_of_tensors(
 
 
 def load_transformer(transformer: nn.Module, path: Path, config: LingBotWorldConfig) -> None:
-    """Load the transformer, or this rank's stage and slice of it, from a folder of safetensors."""
+    """Load the transformer, or this rank's stage and shard of it, from a folder of safetensors
+    files.
+    """
     load_strict(transformer, open_tensors(path), transformer_shapes(config), what="transformer")
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The features of the camera's world pose that a transformer of control type `world` receives in
+"""The features of the camera's world pose that a transformer with control type `world` receives in
 addition to motion.
 
 Per token: the directions, in world axes, of rays through 4 x 4 points of its 16 x 16 pixels. Per
 latent frame: sines and cosines of the position at the first eight harmonics of the world's period,
-and a flag that the pose is known. If the pose is unknown, all features are zero. This module
-depends only on torch, because training uses it too.
+and a flag that is set if the pose is known. If the pose is unknown, all features are zero. This
+module depends only on torch, because training uses it too.
 """
 
 # F latent frames, P tokens of a frame
@@ -66,10 +66,10 @@ def world_features(
     """Return the absolute part of the network's camera input.
 
     Args:
-        world_F44: World poses, fp64, positions in metres; None = unknown.
+        world_F44: World poses, fp64, positions in metres. None: unknown.
         intrinsics_F4: fp64, in pixels of the output.
         height, width: Pixels of the output.
-        period_m: Metres after which the world repeats.
+        period_m: Distance in metres after which the world repeats.
 
     Returns:
         fp32 [F P, WORLD_FEATURES], frames first.

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locate the components of a Matrix-Game 2.0 checkpoint, and load its transformer strictly by a
+"""Locates the components of a Matrix-Game 2.0 checkpoint, and loads its transformer strictly with a
 table of tensor names.
 
 The original repository holds three transformers, each in a folder, next to one VAE and one CLIP. A
-served directory has one of them: the repository with one folder, or such a folder with the
-components inside or next to it. Conversions keep diffusers' folders. Names may have the prefix
-`model.`. Variant and sizes are derived from the tensors if there are any, because released configs
-are outdated.
+served directory contains one of them: it is the repository with one folder, or such a folder with
+the components inside or next to it. Conversions use diffusers' folders. Names may have the prefix
+`model.`. Variant and sizes are derived from the tensors if possible, because released configs are
+outdated.
 """
 
 import logging
@@ -59,10 +59,10 @@ LAYOUTS = (
 
 _CLASSES = ("MatrixGameWanModel", "CausalMatrixGameWanModel")
 _MARK = re.compile(r"^(model\.)?blocks\.\d+\.action_model\.keyboard_embed\.0\.weight\Z")
-"""A tensor that no other Wan transformer has."""
+"""A tensor that exists in no other Wan transformer."""
 
 RULES: Rules = (*TRANSFORMER_RULES, *wan.IMAGE_RULES)
-"""Prefixes and diffusers' names -> the original's, which pass unchanged."""
+"""Mapping of prefixes and diffusers' names to the original names, which are not changed."""
 
 OUTSIDE_TENSORS: dict[str, Sizes] = {
     **{
@@ -78,7 +78,7 @@ _UNUSED = (
     "img_attn_q_norm.weight",
     "img_attn_k_norm.weight",
 )
-"""Gains in action modules that the original loads but never applies."""
+"""Gains in action modules that the original code loads but never applies."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class CheckpointLayout(WanComponents):
     download_name: ClassVar[str] = "matrix_game"
 
     kind: Literal["original", "diffusers"]
-    """Whose layout the checkpoint has."""
+    """The library whose layout the checkpoint has."""
 
     def release(self) -> str:
         variant = FOLDERS.get(self.transformer.name, "universal")
@@ -180,8 +180,9 @@ def overlaid(stated: Mapping[str, Any], shapes: Mapping[str, Shape], where: str)
 
 
 def transformer_shapes(config: MatrixGameConfig) -> dict[str, Shape]:
-    """Return name -> shape of every transformer tensor in a checkpoint (universal 1114, templerun
-    964)."""
+    """Return the shape of every transformer tensor in a checkpoint by name (universal 1114,
+    templerun 964).
+    """
     shapes = wan.network_shapes(config, OUTSIDE_TENSORS, wan.BLOCK_TENSORS)
     for layer in config.action_blocks:
         shapes |= {
@@ -223,7 +224,7 @@ def _action_shapes(config: MatrixGameConfig) -> dict[str, Shape]:
 def load_transformer(
     transformer: nn.Module, source: TensorSource, config: MatrixGameConfig
 ) -> None:
-    """Load the transformer, or this rank's stage and slice of it, strictly. Raises ValueError."""
+    """Load the transformer, or this rank's stage and shard of it, strictly. Raises ValueError."""
     load_strict(transformer, source, transformer_shapes(config), RULES, what="transformer")
     unused = [name for name in source.shapes if name.endswith(_UNUSED)]
     trained = [
@@ -252,8 +253,8 @@ def adapter_target(transformer: nn.Module, config: MatrixGameConfig) -> AdapterT
 
 
 def _is_transformer(folder: Path) -> bool:
-    """Return whether a folder holds a streaming Matrix-Game transformer, by its tensors' names, its
-    own name or its class.
+    """Return whether a folder contains a streaming Matrix-Game transformer, according to its tensor
+    names, its name or its class.
 
     Without weights (`--load-format dummy`), a config alone is sufficient.
     """

@@ -37,8 +37,9 @@ FPS = 25.0
 """Frame rate in training, in frames per second."""
 _SHIFT = 5.0
 TURN: Final = 0.1
-"""Turn of the camera per video frame while a key is held; the only magnitude that the original's
-console sends."""
+"""Rotation of the camera per video frame while a key is held. It is the only magnitude that the
+original's console sends.
+"""
 
 _YAW = Axis(
     name="yaw",
@@ -62,24 +63,26 @@ _PITCH = Axis(
 
 @dataclass(frozen=True)
 class MatrixGameVariant:
-    """A released model, identified by its actions."""
+    """A released model, distinguished by its actions."""
 
     name: str
     """Name of the variant."""
     space: ActionSpace
     """Actions that clients may send."""
     keyboard: tuple[str | None, ...]
-    """Button of each column of the keyboard input. None: the column of "no key is held"."""
+    """Button of each column of the keyboard input. None: the keyboard has no column for "no key is
+    held".
+    """
     turns: Mapping[str, tuple[float, float]]
-    """Button -> (pitch, yaw) that it adds to the axes."""
+    """Values (pitch, yaw) that each button adds to the axes."""
     window_frames: int
-    """Latent frames that a chunk sees, including its own."""
+    """Number of latent frames that a chunk sees, including its own."""
     steps: tuple[int, ...]
     """Timesteps of the denoise schedule."""
 
 
 def _buttons(*rows: str) -> tuple[Button, ...]:
-    """Parse buttons: name, title and key codes of each, separated by bars."""
+    """Parse a list of buttons, each with name, title and key codes separated by bars."""
     return tuple(
         Button(name, title, tuple(codes))
         for name, title, *codes in (row.split("|") for row in rows)
@@ -131,7 +134,7 @@ class MatrixGameConfig(ChunkTransformerConfig):
     """Architecture of the transformer. The defaults are those of the released universal model."""
 
     native_size: ClassVar[tuple[int, int]] = (352, 640)
-    """Height and width that the released models were trained on."""
+    """Height and width at which the released models were trained."""
     dim: int = 1536
     """Width of the network."""
     ffn_dim: int = 8960
@@ -143,17 +146,17 @@ class MatrixGameConfig(ChunkTransformerConfig):
     num_layers: int = 30
     """Blocks."""
     text_dim: int = 1280
-    """Width of the image embeddings, which take the place of text."""
+    """Width of the image embeddings, which replace text embeddings."""
     text_len: int = 257
     """Number of image embeddings."""
     keyboard_dim: int = 4
     """Keyboard values of a video frame."""
     mouse_dim: int = 2
-    """Mouse values of a video frame. 0: no mouse."""
+    """Number of mouse values per video frame. 0: no mouse."""
     action_blocks: tuple[int, ...] = tuple(range(15))
     """Layers with an action module."""
     action_heads: int = 16
-    """Attention heads of each branch of an action module."""
+    """Number of attention heads in each branch of an action module."""
     keyboard_embed: int = 128
     """Width of a video frame's embedded keys."""
     keyboard_width: int = 1024
@@ -165,7 +168,7 @@ class MatrixGameConfig(ChunkTransformerConfig):
     action_rope_theta: float = 256.0
     """Base of the rotary frequencies of action heads."""
     action_latents: int = 3
-    """Latent frames over which the actions of a latent frame extend."""
+    """Number of latent frames whose actions condition a latent frame."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -210,10 +213,10 @@ class MatrixGameConfig(ChunkTransformerConfig):
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "MatrixGameConfig":
         """Read a transformer's `config.json` with the keys of either layout. An empty mapping means
-        the released universal model. A missing window is that of the variant.
+        the released universal model. If the window is missing, that of the variant is used.
 
         Raises:
-            ValueError: A key is unknown, or a value is not implemented.
+            ValueError: A key is unknown, or a value is not supported.
         """
         skipped = (
             [] if values.get("local_attn_size", -1) != -1 else ["local_attn_size", "sink_size"]
@@ -302,8 +305,9 @@ PRESETS: Final[Mapping[PresetName, Preset]] = {
         kv_cache_dtype="fp8",
     ),
 }
-"""Only `small` has FP8, because the network is narrow and its window short, so that FP8 saves
-memory but hardly time. `balanced` would therefore equal `reference`."""
+"""Only `small` uses FP8: the network is narrow and its window is short, so FP8 saves memory but
+hardly any time. `balanced` would therefore equal `reference`.
+"""
 
 
 class MatrixGameOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):

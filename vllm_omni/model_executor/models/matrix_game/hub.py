@@ -2,8 +2,8 @@
 """Downloads of the released streaming models of Matrix-Game 2.0, each with the original
 repository's VAE and CLIP.
 
-Sizes come from public file lists. The model card states MIT. Whether the licence of the base model
-adds terms is not known; read both cards.
+Sizes come from public file lists. The model card states MIT. It is not known whether the licence of
+the base model adds terms; read both cards.
 """
 
 from pathlib import Path

@@ -12,7 +12,7 @@
     advance the session                                      commit
 
 `MatrixGame` is the model and does not depend on the engine; vLLM loads `MatrixGamePipeline`, which
-owns it.
+owns the model.
 """
 
 from pathlib import Path
@@ -88,7 +88,7 @@ class MatrixGame(StreamingModel[MatrixGameSession, MatrixGameChunk]):
     session_type = MatrixGameSession
     session_windows = True
     rounding: ClassVar[Rounding] = "truncate"
-    """How pixels are rounded to uint8, as in the original."""
+    """Rounding of pixels to uint8, as in the original."""
 
     config: MatrixGameConfig
 
@@ -261,8 +261,9 @@ class MatrixGame(StreamingModel[MatrixGameSession, MatrixGameChunk]):
         )
 
     def start_step(self, request: Request) -> None:
-        """Compute actions, keyboard K/V and the image's K/V once per chunk. Collective under tensor
-        parallelism."""
+        """Compute the actions, the keyboard K/V and the K/V of the image once per chunk. Collective
+        under tensor parallelism.
+        """
         chunk = request.work
         if chunk.actions is not None:
             return
@@ -292,7 +293,7 @@ class MatrixGame(StreamingModel[MatrixGameSession, MatrixGameChunk]):
 
 
 class MatrixGamePipeline(CheckpointPipeline[CheckpointLayout]):
-    """Owns a `MatrixGame`. vLLM's model loader builds it and loads its weights."""
+    """Owns a `MatrixGame`. vLLM's model loader builds this class and loads its weights."""
 
     def find_layout(self, path: Path) -> CheckpointLayout:
         return find_layout(path)

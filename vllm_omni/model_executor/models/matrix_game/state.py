@@ -35,11 +35,12 @@ from vllm_omni.tensors.saved import SavedTensors
 
 
 class ActionWindows(WindowSet):
-    """A session's K/V windows on one rank.
+    """The K/V windows of a session on one rank.
 
-    As a `KVView` it acts as the window `trunk` of self-attention. A stage with action modules also
-    has `mouse`, with K/V of every token of a frame, and `keyboard`, with one key and value per
-    frame."""
+    As a `KVView`, it behaves like the window `trunk` of self-attention. A stage with action modules
+    also has `mouse`, with K/V of every token of a frame, and `keyboard`, with one key and value per
+    frame.
+    """
 
     def __init__(self, **windows: KVWindow) -> None:
         super().__init__({f"{name}.": window for name, window in windows.items()})
@@ -75,8 +76,9 @@ class MatrixGameConditioning(ImageStartedPipeline):
     """The state of a session's image and actions. Immutable."""
 
     actions: torch.Tensor
-    """Actions of the newest video frames that condition the next chunk, fp32 [R - 3, K] on the
-    host."""
+    """Actions of the latest video frames, which condition the next chunk, fp32 [R - 3, K] on the
+    host.
+    """
     image: torch.Tensor | None
     """CLIP's hidden states. None: the rank has no layers."""
 
@@ -92,7 +94,7 @@ class MatrixGameConditioning(ImageStartedPipeline):
 
 @dataclass(frozen=True)
 class MatrixGameConditioningLayout:
-    """Sizes of a `MatrixGameConditioning`. A field is None if this rank does not have its value."""
+    """Sizes of a `MatrixGameConditioning`. A field is None if this rank does not hold its value."""
 
     actions: tuple[int, int]
     """Shape of the actions."""
@@ -168,11 +170,11 @@ def action_windows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the actions that condition each latent frame of a chunk.
 
-    Latent frame k is conditioned on video frames 4 k - R to 4 k - 1, which excludes its own last
-    one. The actions of the first video frame are repeated before it.
+    Latent frame k is conditioned on video frames 4 k - R to 4 k - 1, which exclude its own last
+    video frame. Before the first video frame, its actions are repeated.
 
     Returns:
-        Actions [F, R, K], and the actions that the next chunk needs.
+        Actions [F, R, K], and the actions required for the next chunk.
     """
     past = rows_PK[:1].expand(span, -1) if before is None else before
     known = torch.cat((past, rows_PK))

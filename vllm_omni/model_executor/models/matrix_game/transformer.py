@@ -2,10 +2,10 @@
 """Matrix-Game 2.0's causal diffusion transformer: Wan's transformer with action modules in some
 blocks and image embeddings for cross-attention.
 
-An action module runs between cross-attention and the FFN. In its mouse branch, each token is
+An action module runs between cross-attention and the FFN. In the mouse branch, each token is
 combined with the mouse values of its frame and attends over time to tokens at the same position. In
-its keyboard branch, every token attends over time to K/V that are computed from key states. Each
-branch has a K/V window with the length of self-attention's. Keyboard K/V depend only on the chunk's
+the keyboard branch, every token attends over time to K/V computed from key states. Each branch has
+a K/V window of the same length as that of self-attention. Keyboard K/V depend only on the chunk's
 actions and are written once per chunk (`write_keyboard`).
 
 Maths: SkyworkAI/Matrix-Game @ 6146d7a, Matrix-Game-2, wan/modules/action_module.py and
@@ -71,8 +71,9 @@ def head_rms_rope(
 def attention_over_time(
     q_FSNH: torch.Tensor, k_WSNH: torch.Tensor, v_WSNH: torch.Tensor
 ) -> torch.Tensor:
-    """Attention of each token position over its visible frames. There are only a few keys, so no
-    kernel for long sequences is used."""
+    """Compute attention of each token position over its visible frames. There are only a few keys,
+    so no kernel for long sequences is used.
+    """
     q, k, v = q_FSNH.float().unsqueeze(1), k_WSNH.float(), v_WSNH.float()
     weights_FWSN = ((q * k).sum(-1) / math.sqrt(q.shape[-1])).softmax(dim=1)
     return (weights_FWSN.unsqueeze(-1) * v).sum(1).to(q_FSNH.dtype)
@@ -80,7 +81,7 @@ def attention_over_time(
 
 @dataclass(frozen=True)
 class MatrixGameFusedOps(FusedOps):
-    """Wan's pointwise ops and those of the action modules."""
+    """Wan's pointwise ops, and those of the action modules."""
 
     head_rms_rope: Callable[..., torch.Tensor] = head_rms_rope
     attention_over_time: Callable[..., torch.Tensor] = attention_over_time
@@ -97,7 +98,7 @@ class ActionItem(ImageItem):
     action_sin: torch.Tensor
     """Sines of the same shape."""
     window: ActionWindows
-    """K/V windows. The keyboard's already holds the frames of the chunk."""
+    """K/V windows. The keyboard window already contains the frames of the chunk."""
 
 
 class ActionModule(nn.Module):
@@ -140,8 +141,9 @@ class ActionModule(nn.Module):
             self.proj_mouse = RowLinear(width, dim, *common, f"{prefix}.proj_mouse", bias=False)
 
     def forward(self, x_BTD: torch.Tensor, items: Sequence[ActionItem], index: int) -> torch.Tensor:
-        """Return the residual stream with both updates. `index` is that of the module in its
-        stage."""
+        """Return the residual stream with both updates. `index` is the index of the module within
+        its stage.
+        """
         first = self.keyboard_embed[0]
         assert isinstance(first, nn.Linear)
         dtype = first.weight.dtype  # the dtype of the model, because this layer is never quantized
@@ -185,7 +187,7 @@ class ActionModule(nn.Module):
     def keyboard(
         self, x_BTD: torch.Tensor, items: Sequence[ActionItem], index: int
     ) -> torch.Tensor:
-        """Return the update of the keyboard branch. Its K/V are already written."""
+        """Return the update of the keyboard branch. Its K/V have already been written."""
         (q,) = self._heads(self.mouse_attn_q(x_BTD), 1, self.config.keyboard_width)
         attended = []
         for item, q_TNH in zip(items, q, strict=True):
@@ -204,7 +206,7 @@ class ActionModule(nn.Module):
 
 
 class ActionBlock(WanBlock):
-    """A block with an action module. `action_index` is the module's index in its stage."""
+    """A block with an action module. `action_index` is the index of the module within its stage."""
 
     fused_ops: MatrixGameFusedOps
     action_index = 0
@@ -244,7 +246,8 @@ class MatrixGameTransformer(ImageTransformer[MatrixGameConfig]):
     moving_fields = (*ImageTransformer.moving_fields, "mouse", "action_cos", "action_sin")
     high_precision = ("blocks.*.action_model.mouse_mlp.0", "blocks.*.action_model.keyboard_attn_kv")
     """Layers that are not quantized: FP8 matrix products do not support the input width of the
-    first, and the second runs once per chunk on few tokens."""
+    first layer, and the second layer runs only once per chunk on few tokens.
+    """
 
     def _add_layers(self) -> None:
         self.parallel.check_divisible(self.config.action_heads, "action_config.heads_num")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read parts of a Qwen2.5-Omni checkpoint directory: config, voices, single tensors, single rows.
+"""Reads parts of a Qwen2.5-Omni checkpoint directory: config, voices, single tensors, single rows.
 
-No tensor is cached here: three engines and the process that connects them read one checkpoint of 22
+Tensors are not cached: three engines and the process that connects them read one checkpoint of 22
 GB, and the connecting process needs only some rows of two embedding tables.
 """
 
@@ -62,8 +62,9 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def missing_files(path: Path) -> list[str]:
-    """Return the names of required weight files (by the index, or by the layout without one) that
-    are missing."""
+    """Return the names of required weight files that are missing (according to the index, or the
+    layout if there is no index).
+    """
     index = path / _INDEX
     named = (
         sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -101,7 +102,7 @@ class CheckpointTensors:
                 self._files = dict.fromkeys(file.keys(), path / _SINGLE)
 
     def below(self, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor with the name prefix `prefix`, without the prefix."""
+        """Yield every tensor whose name starts with `prefix`, under its name without the prefix."""
         names_of: dict[Path, list[str]] = {}
         for name, file_path in self._files.items():
             if name.startswith(prefix):

@@ -2,8 +2,8 @@
 """The three engines of one Qwen2.5-Omni checkpoint: their arguments, start and shutdown.
 
 Each is a stock `AsyncLLM` on the same directory. The thinker may instead be the engine of vLLM's
-own server, which then owns it. By default the thinker gets most of a GPU; `SpeechEngineOptions`
-overrides everything.
+own server, which then owns it. By default the thinker uses most of a GPU; `SpeechEngineOptions`
+overrides all arguments.
 """
 
 import asyncio
@@ -89,8 +89,9 @@ class SpeechEngines:
         thinker: AsyncLLM | None = None,
         **thinker_overrides: Any,
     ) -> Self:
-        """Start the engines, except `thinker` if an existing engine is given. If one fails to
-        start, stop all others."""
+        """Start the engines, except `thinker` if an existing engine is given. If one of them fails
+        to start, all others are stopped.
+        """
         options = options or SpeechEngineOptions()
         defaults = options.speech_defaults
         builder = await asyncio.to_thread(TalkerPromptBuilder, path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `qwen2_5_omni` family: its description for the command line and the config parser.
+"""The `qwen2_5_omni` family, described for the command line and the config parser.
 
 With `--config-format omni` a checkpoint directory is read as its token2wav model, which the
 diffusion worker runs. Thinker and talker use the checkpoint's own config (`engines.py`).
@@ -48,8 +48,9 @@ def _hf_config(path: Path) -> dict[str, Any]:
 
 
 def _check_options(hf_config: dict[str, Any], omni: OmniConfig) -> None:
-    """Check `omni.model`: options of the server with its three engines or, inside the token2wav
-    engine, only of that engine."""
+    """Check `omni.model`: the options of the server with its three engines or, within the token2wav
+    engine, only those of that engine.
+    """
     if set(omni.model) <= {field.name for field in msgspec.structs.fields(Token2WavModelOptions)}:
         parse_options(Token2WavModelOptions, omni.model, "omni.model")
     else:

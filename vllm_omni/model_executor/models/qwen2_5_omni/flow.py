@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`FlowSolver`: one interval of token2wav's flow, with few kernel launches.
+"""`FlowSolver`: computes one interval of token2wav's flow with few kernel launches.
 
-For a short audio chunk, launches take longer than the DiT's kernels, so their number determines the
-time. transformers' forward pass of the DiT recomputes several results in each of the four
-evaluations of an interval: the speaker encoder over the voice's reference, both code embeddings,
-rotary angles, and a mask of [2 B, heads, T, T] in each layer. Here `conditions` are computed once
-per clip, masks are broadcast, and an interval of a repeated size is one CUDA graph. Operations on
-the latents are transformers', in their order, so the result is bitwise equal.
+For a short audio chunk, kernel launches take longer than the kernels of the DiT, so their number
+determines the duration. In each of the four evaluations of an interval, transformers' forward pass
+of the DiT recomputes several results: the speaker encoder for the reference audio, both code
+embeddings, rotary angles, and a mask of [2 B, heads, T, T] in each layer. Here, `conditions` are
+computed once per clip, masks are broadcast, and an interval of a repeated size is a single CUDA
+graph. Operations on the latents are the same as in transformers, in the same order, so the result
+is bitwise equal.
 
 B requests, G = 2 B with guidance (conditional half first), else B; T mel frames, M mel bins, D
 width of the DiT's conditions, N codes.
@@ -23,12 +24,13 @@ _KEPT_GRAPHS = 32
 """Maximum number of graphs: one per number of codes and batch size."""
 
 Mask = tuple[int, int]
-"""Number of attention blocks that a layer looks back and ahead."""
+"""Number of attention blocks before and after the current one to which a layer attends."""
 
 
 class FlowSolver:
     """Solver over transformers' DiT, with its weights in place. If `graphs` is None, kernels are
-    launched eagerly."""
+    launched eagerly.
+    """
 
     def __init__(self, dit: Any, graphs: ForwardGraphs | None = None) -> None:
         self._dit = dit
@@ -76,7 +78,8 @@ class FlowSolver:
             end_B11: Flow time.
             conditions_GTD: See `conditions`.
             guidance_B11: Guidance scale.
-            comes_again: Intervals of this size will follow, so a graph pays off.
+            comes_again: Whether further intervals of this size will follow, so that a graph pays
+                off.
         """
         guided = conditions_GTD.shape[0] != mel_BTM.shape[0]
         inputs = {

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen2.5-Omni on the hub: 7B, and 3B as a separate release. Sizes are estimates from the number of
+"""Qwen2.5-Omni on the hub: 7B, and 3B as a separate release. Sizes are estimated from the number of
 parameters.
 
-Licences are those of the model cards. The licence of 3B allows research only.
+The licences are those in the model cards. The licence of 3B allows research only.
 """
 
 from pathlib import Path

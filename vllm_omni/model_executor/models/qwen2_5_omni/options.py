@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of the token2wav engine, its requests, speech, and all engines of a server.
 
-This module has light imports, because the command line reads it before it imports vLLM.
+This module imports only light modules, because the command line reads it before it imports vLLM.
 """
 
 from typing import Annotated, Any
@@ -16,7 +16,9 @@ THINKER_GPU_SHARE = 0.65
 """`gpu_memory_utilization` of the thinker; each of the other engines takes a quarter of the GPU."""
 
 SAMPLE_RATE = 24_000
-"""Sample rate in Hz. It follows from the vocoder's training and is not stored in the checkpoint."""
+"""Sample rate in Hz. The value follows from the training of the vocoder and is not stored in the
+checkpoint.
+"""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
 
@@ -25,10 +27,11 @@ class Token2WavModelOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=T
     """`omni.model` of the token2wav engine."""
 
     max_codes: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 4096
-    """Maximum codec tokens of one request, including context. Default: 4096."""
+    """Maximum number of codec tokens of one request, including context. Default: 4096."""
     cuda_graphs: bool = True
-    """Replay a solver interval as a CUDA graph if the number of its codes, including context, is
-    a multiple of 12 and has occurred before. Default: true."""
+    """Replay an interval of the solver as a CUDA graph if its number of codes, including context,
+    is a multiple of 12 and has occurred before. Default: true.
+    """
 
 
 class Token2WavRequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,11 +40,13 @@ class Token2WavRequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields
     voice: str
     """Name of a voice in `spk_dict.pt`."""
     sway_coefficient: Annotated[float, msgspec.Meta(ge=-1, le=1)] = -1.0
-    """Warps the solver's time grid, as in the reference. Range: -1 to 1. Default: -1."""
+    """Warps the time grid of the solver, as in the reference. Range: -1 to 1. Default: -1."""
     first_code: Count | None = None
-    """Index of the first code if the codes are a part of a longer clip. Noise then depends only
-    on seed and code index, so overlapping parts agree. Default: none (the codes are a whole
-    clip, and the noise is the reference's: one draw from a generator with the request's seed)."""
+    """Index of the first code if the codes are a part of a longer clip. Noise then depends only on
+    the seed and the code index, so that overlapping parts agree. Default: none (the codes are a
+    whole clip, and the noise is the same as in the reference: a single draw from a generator with
+    the request's seed).
+    """
     left_codes: Count = 0
     """Number of leading codes that are context only; their audio is not returned. Default: 0."""
     right_codes: Count = 0
@@ -52,16 +57,18 @@ Codes = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 
 
 class SpeechDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Defaults of speech generation. Values are those of transformers' `generate`."""
+    """Defaults of speech generation. The values are those of transformers' `generate`."""
 
     voice: str | None = None
     """Voice of the speech. Default: the checkpoint's first."""
     chunk_codes: Codes = 24
-    """Codes (50 per second) of the first audio chunk; a multiple of 12 aligns chunks with the
-    DiT's attention blocks. 0: one clip. Default: 24."""
+    """Number of codes (50 per second) in the first audio chunk; a multiple of 12 aligns chunks with
+    the DiT's attention blocks. 0: a single clip. Default: 24.
+    """
     most_chunk_codes: Codes = 96
-    """Maximum codes of a chunk. Each chunk is twice as long as its predecessor up to this. A
-    value up to `chunk_codes` makes all chunks equally long. Default: 96."""
+    """Maximum codes of a chunk. Each chunk is twice as long as its predecessor, up to this length.
+    With a value of at most `chunk_codes`, all chunks are equally long. Default: 96.
+    """
     left_codes: Codes = 24
     """Codes of context before each chunk. Default: 24."""
     right_codes: Codes = 12
@@ -82,9 +89,9 @@ class SpeechDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Guidance scale of the DiT. Range: 0 to 100. Default: 0.5."""
 
     def part_codes(self, emitted: int) -> int:
-        """Return the codes of the chunk after the first `emitted` codes.
+        """Return the number of codes of the chunk that follows the first `emitted` codes.
 
-        The size depends only on the position, so that a seed always gives the same audio.
+        The size depends only on the position, so that the same seed always gives the same audio.
         """
         first, size = 0, self.chunk_codes
         while first + size <= emitted and size < self.most_chunk_codes:
@@ -93,7 +100,9 @@ class SpeechDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     @property
     def part_sizes(self) -> tuple[int, ...]:
-        """Return the codes of full chunks in order, including context, or () for one clip."""
+        """Return the numbers of codes of all full chunks in order, including context, or () for a
+        single clip.
+        """
         if self.chunk_codes == 0:
             return ()
         sizes: list[int] = []
@@ -120,5 +129,5 @@ class SpeechEngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
     @property
     def speech_defaults(self) -> SpeechDefaults:
-        """Return `speech` as a struct. Raises ValueError with the name of an invalid key."""
+        """Return `speech` as a struct. Raises ValueError that names an invalid key."""
         return parse_options(SpeechDefaults, self.speech, "omni.model.speech")

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SpeechComposition`: one request through thinker, talker and token2wav, with streamed text and
-sound.
+"""`SpeechComposition`: runs one request through thinker, talker and token2wav, and streams text and
+audio.
 
     thinker --text--------------------------------------------> reader
        \\--states, when the reply is complete--> talker --codes--> token2wav --sound--> reader
 
 There are two bounded queues: codes between talker and token2wav, and events to the reader. Audio is
-streamed in chunks, the first one short (`SpeechDefaults.part_codes`), each computed with the codes
-around it as context (`ready_chunks`). With `chunk_codes=0` it is one clip, equal to transformers'.
+streamed in chunks, of which the first one is short (`SpeechDefaults.part_codes`). Each chunk is
+computed with the surrounding codes as context (`ready_chunks`). With `chunk_codes=0`, it is a
+single clip, equal to the result of transformers.
 """
 
 import asyncio
@@ -58,7 +59,7 @@ class SpeechTimings:
 def ready_chunks(
     num_codes: int, finished: bool, emitted: int, how: SpeechDefaults
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yield `(first, last, left, right)` of audio chunks that can be computed, after the first
+    """Yield `(first, last, left, right)` of the audio chunks that can be computed after the first
     `emitted` codes.
 
     A chunk is the audio of codes [first, last), with `left` and `right` codes of context. Until
@@ -79,7 +80,7 @@ def ready_chunks(
 
 @dataclass
 class SpeechReply:
-    """One reply in the talker and token2wav engines."""
+    """A reply while it is processed by the talker and token2wav engines."""
 
     request_id: str
     """Id of the request."""
@@ -90,10 +91,11 @@ class SpeechReply:
     timings: SpeechTimings = field(default_factory=SpeechTimings)
     """Timestamps of the request."""
     codes: asyncio.Queue[int | None] = field(init=False)
-    """Codes from the talker to token2wav, terminated by None, with room for a whole speech.
+    """Codes from the talker to token2wav, terminated by None. The queue has room for a whole
+    speech.
 
     vLLM's engine generates codes at its own speed and buffers them. A shorter queue would not slow
-    it down, but would occupy the talker's slot until the audio is made.
+    the engine down, but would occupy the talker's slot until the audio has been generated.
     """
 
     def __post_init__(self) -> None:
@@ -151,12 +153,12 @@ class SpeechComposition:
         seed: int | None = None,
         timings: SpeechTimings | None = None,
     ) -> AsyncGenerator[TextDelta | AudioChunk, None]:
-        """Think, then speak. Yields text while it is thought and sound while it is spoken.
+        """Think, then speak. Text and audio are yielded as they are generated.
 
-        engine_input: the thinker's rendered prompt. speech: None = the server's defaults. voice:
-        comes before that of `speech`. Raises `RequestFailed`, `ComposedEngineDied`, or vLLM's own
-        client errors. Closing the generator or cancelling its reader aborts the request in every
-        engine.
+        engine_input: the thinker's rendered prompt. speech: None: the server's defaults. voice:
+        Takes precedence over the voice in `speech`. Raises `RequestFailed`, `ComposedEngineDied`,
+        or vLLM's own client errors. Closing the generator, or cancelling the task that reads it,
+        aborts the request in every engine.
         """
         spoken = self._start(request_id, speech, voice, seed, timings)
         params = params.clone()
@@ -199,11 +201,11 @@ class SpeechComposition:
         seed: int | None = None,
         timings: SpeechTimings | None = None,
     ) -> AsyncGenerator[AudioChunk, None]:
-        """Speak a given reply, word for word: the thinker reads it as if it had said it, and
-        samples nothing.
+        """Speak a given reply word for word: the thinker processes it as if it had generated it,
+        and samples nothing.
 
-        prompt_ids: the conversation up to the reply. text_ids: the reply, with the token that ends
-        the turn.
+        prompt_ids: The conversation up to the reply. text_ids: The reply, including the end-of-turn
+        token.
         """
         spoken = self._start(request_id, speech, voice, seed, timings)
         extra = HiddenStatesRequest(hidden_states="all").to_extra_args()
@@ -249,7 +251,7 @@ class SpeechComposition:
         grids: VisualGrids,
         spoken: SpeechReply,
     ) -> None:
-        """Put every code of the speech into the queue, followed by None."""
+        """Put all codes of the speech into the queue, followed by None."""
         spoken.timings.last("thinker_done")
         joined = concat(states)
         token_ids = [*prompt_ids, *reply_ids]

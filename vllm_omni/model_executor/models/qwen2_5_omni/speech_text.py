@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`TalkerPromptBuilder`: the talker's prompt from the thinker's results.
 
-The computation is that of transformers' `Qwen2_5OmniForConditionalGeneration.generate`, with
-"state" for the final hidden state plus the embedding of a token:
+The computation is the same as in transformers' `Qwen2_5OmniForConditionalGeneration.generate`,
+where "state" denotes the final hidden state plus the embedding of a token:
 
     prompt position p
         state of token p, with a zero embedding for placeholders of sound and images
@@ -11,8 +11,8 @@ The computation is that of transformers' `Qwen2_5OmniForConditionalGeneration.ge
     generated code k
         its codec embedding + entry k+1 of: states of the reply, text END, then text PAD repeated
 
-The last reply token, usually the end of the turn, was never an input of the thinker and has no
-state. Embeddings are read from the checkpoint; this module holds no model.
+The last token of the reply, usually the end of the turn, was never an input of the thinker and has
+no state. Embeddings are read from the checkpoint; this module contains no model.
 """
 
 import functools
@@ -46,7 +46,7 @@ class VisualGrids:
     second_per_grid: torch.Tensor | None = None
     """Seconds per grid step of each video, fp32 [N]."""
     audio_lengths: torch.Tensor | None = None
-    """int64 [N], in frames of the audio encoder's input."""
+    """Lengths of audio clips, int64 [N], in frames of the audio encoder's input."""
 
     @property
     def any(self) -> bool:
@@ -96,7 +96,7 @@ class TalkerPromptBuilder:
 
     @property
     def stop_codes(self) -> list[int]:
-        """Codec tokens that end the speech without being part of it."""
+        """Return the codec tokens that end the speech without being part of it."""
         return [self.talker.tts_codec_pad_token_id, self.talker.tts_codec_end_token_id]
 
     def check_voice(self, name: str) -> None:
@@ -115,7 +115,7 @@ class TalkerPromptBuilder:
         voice: str,
         grids: VisualGrids,
     ) -> TalkerPrompt | None:
-        """Return the talker's prompt, or None if the reply has no token except the last.
+        """Return the talker's prompt, or None if the reply consists of only one token.
 
         Args:
             token_ids: Prompt and reply of the thinker.
@@ -161,8 +161,9 @@ class TalkerPromptBuilder:
         return embeddings
 
     def _positions(self, text_ids: Sequence[int], grids: VisualGrids) -> torch.Tensor:
-        """Return rotary positions [3, L]. Images and videos have 3-D positions (by transformers'
-        own function)."""
+        """Return rotary positions [3, L]. Images and videos have 3-D positions, which transformers'
+        own function computes.
+        """
         if not grids.any:
             return torch.arange(len(text_ids)).expand(3, -1).contiguous()
         ids = torch.tensor([text_ids])
@@ -180,6 +181,7 @@ class TalkerPromptBuilder:
     @functools.cached_property
     def _rope_model(self) -> Any:
         """Return transformers' talker without weights, because its position function is a
-        method."""
+        method.
+        """
         with torch.device("meta"):
             return Qwen2_5OmniTalkerForConditionalGeneration(self.talker)

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The talker on vLLM: codec tokens from the thinker's hidden states, one of which is added at every
-step.
+"""The talker on vLLM: generates codec tokens from the thinker's hidden states, one of which is
+added at every step.
 
-It is built from vLLM's own parts: `Qwen2Model` with layers whose attention takes an explicit head
-size (the talker's width is not heads x head size), `LogitsProcessor`, and M-RoPE. The addition is
-how each token finds the hidden states of its request.
+It consists of vLLM's own parts: `Qwen2Model` with layers whose attention takes an explicit head
+size (the talker's width is not heads x head size), `LogitsProcessor`, and M-RoPE. For this
+addition, each token must find the hidden states of its request.
 
-**Slots.** vLLM passes no request id to `forward`. Of its arguments, a model controls only the
-M-RoPE positions: the model computes them per request (`get_mrope_input_positions`), and vLLM
+**Slots.** vLLM passes no request id to `forward`. The model controls only one of its arguments, the
+M-RoPE positions: the model computes them for each request (`get_mrope_input_positions`), and vLLM
 increments them from there. The position of sequence index n of the request in slot s is therefore
 `s << SLOT_SHIFT | n`, in all three dimensions. `forward` decodes it and looks up embeddings, reply
-states and the real rotary positions in fixed-size buffers. This works in both runner generations,
-with chunked prefill, preemption, async scheduling and CUDA graphs, without a hook in any runner.
+states and the real rotary positions in fixed-size buffers. This works with both runner generations,
+with chunked prefill, preemption, async scheduling and CUDA graphs, without a hook in the runner.
 
-Requires prefix caching off, because prompt ids of all requests are alike. Codec BOS is never
-sampled, as in the reference.
+Prefix caching must be disabled, because the prompt ids of all requests are the same. Codec BOS is
+never sampled, as in the reference.
 
 T tokens of a batch, S slots, L prompt tokens, R reply states, D embedding size, H hidden size.
 """
@@ -44,12 +44,13 @@ from vllm_omni.model_executor.models.qwen2_5_omni.talker_prompt import MODALITY,
 ARCHITECTURE = "Qwen2_5OmniTalkerForConditionalGeneration"
 SLOT_SHIFT = 20
 MAX_SLOTS = 1 << (31 - SLOT_SHIFT)
-"""Slots and indices must fit 32 bits, because Model Runner V2 stores positions as int32."""
+"""Slots and indices must fit into 32 bits, because Model Runner V2 stores positions as int32."""
 
 
 def talker_hf_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the talker's config from the whole checkpoint's (`hf_overrides` of the talker's
-    engine)."""
+    """Return the talker's config from the config of the whole checkpoint (`hf_overrides` of the
+    talker's engine).
+    """
     # vLLM also applies overrides to the sub-configs that they return
     talker = getattr(config, "talker_config", config)
     talker.architectures = [ARCHITECTURE]
@@ -57,7 +58,9 @@ def talker_hf_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 class _TalkerLayer(Qwen2DecoderLayer):
-    """`Qwen2DecoderLayer` with an explicit head size, bias on q, k and v, and none on o."""
+    """`Qwen2DecoderLayer` with an explicit head size, with biases on q, k and v, and without one on
+    o.
+    """
 
     def __init__(
         self, config: Any, cache_config: Any = None, quant_config: Any = None, prefix: str = ""
@@ -144,8 +147,8 @@ class TalkerForConditionalGeneration(nn.Module, SupportsPP, SupportsMRoPE):
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: list[Any]
     ) -> tuple[torch.Tensor, int]:
-        """Copy a request's tensors into its slot and return its encoded positions and their offset.
-        vLLM calls this per request.
+        """Copy a request's tensors into its slot, and return its encoded positions and their
+        offset. vLLM calls this method for each request.
 
         After preemption, `input_tokens` may include tokens that were already generated.
         """

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The format in which a talker request carries the thinker's reply, for both sender and receiver.
+"""The format in which a talker request contains the thinker's reply, for both sender and receiver.
 
 A talker request is a stock `mm_input`: real prompt token ids (because sampling penalties use them),
-and one item of length zero with tensors for the model. The client chooses a `slot`, a number from 1
-that no other request in flight uses. Slot 0 is for requests without an item (vLLM's own warm-up).
-`talker.py` is the receiver.
+and one item of length zero with tensors for the model. The client chooses a `slot`, a number of at
+least 1 that no other request in flight uses. Slot 0 is for requests without an item (vLLM's own
+warm-up). `talker.py` is the receiver.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,9 @@ class TalkerPrompt:
     """Embedding of each prompt position: hidden states, token embeddings, and the codec
     embeddings of the last two."""
     reply_RD: torch.Tensor
-    """Added to the codec embedding of generated token k; the last one applies from k = R-1 on."""
+    """Values that are added to the codec embedding of generated token k; the last one applies from
+    k = R-1 on.
+    """
     positions_3L: torch.Tensor
     """Rotary positions, int64."""
 

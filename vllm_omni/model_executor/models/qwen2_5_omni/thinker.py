@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own thinker, with audio resampled by PyAV.
 
-By default vLLM resamples with torchaudio, which vLLM's CPU builds do not depend on. Audio at other
-sample rates than the model's 16 kHz then failed with status 500. The method is an argument of the
-data parser, which each model's processing info creates. Subclassing both is therefore the public
-way to choose it. `serve_flags` names this architecture.
+By default vLLM resamples with torchaudio, which is not a dependency of vLLM's CPU builds. Audio
+with a sample rate other than the model's 16 kHz would then fail with status 500. The method is an
+argument of the data parser, which each model's processing info creates. Subclassing both classes is
+therefore the public way to choose it. `serve_flags` names this architecture.
 """
 
 from typing import Final

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codec tokens to a waveform: transformers' flow-matching DiT and BigVGAN vocoder on the diffusion
-worker.
+"""Converts codec tokens to a waveform with transformers' flow-matching DiT and BigVGAN vocoder, on
+the diffusion worker.
 
 One solver interval (`flow.py`) is one denoise step, so an abort takes effect between intervals, and
-requests share batches. The solver is the reference's 3/8-rule Runge-Kutta on the same time grid
-with operations in the same order. A whole clip is therefore bitwise equal to transformers'
-`Qwen2_5OmniToken2WavModel.forward` on one machine.
+requests share batches. The solver is the same 3/8-rule Runge-Kutta method as in the reference, on
+the same time grid and with operations in the same order. A whole clip is therefore bitwise equal to
+the result of transformers' `Qwen2_5OmniToken2WavModel.forward` on the same machine.
 
 B requests, T mel frames (`repeats` per code), M mel bins, N codes, S samples; G and D as in
 `flow.py`.
@@ -88,7 +88,8 @@ class Token2WavPipeline(StepPipeline):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load token2wav's tensors from the files. `weights` (all tensors of the checkpoint) is
-        not consumed."""
+        ignored.
+        """
         state = dict(CheckpointTensors(self.path).below(_PREFIX))
         # Strict: missing, unexpected and misshapen keys all raise. The resampling filters are
         # derived, not stored.
@@ -206,8 +207,9 @@ class Token2WavPipeline(StepPipeline):
     def denoise_step(
         self, batch: Sequence[Request], hidden: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Run one interval of the solver for each request and return the change of mel, [B, T,
-        M]."""
+        """Run one interval of the solver for each request, and return the change of the mel
+        spectrogram, [B, T, M].
+        """
         clips: list[_Clip] = [request.work for request in batch]
         mel_BTM = torch.cat([clip.mel_1TM for clip in clips])
         # All conditional halves first, then all others: chunk number h of each request's conditions

@@ -16,8 +16,9 @@ from vllm_omni.model_executor.models.wan.vae.latents import LATENT_CHANNELS, VAE
 
 @dataclass(frozen=True)
 class WanConfig:
-    """Sizes of a Wan transformer. The defaults of a family's subclass are those of its released
-    model."""
+    """Sizes of a Wan transformer. In a family's subclass, the defaults are those of its released
+    model.
+    """
 
     dim: int
     """Hidden size."""
@@ -36,8 +37,9 @@ class WanConfig:
     text_dim: int = 4096
     """Width of the text embeddings."""
     text_len: int = 512
-    """Sequence length that every prompt is padded to, because the networks were trained with
-    padding."""
+    """Sequence length to which every prompt is padded, because the networks were trained with
+    padding.
+    """
     patch_size: tuple[int, int, int] = (1, 2, 2)
     """Patch size over (frame, row, column); only (1, 2, 2) is supported."""
     eps: float = 1e-6
@@ -67,9 +69,9 @@ class ChunkTransformerConfig(WanConfig):
     """Sizes of a causal transformer, with the serving parameters that its checkpoint recommends."""
 
     native_size: ClassVar[tuple[int, int]] = (480, 832)
-    """Height and width in pixels that the released models were trained at."""
+    """Height and width in pixels at which the released models were trained."""
     pixels_per_cell: ClassVar[int] = VAE_SPATIAL
-    """Pixels per latent cell along each side, of the autoencoder that the model is made for."""
+    """Number of pixels per latent cell along each side, for the model's autoencoder."""
 
     window_frames: int | None = None
     """Recommended K/V window in latent frames, including sink frames. None: not specified."""
@@ -92,7 +94,7 @@ class ChunkTransformerConfig(WanConfig):
         return height // self.pixels_per_cell, width // self.pixels_per_cell
 
     def tokens_per_frame(self, height: int, width: int) -> int:
-        """Return the tokens per latent frame of a video of `height` x `width` pixels."""
+        """Return the number of tokens per latent frame of a video of `height` x `width` pixels."""
         latent_height, latent_width = self.latent_size(height, width)
         return latent_height * latent_width // (self.patch_size[1] * self.patch_size[2])
 
@@ -118,7 +120,7 @@ RENAMED = {
     "sink_size": "sink_frames",
     "num_frames_per_block": "frames_per_chunk",
 }
-"""Checkpoint key -> field, in the original's style and diffusers' style."""
+"""Field for each checkpoint key, in the original's style and in diffusers' style."""
 
 REQUIRED: dict[str, tuple[Any, ...]] = {
     "qk_norm": (True, "rms_norm_across_heads"),
@@ -128,7 +130,7 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
     "pos_embed_seq_len": (None,),
     "window_size": ([-1, -1], (-1, -1)),
 }
-"""Keys with the values that the code implements."""
+"""Keys with the only values that the code supports."""
 
 IGNORED = (
     "_diffusers_version",
@@ -138,7 +140,7 @@ IGNORED = (
     "torch_dtype",
     "dtype",
 )
-"""Keys that have no effect here (rotations are computed, so the sequence length is unlimited)."""
+"""Keys that have no effect here (rotations are computed, so the sequence length is not limited)."""
 
 
 def check_keys(
@@ -158,7 +160,7 @@ def check_keys(
         ignored: See `read_architecture`.
 
     Raises:
-        ValueError: There are unknown keys, or a value is not implemented.
+        ValueError: There are unknown keys, or a value is not supported.
     """
     known = sorted({*read, *required, *ignored})
     if unknown := sorted(set(values) - set(known)):
@@ -169,7 +171,7 @@ def check_keys(
 def check_implemented(
     values: Mapping[str, Any], where: str, required: Mapping[str, tuple[Any, ...]]
 ) -> None:
-    """Raise ValueError for the first value of the config `where` that is not implemented."""
+    """Raise ValueError for the first unsupported value in the config `where`."""
     for key, allowed in required.items():
         if key in values and values[key] not in allowed:
             raise ValueError(
@@ -190,13 +192,13 @@ def read_architecture(
     Args:
         values: The config.
         renamed: Checkpoint key -> argument. `attention_head_dim` is folded into `dim`.
-        required: Keys with the values that are implemented.
+        required: Keys with the supported values.
         ignored: Keys that have no effect.
-        default_heads: Number of heads if the config has none.
-        default_dim: Hidden size if the config has none.
+        default_heads: Number of heads if the config does not specify it.
+        default_dim: Hidden size if the config does not specify it.
 
     Raises:
-        ValueError: Keys are unknown or contradict each other, or a value is not implemented.
+        ValueError: Keys are unknown or contradict each other, or a value is not supported.
     """
     check_keys(values, "transformer config", renamed, required, (*ignored, *DESCRIPTIONS))
     fields: dict[str, Any] = {}
@@ -231,8 +233,9 @@ UMT5_XXL: dict[str, Any] = {
     "num_layers": 24,
     "num_heads": 64,
 }
-"""The released encoder. Other values are `UMT5Config`'s defaults: gated tanh-GELU, 32 buckets up to
-128, eps 1e-6."""
+"""The released encoder. All other values are the defaults of `UMT5Config`: gated tanh-GELU, 32
+buckets up to 128, eps 1e-6.
+"""
 
 CLIP_VIT_H: dict[str, Any] = {
     "hidden_size": 1280,
@@ -246,7 +249,7 @@ CLIP_VIT_H: dict[str, Any] = {
 }
 """The released vision tower of image-to-video models (open-clip ViT-H/14)."""
 CLIP_HEAD_DIM = 80
-"""Heads of the released tower, which tensor shapes do not show."""
+"""Number of heads of the released tower, which cannot be derived from tensor shapes."""
 
 
 def clip_tokens(config: Mapping[str, Any]) -> int:
@@ -280,25 +283,29 @@ _LATENTS_STD_2_2 = (
 )
 
 LaterCondition = Literal["streamed", "second_chunk", "fresh_grey"]
-"""Conditioning of chunks after the image's, of F latent frames each:
+"""Conditioning of the chunks after the chunk with the image, which have F latent frames each:
 
-- `streamed`: the corresponding part of the whole clip's encoding (the original, vLLM-Omni);
+- `streamed`: the corresponding part of the encoding of the whole clip (the original, vLLM-Omni);
 - `second_chunk`: the conditioning of the second chunk, repeated (SGLang);
 - `fresh_grey`: 1 + 4 F grey frames encoded as a separate clip, without its first latent (the
   extension of vLLM-Omni's pull request 3701).
 """
 
 _IMPLEMENTED: dict[str, Any] = {"attn_scales": [], "dropout": 0.0}
-"""Keys of a diffusers VAE config with their required values; other values mean another network."""
+"""Keys of a diffusers VAE config with their required values; other values denote a different
+network.
+"""
 _PIXEL_CHANNELS = 3
 
 
 @dataclass(frozen=True)
 class VAEConfig:
-    """Architecture of the autoencoder. The defaults are Wan 2.1; `WAN_2_2_VAE` is Wan 2.2."""
+    """Architecture of the autoencoder. The defaults describe Wan 2.1; `WAN_2_2_VAE` describes Wan
+    2.2.
+    """
 
     base_dim: int = 96
-    """Channels of the encoder's first level, and of the decoder's last one."""
+    """Number of channels of the first encoder level and the last decoder level."""
     z_dim: int = 16
     """Latent channels."""
     dim_mult: tuple[int, ...] = (1, 2, 4, 4)
@@ -314,9 +321,11 @@ class VAEConfig:
     decoder_base_dim: int | None = None
     """Channels of the decoder's last level. None: `base_dim`."""
     is_residual: bool = False
-    """Whether each level has a shortcut without parameters around it, as in Wan 2.2."""
+    """Whether each level has a parameter-free shortcut around it, as in Wan 2.2."""
     patch_size: int | None = None
-    """Side of the pixel cells that the network's frames hold in their channels. None: 1."""
+    """Side in pixels of the cells that are folded into the channels of the network's frames. None:
+    1.
+    """
 
     def __post_init__(self) -> None:
         if len(self.temporal_downsample) != len(self.dim_mult) - 1:
@@ -333,7 +342,7 @@ class VAEConfig:
 
     @property
     def patch(self) -> int:
-        """Pixels per side of a cell of the network's frames."""
+        """Side in pixels of a cell of the network's frames."""
         return self.patch_size or 1
 
     @property
@@ -348,7 +357,9 @@ class VAEConfig:
 
     @property
     def temporal_factor(self) -> int:
-        """Video frames per latent frame. The first latent frame of a stream stands for one."""
+        """Video frames per latent frame. The first latent frame of a stream corresponds to a single
+        video frame.
+        """
         return int(2 ** sum(self.temporal_downsample))
 
     @classmethod

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of camera poses and intrinsics from clients, for all models that take them.
+"""Validates camera poses and intrinsics from clients, for all models that use them.
 
 A pose is camera-to-world, 4x4, OpenCV axes (x right, y down, z forward).
 """
@@ -50,7 +50,8 @@ def read_poses(poses: torch.Tensor, num_frames: int) -> torch.Tensor:
 def read_intrinsics(intrinsics: torch.Tensor, num_frames: int) -> torch.Tensor:
     """Check intrinsics `[N, 4]`, `[N, 3, 3]` or `[N, 4, 4]` and return fp64 `[N, 4]`.
 
-    N = 1, `[4]` and `[3, 3]` apply to all frames. Raises `RequestFailed` like `read_poses`.
+    With N = 1, `[4]` or `[3, 3]`, they apply to all frames. Raises `RequestFailed` like
+    `read_poses`.
     """
     shape = tuple(intrinsics.shape)
     batched = intrinsics.unsqueeze(0) if shape in ((4,), (3, 3)) else intrinsics

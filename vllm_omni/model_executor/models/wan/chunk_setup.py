@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wan's frozen components in a streaming model: their configuration, construction and loading.
 
-A model that uses them has the attributes of `WanParts`. `WanChunkSetup` reads no weights except the
-widths of the tiny decoder.
+A model that uses them has the attributes listed in `WanParts`. `WanChunkSetup` reads no weights,
+except for the widths of the tiny decoder.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,9 +46,11 @@ class WanChunkSetup(StreamingSetup[Config, Options], Generic[Config, Options]):
     vae_config: VAEConfig
     """Architecture of the VAE."""
     text_config: Mapping[str, Any] = field(default_factory=dict)
-    """`UMT5Config` values of the text encoder; empty without one."""
+    """`UMT5Config` values of the text encoder; empty if there is none."""
     image_config: Mapping[str, Any] = field(default_factory=dict)
-    """`CLIPVisionConfig` values of the image encoder for cross-attention; empty without one."""
+    """`CLIPVisionConfig` values of the image encoder for cross-attention; empty if there is
+    none.
+    """
 
     @classmethod
     def own_fields(
@@ -65,7 +67,9 @@ class WanChunkSetup(StreamingSetup[Config, Options], Generic[Config, Options]):
 
     @property
     def wants_tiny_vae(self) -> str | None:
-        """Return the option that needs the tiny decoder, in the user's spelling, or None."""
+        """Return the name of the option that requires the tiny decoder, as a user would write it,
+        or None.
+        """
         return needs_tiny_decoder(self.options, self.omni)
 
     @property
@@ -91,7 +95,7 @@ class WanParts(Protocol):
     vae: StreamingWanVAE
     """The Wan autoencoder."""
     tiny_vae: TinyVAEDecoder | None
-    """Decoder for drafts. None: the checkpoint has none, or it is disabled."""
+    """Decoder for drafts. None: the checkpoint does not contain it, or it is disabled."""
     transformer: Any
     """The denoising network."""
     prompts: SharedPrompts
@@ -99,14 +103,14 @@ class WanParts(Protocol):
 
 
 class ChunkAutoencoders(NamedTuple):
-    """The part of a model between latents and pixels."""
+    """The part of a model that converts between latents and pixels."""
 
     vae: StreamingWanVAE
     """The Wan autoencoder."""
     tiny_vae: TinyVAEDecoder | None
-    """Decoder for drafts. None: the checkpoint has none, or it is disabled."""
+    """Decoder for drafts. None: the checkpoint does not contain it, or it is disabled."""
     decoder: ChunkDecoder | None
-    """None on a rank that does not decode."""
+    """None on ranks that do not decode."""
 
 
 def build_text_encoder(setup: WanChunkSetup[Any, Any]) -> TextEncoder | AwaitedText | None:
@@ -147,7 +151,7 @@ def build_autoencoders(
     Args:
         setup: Of the model.
         encodes: Whether this rank has the VAE's encoder.
-        rounding: Of pixels to uint8 levels, as the original does it.
+        rounding: Rounding of pixels to uint8 levels, as in the original.
         frames_per_call: See `StreamingWanVAE`.
         continuation: See `ChunkDecoder`.
     """
@@ -184,10 +188,11 @@ def load_parts(
     load_transformer: Callable[[], None],
     wants_tiny_vae: str | None,
 ) -> None:
-    """Fill every parameter that this rank has, strictly.
+    """Load every parameter of this rank strictly.
 
     Args:
-        model: Its parts are filled, and what it has computed from earlier weights is evicted.
+        model: Model whose parts are loaded. Values that it has computed from earlier weights are
+            evicted.
         layout: Where the components of the checkpoint are.
         load_transformer: Loads this rank's part of the transformer.
         wants_tiny_vae: `WanChunkSetup.wants_tiny_vae`.

@@ -2,8 +2,8 @@
 """Causal convolutions of diffusers' Wan autoencoder for a single frame: an image, or the first
 frame of a clip.
 
-The frames before the first are zeros, so only the last tap over time contributes. This is a 2-D
-convolution with a third of the products; parameters, names and sums are the same.
+The frames before the first one are zeros, so only the last temporal tap contributes. This is a 2-D
+convolution with a third of the multiplications; parameters, names and sums are the same.
 """
 
 # B clips, C channels, T frames, H rows, W columns
@@ -17,8 +17,9 @@ from vllm_omni.model_executor.models.wan.vae_layers import replace_layers
 
 
 class LastTapConv3d(WanCausalConv3d):
-    """A causal convolution with a 2-D path for single frames. It takes over the parameters of
-    `whole`."""
+    """A causal convolution with a 2-D path for single frames. It adopts the parameters of
+    `whole`.
+    """
 
     def __init__(self, whole: WanCausalConv3d) -> None:
         nn.Module.__init__(self)
@@ -35,7 +36,7 @@ class LastTapConv3d(WanCausalConv3d):
 
 
 def use_last_taps(network: nn.Module) -> None:
-    """Replace, in place, those causal convolutions of a network that are diffusers' own."""
+    """Replace, in place, the causal convolutions of a network that are diffusers' own."""
     replace_layers(
         network, lambda layer: LastTapConv3d(layer) if type(layer) is WanCausalConv3d else None
     )

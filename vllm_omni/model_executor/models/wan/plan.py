@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common parts of Wan networks as `vllm-omni plan` sees them: sizes of the transformer,
-refusals of a world.
+"""The common parts of Wan networks in `vllm-omni plan`: sizes of the transformer, refusals of a
+world.
 
 Held by tests/planning/test_plan_memory.py.
 """
@@ -34,8 +34,8 @@ def transformer_sizes(
 
 
 def check_world(family: str, changes: Changes) -> None:
-    """Raise ValueError for changes that only a stream without a camera or keys can be served
-    with.
+    """Raise ValueError for modifications that are only possible for a stream without a camera or
+    keys.
     """
     if changes.get("in_flight", 1) > 1 or changes.get("noise_matched"):
         raise ValueError(f"{family} has no noise-matched cache; causal Wan has")

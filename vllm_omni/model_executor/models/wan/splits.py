@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check from sizes alone, before any process starts, whether a Wan network can be parallelized as
-configured."""
+"""Checks from sizes alone, before any process starts, whether a Wan network can be parallelized as
+configured.
+"""
 
 from collections.abc import Mapping
 
@@ -24,10 +25,10 @@ def check_split(
     Args:
         config: Sizes of the network.
         omni: Options of the server.
-        ranks: Ranks that share each layer.
+        ranks: Number of ranks that share each layer.
         stages: Pipeline stages, including the VAE stage.
         sequence_parallel: Ranks shard tokens.
-        others: Further numbers of heads that must be divisible, by the name that errors use.
+        others: Additional numbers of heads that must be divisible, by the name used in errors.
     """
     layer_stages = 1 if omni.pipeline == "temporal" else stages - omni.vae_stage
     counts = {"num_heads": config.num_heads, **(others or {})}
@@ -61,7 +62,7 @@ def check_parts(
 
 
 def parallel_decode_refusal(decoder: str) -> Refusal | None:
-    """Return why the ranks of a stage cannot split the decode, None if they can."""
+    """Return the reason why the ranks of a stage cannot split the decode, or None if they can."""
     if decoder == "tiny":
         return Refusal("decoder 'tiny' is too small to gain", "set omni.model.decoder to 'wan'")
     return None

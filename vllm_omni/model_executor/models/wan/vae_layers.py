@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of diffusers' Wan autoencoders in other forms, with equal parameters, names and results.
+"""Alternative forms of layers of diffusers' Wan autoencoders, with the same parameters, names and
+results.
 
-*Streamed* layers process the later latents of a stream. For a stream's first latent, diffusers'
-feature cache holds None or a string; after every later call it holds a tensor of the same shape. A
-streamed layer therefore needs no branch that `torch.compile` cannot trace. Before torch 2.13,
-diffusers' comparison of a tensor with a string splits the decoder into more than a dozen graphs.
+*Streamed* layers process the later latents of a stream. For the first latent frame of a stream,
+diffusers' feature cache contains None or a string; after every later call it contains a tensor of
+the same shape. A streamed layer therefore needs no branch that `torch.compile` cannot trace. Before
+torch 2.13, diffusers' comparison of a tensor with a string splits the decoder into more than a
+dozen graphs.
 
-*CPU* layers are faster on CPUs, where torch's 3-D convolution reaches a tenth of the speed of its
-2-D one. A causal convolution over three frames is computed as a 2-D convolution whose input
+*CPU* layers are faster on CPUs, where torch's 3-D convolution reaches only a tenth of the speed of
+its 2-D one. A causal convolution over three frames is computed as a 2-D convolution whose input
 channels are the three frames. Its weights are a view of `weight`, whose memory is in the order of
 the 2-D convolution, so that loading and conversion affect both. Activations are channels-last.
 `use_cpu_layers` must be called on a network on a CPU. If the network moves to another device, its
-layers use diffusers' own computation."""
+layers use diffusers' own computation.
+"""
 
 # B streams or clips, C channels, T frames, H rows, W columns, O channels of the result
 
@@ -43,9 +46,10 @@ class StreamedUpsample(WanResample):
     """Upsampling of streams in space and, depending on the mode, in time. It uses the layers of
     `whole`.
 
-    If convolutions return channels-last (on CUDA), its result is channels-last too, also for a
-    single frame. With diffusers' result, torch would assume another layout and transpose the
-    features of the next convolution."""
+    If convolutions return channels-last tensors (on CUDA), so does this layer, even for a single
+    frame. With the result of diffusers' layer, torch would assume a different layout and transpose
+    the features of the next convolution.
+    """
 
     def __init__(self, whole: WanResample) -> None:
         nn.Module.__init__(self)
@@ -96,7 +100,7 @@ def _streamed(layer: nn.Module) -> nn.Module | None:
 def replace_layers(
     network: nn.Module, replacement: Callable[[nn.Module], nn.Module | None]
 ) -> None:
-    """Replace each layer of `network` by `replacement(layer)`, unless that is None."""
+    """Replace each layer of `network` by `replacement(layer)`, unless the result is None."""
     for parent in list(network.modules()):
         for name, layer in list(parent.named_children()):
             other = replacement(layer)
@@ -161,14 +165,14 @@ class CPURMSNorm(WanRMS_norm):
 
 
 _TINY = 1e-30
-"""Avoids a division by zero; the normalised value of zeros is zero."""
+"""Avoids a division by zero; zeros are normalised to zero."""
 
 
 def use_cpu_layers(network: Any) -> None:
     """Replace, in place, layers that are slow on a CPU.
 
     Args:
-        network: A Wan encoder, decoder or autoencoder. Not changed if it is on another device.
+        network: A Wan encoder, decoder or autoencoder. Layers on other devices are not changed.
             Parameters keep their names, values and identity.
     """
     if any(parameter.device.type != "cpu" for parameter in network.parameters()):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locate the components of a Wan directory in diffusers' layout, and decide which directories this
-family serves.
+"""Locates the components of a Wan directory in diffusers' layout, and determines which directories
+this family serves.
 
 It serves a directory if its `model_index.json` names `WanPipeline` or `WanImageToVideoPipeline` and
 `Wan22Config` implements its transformer: all of Wan 2.2, and Wan 2.1 text-to-video. Wan 2.1
-image-to-video (with a CLIP image encoder) is left to diffusers. This module only locates files;
+image-to-video (with a CLIP image encoder) is served by diffusers. This module only locates files;
 `weights.py` loads them.
 """
 
@@ -57,7 +57,8 @@ class Wan22Layout(WanComponents):
 
     def scheduler_values(self) -> dict[str, Any]:
         """Return the scheduler's config, including `_class_name`. Raises ValueError if it is not
-        implemented."""
+        supported.
+        """
         values = read_json(self.root / "scheduler" / "scheduler_config.json")
         if values.get("_class_name") not in SCHEDULERS:
             raise ValueError(
@@ -168,10 +169,11 @@ def hf_config(path: Path) -> dict[str, Any]:
 
 
 def stored_dtype(layout: Wan22Layout) -> str:
-    """Return the dtype in the text encoder's config, else in the transformer's, else bfloat16.
+    """Return the dtype in the text encoder's config, otherwise that in the transformer's config,
+    otherwise bfloat16.
 
-    Published transformers are stored in fp32 and run in bf16. Their configs state no dtype, but the
-    text encoder's states bf16.
+    Published transformers are stored in fp32 and run in bf16. Their configs specify no dtype, but
+    the text encoder's config specifies bf16.
     """
     configs = [layout.transformer_config()]
     if layout.text_encoder is not None and (layout.text_encoder / "config.json").exists():

@@ -20,8 +20,10 @@ from vllm_omni.model_executor.step_cache import StepCache
 NUM_TRAIN_TIMESTEPS = 1000
 
 Kind = Literal["t2v", "i2v", "ti2v"]
-"""`t2v`: text only. `i2v`: the image's latents and a mask are further input channels. `ti2v`: text
-only, or the image's latents are the first latent frame, with tokens at timestep 0."""
+"""`t2v`: text only. `i2v`: the latents of the image and a mask are additional input channels.
+`ti2v`: text only, or the latents of the image are the first latent frame, with its tokens at
+timestep 0.
+"""
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,9 @@ class Wan22Checkpoint:
     kind: Kind
     """See `Kind`."""
     boundary_ratio: float | None
-    """`transformer` serves timesteps at or above this fraction of 1000, `transformer_2` those
-    below. None: one transformer."""
+    """`transformer` is used for timesteps at or above this fraction of 1000, `transformer_2` for
+    those below. None: one transformer.
+    """
     z_dim: int
     """Latent channels."""
     spatial_factor: int
@@ -179,7 +182,7 @@ class Wan22Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class Wan22Options(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`ModelOptions`, and Wan 2.2's own."""
+    """`ModelOptions`, and the options of Wan 2.2."""
 
     defaults: Wan22Defaults = Wan22Defaults()
     """Defaults of requests: `num_inference_steps`, `guidance_scale`, `guidance_scale_2` (below the
@@ -189,10 +192,11 @@ class Wan22Options(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_onl
     max_num_frames: Count = 121
     """Maximum number of frames of a video."""
     text_encoder_device: Literal["cpu"] | None = None
-    """Device of the text encoder. `cpu` saves device memory (10.6 GiB for umt5-xxl). Default: that
-    of the transformer."""
+    """Device of the text encoder. `cpu` saves device memory (10.6 GiB for umt5-xxl). Default: the
+    same device as the transformer.
+    """
     vae_dtype: Literal["fp32", "bf16"] | None = "fp32"
-    """Type of the VAE's weights and activations. None: that of the transformer."""
+    """Type of the VAE's weights and activations. None: the same dtype as the transformer."""
     vae_tiling: bool = False
     """Decode in overlapping tiles and one latent frame at a time. Needs less memory; not exact."""
     cfg_parallel: bool = False
@@ -201,7 +205,7 @@ class Wan22Options(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> "Wan22Options":
-        """Parse the options. Raises ValueError with the value and the allowed ones."""
+        """Parse the options. Raises ValueError with the value and the allowed values."""
         parsed = parse_options(cls, options, "omni.model")
         if parsed.cfg_parallel and parsed.sequence_parallel:
             raise ValueError(
@@ -221,9 +225,11 @@ class Wan22RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
     guidance_scale_2: Guidance | None = None
     """Guidance scale below the boundary. Default: the request's `guidance_scale` if it differs from
-    the default, else the server's."""
+    the default, otherwise the server's value.
+    """
     flow_shift: Shift | None = None
     """Shift of the noise schedule. Default: the server's."""
     step_cache: StepCache | None = None
-    """Threshold for skipping steps with a small change of the prediction (`step_cache.py`).
-    Default: every step is computed."""
+    """Threshold for skipping steps in which the prediction changes little (`step_cache.py`).
+    Default: every step is computed.
+    """

@@ -50,8 +50,9 @@ class GuidanceRanks:
         return range(self.branch, self.branch + 1) if branches == _BRANCHES else range(branches)
 
     def join(self, predictions: torch.Tensor, branches: Sequence[int]) -> torch.Tensor:
-        """All-gather: this rank's predictions, one per request -> those of all branches, request by
-        request (collective)."""
+        """All-gather: combine this rank's predictions, one per request, to those of all branches,
+        request by request (collective).
+        """
         parts = [torch.empty_like(predictions) for _ in range(_BRANCHES)]
         dist.all_gather(parts, predictions.contiguous(), group=self.group)
         return torch.stack(

@@ -3,7 +3,7 @@
 supports both tasks.
 
 The A14B directories have the same layout; download them with `hf download`. Sizes are estimates
-from the tensors. The licences of the weights are on their model cards.
+from the tensors. The licences of the weights are in their model cards.
 """
 
 from pathlib import Path

@@ -10,13 +10,14 @@
     frames = vae.decode(x)                                     post_decode
 
 A start image is used in one of two ways. `i2v`: the latents of [image, grey, grey, ...] and a mask
-are further input channels. `ti2v`: the latents of the image replace the first latent frame of x,
+are additional input channels. `ti2v`: the latents of the image replace the first latent frame of x,
 and its tokens are at timestep 0.
 
 Requests at different steps share a forward pass if size and expert are equal (`batch_key`). Noise
 is sampled on the CPU as in diffusers, so that the same seed gives the same video.
 
-`Wan22` is the model and does not depend on the engine; vLLM loads `Wan22Pipeline`, which owns it.
+`Wan22` is the model and does not depend on the engine; vLLM loads `Wan22Pipeline`, which owns the
+model.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -65,8 +66,9 @@ from vllm_omni.outputs import RequestFailed
 
 EXPERTS = ("transformer", "transformer_2")
 _WARM_UP_STEPS = 2
-"""Denoise steps of warm-up. Two run both experts, because the second timestep is below every
-published boundary."""
+"""Denoise steps of warm-up. With two steps both experts run, because the second timestep is below
+every published boundary.
+"""
 _SCHEDULER_COPIES = 4
 """Latent-sized tensors of UniPC of order 2 in addition to the latents: two outputs, the last sample
 and the current output."""
@@ -99,11 +101,11 @@ class Wan22Setup:
     compiled: bool
     """Whether pointwise ops are compiled."""
     guidance: "GuidanceRanks | None" = None
-    """This rank's branch of guidance. None: the rank runs both."""
+    """This rank's branch of guidance. None: the rank runs both branches."""
     quantization: QuantizationConfig | None = None
     """Quantization of the transformers' weights."""
     fast_paths: tuple[FastPath, ...] = ()
-    """Choices that the fields above contain."""
+    """The implementations chosen for the fields above."""
 
     @classmethod
     def of_checkpoint(
@@ -120,7 +122,7 @@ class Wan22Setup:
 
         Args:
             checkpoint: `hf_config(...)["wan2_2"]`.
-            parallel: Position of the rank. None: from vLLM's groups.
+            parallel: Position of the rank. None: the layout is taken from vLLM's groups.
             eager: Whether the engine runs with `--enforce-eager`.
 
         Raises:
@@ -157,15 +159,16 @@ class Wan22Setup:
 
 @dataclass(eq=False)
 class VideoWork:
-    """A request's working set on this rank."""
+    """The working set of a request on this rank."""
 
     request: VideoRequest
     """The checked request."""
     latents: torch.Tensor
     """fp32 [z_dim, F, h, w]."""
     condition: torch.Tensor | None
-    """`i2v`: mask and latents [factor + z_dim, F, h, w]. `ti2v`: latents [z_dim, 1, h, w]. None: no
-    start image."""
+    """`i2v`: mask and latents [factor + z_dim, F, h, w]. `ti2v`: latents [z_dim, 1, h, w]. None:
+    the request has no start image.
+    """
     texts: tuple[tuple[str, torch.Tensor], ...]
     """The prompt and, with guidance, the negative prompt, each with its embeddings."""
     scheduler: Any
@@ -266,8 +269,9 @@ class Wan22(nn.Module):
     # -- sessions ----------------------------------------------------------------------------------
 
     def session_nbytes(self, params: DiffusionParams) -> int:
-        """Return the bytes of latents, scheduler, conditioning, and K/V of two prompts for one
-        expert."""
+        """Return the total size in bytes of latents, scheduler, conditioning, and the K/V of two
+        prompts for one expert.
+        """
         request = self._read(params)
         latents = 4 * torch.Size(request.latent_shape).numel()
         retained = request.step_cache is not None
@@ -456,7 +460,7 @@ class Wan22(nn.Module):
         )
 
     def _expert_at(self, video: VideoWork, step: int) -> str:
-        """Return the expert of a step. The second one runs strictly below the boundary."""
+        """Return the expert of a step. The second expert runs strictly below the boundary."""
         ratio = self.checkpoint.boundary_ratio
         below = ratio is not None and video.timesteps[step] < ratio * NUM_TRAIN_TIMESTEPS
         return EXPERTS[below]
@@ -521,7 +525,7 @@ class Wan22(nn.Module):
 
 
 class Wan22Pipeline(CheckpointPipeline[Wan22Layout]):
-    """Owns a `Wan22`. vLLM's model loader builds it and loads its weights."""
+    """Owns a `Wan22`. vLLM's model loader builds this class and loads its weights."""
 
     def find_layout(self, path: Path) -> Wan22Layout:
         return find_layout(path)

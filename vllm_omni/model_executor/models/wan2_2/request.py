@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validate everything that a client may send with one video request.
+"""Validates everything that a client may send with one video request.
 
 `read_request` returns a `VideoRequest` with all defaults resolved, or raises `RequestFailed` with
-the field, its value and the allowed ones. It allocates nothing on a device and returns the same
+the field, its value and the allowed values. It allocates nothing on a device and returns the same
 result on every rank.
 """
 
@@ -55,8 +55,9 @@ class VideoRequest:
 
     @property
     def guided(self) -> bool:
-        """Whether the negative prompt is run. As in diffusers, the first expert's guidance scale
-        decides for both."""
+        """Whether the negative prompt is run. As in diffusers, the guidance scale of the first
+        expert determines this for both.
+        """
         return self.guidance > 1
 
 
@@ -150,7 +151,9 @@ def read_image(
 
 
 def default_num_frames(checkpoint: Wan22Checkpoint, options: Wan22Options) -> int:
-    """Return the deployment's default, else the authors', within the server's limits."""
+    """Return the deployment's default, otherwise that of the authors, within the server's
+    limits.
+    """
     wanted = options.defaults.num_frames or min(
         recommended(checkpoint).num_frames, options.max_num_frames
     )
@@ -176,8 +179,9 @@ def _guidance(
     checkpoint: Wan22Checkpoint,
     options: Wan22Options,
 ) -> tuple[float, float]:
-    """Apply a single scale in the request to both experts, as in diffusers, unless it only repeats
-    the default."""
+    """Apply a single scale in the request to both experts, as in diffusers, unless it is equal to
+    the default.
+    """
     first, second = default_guidance(checkpoint, options)
     if params.guidance_scale is not None and params.guidance_scale != first:
         first = second = params.guidance_scale

@@ -2,10 +2,10 @@
 """The bidirectional Wan transformer of Wan 2.1 and 2.2: one forward pass over several videos at
 different timesteps.
 
-It owns one network's parameters and maths on this rank (a tensor-parallel part, a pipeline stage,
-or a part of the tokens). It has no requests, guidance or schedules. A batch entry attends to all of
-its tokens and to its prompt's 512 text embeddings. Leading latent frames may be clean: their tokens
-are at timestep 0 (Wan 2.2's `expand_timesteps`).
+It contains the parameters and maths of one network on this rank (a tensor-parallel shard, a
+pipeline stage, or a part of the tokens). It has no requests, guidance or schedules. A batch entry
+attends to all of its tokens and to its prompt's 512 text embeddings. Leading latent frames may be
+clean: their tokens are at timestep 0 (Wan 2.2's `expand_timesteps`).
 
 Maths: diffusers `WanTransformer3DModel` 0.42 (Wan-Video/Wan2.2, wan/modules/model.py).
 """
@@ -33,8 +33,9 @@ from vllm_omni.model_executor.models.wan2_2.config import Wan22Config
 
 
 class OwnTokens:
-    """The K/V window of a bidirectional network: attention reads the K/V that its layer has just
-    written."""
+    """Replaces the K/V window in a bidirectional network: attention reads the K/V that its layer
+    has just written.
+    """
 
     def __init__(self) -> None:
         self._kv: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -43,7 +44,7 @@ class OwnTokens:
         self._kv = (k_TNH, v_TNH)
 
     def write_slot(self, layer: int, frames: range) -> None:
-        """Do nothing: there is no cache."""
+        """Do nothing, because there is no cache."""
 
     def attend(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor:
         assert self._kv is not None
@@ -51,7 +52,7 @@ class OwnTokens:
         return attention(q_TNH, *kv)
 
     def quantized_ahead(self, frames: range) -> None:
-        """Return None: nothing is quantized."""
+        """Return None, because nothing is quantized."""
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`VideoVAE`: Wan's autoencoder (2.1's and 2.2's) for whole clips, with normalised latents as input
-and output.
+"""`VideoVAE`: Wan's autoencoder (2.1 and 2.2) for whole clips, with normalised latents as input and
+output.
 
-The network is that of streams (`StreamingWanVAE`). With tiles, and on GPUs if it is not fused, it
-is diffusers' `AutoencoderKLWan`, which stores its feature cache internally between the frames of
-one call and then clears it, so calls must not overlap.
+The network is the same as for streams (`StreamingWanVAE`). With tiles, and on GPUs if it is not
+fused, it is diffusers' `AutoencoderKLWan`, which stores its feature cache internally between the
+frames of one call and then clears it, so calls must not overlap.
 """
 
 # C channels, T frames, H height, W width
@@ -59,7 +59,7 @@ class VideoVAE(nn.Module):
         )
 
     def clear_derived(self) -> None:
-        """Invalidate tensors derived from weights, because weights were loaded."""
+        """Invalidate tensors derived from weights, because new weights were loaded."""
         if isinstance(self.network, StreamingWanVAE):
             self.network.clear_derived()
 

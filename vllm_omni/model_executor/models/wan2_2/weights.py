@@ -28,7 +28,7 @@ from vllm_omni.model_executor.models.wan2_2.vae import VideoVAE
 
 
 def load_transformer(transformer: nn.Module, folder: Path, config: Wan22Config) -> None:
-    """Load a network, or this rank's stage and slice of it."""
+    """Load a network, or this rank's stage and shard of it."""
     load_strict(
         transformer,
         open_tensors(folder),
@@ -81,8 +81,9 @@ _FILE_MARKS = {
 def adapter_targets(
     experts: Mapping[str, nn.Module], config: Wan22Config
 ) -> dict[str, AdapterTarget]:
-    """Return the experts as targets of LoRA adapters. With two, a file's name may identify its
-    expert."""
+    """Return the experts as targets of LoRA adapters. If there are two networks, a file's name may
+    identify its expert.
+    """
     # not needed to describe a checkpoint
     from vllm_omni.model_executor.models.wan.transformer.layers import PatchEmbedding
 

@@ -25,11 +25,12 @@ from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
 
 
 class FrameCodec(nn.Module):
-    """An autoencoder for sessions. The size of its decoder's memory does not depend on the size of
-    the video."""
+    """An autoencoder for sessions. The size of the decoder's memory does not depend on the size of
+    the video.
+    """
 
     layout: CacheLayout | None = None
-    """Shapes of that memory. None: the decoder has none."""
+    """Shapes of the decoder's memory. None: the decoder has no memory."""
 
     def encode_image(self, image_HWC: torch.Tensor) -> torch.Tensor:
         """Encode a start image, uint8 of any size on the codec's device, as fp32 [C, h, w]."""
@@ -43,7 +44,7 @@ class FrameCodec(nn.Module):
         Args:
             latent_CThw: Latents, T = 1.
             size: Height and width of the frames.
-            memory: Cache after the previous frame. None: a stream starts.
+            memory: Cache after the previous frame. None: a stream starts with this frame.
 
         Returns:
             uint8 [frames, *size, 3] and the next cache.
@@ -172,14 +173,14 @@ def _residual(channels: int, count: int) -> nn.Module:
 
 
 class ImageStages(nn.Module):
-    """Stages from each of `widths` to the next, with the names of the file.
+    """Stages that convert each of `widths` to the next, with the names in the file.
 
     The result of a stage is the sum of its layers and of a shortcut: a convolution and `fold`,
     which moves pixels to channels or back.
 
     Args:
         blocks: Residual blocks of each stage.
-        stage: (width, next width, blocks) -> layers of a stage.
+        stage: Creates the layers of a stage from (width, next width, blocks).
         folded: Channels before `fold` per channel after it.
     """
 
@@ -331,8 +332,9 @@ class ImageCodec(FrameCodec):
 
 
 def make_codec(config: WaypointConfig, sizes: Mapping[str, Any], dtype: torch.dtype) -> FrameCodec:
-    """Build the autoencoder of a checkpoint. `sizes` are its arguments that differ from the
-    released ones."""
+    """Build the autoencoder of a checkpoint. `sizes` contains arguments that differ from the
+    released ones.
+    """
     if config.temporal_compression > 1:
         return StreamingTAEHV(config.channels, **sizes, size=config.codec_size, dtype=dtype)
     return ImageCodec(sizes.get("encoder", {}), sizes.get("decoder", {}), dtype=dtype)

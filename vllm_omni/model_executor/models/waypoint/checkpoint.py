@@ -218,7 +218,7 @@ class CheckpointLayout:
             )
 
     def codec_sizes(self) -> dict[str, Any]:
-        """Return the autoencoder's arguments, as far as its files state them, JSON types only.
+        """Return the autoencoder's arguments that its files specify, as JSON types.
 
         Raises:
             ValueError: A file is invalid.

@@ -34,7 +34,7 @@ PROMPT_ROWS: Final = 512
 DEFAULT_PROMPT: Final = "An explorable world"
 """Default prompt of Waypoint-1."""
 SIZE_MULTIPLE: Final = 8
-"""Height and width of the video must be multiples of this many pixels."""
+"""Height and width of the video must be multiples of this number of pixels."""
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -57,11 +57,11 @@ class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
     width: Count
     """Columns of the token grid, after patching."""
     local_window: Count
-    """Frames that a local layer attends to, including the current one."""
+    """Number of frames that a local layer attends to, including the current one."""
     global_window: Count
-    """Frames over which the window of a global layer extends, including the current one."""
+    """Number of frames covered by the window of a global layer, including the current one."""
     global_pinned_dilation: Count
-    """A global layer keeps every n-th frame of its window."""
+    """A global layer retains every n-th frame of its window."""
     global_attn_period: Count
     """Every n-th layer is global."""
     base_fps: Count
@@ -192,8 +192,9 @@ class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def plan(self) -> ChunkPlan:
-        """Chunks of one latent frame, including the first. The longer kind of ring buffer
-        determines how far a frame sees."""
+        """Chunks of one latent frame, including the first. The longer of the two ring buffers
+        determines how many frames are visible.
+        """
         stride = self.temporal_compression
         return ChunkPlan(1, 1, self.global_window, 0, FrameRate(first=stride, later=stride))
 
@@ -270,13 +271,13 @@ _FIXED: Final = (
     "max_steps",
     "sequence_parallel",
 )
-"""Options that the checkpoint determines."""
+"""Options that are determined by the checkpoint."""
 
 PRESETS: Final[Mapping[PresetName, Preset]] = {
     "reference": Preset(),
     "small": Preset(model={"text_encoder_device": "cpu"}, quantization="fp8", kv_cache_dtype="fp8"),
 }
-"""The checkpoint determines steps, windows and decoder, so no preset can be faster."""
+"""Steps, windows and decoder are determined by the checkpoint, so no preset can be faster."""
 
 
 class WaypointOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -316,11 +317,13 @@ _KEYS: Final[Mapping[int, str]] = {
     **{ord(letter): f"{letter.lower()} Key{letter}" for letter in ascii_uppercase},
     **{0x6F + number: f"f{number} F{number}" for number in range(1, 13)},
 }
-"""Windows virtual-key codes -> the button's name, and the browser's code of its key."""
+"""Name of the button and the browser's key code for each Windows virtual-key code."""
 
 
 def virtual_key(code: int) -> Button:
-    """Return the button of a virtual-key code. A code without a name gives, for example, vk_5b."""
+    """Return the button of a virtual-key code. For example, a code without a name results
+    in vk_5b.
+    """
     name, *codes = _KEYS.get(code, f"vk_{code:02x}").split()
     return Button(name, name.replace("_", " ").capitalize(), tuple(codes))
 

@@ -12,7 +12,7 @@
     advance the session                                  commit
 
 `Waypoint` is the model and does not depend on the engine; vLLM loads `WaypointPipeline`, which owns
-it.
+the model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -238,7 +238,7 @@ class Waypoint(StreamingModel[WaypointSession, WaypointChunk]):
 
 
 class WaypointPipeline(CheckpointPipeline[CheckpointLayout]):
-    """Owns a `Waypoint`. vLLM's model loader builds it and loads its weights."""
+    """Owns a `Waypoint`. vLLM's model loader builds this class and loads its weights."""
 
     def find_layout(self, path: Path) -> CheckpointLayout:
         return find_layout(path)

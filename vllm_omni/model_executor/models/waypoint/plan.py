@@ -86,8 +86,9 @@ def _stream_model(
 
 
 def _passed(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether every token passes this linear layer. Those of controls and prompts run
-    once."""
+    """Return whether every token passes through this linear layer. Layers for controls and prompts
+    run only once.
+    """
     return (
         name.startswith("blocks.")
         and len(shape) == 2

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configurations of the released Waypoint networks, by their names for `vllm-omni download`.
 
-This module is only tables: `hub.py` downloads, `checkpoint.py` locates and `plan.py` counts.
+This module only contains tables: `hub.py` downloads, `checkpoint.py` locates and `plan.py` counts.
 """
 
 from collections.abc import Mapping

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of a Waypoint session: K/V ring buffers and a chunk's working set.
 
-Local layers keep the newest frames, global layers every `dilation`-th frame of a longer window. The
-K/V of a frame are written to slots that no earlier frame reads, so an aborted frame does not change
-the session. The keys that a frame attends to are the first ones of a buffer. The slot of a frame
-and its number of keys are tensors on the device (`FrameSlot`), so that one CUDA graph serves all
-frames of a stream.
+Local layers retain the newest frames, global layers every `dilation`-th frame of a longer window.
+The K/V of a frame are written to slots that no earlier frame reads, so an aborted frame does not
+change the session. The keys that a frame attends to are always the first ones in a buffer. The slot
+of a frame and its number of keys are tensors on the device (`FrameSlot`), so that one CUDA graph
+serves all frames of a stream.
 
 A chunk is one latent frame. The first chunk of a session also has the latent frame of the start
 image, if there is one. An image in a later chunk is not supported, because it would overwrite the
@@ -41,10 +41,10 @@ class FrameWindow(KVWindow):
     """K/V of the frames with an index that is a multiple of `dilation`, and of the current frame.
 
     A retained frame overwrites the slot of the frame that it evicts, which it does not attend to.
-    Any other frame uses the slot after the retained ones while it is current.
+    All other frames use the slot after the retained ones while they are current.
 
     Args:
-        window_frames: Frames over which the window extends.
+        window_frames: Number of frames covered by the window.
         dilation: Every n-th frame is retained.
         window: Other arguments of `KVWindow`.
     """
@@ -57,7 +57,9 @@ class FrameWindow(KVWindow):
         self.dilation = dilation
 
     def _num_retained(self, frame: int) -> int:
-        """Return how many slots hold retained frames after `frame` was written."""
+        """Return the number of slots that contain retained frames after `frame` has been
+        written.
+        """
         return min(frame // self.dilation + 1, self.window_frames)
 
     def slot(self, frame: int) -> int:
@@ -77,7 +79,7 @@ class FrameWindow(KVWindow):
         return [*retained, frame] if frame % self.dilation else retained
 
     def num_keys(self, frame: int) -> int:
-        """Return how many keys `frame` attends to. They are the first ones of the buffer."""
+        """Return how many keys `frame` attends to. They are the first ones in the buffer."""
         return (self._num_retained(frame) + (frame % self.dilation > 0)) * self.tokens_per_frame
 
     def _span(self, frames: range) -> slice | None:
@@ -184,7 +186,7 @@ class WaypointSession(StreamingSession[FrameRings, SessionValue]):
         return self.check_committed(self.window.committed_frames)
 
     def check_committed(self, committed_frames: int) -> range:
-        """Check that there is one frame per chunk, and one for a start image."""
+        """Check that the number of frames is one per chunk, plus one for a start image."""
         if committed_frames - self.chunk_index not in (0, 1):
             raise RequestFailed(
                 "invalid_snapshot", "the snapshot's chunks and frames do not fit together"
@@ -211,8 +213,7 @@ class WaypointChunk(StreamingChunk[FrameRings, SessionValue]):
     """Result of `WaypointTransformer.controls`, computed before the first pass."""
 
     def frame_index(self, step: int) -> int:
-        """Return the index of the frame that pass `step` computes. An image takes the first
-        pass."""
+        """Return the index of the frame that pass `step` computes. An image uses the first pass."""
         return min(step, len(self.frames) - 1)
 
     def latents_at(self, step: int) -> torch.Tensor:

@@ -3,16 +3,16 @@
 of a rectified flow.
 
 The tokens of a frame attend to each other and to the frames in every layer's ring buffer, without a
-mask. Noise level and controls enter as one vector each: ada-RMS modulation with six projections
-shared by all blocks (a block has only biases), and a small MLP in every few blocks. Waypoint-1 adds
-gates on heads and cross-attention to a prompt. 1.5 mixes the values of its first layer into all
-others; pipeline stages send them along with the residual stream.
+mask. Noise level and controls are each represented by one vector: ada-RMS modulation with six
+projections shared by all blocks (a block has only biases), and a small MLP in every few blocks.
+Waypoint-1 adds gates on heads and cross-attention to a prompt. 1.5 mixes the values of its first
+layer into all others; pipeline stages send them along with the residual stream.
 
-No step of a forward pass synchronises with the device. Values that change from frame to frame are
-device tensors, so that one CUDA graph serves all frames of a session.
+No step of a forward pass synchronises with the device. Values that differ between frames are device
+tensors, so that one CUDA graph serves all frames of a session.
 
-Maths: written from a description and recorded tensors of the original (README.md), without its
-code.
+The code was written from a description and recorded tensors of the original (README.md), without
+using its code.
 """
 
 # B batch entries (one frame of one session each), T tokens of a frame, D width, N heads (of this
@@ -273,7 +273,7 @@ class CrossAttention(nn.Module):
         self.out_proj = build.item(width, dim, "out_proj")
 
     def keys_values(self, prompt_SE: torch.Tensor) -> torch.Tensor:
-        """Return [2, S, N, H], a function of the prompt alone."""
+        """Return [2, S, N, H], which depends only on the prompt."""
         k, v = (
             part.unflatten(-1, (-1, self.head_dim))
             for part in self.kv(rms(prompt_SE)).chunk(2, dim=-1)
@@ -543,8 +543,9 @@ class WaypointTransformer(StageNetwork):
         )
 
     def _predict(self, items: Sequence[FrameItem], given: Inputs) -> torch.Tensor:
-        """Run `forward`. Of `items` it reads only values that a graph may keep. Inputs are in
-        `given`."""
+        """Run `forward`. It reads only those values of `items` that a graph may retain. Inputs are
+        in `given`.
+        """
         placed = zip(items, given["tokens"], given["key_ranges"], strict=True)
         prompts = zip(
             *(given[f"prompt{n}"] for n, item in enumerate(items) if item.prompt_kv is not None),
@@ -577,7 +578,8 @@ class WaypointTransformer(StageNetwork):
 
     def _tokens(self, latents_BChw: torch.Tensor) -> torch.Tensor:
         """Return tokens [B, T, D], row by row. The convolution is computed as a matrix product, so
-        that results do not depend on the batch, bit for bit."""
+        that results are bit-identical regardless of the batch.
+        """
         (high, wide), weight = self.config.patch, self.patchify.weight
         cells = (
             latents_BChw.unflatten(3, (-1, wide)).unflatten(2, (-1, high)).permute(0, 2, 4, 1, 3, 5)

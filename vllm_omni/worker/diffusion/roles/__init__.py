@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Roles of ranks: one file per role, and a table that selects the role of a rank at start."""
+"""Roles of ranks: one file per role, and a table that selects the role of a rank at startup."""
 
 from collections.abc import Callable, Mapping
 
@@ -32,9 +32,9 @@ ROLES: tuple[tuple[Callable[[RankParts], bool], Callable[[RankParts], Role]], ..
     (lambda parts: parts.parallel.last_stage, _with_layers(LastStage)),
     (lambda parts: True, _with_layers(LayersStage)),
 )
-"""Pairs of a condition and a role. The first condition that holds selects the role of a rank."""
+"""Pairs of a condition and a role. The role of a rank is that of the first condition that holds."""
 
 
 def role_for(parts: RankParts) -> Role:
-    """Return the role of a rank according to the options and its position among the ranks."""
+    """Return the role of a rank, determined by the options and the position of the rank."""
     return next(role(parts) for fits, role in ROLES if fits(parts))

@@ -4,8 +4,8 @@
 It runs the noise schedule, checks chunks and commits them. After every step it sends a small host
 message to the VAE stage (`send_to_vae_stage`). The message includes the latents of a chunk as soon
 as they are final, which may be one clean-context pass before the chunk ends. Messages to the VAE
-stage must not wait for the current denoise step, so the host waits for the device before a step,
-not after it.
+stage must not wait for the current denoise step, so the host waits for the device before a step
+instead of after it.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from vllm_omni.worker.diffusion.sessions.in_flight import ChunksInFlight
 class BeforeVAE(LayersRole):
     """Role of the last stage with layers before a VAE stage.
 
-    A batch that only fetches results is not a step of this rank, so it waits for nothing.
+    A batch that only collects results is not a step of this rank, so it does not wait.
     """
 
     decodes_chunks = False

@@ -17,7 +17,7 @@ from vllm_omni.worker.diffusion.roles.with_layers import LayersRole, MicroStep
 
 
 class LayersStage(LayersRole):
-    """Role of a stage that waits for the last stage.
+    """Role of a stage that depends on results of the last stage.
 
     The next step of a chunk starts, and a chunk is committed, when the last stage's return message
     has arrived.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Role`: one rank's part of an engine step, and its messages to other pipeline stages.
+"""`Role`: the part of one rank in an engine step, and its messages to other pipeline stages.
 
 A rank has one role for its lifetime (`vllm_omni.worker.diffusion.roles.role_for`). The runner calls
 it and does not depend on the topology. Only roles write `DiffusionRequest.step`. With several
@@ -49,7 +49,7 @@ Envelopes = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class RankParts:
-    """The objects that a role works with. Each rank creates them once, after loading the model."""
+    """The objects that a role uses. Each rank creates them once, after loading the model."""
 
     omni: OmniConfig
     """Options of this package."""
@@ -82,11 +82,11 @@ class RankParts:
     texts: SharedText
     """Distributes text embeddings."""
     decodes: bool
-    """Whether this rank takes part in the decode if its stage decodes."""
+    """Whether this rank takes part in decoding if its stage decodes."""
     shares_decode: bool
     """Whether the ranks that share a stage decode together."""
     overlap: bool
-    """Whether the result of a chunk is returned in an engine step after the chunk's last one."""
+    """Whether the result of a chunk is returned in an engine step after its last step."""
     max_batch_size: int
     """Maximum number of requests in one forward pass."""
 
@@ -107,7 +107,7 @@ class RankParts:
         Args:
             vllm_config: Configuration of the engine.
             network: The model as loaded.
-            model: The same model as an interface of denoise steps.
+            model: The same model, as an interface for denoise steps.
             adapters: LoRA adapters of the rank.
             device: Device of the rank.
             parallel: Position of the rank.
@@ -157,7 +157,7 @@ class RankParts:
 
 
 class Role(ABC):
-    """One rank's part of the topology of an engine.
+    """The part of one rank in the topology of an engine.
 
     Args:
         parts: Objects of the rank.
@@ -203,7 +203,7 @@ class Role(ABC):
 
         Args:
             states: Scheduled requests.
-            received: Tensors of the previous stage; None on the first one.
+            received: Tensors of the previous stage; None on the first stage.
 
         Returns:
             Tensors for the next stage, or on the last stage the results that are due.
@@ -220,15 +220,15 @@ class Role(ABC):
 
         Args:
             states: Scheduled requests.
-            received: Tensors of the previous stage; None on the first one.
+            received: Tensors of the previous stage; None on the first stage.
             outputs: Receives the envelopes of finished and failed requests.
 
         Returns:
-            Tensors for the next stage, or None on the last one.
+            Tensors for the next stage, or None on the last stage.
         """
 
     def receive_results(self, request_ids: Iterable[str]) -> None:  # noqa: B027 - most roles receive none
-        """Apply return messages of the last stage up to the newest for one of the requests."""
+        """Apply return messages of the last stage up to the latest one for one of the requests."""
 
     def listen(self) -> None:  # noqa: B027
         """Post the receives of return messages (`ReturnChannel.listen`).
@@ -238,7 +238,9 @@ class Role(ABC):
 
 
 def pack_results(states: Sequence[RequestState], outputs: Envelopes) -> None:
-    """Wait for the results of `states` that have one, and add their envelopes to `outputs`."""
+    """Wait for the results of those `states` that have one, and add their envelopes to
+    `outputs`.
+    """
     for state in states:
         if state.pending is not None:
             outputs[state.request_id] = state.pending.envelope()

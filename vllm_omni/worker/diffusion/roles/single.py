@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SingleRank`: the role of the only pipeline stage. This is the file to read first.
+"""`SingleRank`: the role of the only pipeline stage. Read this file first.
 
 The rank holds all layers and the decoder, alone or with other ranks that share the layers (tensor
 or sequence parallelism). An engine step, from top to bottom:
@@ -9,7 +9,7 @@ or sequence parallelism). An engine step, from top to bottom:
         forward     one forward pass for one batch, then the scheduler of the diffusion model
         end_batch   check, decode and commit the chunks whose last step this was
 
-The roles of several pipeline stages (`with_layers.py`) override single methods of this class.
+The roles for several pipeline stages (`with_layers.py`) override single methods of this class.
 Tests: tests/worker/test_diffusion_model_runner.py, test_in_flight.py, test_overlap.py and
 tests/engine/test_parallel.py.
 """
@@ -29,11 +29,11 @@ from vllm_omni.worker.diffusion.roles.role import Envelopes, Role, pack_results
 
 
 class SingleRank(Role):
-    """One denoise step per engine step. The scheduler receives the device time of each."""
+    """Runs one denoise step per engine step. The scheduler receives the device time of each."""
 
     decodes_chunks = True
     runs_schedule: ClassVar[bool] = True
-    """Whether latents advance on this rank, so that it checks them and ends chunks."""
+    """Whether this rank updates the latents, and therefore checks them and ends chunks."""
 
     def step(
         self, states: Sequence[RequestState], received: IntermediateTensors | None
@@ -81,12 +81,12 @@ class SingleRank(Role):
         """Run one forward pass for one batch.
 
         On one rank an exception fails only the request that causes it: the batch is repeated one
-        request at a time. On several ranks the exception is raised, because the other ranks are
-        inside the collectives of this batch and the engine can only end.
+        request at a time. On several ranks the exception is raised, because the other ranks are in
+        the collectives of this batch and the engine can only exit.
 
         Args:
             states: Requests with equal `batch_key` and adapters.
-            hidden: Hidden states of the previous pipeline stage; None on the first.
+            hidden: Hidden states of the previous pipeline stage; None on the first stage.
 
         Returns:
             The result of `take_step`, or None after an exception.
@@ -136,7 +136,9 @@ class SingleRank(Role):
 
 
 class WholeChunks(SingleRank):
-    """All steps of a chunk in one engine step, for schedulers that expect this (vLLM's own)."""
+    """Runs all steps of a chunk in one engine step, for schedulers that expect this (vLLM's
+    own).
+    """
 
     def step(
         self, states: Sequence[RequestState], received: IntermediateTensors | None

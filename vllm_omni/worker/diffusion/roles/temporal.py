@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StageSteps`: the pipeline in which every stage owns one denoise step (`omni.pipeline`
-"temporal").
+"""`StageSteps`: a pipeline in which every stage owns one denoise step (`omni.pipeline` "temporal").
 
 A chunk passes through all stages in one engine step. Stage i holds the whole network and the K/V
 window of step i; it receives the chunk's latents, runs step i and sends the latents to the next
-stage. The session's next chunk follows one stage later, so a single session uses all stages. The
-last stage decodes and sends the result to the others (`ReturnChannel`). Its message holds the
-latents that entered the last step, which a stage needs in order to attend to a session's first
-chunk as that step left it.
-The position of a stage in the pipeline, and hence its role, is that of any stage with layers.
-This module names no model.
+stage. The session's next chunk follows one stage behind, so that a single session uses all stages.
+The last stage decodes and sends the result to the others (`ReturnChannel`). Its message contains
+the inputs of the last step, which a stage needs in order to attend to the first chunk of a session
+as that step left it. The position of a stage in the pipeline, and therefore its role, is the same
+as for any stage with layers. This module does not depend on a model.
 """
 
 from collections.abc import Sequence
@@ -20,7 +18,7 @@ from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepEx
 
 
 class StageSteps:
-    """The steps of a rank in a temporal pipeline. A `StepSplit`.
+    """The denoise steps of a rank in a temporal pipeline. A `StepSplit`.
 
     Args:
         model: The model.
@@ -41,7 +39,7 @@ class StageSteps:
 
         Args:
             batch: Chunks that run the step.
-            hidden: Result of the previous stage; None on the first one.
+            hidden: Result of the previous stage; None on the first stage.
 
         Returns:
             Latents [B, ...].
@@ -59,5 +57,5 @@ class StageSteps:
         return torch.stack([self._model.latents(request) for request in batch])
 
     def latents_for_earlier_stages(self, request: DiffusionRequest) -> torch.Tensor:
-        """Return and remove the latents that entered the last step. For the last stage."""
+        """Return and remove the inputs of the last step. For the last stage."""
         return self._entered.pop(request.request_id)

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The VAE as a separate pipeline stage (`omni.vae_stage`), after the ranks with layers.
+"""Runs the VAE as a separate pipeline stage (`omni.vae_stage`), after the ranks with layers.
 
 Its counterpart (`BeforeVAE`) sends a small host message after every step, with the latents of a
 chunk as soon as they are final. The VAE stage starts the decode on a separate CUDA stream and
 returns to the engine immediately, so that the next step is scheduled while both devices work. A
-result is returned with the first engine step that finds it ready. An engine step that only fetches
-results waits for them, but briefly, because other batches are queued.
+result is returned with the first engine step that finds it ready. An engine step that only collects
+results waits for them, but only briefly, because other batches are queued.
 
 A chunk is committed here when the ranks with layers have committed it. If its decode fails earlier
-(during a clean-context pass), the session stays as it was. If it fails in the committing step, the
-other ranks are ahead: the session then stays live on all ranks but refuses every later chunk until
-it is closed or reset. This module names no model.
+(during a clean-context pass), the session is not changed. If it fails in the step that commits, the
+other ranks are ahead: the session then remains live on all ranks but refuses every later chunk
+until it is closed or reset. This module does not depend on a model.
 """
 
 import time
@@ -28,19 +28,22 @@ from vllm_omni.worker.diffusion.link import ChunkNote, StageNote
 from vllm_omni.worker.diffusion.roles.role import Envelopes, RankParts, Role, pack_results
 
 _WAIT_S = 0.02
-"""Maximum wait in seconds for results in a step that only fetches results: other batches may be
-queued."""
+"""Maximum time in seconds to wait for results in a step that only collects results, because other
+batches may be queued.
+"""
 _POLL_S = 0.0005
 _MAX_DECODES = 3
-"""Maximum number of decodes in flight of all sessions. Beyond it the stage delays the steps,
-because it is the slowest stage."""
+"""Maximum number of decodes in flight of all sessions. Beyond this number the stage delays the
+steps, because it is the slowest stage.
+"""
 
 
 class VAEStage(Role):
     """Role of the VAE stage.
 
     A rank decodes if `parts.decodes`; the other ranks of the stage only track chunks. With
-    `parts.shares_decode`, all of them decode together (`SupportsParallelDecode`) after agreeing to.
+    `parts.shares_decode`, all of them decode together (`SupportsParallelDecode`) after they have
+    agreed to do so.
     """
 
     def __init__(self, parts: RankParts) -> None:
@@ -99,7 +102,7 @@ class VAEStage(Role):
             latents: Final latents by request id.
 
         Returns:
-            The requests whose chunk is now committed.
+            The requests whose chunks are now committed.
         """
         by_id = {state.request_id: state for state in states}
         done = []
@@ -124,11 +127,11 @@ class VAEStage(Role):
         return done
 
     def ready(self, due: Sequence[RequestState], *, alone: bool) -> list[RequestState]:
-        """Return the requests of `due` whose result is on the host.
+        """Return the requests of `due` whose result has arrived on the host.
 
         Args:
             due: Requests with a pending result.
-            alone: Whether the step only fetches results; it then waits up to `_WAIT_S`.
+            alone: Whether the step only collects results; it then waits for up to `_WAIT_S`.
         """
         deadline = time.perf_counter() + _WAIT_S
         while True:
@@ -170,8 +173,9 @@ class VAEStage(Role):
             self.in_flight.fail(state.chunk, because=_lost())
 
     def _loss(self, state: RequestState) -> RequestFailed | None:
-        """Return why the session of a new chunk cannot continue, or None if it can or is not
-        live."""
+        """Return the reason why the session of a new chunk cannot continue, or None if it can or is
+        not live.
+        """
         if state.chunk is not None or state.params is None or state.is_session_operation:
             return None
         session_id = state.params.session_id

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LayersRole`: what the roles of several pipeline stages add to `SingleRank`, and the last stage's
-role.
+"""`LayersRole`: the additions to `SingleRank` for several pipeline stages, and the role of the last
+stage.
 
 A stage receives hidden states and a mask of the requests that take part, runs its layers and sends
-a message to the next stage. A `StepSplit` decides which denoise steps this rank runs.
-Tests: tests/worker/test_two_stages.py and test_return_channel.py, tests/engine/test_parallel.py.
+a message to the next stage. A `StepSplit` determines which denoise steps this rank runs. Tests:
+tests/worker/test_two_stages.py and test_return_channel.py, tests/engine/test_parallel.py.
 """
 
 from abc import abstractmethod
@@ -28,26 +28,28 @@ class StepSplit(Protocol):
     def run_steps(
         self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None
     ) -> torch.Tensor:
-        """Run this rank's part of a step and advance each request's `step`.
+        """Run this rank's part of a step, and advance `step` of each request.
 
         Args:
             batch: Chunks that run the step.
-            hidden: Result of the previous stage; None on the first one.
+            hidden: Result of the previous stage; None on the first stage.
 
         Returns:
             `hidden` for the next stage.
         """
 
     def latents_for_earlier_stages(self, request: DiffusionRequest) -> torch.Tensor:
-        """Return the latents for the earlier stages. For the last stage, once after each `take`."""
+        """Return the latents for the earlier stages. Called on the last stage, once after each
+        `take`.
+        """
 
 
 class EveryStep:
-    """Every step runs on this rank's layers.
+    """This rank runs its layers in every step.
 
     Args:
         model: The model.
-        ends_steps: Whether this rank also runs the noise schedule: true on the last stage.
+        ends_steps: Whether this rank also runs the noise schedule, which is true on the last stage.
     """
 
     def __init__(self, model: SupportsStepExecution, ends_steps: bool) -> None:
@@ -70,7 +72,7 @@ class EveryStep:
 
 @dataclass(frozen=True)
 class MicroStep:
-    """Outcome of one micro-step, from which the message to the next stage is made."""
+    """Outcome of one micro-step, from which the message to the next stage is created."""
 
     states: Sequence[RequestState]
     """All requests of the batch."""
@@ -91,7 +93,7 @@ class LayersRole(SingleRank):
 
     Args:
         parts: The objects of this rank.
-        steps: This rank's share of the steps of each chunk.
+        steps: The part of each chunk's steps that this rank runs.
     """
 
     def __init__(self, parts: RankParts, steps: StepSplit) -> None:
@@ -135,7 +137,9 @@ class LayersRole(SingleRank):
         return self.steps.run_steps(requests, hidden)
 
     def end_batch(self, states: Sequence[RequestState], outputs: Envelopes) -> None:
-        """As of `SingleRank`, and send each request's latents and status to the earlier stages."""
+        """Like `SingleRank`, but also send the latents and status of each request to the earlier
+        stages.
+        """
         super().end_batch(states, outputs)
         if self.channel is not None:
             requests = [state.chunk for state in states if state.chunk is not None]
@@ -148,11 +152,11 @@ class LayersRole(SingleRank):
 
     @abstractmethod
     def message(self, done: MicroStep, outputs: Envelopes) -> IntermediateTensors | None:
-        """Return the tensors for the next stage, or None on the last one."""
+        """Return the tensors for the next stage, or None on the last stage."""
 
 
 class LastStage(LayersRole):
-    """The last of several pipeline stages: it has the last layers and the decoder.
+    """The last of several pipeline stages, which has the last layers and the decoder.
 
     It sends return messages to the earlier stages, decodes, and returns results to the engine.
     """

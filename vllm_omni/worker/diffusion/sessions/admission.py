@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Admission`: acquire a request's session and conditions on one rank, and release them at its end.
+"""`Admission`: acquires a request's session and conditioning on one rank, and releases them at its
+end.
 
 Before its first step, a generation request gets its session (created for the first chunk) and its
-encoded conditions. The session is pinned until `release`. Session operations run immediately. An
-exception becomes the `failure` of the request, and a session that the request created is closed.
-This module names no model.
+encoded conditioning. The session is pinned until `release`. Session operations run immediately. An
+exception becomes the `failure` of the request, and a session that was created by the request is
+closed. This module does not depend on a model.
 """
 
 from collections.abc import Sequence
@@ -27,11 +28,11 @@ from vllm_omni.worker.diffusion.sessions.in_flight import ChunksInFlight
 from vllm_omni.worker.diffusion.sessions.store import SessionStore
 
 _UNKNOWN = 2**31 - 1
-"""Frames of a session that does not exist yet, more than any window has."""
+"""Number of frames of a session that does not exist yet. It is larger than any window."""
 
 
 class Admission:
-    """Admits and releases the requests of one rank.
+    """Admits and releases requests on one rank.
 
     Args:
         model: Encodes conditions and creates sessions.
@@ -73,10 +74,10 @@ class Admission:
     def grow_sessions(self, states: Sequence[RequestState], agreement: RankAgreement) -> None:
         """Grow the sessions of chunks that are about to be admitted, or limit their windows.
 
-        Ranks that share layers do the same (collective with `omni.kv_growth`).
+        Ranks that share layers make the same decision (collective with `omni.kv_growth`).
 
         Args:
-            states: Requests, equal on these ranks.
+            states: Requests, which are the same on these ranks.
             agreement: Agreement with these ranks.
         """
         names = [state.params.session_id for state in states if state.params is not None]
@@ -91,7 +92,7 @@ class Admission:
     def admit(
         self, state: RequestState, outputs: dict[str, torch.Tensor], index: int | None = None
     ) -> None:
-        """Acquire the session and the conditions of a request, or run its session operation.
+        """Acquire the session and the conditioning of a request, or run its session operation.
 
         Raises nothing. Afterwards, the request has its `chunk`, its result or its `failure`.
 
@@ -163,7 +164,7 @@ class Admission:
             self._drop_unborn_session(state)
 
     def _select(self, state: RequestState, before: Selection) -> Selection:
-        """Select the adapters that the chunk names, else the current ones of its predecessor."""
+        """Select the adapters that the chunk specifies, otherwise those of its predecessor."""
         assert state.params is not None
         if state.params.lora is not None:
             return self._adapters.select(state.params.lora)

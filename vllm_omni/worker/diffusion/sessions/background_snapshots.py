@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`BackgroundSnapshots`: periodic snapshots of live sessions on one rank, at little cost to chunks.
+"""`BackgroundSnapshots`: periodic snapshots of live sessions on one rank that hardly delay chunks.
 
-A session is copied to host memory between two engine steps, and a thread writes it to its file
-during the next steps, so the copy alone delays the engine. One snapshot is written at a time. Its
-buffer, as large as the largest session so far, is retained, because allocating pages (in
-particular page-locked ones) costs more than the copy. This module names no model and no sockets.
+A session is copied to host memory between two engine steps, and a thread writes the copy to a file
+during the next steps, so that only the copy delays the engine. Only one snapshot is written at a
+time. Its buffer, which is as large as the largest session so far, is retained, because allocating
+pages (in particular page-locked ones) costs more than the copy. This module does not depend on a
+model or on sockets.
 """
 
 import time
@@ -46,7 +47,7 @@ class BackgroundSnapshots:
 
     @returns_result
     def stage(self, session_id: str) -> bytes:
-        """Copy a session to host memory, as its last finished chunk left it.
+        """Copy a session to host memory in its state after the last finished chunk.
 
         Returns:
             `StagedRank` as JSON.
@@ -65,7 +66,7 @@ class BackgroundSnapshots:
 
     @returns_result
     def write(self, session_id: str, path: str, starts: Sequence[int]) -> None:
-        """Start writing the copy to its position in the file.
+        """Start writing the copy to its offset in the file.
 
         Args:
             session_id: Session that was staged.
@@ -81,7 +82,9 @@ class BackgroundSnapshots:
 
     @returns_result
     def written(self, session_id: str) -> float | None:
-        """Return None while the thread writes, then the CPU seconds that it took from the steps."""
+        """Return None while the thread is writing, and then the CPU seconds that it took from the
+        steps.
+        """
         if self._staged is None or self._staged[0] != session_id or self._writing is None:
             raise RequestFailed(
                 "session_busy", "another session was copied in the meantime; try again"
@@ -112,7 +115,7 @@ class BackgroundSnapshots:
         """Write the copy. Runs in the thread.
 
         Returns:
-            CPU seconds taken from the denoise steps: 0 unless the device is the CPU.
+            CPU seconds taken from the denoise steps; 0 unless the device is the CPU.
         """
         started_s = time.thread_time()
         own = self._memory.numpy().data[: starts[rank + 1] - starts[rank]]

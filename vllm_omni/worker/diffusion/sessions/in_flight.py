@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ChunksInFlight`: chunks of each session that this rank has started and not committed.
+"""`ChunksInFlight`: the chunks of each session that this rank has started and not committed.
 
 `ChunkOrder` decides which of them may run a step. If a chunk fails or is aborted, all later chunks
-of the session fail too, because they were computed from it. The session keeps its last committed
-state.
-The first pipeline stage decides which chunks may start (`waiting`) and assigns their indices; later
-stages follow its mask. The last stage is the first to detect a failure. Until the scheduler
-releases the failed chunk, `failed` finds it for later chunks that an earlier stage still sends.
-This module depends neither on a model nor on the scheduler.
+of the session fail too, because they were computed from it. The session retains its last committed
+state. The first pipeline stage decides which chunks may start (`waiting`) and assigns their
+indices; later stages follow its mask. The last stage is the first to detect a failure. Until the
+scheduler releases the failed chunk, `failed` finds it for later chunks that an earlier stage still
+sends. This module does not depend on a model or on the scheduler.
 """
 
 from collections.abc import Sequence
@@ -101,7 +100,7 @@ class ChunksInFlight:
             self._chunks.setdefault(session_id, []).append(state)
 
     def end(self, request: DiffusionRequest) -> None:
-        """Remove a committed chunk. Later chunks stay in flight. Idempotent."""
+        """Remove a committed chunk. Later chunks remain in flight. Idempotent."""
         self._cut(request, keep_followers=True)
 
     def fail(self, request: DiffusionRequest, because: RequestFailed | None = None) -> None:
@@ -120,7 +119,9 @@ class ChunksInFlight:
             self._failed.setdefault(request.session.session_id, []).extend(chunks)
 
     def release(self, request: DiffusionRequest) -> None:
-        """Release a finished or aborted chunk. It counts as failed if it is not committed."""
+        """Release a finished or aborted chunk. The chunk counts as failed if it has not been
+        committed.
+        """
         self.fail(request)
         session_id = request.session.session_id
         left = [state for state in self._failed.pop(session_id, []) if state.chunk is not request]

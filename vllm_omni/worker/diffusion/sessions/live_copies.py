@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LiveCopies`: snapshot files of sessions that are about to move, brought up to date as they play.
+"""`LiveCopies`: snapshot files of sessions that are about to be moved, which are updated while the
+sessions are active.
 
-The first version is written in a thread, from the memory of the session and on a CUDA stream of its
-own, while the engine runs its steps. K/V of finished chunks do not change, and chunks in flight
-write only where no later chunk looks, so that what is torn is what the next version leaves out. A
-later version writes only tensors whose digest or place has changed. Tensors that are new take the
-places of those that left the window, so that the others stay where they are in the file.
+The first version is written by a thread, directly from the memory of the session and on a separate
+CUDA stream, while the engine runs its steps. The K/V of finished chunks do not change, and chunks
+in flight write only to slots that no later chunk reads, so that inconsistent data is exactly the
+data that the next version omits. A later version writes only tensors whose digest or location has
+changed. New tensors are stored at the offsets of tensors that have left the window, so that all
+others remain at their offsets in the file.
 
-The last version is written while the session pauses, so that the file is then a complete snapshot.
-Its digests let the other server check the session in its memory. This module names no model and no
-sockets.
+The last version is written while the session is paused, so that the file is then a complete
+snapshot. With its digests, the other server can check the session in its memory. This module does
+not depend on a model or on sockets.
 """
 
 import logging
@@ -41,7 +43,7 @@ from vllm_omni.worker.diffusion.sessions.snapshots import (
 logger = logging.getLogger("vllm." + __name__)
 
 _MOST_COPIES: Final = 4
-"""Files that are known at the same time, because each is mapped into memory."""
+"""Maximum number of open files. It is limited because each file is mapped into memory."""
 
 Place = tuple[str, str]
 """Name and digest of a tensor."""
@@ -49,20 +51,20 @@ Place = tuple[str, str]
 
 @dataclass
 class _Copy:
-    """One file, as far as this rank writes it."""
+    """This rank's part of one file."""
 
     session_id: str = ""
     """Session of the version that is being written."""
     chunk_index: int = 0
     """Its next chunk."""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Its tensors, in the order of the file. Empty once they are written."""
+    """Tensors of the version, in the order of the file. Empty after they have been written."""
     digests: dict[str, str] = field(default_factory=dict)
     """Their digests."""
     places: dict[int, Place] = field(default_factory=dict)
     """Content of the file by position."""
     sizes: dict[int, int] = field(default_factory=dict)
-    """Bytes at each of these positions."""
+    """Number of bytes at each of these offsets."""
     allocated: int = 0
     """End of the part of the file for which memory or disk space is allocated."""
     mapping: Any = None
@@ -72,7 +74,7 @@ class _Copy:
 
 
 class LiveCopies:
-    """Files of sessions of one rank that are about to move.
+    """Files of the sessions of one rank that are about to be moved.
 
     Args:
         snapshots: Snapshots of the same rank.
@@ -90,7 +92,7 @@ class LiveCopies:
         """Describe a session for the next version of a file, with digests.
 
         Returns:
-            `RankDescription` as JSON, its tensors in the order of the file.
+            `RankDescription` as JSON, with its tensors in the order of the file.
         """
         session = self._snapshots.committed(session_id)
         tensors = session.tensors()
@@ -111,14 +113,15 @@ class LiveCopies:
     def write(
         self, session_id: str, path: str, chunk_index: int, starts: Sequence[int], is_playing: bool
     ) -> None:
-        """Write what has changed.
+        """Write the data that has changed.
 
         Args:
             session_id: Session that was described.
             path: The file.
             chunk_index: Index of the session's next chunk in the description.
             starts: As `SnapshotPlan.starts`.
-            is_playing: Write in the thread; `written` returns when it has ended.
+            is_playing: Whether to write in the thread; `written` returns the result when it has
+                finished.
         """
         copy = self._copies.get(path)
         if copy is None or (copy.session_id, copy.chunk_index) != (session_id, chunk_index):
@@ -150,7 +153,7 @@ class LiveCopies:
 
     @returns_result
     def written(self, path: str) -> int | None:
-        """Return None while the thread writes, then the number of bytes.
+        """Return None while the thread is writing, and then the number of bytes.
 
         Raises:
             RequestFailed: The file cannot be written.
@@ -162,7 +165,9 @@ class LiveCopies:
 
     @returns_result
     def end(self, path: str) -> None:
-        """Release the memory of a file. Idempotent. A thread that still writes it ends first."""
+        """Release the memory of a file. Idempotent. A thread that is still writing the file
+        finishes first.
+        """
         self._copies.pop(path, None)
 
     def _write(
@@ -175,7 +180,8 @@ class LiveCopies:
         *,
         is_ahead: bool = True,
     ) -> int:
-        """Write `changed`, after which the file has `places`, and return the bytes written.
+        """Write `changed`, after which the file has `places`, and return the number of bytes
+        written.
 
         If `is_ahead`, this runs in the thread.
         """
@@ -203,7 +209,7 @@ class LiveCopies:
         return num_bytes
 
     def _own_stream(self, is_ahead: bool) -> Any:
-        """Return a context in which copies do not wait for the engine's kernels."""
+        """Return a context manager in which copies do not wait for the engine's kernels."""
         if not is_ahead or self._device.type != "cuda":
             return nullcontext()
         if self._stream is None:
@@ -212,7 +218,9 @@ class LiveCopies:
 
 
 def _in_places(copy: _Copy, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Order tensors such that those in the file stay there, and others of equal size fill gaps."""
+    """Order tensors so that those in the file keep their offsets, and others of equal size fill
+    gaps.
+    """
     left = dict(tensors)
     stay = {
         name: left.pop(name)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SuspendedFiles`: suspended sessions that do not fit into host memory, on disk.
+"""`SuspendedFiles`: stores suspended sessions on disk that do not fit into host memory.
 
-A file is a snapshot. It has no name in its directory, so that it ends with the process, however
-that ends. A session is checked against digests from before it left the device. Files are written
-and read between engine steps. This module names no model.
+A file is a snapshot. The file has no name in its directory, so that it disappears with the process,
+however the process ends. A session is verified with digests that were computed before it left the
+device. Files are written and read between engine steps. This module does not depend on a model.
 """
 
 import os
@@ -25,10 +25,10 @@ from vllm_omni.worker.diffusion.sessions.store import SessionFile
 
 
 class SuspendedFiles:
-    """Files of one rank, which is the only one of its engine.
+    """Files of one rank, which must be the only one of its engine.
 
     Args:
-        folder: Directory on the disk (`omni.suspend_dir`). It is created if necessary.
+        folder: Directory on the disk (`omni.suspend_dir`). The directory is created if necessary.
         snapshots: Snapshots of the rank.
 
     Raises:
@@ -54,7 +54,7 @@ class SuspendedFiles:
             digests: `tensor_digests` of its tensors.
 
         Raises:
-            RequestFailed: `storage_full` or `snapshot_storage`. Nothing is left of the file.
+            RequestFailed: `storage_full` or `snapshot_storage`. No file remains.
         """
         planned = plan([self._snapshots.described(session)], package_version(), None)
         try:
@@ -75,10 +75,10 @@ class SuspendedFiles:
 
     @torch.inference_mode()
     def read(self, stored: SessionFile) -> SessionState:
-        """Create a session from its file, which stays as it is.
+        """Create a session from its file, which is not changed.
 
         Raises:
-            RequestFailed: The file is damaged or cannot be read. Nothing is left of the session.
+            RequestFailed: The file is damaged or cannot be read. No session remains.
         """
         session: SessionState = self._snapshots.load(
             stored.session_id, _path(stored.file), lambda nbytes: None

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionSnapshots`: saving and restoring sessions on one rank.
+"""`SessionSnapshots`: saves and restores sessions on one rank.
 
-Both run between engine steps. A session is saved as its last committed chunk left it, regardless of
-chunks in flight; saving changes nothing. Restoring creates a new session through the model, under
-the session store's rules for room; if it fails, nothing remains. This module names no model.
+Both run between engine steps. A session is saved in its state after the last committed chunk,
+regardless of chunks in flight; saving does not change it. Restoring creates a new session through
+the model, with the same capacity checks as the session store; if it fails, no session remains. This
+module does not depend on a model.
 """
 
 import contextlib
@@ -110,7 +111,8 @@ class SessionSnapshots:
 
         Args:
             session: The session.
-            tensors: Its tensors in the order of the file. Default: in its own order.
+            tensors: Tensors of the session in the order of the file. Default: the order of the
+                session.
             digests: As `RankPart.digests`.
         """
         return describe(
@@ -131,7 +133,7 @@ class SessionSnapshots:
         Args:
             session_id: Session to save.
             path: The file.
-            chunk_index: Index that the session's next chunk must still have.
+            chunk_index: Required index of the session's next chunk.
             starts: As `SnapshotPlan.starts`.
         """
         session = self.committed(session_id)
@@ -148,7 +150,7 @@ class SessionSnapshots:
         Args:
             session_id: Id of the new session.
             path: The file.
-            data_parallel_rank: The only data-parallel rank that restores it; None means all.
+            data_parallel_rank: The only data-parallel rank that restores it; None selects all.
         """
         own = self._runner.vllm_config.parallel_config.data_parallel_index
         if data_parallel_rank is None or data_parallel_rank == own:
@@ -156,16 +158,16 @@ class SessionSnapshots:
 
     @returns_result
     def update(self, session_id: str, path: str, data_parallel_rank: int | None = None) -> None:
-        """Bring a restored session up to date from a later version of its file.
+        """Update a restored session from a later version of its file.
 
-        Only what differs is read. If the version is complete, the digests of all tensors are
-        compared afterwards; those of an earlier version differ where a chunk has changed the
-        session while it was written. If this fails, the session is closed.
+        Only the differences are read. If the version is complete, the digests of all tensors are
+        compared afterwards. Those of an earlier version differ where a chunk has changed the
+        session while the version was written. If this fails, the session is closed.
 
         Args:
             session_id: Id of the restored session.
             path: The file.
-            data_parallel_rank: The only data-parallel rank that has it; None means all.
+            data_parallel_rank: The only data-parallel rank that has it; None selects all.
         """
         own = self._runner.vllm_config.parallel_config.data_parallel_index
         if data_parallel_rank is not None and data_parallel_rank != own:
@@ -198,7 +200,7 @@ class SessionSnapshots:
                 raise RequestFailed("invalid_snapshot", "the session was damaged on its way")
 
     def invalidate_weights(self) -> None:
-        """Invalidate the digest of the weights after they were reloaded."""
+        """Invalidate the digest of the weights, because they were reloaded."""
         self._weights = self._model = None
 
     def _restore(self, session_id: str, path: Path) -> None:
@@ -216,7 +218,7 @@ class SessionSnapshots:
             make_room: Makes room for so many bytes, or raises.
 
         Raises:
-            RequestFailed: The file is invalid or does not fit. Nothing is left of the session.
+            RequestFailed: The file is invalid or does not fit. No session remains.
         """
         sessions, model = self._runner.sessions, self._runner.model
         with _opened(path) as stored:
@@ -290,12 +292,13 @@ def _opened(path: Path) -> Iterator[OpenSnapshot]:
 def model_identity(
     vllm_config: VllmConfig, shares_decode: bool, partition: Sequence[int]
 ) -> ModelIdentity:
-    """Describe what must match, besides the weights, for a session to resume bit-identically.
+    """Describe everything besides the weights that must match for a session to resume
+    bit-identically.
 
     Args:
         vllm_config: Configuration of the engine.
         shares_decode: Whether the ranks that share layers decode together.
-        partition: Current layers of each stage; () means as even as possible.
+        partition: Current number of layers of each stage; () means as even as possible.
     """
     hf_config = vllm_config.model_config.hf_config
     omni = (
@@ -337,7 +340,7 @@ def model_identity(
 def weights_digest(parameters: Mapping[str, torch.Tensor]) -> str:
     """Hash names, shapes, dtypes and evenly spaced samples of the parameters.
 
-    That suffices to distinguish checkpoints.
+    This is sufficient to distinguish checkpoints.
     """
     digest = hashlib.sha256()
     for name, parameter in sorted(parameters.items()):

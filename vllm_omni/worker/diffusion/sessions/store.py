@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SessionStore`: creates, evicts and frees the sessions of one rank, and tracks their memory.
 
-The first chunk of a session creates it. It outlives requests and is freed in one place (`close`).
-Admission is by bytes: the size of a session is known before it is created, and constant afterwards
-unless its K/V window grows (`omni.kv_growth`).
-A session that was idle for a while may be *suspended*: its state moves to host memory, which has a
-limit of its own, and back before its next chunk (`omni.suspend_idle_s`). Beyond the limit, the
-sessions that have been idle longest move on to files (`omni.suspend_dir`).
-Memory of closed sessions that a model retains (`trim_pool`) counts as free and yields to live
-sessions. This module depends neither on the scheduler nor on model maths.
+The first chunk of a session creates it. A session outlives requests and is freed in one place
+(`close`). Admission is by bytes: the size of a session is known before it is created, and constant
+afterwards unless its K/V window grows (`omni.kv_growth`). A session that was idle for some time may
+be *suspended*: its state moves to host memory, which has a separate limit, and back before its next
+chunk (`omni.suspend_idle_s`). Above the limit, the sessions that have been idle longest are moved
+to files (`omni.suspend_dir`). Memory of closed sessions that a model retains (`trim_pool`) counts
+as free and is released for live sessions. This module does not depend on the scheduler or on model
+maths.
 """
 
 import contextlib
@@ -35,21 +35,21 @@ class Suspension:
     """When sessions may be suspended."""
 
     idle_s: float
-    """Seconds without a request after which a session may be suspended."""
+    """Time in seconds without a request after which a session may be suspended."""
     max_bytes: int
-    """Maximum size of all suspended sessions together in bytes."""
+    """Maximum total size of all suspended sessions in bytes."""
     device: torch.device
-    """Device on which sessions run. On a CPU, a suspended session stays where it is."""
+    """Device on which sessions run. On a CPU, a suspended session is not moved."""
 
 
 class SessionFile:
-    """A suspended session on disk, in the place of the session.
+    """A suspended session on disk, which replaces the session in the store.
 
     Args:
-        session: The session, whose memory the caller frees.
+        session: The session, whose memory is freed by the caller.
         file: Its file.
         num_bytes: Size of the file in bytes.
-        digests: Digests of its tensors.
+        digests: Digests of the session's tensors.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class SessionStore:
 
     Args:
         max_sessions: Maximum number of live sessions.
-        idle_s: Seconds without a request after which a session may be evicted.
-        max_bytes: Maximum memory of all sessions on the device together; None is unlimited.
-        clock: Time in seconds. With several ranks it must be equal on all of them, because eviction
-            must not differ between ranks.
+        idle_s: Time in seconds without a request after which a session may be evicted.
+        max_bytes: Maximum total memory of all sessions on the device; None is unlimited.
+        clock: Time in seconds. With several ranks the clock must return the same value on all of
+            them, because eviction must be the same on all ranks.
     """
 
     def __init__(
@@ -99,7 +99,9 @@ class SessionStore:
         self.idle_s = idle_s
         self.max_bytes = max_bytes
         self.trim_pool: Callable[[int], None] = lambda nbytes: None
-        """`PoolsMemory.trim_pool` of the model: limits the memory it retains of closed sessions."""
+        """`PoolsMemory.trim_pool` of the model, which limits the memory of closed sessions that it
+        retains.
+        """
         self._clock = clock
         self._sessions: OrderedDict[str, SessionState | SessionFile] = OrderedDict()
         self._last_used: dict[str, float] = {}
@@ -107,11 +109,11 @@ class SessionStore:
         self.suspension: Suspension | None = None
         """When sessions may be suspended. None: never."""
         self.files: SessionFiles | None = None
-        """Suspended sessions on disk. None: they stay in host memory."""
+        """Suspended sessions on disk. None: suspended sessions remain in host memory."""
         self._suspended: set[str] = set()
         """Sessions in host memory."""
         self._digests: dict[str, dict[str, str]] = {}
-        """Digests of their tensors, if they may move on to disk."""
+        """Digests of the tensors of suspended sessions that may be moved to disk."""
         self._trim_heap = HeapTrim()
 
     def __contains__(self, session_id: str) -> bool:
@@ -122,7 +124,7 @@ class SessionStore:
 
     @property
     def nbytes(self) -> int:
-        """Size of the sessions on the device in bytes."""
+        """Total size of the sessions on the device in bytes."""
         return sum(
             session.nbytes
             for session_id, session in self._sessions.items()
@@ -131,14 +133,14 @@ class SessionStore:
 
     @property
     def suspended_nbytes(self) -> int:
-        """Size of the suspended sessions in host memory in bytes."""
+        """Total size of the suspended sessions in host memory in bytes."""
         return sum(self._sessions[session_id].nbytes for session_id in self._suspended)
 
     def _files(self) -> list[SessionFile]:
         return [session for session in self._sessions.values() if isinstance(session, SessionFile)]
 
     def get(self, session_id: str) -> SessionState:
-        """Return a live session and mark it as used. If it is on disk, move it to the device.
+        """Return a live session and mark it as used. If it is on disk, it is moved to the device.
 
         Raises:
             RequestFailed: `unknown_session`: the session is not live. Otherwise as `resume`.
@@ -164,8 +166,9 @@ class SessionStore:
         """Move a session back to the device if it is suspended.
 
         Raises:
-            RequestFailed: `capacity`: it does not fit. `invalid_snapshot` or `snapshot_storage`:
-                its file is damaged or cannot be read. It stays suspended.
+            RequestFailed: `capacity`: there is not enough memory for the session.
+                `invalid_snapshot` or `snapshot_storage`: its file is damaged or cannot be read. It
+                stays suspended.
         """
         session = self._sessions.get(session_id)
         if session is None or not self._is_suspended(session_id):
@@ -184,7 +187,7 @@ class SessionStore:
             self._move(session_id, is_suspended=False)
 
     def _is_suspended(self, session_id: str) -> bool:
-        """Whether a live session holds no memory of the device."""
+        """Return whether a live session occupies no device memory."""
         is_file = isinstance(self._sessions[session_id], SessionFile)
         return is_file or session_id in self._suspended
 
@@ -199,7 +202,7 @@ class SessionStore:
         """Move a session to disk.
 
         Raises:
-            RequestFailed: It cannot be written, and stays where it is.
+            RequestFailed: The session cannot be written and is not moved.
         """
         assert self.files is not None
         started_s, session = time.perf_counter(), self._sessions[session_id]
@@ -211,7 +214,9 @@ class SessionStore:
         _log("session_written", session.nbytes, started_s)
 
     def _suspend_idle(self, fits: Callable[[], bool], leaving_host: int) -> None:
-        """Suspend idle sessions, least recently used first, until `fits` or none is left."""
+        """Suspend idle sessions, least recently used first, until `fits` returns True or none is
+        left.
+        """
         for session_id in list(self._sessions):
             if fits():
                 return
@@ -223,10 +228,10 @@ class SessionStore:
                     return
 
     def _suspend(self, session_id: str, leaving_host: int) -> None:
-        """Move a session to host memory, and others from there to disk if necessary.
+        """Move a session to host memory, and move others from there to disk if necessary.
 
         Raises:
-            RequestFailed: One of them cannot be written. It stays where it is.
+            RequestFailed: A session cannot be written. It is not moved.
         """
         assert self.suspension is not None
         session = self._sessions[session_id]
@@ -330,7 +335,7 @@ class SessionStore:
         return session.held_frames
 
     def add_session(self, session: SessionState) -> None:
-        """Take ownership of a new session, whose id must be unused."""
+        """Take ownership of a new session, whose id must not be in use."""
         assert session.session_id not in self._sessions
         self._sessions[session.session_id] = session
         self._last_used[session.session_id] = self._clock()
@@ -344,7 +349,7 @@ class SessionStore:
             Metadata of the result.
 
         Raises:
-            RequestFailed: The session to fork is not live, or its copy is not possible.
+            RequestFailed: The session to fork is not live, or it cannot be copied.
         """
         if params.op == "fork":
             if params.fork_to is None or params.fork_to in self:

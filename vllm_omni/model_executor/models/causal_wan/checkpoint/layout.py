@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locate the components of a causal Wan checkpoint: a published release, any training checkpoint,
+"""Locates the components of a causal Wan checkpoint: a published release, any training checkpoint,
 or diffusers' folders.
 
 In the original layouts, a training checkpoint is in a Wan 2.1 T2V directory and uses its
@@ -43,8 +43,9 @@ from vllm_omni.model_executor.models.wan.checkpoint.layout import (
 from vllm_omni.model_executor.models.wan.transformer.weights import TRANSFORMER_RULES, stored_sizes
 
 LAYOUTS = ("original", "diffusers", "stream_diffusion_v2")
-"""The supported layouts, by their names for `make-tiny`. `releases.py` lists the releases in the
-first one."""
+"""The supported layouts, by their names for `make-tiny`. `releases.py` lists the releases with the
+first layout.
+"""
 
 _CAUSAL_CLASSES = CLASSES[:2]
 
@@ -53,7 +54,7 @@ _CAUSAL_CLASSES = CLASSES[:2]
 class CheckpointLayout(WanComponents):
     """The components of one checkpoint.
 
-    `transformer` is a training checkpoint or a folder of safetensors.
+    `transformer` is a training checkpoint or a folder of safetensors files.
     """
 
     download_name: ClassVar[str] = "causal_wan"
@@ -62,15 +63,15 @@ class CheckpointLayout(WanComponents):
     kind: Literal["original", "diffusers"]
     """The layout."""
     origin: PublishedNetwork
-    """The release that the checkpoint belongs to."""
+    """The release to which the checkpoint belongs."""
     lora: Path | None
-    """LoRA that is merged into the transformer at load time. None: no LoRA."""
+    """LoRA to merge into the transformer at load time. None: no LoRA."""
 
     def release(self) -> str:
         return self.origin.download_name
 
     def transformer_config(self) -> dict[str, Any]:
-        """Return the transformer's config as stored, or as derived from its weights' shapes.
+        """Return the transformer's config as stored, or derived from the shapes of its weights.
 
         Settings of the release fill in missing keys.
         """
@@ -101,8 +102,9 @@ class CheckpointLayout(WanComponents):
 
 
 def find_layout(path: Path) -> CheckpointLayout:
-    """Locate the components in `path`. Raises ValueError (one line) with what was found and what
-    was expected."""
+    """Locate the components in `path`. Raises ValueError (one line) that states what was found and
+    what was expected.
+    """
     kind: Literal["original", "diffusers"] = "original"
     origin, lora = OTHER, None
     if _is_causal_diffusers(path):
@@ -132,10 +134,11 @@ def find_layout(path: Path) -> CheckpointLayout:
 
 
 def open_transformer(path: Path, state_keys: Sequence[str] = STATE_KEYS) -> TensorSource:
-    """Open a folder of safetensors, one weight file, or the best state of a training checkpoint.
+    """Open a folder of safetensors files, a single weight file, or the preferred state of a
+    training checkpoint.
 
     Raises:
-        ValueError: There is no Wan network. The message is one line with the known wrappers and
+        ValueError: There is no Wan network. The message is one line with the known wrapper keys and
             the first keys found.
     """
     source = open_tensors(path, state_keys)
@@ -158,7 +161,7 @@ def is_checkpoint(path: Path) -> bool:
 def hf_config(path: Path) -> dict[str, Any]:
     """Return `chunk_hf_config` of this checkpoint, with `kind` and `release`. Raises ValueError.
 
-    Needs no weights, except their names in a layout without a `config.json`.
+    It needs no weights, except for their names in a layout without a `config.json`.
     """
     layout = find_layout(path)
     transformer = layout.transformer_config()
@@ -170,10 +173,10 @@ def hf_config(path: Path) -> dict[str, Any]:
 
 
 def why_not(path: Path) -> str | None:
-    """Return why the only training checkpoint of a directory has no Wan network, or None if it has
-    one or is missing.
+    """Return the reason why the only training checkpoint of a directory has no Wan network, or None
+    if it has one or does not exist.
 
-    If there are no other components, only its tensors can show that.
+    If the directory contains nothing else, the tensors are inspected.
     """
     try:
         if (unnamed := find_unnamed(path)) is not None:
@@ -184,8 +187,9 @@ def why_not(path: Path) -> str | None:
 
 
 def _is_causal_diffusers(path: Path) -> bool:
-    """Return whether `transformer/` is a causal Wan, by its class, or by the pipeline's class if
-    its own is generic."""
+    """Return whether `transformer/` is a causal Wan, according to its class, or the class of the
+    pipeline if its own class is generic.
+    """
     if not (path / "transformer" / "config.json").is_file():
         return False
     name = read_json(path / "transformer" / "config.json").get("_class_name")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The published causal Wan 2.1 networks: file locations, and the settings of their training.
 
-A training checkpoint is in a Wan 2.1 T2V directory and is identified by its file name. One with
-another name uses the default options. Names, wrappers and settings come from the public inference
-code and configurations of each release. This module is only a table: `layout.py` locates,
+A training checkpoint is in a Wan 2.1 T2V directory and is identified by its file name. A checkpoint
+with another name uses the default options. Names, wrappers and settings come from the public
+inference code and configurations of each release. This module is only a table: `layout.py` locates,
 `weights.py` loads and `hub.py` downloads.
 """
 
@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 STATE_KEYS = ("generator_ema", "generator", "ema", "state_dict", "model", "module")
-"""Keys of the network in a training checkpoint (`.pt`), by preference; without any, the file is the
-network itself."""
+"""Keys of the network in a training checkpoint (`.pt`), in order of preference; without any of
+them, the file is the network itself.
+"""
 
 LORA_KEYS = ("generator_lora",)
-"""The same for a LoRA; without any, the file is the LoRA itself."""
+"""The same for a LoRA; without any of these keys, the file is the LoRA itself."""
 
 
 @dataclass(frozen=True)
@@ -29,31 +30,33 @@ class PublishedNetwork:
     files: tuple[str, ...]
     """Paths in the checkpoint directory, by preference."""
     state_keys: tuple[str, ...] = STATE_KEYS
-    """Keys of the network that the release's own code evaluates, by preference."""
+    """Keys of the network that the release's own code evaluates, in order of preference."""
     loras: tuple[str, ...] = ()
-    """Paths of a LoRA that is merged into the network at load time."""
+    """Paths of LoRAs to merge into the network at load time."""
     transformer: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of a `config.json` (window, sink frames, chunk) that the release's directory lacks."""
+    """Keys for the `config.json` (window, sink frames, chunk) that are missing in the release's
+    directory.
+    """
     options: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of `CausalWanOptions`."""
     shift: float = 5.0
     """Shift of the timestep table."""
     warps_steps: bool = True
-    """Whether a step s means entry 1000 - s of the table instead of timestep s."""
+    """Whether step s refers to entry 1000 - s of the table instead of timestep s."""
     limits: str | None = None
-    """What the release's own sampler does and this project's does not."""
+    """Features of the release's own sampler that this package does not implement."""
 
     def find(self, root: Path) -> Path | None:
-        """Return the network's file in `root`, or None."""
+        """Return the path of the network in `root`, or None."""
         return next((root / name for name in self.files if (root / name).is_file()), None)
 
     def find_lora(self, root: Path) -> Path | None:
-        """Return the LoRA's file in `root`, or None."""
+        """Return the path of the LoRA in `root`, or None."""
         return next((root / name for name in self.loras if (root / name).is_file()), None)
 
 
 OTHER = PublishedNetwork("causal_wan", ())
-"""A network under any other file name, or in diffusers' folders."""
+"""A network with any other file name, or in diffusers' folders."""
 
 RELEASES = (
     PublishedNetwork(
@@ -110,11 +113,13 @@ RELEASES = (
         "rising noise",
     ),
 )
-"""All releases. The names in `files` are distinct, so the order does not matter."""
+"""All releases. The names in `files` are distinct, so their order does not matter."""
 
 
 def find_release(root: Path) -> tuple[PublishedNetwork, Path] | None:
-    """Return the release with its network in `root`, and that file, or None if there is none."""
+    """Return the release whose network is in `root` and the network's file, or None if there is
+    none.
+    """
     for release in RELEASES:
         if (position := release.find(root)) is not None:
             return release, position
@@ -122,8 +127,9 @@ def find_release(root: Path) -> tuple[PublishedNetwork, Path] | None:
 
 
 def find_unnamed(root: Path) -> Path | None:
-    """Return the only `.pt` of a directory (or of its `checkpoints/`), a training checkpoint with
-    another name."""
+    """Return the only `.pt` file of a directory (or of its `checkpoints/`), which is a training
+    checkpoint with another name.
+    """
     for folder in (root, root / "checkpoints"):
         files = sorted(folder.glob("*.pt")) if folder.is_dir() else []
         if len(files) == 1:

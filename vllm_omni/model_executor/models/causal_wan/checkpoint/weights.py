@@ -19,14 +19,14 @@ from vllm_omni.model_executor.models.wan.transformer.weights import (
 
 
 def load_transformer(transformer: nn.Module, source: TensorSource, config: CausalWanConfig) -> None:
-    """Load the transformer, or the stage and slice of it that `transformer` is."""
+    """Load the transformer, or the stage and shard of it that `transformer` represents."""
     load_strict(
         transformer, source, transformer_shapes(config), TRANSFORMER_RULES, what="transformer"
     )
 
 
 def adapter_target(transformer: nn.Module, config: CausalWanConfig) -> AdapterTarget:
-    """The transformer as LoRA adapters see it."""
+    """Return the transformer as a target of LoRA adapters."""
     # not needed to describe a checkpoint
     from vllm_omni.model_executor.models.wan.transformer.layers import PatchEmbedding
 

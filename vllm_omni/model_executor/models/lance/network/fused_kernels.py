@@ -3,8 +3,8 @@
 """The fused pointwise ops of `fused_ops.py` as Triton kernels. Import this module only with Triton
 (`HAS_TRITON`).
 
-`fused_ops.py` defines the results. A program keeps one token in registers, so it reads and writes
-the token once. It computes in fp32 and rounds once at the end. One kernel serves every number of
+`fused_ops.py` defines the results. A program holds one token in registers, so each token is read
+and written once. It computes in fp32 and rounds once at the end. One kernel serves every number of
 tokens.
 """
 
@@ -21,7 +21,9 @@ from vllm_omni.model_executor.layers.triton_rows import over_largest
 
 _NORM_WARPS = 8
 _SILU_WARPS = 8
-"""Of a program over a row of the feed-forward layer, 11008 channels at full size."""
+"""Block size of a program over a row of the feed-forward layer, which has 11008 channels at full
+size.
+"""
 _NUMBERS_PER_WARP = 1024
 """Of a token's heads, 32 a thread."""
 
@@ -184,7 +186,7 @@ def _norm_rope(
     weight_H: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    """Return the heads of a slice of a wider tensor, [T, N H] -> [T, N, H]."""
+    """Normalise and rotate the heads of a slice of a wider tensor, [T, N H] -> [T, N, H]."""
     lanes = cos_TC.shape[-1]
     heads = x_TF.shape[1] // (2 * lanes)
     out = torch.empty(x_TF.shape[0], heads, 2 * lanes, dtype=x_TF.dtype, device=x_TF.device)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decoder's fused pointwise ops between matrix products and attention, as pure functions.
 
-For tensors on CUDA each is a kernel (`fused_kernels.py`). Otherwise it is plain, or compiled by
-torch for a dynamic number of tokens, so that requests of all sizes share it. All compute in fp32
-and round once at the end.
+For tensors on CUDA, each op is a kernel (`fused_kernels.py`). Otherwise it is a plain function, or
+compiled by torch for a dynamic number of tokens, so that requests of all sizes share it. All ops
+compute in fp32 and round once at the end.
 """
 
 # T tokens, D width, N heads, K key/value heads, H head dim, C = H/2 rotary channels, F feed-forward
@@ -53,8 +53,9 @@ def query_key(
     num_kv_heads: int,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split queries [T, N, H] and keys [T, K, H] off [queries | keys | values]; normalise each head
-    and rotate it."""
+    """Extract queries [T, N, H] and keys [T, K, H] from [queries | keys | values]; normalise and
+    rotate each head.
+    """
     head_dim = q_weight_H.shape[0]
     heads_TNH = qkv_TF.unflatten(-1, (-1, head_dim))
     queries = norm_rope(heads_TNH[:, :num_heads], q_weight_H, cos_TC, sin_TC, eps)
@@ -107,7 +108,7 @@ class FusedOps(fused_ops.FusedOps):
 
     @staticmethod
     def fuse(function: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile for any number of tokens from the first call on. Every other size is fixed in
+        """Compile for any number of tokens, from the first call on. All other sizes are fixed in
         the kernel.
         """
         fused = torch.compile(function)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The work of one forward pass: tokens of many requests in two contiguous lists, and the caches
+"""The inputs of one forward pass: tokens of many requests in two contiguous lists, and the caches
 they attend to.
 
 The decoder has two experts, `und` (text, vision, markers) and `gen` (latents). The tokens of each
 expert are contiguous over all requests, so that every matrix product runs once. Attention is a list
 of small jobs: a contiguous run of one expert's queries against the first slots of one cache, or of
-its context. Inside a bidirectional block the order of keys does not matter, so the generated block
-is stored before its context. Its address then does not depend on the prompt, and one CUDA graph
+its context. Within a bidirectional block the order of keys does not matter, so the generated block
+is stored before its context. Its address then does not depend on the prompt, so that one CUDA graph
 serves all prompts.
 """
 
@@ -28,7 +28,7 @@ _CAPACITY_STEP = 128
 class BranchCache:
     """K/V cache of one context on this rank.
 
-    Space before the context holds the block that is being denoised.
+    The slots before the context hold the block that is being denoised.
     """
 
     k: torch.Tensor
@@ -60,8 +60,9 @@ class BranchCache:
         return self.k.shape, self.k.dtype, self.k.device, self.block
 
     def clear(self) -> None:
-        """Reset to the state of a new cache, because kernels may read (but not use) slots that were
-        never written."""
+        """Reset the cache to its initial state, because kernels may read (but not use) slots that
+        were never written.
+        """
         self.k.zero_()
         self.v.zero_()
         self.length = 0
@@ -85,13 +86,13 @@ class BranchCache:
 
 
 def padded_capacity(tokens: int) -> int:
-    """Round a context length up, so that requests with other prompts can reuse the cache."""
+    """Round up a context length, so that requests with other prompts can reuse the cache."""
     return -(-tokens // _CAPACITY_STEP) * _CAPACITY_STEP
 
 
 @dataclass(frozen=True)
 class CacheWrite:
-    """Write the keys and values of `tokens` into `cache` from slot `start` on."""
+    """Write the keys and values of `tokens` into `cache`, starting at slot `start`."""
 
     expert: Expert
     """Expert of the tokens."""
@@ -116,7 +117,7 @@ class CacheAttention:
     keys: int | None
     """Number of leading context tokens to attend to. None: the block and the whole context."""
     causal: bool = False
-    """Whether the last query sees all keys, the one before it one less, and so on."""
+    """Whether the last query sees all keys, the second to last one key less, and so on."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,10 @@ class TokenPack:
     attends: list[CacheAttention]
     """Attention calls, in every layer."""
     seen: dict[BranchCache, torch.Tensor]
-    """For each cache whose block is attended to: 0 and the number of slots of block and context,
-    int32 [2] on the device. A CUDA graph of the pass therefore fits contexts of any length."""
+    """For each cache whose block is attended to, 0 and the number of slots of block and context,
+    int32 [2] on the device. A CUDA graph of the pass can therefore be used for contexts of any
+    length.
+    """
 
     @property
     def caches(self) -> list[BranchCache]:
@@ -142,8 +145,9 @@ class TokenPack:
 
     @property
     def key(self) -> Hashable:
-        """Return the writes and reads, with indices of `caches`. Equal for all denoise steps of
-        equally large images or videos."""
+        """Return the writes and reads, expressed as indices of `caches`. The key is equal for all
+        denoise steps of images or videos of the same size.
+        """
         number = {cache: index for index, cache in enumerate(self.caches)}
         stores = (
             (x.expert, x.tokens.start, x.tokens.stop, number[x.cache], x.start) for x in self.stores
@@ -176,8 +180,8 @@ class PackBuilder:
         cache: BranchCache,
         start: int,
     ) -> slice:
-        """Add tokens whose keys go to slots from `start`. Returns where they lie among the
-        expert's tokens.
+        """Add tokens whose keys are written to slots from `start` on. Returns their range among the
+        tokens of the expert.
         """
         first = self.counts[expert]
         tokens = slice(first, first + embeds_TD.shape[0])
@@ -190,7 +194,7 @@ class PackBuilder:
     def attend_to_block(
         self, expert: Expert, tokens: slice, cache: BranchCache, seen: torch.Tensor
     ) -> None:
-        """Let tokens attend to a cache's block and context. seen: see `TokenPack`."""
+        """Let tokens attend to the block and the context of a cache. seen: see `TokenPack`."""
         self.seen[cache] = seen
         self.attends.append(CacheAttention(expert, tokens, cache, None))
 
@@ -199,7 +203,7 @@ class PackBuilder:
     ) -> None:
         """Let tokens attend to a context.
 
-        A causal run that continues the previous one becomes one job.
+        A causal run that continues the previous run is merged with it into one job.
         """
         last = self.attends[-1] if self.attends else None
         if (

@@ -3,10 +3,10 @@
 tokens.
 
 Contexts are short, but a long video has many latents. `und` tokens are therefore computed on every
-rank, and `gen` tokens are sharded. For attention every rank has its heads of all tokens. An
-all-to-all reshards `gen` tokens to heads and back. For `und` tokens a rank selects its heads, and
-an all-gather returns the results of the others. Caches hold only this rank's heads. Without
-sequence parallelism, everything here is the identity.
+rank, and `gen` tokens are sharded. In attention, each rank holds a subset of the heads for all
+tokens. An all-to-all reshards `gen` tokens to heads, and back after attention. For `und` tokens, a
+rank selects its heads, and an all-gather collects the results of the other ranks. Caches hold only
+this rank's heads. Without sequence parallelism, everything here is the identity.
 """
 
 # T tokens, t of them on this rank, N query heads, K key/value heads, H head dim, D width; _r: this
@@ -30,7 +30,7 @@ Rope = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class HeadShare:
-    """The query heads of one rank and the K/V heads that they use."""
+    """The query heads of one rank, and the K/V heads that they use."""
 
     heads: int
     """Number of query heads."""
@@ -47,9 +47,10 @@ class HeadShare:
 
 
 def head_share(config: LanceConfig, size: int, rank: int) -> HeadShare | None:
-    """Return the share of `rank` of `size`, None when heads do not divide over so many.
+    """Return the share of `rank` of `size`, or None if the heads are not divisible by `size`.
 
-    With more ranks than key/value heads, ranks whose query heads read the same one hold it each.
+    If there are more ranks than K/V heads, all ranks whose query heads use a K/V head hold a copy
+    of it.
     """
     heads, kv_heads = config.num_heads, config.num_kv_heads
     if heads % size or (kv_heads % size and size % kv_heads):
@@ -60,8 +61,9 @@ def head_share(config: LanceConfig, size: int, rank: int) -> HeadShare | None:
 
 
 class TokenSplit:
-    """Resharding between tokens and heads. Raises ValueError if heads do not divide over the
-    sequence-parallel ranks."""
+    """Resharding between tokens and heads. Raises ValueError if the heads are not divisible by the
+    number of sequence-parallel ranks.
+    """
 
     def __init__(self, config: LanceConfig, parallel: ParallelContext) -> None:
         heads, kv_heads = config.num_heads, config.num_kv_heads
@@ -85,11 +87,11 @@ class TokenSplit:
 
     @property
     def num_cache_heads(self) -> int:
-        """K/V heads in this rank's caches."""
+        """Number of K/V heads in the caches of this rank."""
         return self._kv_heads
 
     def own(self, pack: TokenPack) -> tuple[dict[Expert, torch.Tensor], dict[Expert, Rope]]:
-        """Return this rank's embeddings and rotations."""
+        """Return the embeddings and rotations of this rank."""
         if not self.active or "gen" not in pack.embeds:
             return dict(pack.embeds), dict(pack.rope)
         tokens = self._parallel.token_slice(pack.embeds["gen"].shape[0])

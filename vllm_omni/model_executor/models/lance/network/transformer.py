@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Qwen2MoTForCausalLM`: a Qwen2.5-VL decoder with two experts, and the projections of latents.
 
-The expert `und` computes text, vision tokens and block markers, and `gen` latent tokens. Both
-attend to each other. A `TokenPack` (`pack.py`) describes the tokens of one forward pass. Parameters
-have their checkpoint names (`layers.N.self_attn.q_proj[_moe_gen].weight`, ...); each rank loads its
-heads and columns. Maths: bytedance/Lance, modeling/lance. Tests: the golden files and
-tests/model_executor/models/lance/test_lance_transformer.py."""
+The expert `und` processes text, vision tokens and block markers, and the expert `gen` processes
+latent tokens. Both attend to each other. A `TokenPack` (`pack.py`) describes the tokens of one
+forward pass. Parameters have their checkpoint names (`layers.N.self_attn.q_proj[_moe_gen].weight`,
+...); each rank loads its heads and columns. Maths: bytedance/Lance, modeling/lance. Tests: the
+golden files and tests/model_executor/models/lance/test_lance_transformer.py.
+"""
 
 # T tokens, D width, N query heads, K key/value heads, H head dim, F feed-forward width; _r: this
 # rank's part
@@ -54,12 +55,13 @@ from vllm_omni.model_executor.models.lance.network.token_split import (
 
 _SUFFIX: dict[Expert, str] = {"und": "", "gen": "_moe_gen"}
 _MLP_TOKENS = 32768
-"""Maximum number of tokens per call of a feed-forward layer. It bounds the activations, which are
-two thirds of a forward pass's peak memory."""
+"""Maximum number of tokens per call of a feed-forward layer. It limits the activations, which are
+two thirds of the peak memory of a forward pass.
+"""
 
 
 class ExpertLayer(ShardedModule):
-    """One expert's weights of one layer. Heads and columns are sharded over tensor ranks."""
+    """The weights of one expert in one layer. Heads and columns are sharded over tensor ranks."""
 
     def __init__(
         self,
@@ -97,7 +99,7 @@ class ExpertLayer(ShardedModule):
         self.input_norm, self.post_norm = _empty(width), _empty(width)
 
     def linears(self, prefix: str) -> list[tuple[LinearBase, list[str]]]:
-        """Return the linear layers, each with the checkpoint's names of its matrices."""
+        """Return the linear layers, each with the checkpoint names of its matrices."""
         layer, end = prefix.rpartition(".")[0], self.suffix
         return [
             (self.qkv, [f"{layer}.self_attn.{name}_proj{end}" for name in "qkv"]),
@@ -217,13 +219,13 @@ class Qwen2MoTForCausalLM(nn.Module):
         return self.lm_head.weight.device
 
     def new_cache(self, capacity: int, block: int = 0) -> BranchCache:
-        """Return an empty cache of this rank's heads, for a context and a block to be generated."""
+        """Return an empty cache of this rank's heads, for a context and a generated block."""
         shape = self._cache_shape(block + capacity)
         k, v = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2))
         return BranchCache(k, v, block=block)
 
     def take_cache(self, pool: MemoryPool[BranchCache], capacity: int, block: int) -> BranchCache:
-        """Return a pooled cache of this size, or else `new_cache`."""
+        """Return a pooled cache of this size, or a new one (`new_cache`)."""
         sizes = self._cache_shape(block + capacity), self.dtype, self.device, block
         return pool.take_memory(sizes, lambda: self.new_cache(capacity, block))
 
@@ -233,7 +235,7 @@ class Qwen2MoTForCausalLM(nn.Module):
         )
 
     def cache_nbytes(self, slots: int) -> int:
-        """Return the bytes of a cache of `slots` slots."""
+        """Return the size in bytes of a cache with `slots` slots."""
         row = self.config.num_layers * self.num_cache_heads * self.config.head_dim
         return 2 * row * slots * self.dtype.itemsize
 
@@ -241,12 +243,13 @@ class Qwen2MoTForCausalLM(nn.Module):
         return functional.embedding(ids_T, self.model.embed_tokens.weight)
 
     def logits(self, hidden_TD: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Return fp32 logits [T, num_tokens] of final `und` hidden states. Later rows of the
-        matrix belong to no token."""
+        """Return the fp32 logits [T, num_tokens] for final `und` hidden states. Further rows of the
+        matrix do not correspond to tokens.
+        """
         return functional.linear(hidden_TD, self.lm_head.weight[:num_tokens]).float()
 
     def forward(self, pack: TokenPack) -> dict[Expert, torch.Tensor]:
-        """Run all layers and return each expert's hidden states after the final norm, [T, D].
+        """Run all layers and return the hidden states of each expert after the final norm, [T, D].
 
         Collective if there are several ranks.
         """
@@ -265,8 +268,9 @@ class Qwen2MoTForCausalLM(nn.Module):
     def hidden_states(
         self, pack: TokenPack, layers: int | None = None
     ) -> dict[Expert, torch.Tensor]:
-        """Run the first `layers` layers (None: all) and return the residual stream of each expert's
-        tokens."""
+        """Run the first `layers` layers (None: all), and return the residual stream of the tokens
+        of each expert.
+        """
         x, rope = self._split.own(pack)
         updates: dict[Expert, torch.Tensor] = {}
         for index, layer in enumerate(self.model.layers[:layers]):
@@ -285,7 +289,7 @@ class Qwen2MoTForCausalLM(nn.Module):
     ) -> None:
         """Run one layer and replace the entries of `x`.
 
-        `updates` holds the last summand of each expert, which is not yet added to `x`.
+        `updates` holds the last summand of each expert, which has not been added to `x` yet.
         """
         eps, head_dim = self.config.rms_norm_eps, self.config.head_dim
         queries: dict[Expert, torch.Tensor] = {}
@@ -348,8 +352,9 @@ class Qwen2MoTForCausalLM(nn.Module):
 
 
 class TimeEmbedder(nn.Module):
-    """Embeds a timestep in [0, 1]: cos and sin of 128 frequencies, and two linear layers
-    (`mlp.0`, `mlp.2`)."""
+    """Embeds a timestep in [0, 1]: cos and sin of 128 frequencies, followed by two linear layers
+    (`mlp.0`, `mlp.2`).
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -377,13 +382,13 @@ def timestep_features(timesteps_S: torch.Tensor) -> torch.Tensor:
 
 
 class LancePositionEmbedding3D(nn.Module):
-    """The fixed 3-D sine table of latent positions, one row per (frame, row, column) of a frames x
-    size x size grid.
+    """The fixed 3-D sine table of latent positions, with one row per (frame, row, column) of a
+    frames x size x size grid.
 
     A third of the width is frame, a third row (both made even), the rest column; each part is [sin
     | cos] with frequencies 10000^(-k / half), computed in fp64. stored: keep the checkpoint's table
-    (`pos_embed`) instead of computing the rows that are asked for. Not the 2-D table of the model's
-    ancestor, not even for one frame.
+    (`pos_embed`) instead of computing the rows that are asked for. It differs from the 2-D table of
+    the model's predecessor, even for a single frame.
     """
 
     def __init__(self, width: int, frames: int, size: int, stored: bool = False) -> None:
@@ -434,8 +439,9 @@ def sine_table(dim: int, length: int) -> torch.Tensor:
 
 
 class LanceNetwork(nn.Module):
-    """The network of a Lance `model.safetensors` without the vision tower, with the checkpoint's
-    names."""
+    """The network in a Lance `model.safetensors`, without the vision tower and with the
+    checkpoint's names.
+    """
 
     def __init__(
         self,
@@ -460,11 +466,11 @@ class LanceNetwork(nn.Module):
     def embed_latents(
         self, x_TC: torch.Tensor, time_TD: torch.Tensor, positions_TD: torch.Tensor
     ) -> torch.Tensor:
-        """Return latent tokens [T, D]. `time_TD` may be one row for all."""
+        """Return latent tokens [T, D]. `time_TD` may be a single row for all tokens."""
         return self.vae2llm(x_TC.to(self.vae2llm.weight.dtype)) + time_TD + positions_TD
 
     def velocity(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """Return the fp32 velocity [T, 48] of final `gen` hidden states."""
+        """Return the fp32 velocity [T, 48] for final `gen` hidden states."""
         return self.llm2vae(hidden_TD).float()
 
 

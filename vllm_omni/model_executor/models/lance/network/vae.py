@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`LanceWanVAE`: the Wan 2.2 autoencoder (48 channels, 16x16x4) for single images and whole clips.
 
-The network is that of streams (`StreamingWanVAE`), of which each clip is a whole one. Latents are
-normalised fp32 [B, C, T, h, w]. T latent frames stand for 4 T - 3 video frames.
+The network is the same as for streams (`StreamingWanVAE`); each clip is treated as a complete
+stream. Latents are normalised fp32 [B, C, T, h, w]. T latent frames correspond to 4 T - 3 video
+frames.
 """
 
 # B clips, C channels, T frames, H height, W width
@@ -22,8 +23,9 @@ from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE
 
 
 class LanceWanVAE(nn.Module):
-    """The Wan 2.2 autoencoder. See the module docstring. `dtype` is that of weights and
-    activations."""
+    """The Wan 2.2 autoencoder. See the module docstring. `dtype` is the dtype of weights and
+    activations.
+    """
 
     z_channels = LATENT_CHANNELS
 
@@ -39,8 +41,8 @@ class LanceWanVAE(nn.Module):
         """Pixels [B, 3, T, H, W] in [-1, 1] -> normalised latents [B, C, 1 + (T-1)//4, H/16, W/16],
         fp32.
 
-        generator: None = the posterior's mean; otherwise a sample around it, as the original draws
-        it: the noise is scaled with the raw deviation, not the normalised one.
+        generator: None selects the mean of the posterior; otherwise a sample is drawn around it as
+        in the original: the noise is scaled with the raw deviation, not the normalised one.
         """
         mean, log_var = self.posterior(pixels_BCTHW)
         if generator is None:
@@ -71,13 +73,15 @@ class LanceWanVAE(nn.Module):
         return self.vae.decode(latents_BCTHW, None)[0]
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        """`encode_video` for images [B, 3, H, W] -> [B, C, h, w] or clips, the posterior's mean."""
+        """Like `encode_video`, for images [B, 3, H, W] -> [B, C, h, w] or clips; returns the mean
+        of the posterior.
+        """
         if pixels.dim() == 4:
             return self.encode_video(pixels.unsqueeze(2)).squeeze(2)
         return self.encode_video(pixels)
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """`decode_video` for images [B, C, h, w] -> [B, 3, H, W] or clips."""
+        """Like `decode_video`, for images [B, C, h, w] -> [B, 3, H, W] or clips."""
         if latents.dim() == 4:
             return self.decode_video(latents.unsqueeze(2)).squeeze(2)
         return self.decode_video(latents)
@@ -96,8 +100,8 @@ def from_tokens(tokens_NC: torch.Tensor, grid: tuple[int, int, int]) -> torch.Te
 def to_uint8(
     pixels_CTHW: torch.Tensor, rounding: Literal["round", "truncate"] = "round"
 ) -> torch.Tensor:
-    """Pixels [3, T, H, W] in [-1, 1] -> uint8 [T, H, W, 3]: clamped, scaled to 255 and rounded
-    (or cut) in fp32.
+    """Convert pixels [3, T, H, W] in [-1, 1] to uint8 [T, H, W, 3]: clamped, scaled to 255 and
+    rounded (or truncated) in fp32.
     """
     levels = (pixels_CTHW.float().clamp(-1.0, 1.0) * 0.5 + 0.5) * 255
     if rounding == "round":

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Qwen2.5-VL vision tower: pixels -> patches -> embeddings in the decoder's width. The network
-is transformers'."""
+"""The Qwen2.5-VL vision tower: converts pixels to patches, and patches to embeddings in the
+decoder's width. The network is transformers'.
+"""
 
 from typing import Any
 
@@ -42,12 +43,12 @@ class VisionTower(nn.Module):
 
 
 def to_patches(video_CTHW: torch.Tensor) -> tuple[torch.Tensor, Grid]:
-    """Normalised pixels [3, T, H, W] (H, W multiples of 28) -> (patches [N, 1176], grid (T/2, H/14,
-    W/14)).
+    """Convert normalised pixels [3, T, H, W] (H, W multiples of 28) to (patches [N, 1176], grid
+    (T/2, H/14, W/14)).
 
-    A clip of odd length is lengthened by its last frame, so an image stands twice. Patches come in
-    2x2 groups that the tower merges into one row; a patch's features are (channel, frame, row,
-    column).
+    A clip of odd length is extended by repeating its last frame, so that an image is used twice.
+    Patches are in groups of 2x2 that the tower merges into one token; the features of a patch are
+    ordered (channel, frame, row, column).
     """
     if video_CTHW.shape[1] % _FRAMES:
         video_CTHW = torch.cat((video_CTHW, video_CTHW[:, -1:]), dim=1)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a request's context into a K/V cache: text, vision embeddings and clean reference latents.
+"""Writes a request's context into a K/V cache: text, vision embeddings and clean reference latents.
 
-A token attends to everything before it and, inside a visual block, to the whole block. The whole
+A token attends to everything before it and, within a visual block, to the whole block. The whole
 context therefore needs only one forward pass of the decoder.
 """
 
@@ -69,7 +69,7 @@ class ContextWriter:
         return cos.to(self.device), sin.to(self.device)
 
     def block_rope(self, positions_3T: torch.Tensor) -> tuple[Rope, Rope]:
-        """Return the rotations of (the two markers, the cells) of a visual block."""
+        """Return the rotations of (the two markers, the grid cells) of a visual block."""
         return self.rope(positions_3T[:, [0, -1]]), self.rope(positions_3T[:, 1:-1])
 
     def position_values(self, grid: tuple[int, int, int]) -> torch.Tensor:
@@ -121,8 +121,9 @@ class ContextWriter:
         return last
 
     def seen(self, cache: BranchCache) -> torch.Tensor:
-        """Return how much of its finished context and of itself a block sees, in the form of
-        `TokenPack.seen`."""
+        """Return the number of slots of its finished context and of itself that a block attends to,
+        in the form of `TokenPack.seen`.
+        """
         return torch.tensor([0, cache.end], dtype=torch.int32, device=self.device)
 
     def add_block(
@@ -149,8 +150,9 @@ class ContextWriter:
         rope: tuple[Rope, Rope],
         start: int,
     ) -> tuple[slice, slice]:
-        """Add a latent block that stays in the cache from slot `start` on and return its `und` and
-        `gen` tokens."""
+        """Add a permanent latent block to the cache from slot `start` on, and return its `und` and
+        `gen` tokens.
+        """
         markers = builder.add_tokens("und", self.markers(), rope[0], cache, start)
         return markers, builder.add_tokens("gen", latents_ND, rope[1], cache, start + 2)
 

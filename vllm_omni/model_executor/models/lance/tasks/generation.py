@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ImageGeneration`: one image or video while it is made: contexts, latents, schedule, guidance.
+"""`ImageGeneration`: the state of an image or video while it is generated: contexts, latents,
+schedule, guidance.
 
     first step
         the conditional context is written; the others copy the part that they share and add their
@@ -7,9 +8,9 @@
     N steps
         one velocity for each branch (conditional; the others while guidance acts), one Euler step
 
-A denoise step writes its block's keys and values in front of the context and leaves the context
-alone. Only `advance` changes a later step's inputs, so a step that failed may simply be run again.
-Held by the golden files and tests/model_executor/models/lance/test_lance_pipeline.py.
+A denoise step writes the keys and values of its block before the context and does not modify the
+context. Only `advance` changes the inputs of later steps, so a failed step can be run again. Held
+by the golden files and tests/model_executor/models/lance/test_lance_pipeline.py.
 """
 
 # K pictures, N latent tokens of one, C channels
@@ -60,7 +61,7 @@ class GenerationPlan:
     unseen_block: torch.Tensor
     """Positions of the generated block after `unseen`."""
     shared: int
-    """Number of leading segments that `cond` and `uncond` have in common."""
+    """Number of leading segments that `cond` and `uncond` share."""
     grid: Grid
     """(T, h, w) of the generated block in latents."""
 
@@ -86,13 +87,13 @@ def plan_generation(
     uncond_positions: Literal["cond", "own"],
     noise_before_text: bool = False,
 ) -> GenerationPlan:
-    """Place the contexts of a prompt.
+    """Assign positions to the contexts of a prompt.
 
-    uncond_positions: `cond` gives the text behind the user's the conditional context's positions,
-    as long as both contexts end with that text and nothing (no negative prompt) stands in the
-    user's place; the drawn block always has positions of its own context. noise_before_text: in
-    both contexts the drawn block's positions start where the user's text starts; it still sees all
-    of the text.
+    uncond_positions: With `cond`, the text after the user's text has the positions of the
+    conditional context, provided that both contexts end with that text and that nothing (no
+    negative prompt) replaces the user's text; the generated block always has positions of its own
+    context. noise_before_text: in both contexts, the positions of the generated block start where
+    the user's text starts; it still attends to all of the text.
     """
     cond = position_segments(prompt.cond, positions(prompt.cond))
     uncond = position_segments(prompt.uncond, positions(prompt.uncond))
@@ -139,15 +140,17 @@ class ImageGeneration:
     latents: torch.Tensor
     """fp32 [K, N, C]."""
     cond: list[BranchCache]
-    """Cache of the conditional context, one per image."""
+    """Caches of the conditional context, one per image."""
     uncond: list[BranchCache]
-    """Cache of the context without the user's text, one per image. Empty without guidance."""
+    """Caches of the context without the user's text, one per image. Empty without guidance."""
     unseen: list[BranchCache] = field(default_factory=list)
-    """Cache of the context without the reference, one per image. Empty without guidance by it."""
+    """Caches of the context without the reference, one per image. Empty if there is no guidance by
+    the reference.
+    """
     pinned: int = 0
-    """Number of leading latent tokens that stay unchanged (the first frame)."""
+    """Number of leading latent tokens that remain unchanged (the first frame)."""
     renorm_pinned: bool = True
-    """Whether pinned tokens count in the guidance's global norm."""
+    """Whether pinned tokens are included in the global norm of the guidance."""
     step_cache: float | None = None
     """Threshold of `step_cache.py`. None: every step is computed."""
     computed: tuple[bool, ...] = ()
@@ -158,7 +161,9 @@ class ImageGeneration:
     """fp32 velocities [branches, K, N, C] of the current step, or of the last computed one."""
 
     cells: list[slice] = field(default_factory=list)
-    """Ranges of this generation's `gen` tokens in the current pass, conditional images first."""
+    """Ranges of the `gen` tokens of this generation in the current pass, conditional images
+    first.
+    """
     _time: torch.Tensor | None = None
     _positions: torch.Tensor | None = None
     _ropes: list[tuple[Rope, Rope]] = field(default_factory=list)
@@ -188,8 +193,9 @@ class ImageGeneration:
     # -- the context -------------------------------------------------------------------------------
 
     def add_context(self, writer: ContextWriter, builder: PackBuilder) -> None:
-        """Add the conditional context to the first pass. It is written to the first image's
-        cache."""
+        """Add the conditional context to the first pass. The context is written to the cache of the
+        first image.
+        """
         self.cond[0].length = 0
         writer.append_segments(builder, self.cond[0], self.plan.cond, self.visuals)
 
@@ -228,7 +234,7 @@ class ImageGeneration:
     # -- one denoise step --------------------------------------------------------------------------
 
     def add_step(self, writer: ContextWriter, builder: PackBuilder) -> None:
-        """Add the blocks of all images and branches at the current step."""
+        """Add the blocks of all images and guidance branches at the current step."""
         assert self._time is not None and self._positions is not None
         time = self._time[self.step]
         if self.pinned:
@@ -257,8 +263,9 @@ class ImageGeneration:
         self.prediction = rows.view(-1, len(self.cond), *rows.shape[1:])
 
     def advance(self) -> None:
-        """Advance to the next step: guidance and Euler step in fp32, or after the contexts the
-        first step."""
+        """Advance to the next step: guidance and Euler step in fp32. After the contexts have been
+        written, this selects the first step.
+        """
         if self.prefilled:
             self._euler()
         else:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chat template, the system prompts and the tokenizer: a task and a user's text become
+"""The chat template, the system prompts and the tokenizer: converts a task and a user's text to
 segments.
 
     <|im_start|>system\\n SYSTEM <|im_end|>\\n<|im_start|>user\\n [vision] [reference] USER
     <|im_end|>\\n <|im_start|>assistant\\n [noise | the answer]
 
 The unconditional context is the same without USER (or with a negative prompt in its place);
-`LanceOptions` names other implementations' prompts. Text of a user never becomes a special token.
-Held by tests/model_executor/models/lance/test_lance_prompt.py, test_lance_choices.py and the golden
-files.
+`LanceOptions` selects the prompts of other implementations. A user's text never produces special
+tokens. Held by tests/model_executor/models/lance/test_lance_prompt.py, test_lance_choices.py and
+the golden files.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -77,7 +77,7 @@ class PromptTokens:
 
 @dataclass(frozen=True)
 class ConversationMessage:
-    """One message of a conversation before the question."""
+    """A message of a conversation before the question."""
 
     role: Literal["user", "assistant"]
     """Author of the message."""
@@ -87,7 +87,9 @@ class ConversationMessage:
 
 @dataclass(frozen=True)
 class PromptSegments:
-    """Segments of one request. A noise block, if any, is the last segment of each sequence."""
+    """Segments of one request. If there is a noise block, it is the last segment of each
+    sequence.
+    """
 
     cond: tuple[SequenceSegment, ...]
     """All segments."""
@@ -98,7 +100,7 @@ class PromptSegments:
 
 
 def system_prompt_of(task: Task, served: LanceOptions) -> str:
-    """Return a task's default system prompt, with the apostrophes of edits as configured."""
+    """Return the default system prompt of a task, with the apostrophes of edits as configured."""
     prompt = SYSTEM_PROMPTS[task]
     return (
         prompt if served.choices.edit_apostrophe == "typographic" else prompt.replace("\u2019", "'")
@@ -176,8 +178,9 @@ def _conversation(
     vit: Grid | None,
     image_message: int,
 ) -> PromptSegments:
-    """Return the tokens of several messages, each in the template. The image precedes the text of
-    its message."""
+    """Return the tokens of several messages, each formatted with the template. The image precedes
+    the text of its message.
+    """
     segments, ids = [], list(first)
     for number, turn in enumerate(messages):
         ids += tokens.encode_template(f"{IM_END}\n{IM_START}{turn.role}\n")
@@ -194,8 +197,9 @@ def _text(ids: Sequence[int], user: bool = False) -> SequenceSegment:
 
 
 class LanceTokenizer:
-    """A checkpoint's `tokenizer.json`, read directly, because the image checkpoint has no
-    `tokenizer_config.json`."""
+    """The `tokenizer.json` of a checkpoint, read directly, because the image checkpoint has no
+    `tokenizer_config.json`.
+    """
 
     def __init__(self, path: Path, special: Mapping[str, int], vocab_size: int) -> None:
         try:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The maths between two forward passes: flow-matching steps, renormalised guidance, and token
-sampling.
+"""The maths between forward passes: flow-matching steps, renormalised guidance, and token sampling.
 
-Nothing here synchronises with the device.
+The functions do not synchronise with the device.
 """
 
 # N latent tokens, C channels, V vocabulary
@@ -32,12 +31,13 @@ class ClassifierFreeGuidance:
     interval: tuple[float, float]
     """(low, high), in [0, 1]."""
     renorm: str
-    """`global` limits the guided velocity to the conditional one's norm over all tokens and
-    channels, `channel` per token, `none` not at all."""
+    """`global` limits the norm of the guided velocity to that of the conditional velocity over all
+    tokens and channels, `channel` per token, and `none` applies no limit.
+    """
     renorm_min: float
     """The smallest factor of the renormalisation."""
     image_scale: float = 1.0
-    """Scale of an edit against the context without the image or clip."""
+    """Guidance scale of an edit against the context without the image or clip."""
 
     @property
     def guides_text(self) -> bool:
@@ -65,9 +65,9 @@ class ClassifierFreeGuidance:
 
         Args:
             cond_NC: Velocity in the full context.
-            uncond_NC: Velocity without the user's text. None: `scale` does not act.
-            unseen_NC: Velocity without the picture or clip. None: `image_scale` does not act.
-            counted: Tokens whose norms count in `global`.
+            uncond_NC: Velocity without the user's text. None: `scale` has no effect.
+            unseen_NC: Velocity without the image or clip. None: `image_scale` does not act.
+            counted: Tokens that are included in the `global` norm.
         """
         guided = cond_NC
         if uncond_NC is not None:
@@ -90,11 +90,11 @@ class TokenChoice:
     temperature: float
     """0: the most likely token."""
     top_p: float
-    """Sample from the most likely tokens whose probabilities add up to this."""
+    """Sample only from the most likely tokens whose probabilities add up to this value."""
 
     def choose(self, logits_V: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-        """Return the next token's id, int64 [1] on the device. uniform: one number in [0, 1) on
-        the device.
+        """Return the id of the next token, int64 [1] on the device. uniform: a random number in [0,
+        1) on the device.
         """
         if self.temperature == 0.0:
             return logits_V.argmax(dim=-1, keepdim=True)

@@ -5,10 +5,11 @@ A sequence consists of text runs and visual blocks. A block is a start marker, o
 cell in (t, h, w) order, and an end marker. Attention is causal in text and bidirectional inside a
 block. No other segment attends to a `noise` block.
 
-Positions (time, height, width) come from a running counter P. Text of n tokens takes P .. P+n-1 on
-all axes. A block with grid (T, h, w) takes (P, P, P) for its start, (P+1+2t, P+1+i, P+1+j) for its
-cells and one more than the largest for its end. Sequences with a reference are re-anchored: vision
-blocks start at time 1000, and a target with the reference's grid takes the reference's positions.
+Positions (time, height, width) are derived from a running counter P. Text of n tokens takes P ..
+P+n-1 on all axes. A block with grid (T, h, w) uses (P, P, P) for its start marker, (P+1+2t, P+1+i,
+P+1+j) for its cells and one more than the largest position for its end marker. Sequences with a
+reference are re-anchored: vision blocks start at time 1000, and a target with the grid of the
+reference has the positions of the reference.
 """
 
 from collections.abc import Sequence
@@ -64,7 +65,7 @@ class SequenceSegment:
 
 
 def raw_positions(segments: Sequence[SequenceSegment]) -> list[torch.Tensor]:
-    """Return each segment's positions, int64 [3, length], by the counter alone."""
+    """Return the positions of each segment, int64 [3, length], from the counter alone."""
     counter, result = 0, []
     for segment in segments:
         if segment.kind == "text":
@@ -82,7 +83,7 @@ def positions(
 ) -> list[torch.Tensor]:
     """Return each segment's final positions, int64 [3, length].
 
-    `anchor_vit` starts vision blocks at time 1000. None: exactly if the sequence has a reference
+    `anchor_vit` starts vision blocks at time 1000. None: only if the sequence has a reference
     block.
     """
     placed = raw_positions(segments)
@@ -105,8 +106,9 @@ def positions(
 
 
 def block_positions(start: int, grid: Grid) -> torch.Tensor:
-    """Return a visual block's positions, int64 [3, length], including markers, for a start marker
-    at `start`."""
+    """Return the positions of a visual block, int64 [3, length], including markers, for a start
+    marker at position `start`.
+    """
     frames, height, width = grid
     first = start + 1
     cells = torch.stack(
@@ -124,11 +126,12 @@ def block_positions(start: int, grid: Grid) -> torch.Tensor:
 def rope_tables(
     positions_3T: torch.Tensor, head_dim: int, sections: tuple[int, int, int], theta: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (cos_TC, sin_TC), fp32 [T, head_dim / 2]. Each frequency rotates by the axis that owns
-    it.
+    """Return (cos_TC, sin_TC), fp32 [T, head_dim / 2]. Each frequency rotates by the position on
+    one axis.
 
-    The first `sections[0]` frequencies belong to time, the next to height, the last to width. Equal
-    positions on all axes give ordinary rotary embedding. Angles are computed in fp64.
+    The first `sections[0]` frequencies belong to time, the next ones to height, the last ones to
+    width. Equal positions on all axes result in ordinary rotary embedding. Angles are computed in
+    fp64.
     """
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     axis = torch.repeat_interleave(torch.arange(3), torch.tensor(sections))

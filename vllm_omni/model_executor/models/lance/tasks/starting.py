@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Create the `ImageGeneration` or `UnderstandingChunk` of a checked request: encode references,
-assign positions, sample noise and allocate caches.
+"""Creates the `ImageGeneration` or `UnderstandingChunk` of a validated request: encodes references,
+assigns positions, samples noise and allocates caches.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ from vllm_omni.seeds import nth_seed
 
 @dataclass(frozen=True)
 class RequestStarter:
-    """The parts of a `Lance` that run before a request's first step."""
+    """The parts of `Lance` that run before the first step of a request."""
 
     tokenizer: LanceTokenizer
     """Tokenizer of the checkpoint."""
@@ -65,7 +65,7 @@ class RequestStarter:
             inputs: The checked request.
             reserved_bytes: Reserved memory of the session.
             timer: Timer of the request's stages.
-            new_cache: (capacity of a context, size of a block) -> an empty cache.
+            new_cache: Creates an empty cache from (capacity of a context, size of a block).
 
         Raises:
             RequestFailed: `capacity`; the caches exceed `reserved_bytes`.
@@ -173,7 +173,7 @@ class RequestStarter:
         )
 
     def _encode(self, pixels_CTHW: torch.Tensor, seed: int) -> torch.Tensor:
-        """Pixels -> normalised latents [C, t, h, w], fp32."""
+        """Encode pixels as normalised latents [C, t, h, w], fp32."""
         generator = None
         if self.options.choices.reference_latent == "sample":
             generator = torch.Generator().manual_seed(noise_seed(seed, 0, 1))
@@ -192,7 +192,7 @@ def continue_understanding(response: TextReply, request: DiffusionRequest) -> Un
     """Return the next chunk of a text.
 
     Raises:
-        RequestFailed: The text has ended, or the request has a prompt, options or tensors.
+        RequestFailed: The text has ended, or the request contains a prompt, options or tensors.
     """
     params = request.params
     if params.prompt is not None or params.options or request.tensors:

@@ -6,9 +6,9 @@
     pass 2    the separate part of new unconditional contexts
     pass 3..  further tokens of understanding requests, if a step decodes several
 
-Every matrix product of a pass serves all requests. A step with only running generations differs
-between denoise steps only in its inputs. It can be a CUDA graph, which later requests with the same
-caches reuse.
+Every matrix product of a pass covers all requests. If a step contains only running generations,
+only its inputs differ between denoise steps. It can therefore be a CUDA graph, which later requests
+with the same caches reuse.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ from vllm_omni.model_executor.models.lance.tasks.understanding import Understand
 
 
 class BatchStepper:
-    """markers: ids of a visual block's start and end. num_tokens: logits beyond belong to no token
-    of the tokenizer.
+    """markers: Ids of the start and end tokens of a visual block. num_tokens: Logits beyond this
+    number do not correspond to tokens of the tokenizer.
 
-    graphs: of denoise steps; None = they are launched kernel by kernel.
+    graphs: CUDA graphs of denoise steps. None: kernels are launched one by one.
     """
 
     def __init__(

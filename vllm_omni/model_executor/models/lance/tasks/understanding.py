@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`UnderstandingChunk`: the token-by-token decode of an understanding request about an image or a
+"""`UnderstandingChunk`: token-by-token decoding of an understanding request about an image or a
 clip.
 
-The prompt is written in one forward pass, and its last position (the newline after `assistant`)
-gives the first token. Each later pass takes the newest token. Tokens are sampled on the device; the
-host reads them once per engine step. Only `settle` changes the inputs of a later step, so a failed
-step can be run again.
+The prompt is processed in one forward pass, and its last position (the newline after `assistant`)
+produces the first token. Each later pass processes the newest token. Tokens are sampled on the
+device; the host reads them once per engine step. Only `settle` changes the inputs of a later step,
+so a failed step can be run again.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True)
 class TextRules:
-    """How tokens are sampled and when the text ends."""
+    """Rules for sampling tokens and for ending the text."""
 
     choice: TokenChoice
     """How tokens are sampled."""
@@ -36,9 +36,9 @@ class TextRules:
     max_tokens: int
     """Maximum number of tokens of the whole text."""
     end_token: int
-    """Id of the token with which the model ends the text."""
+    """Id of the token that ends the text."""
     stop: tuple[str, ...] = ()
-    """Texts that end the generation. They are not part of the result."""
+    """Strings that end the generation. They are not included in the result."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class UnderstandingProgress:
     """The decoded tokens."""
 
     length: int = 0
-    """Number of slots of the cache that are in use."""
+    """Number of used slots of the cache."""
     next_position: int = 0
     """Position of the newest token."""
     tokens: tuple[int, ...] = ()
@@ -56,10 +56,10 @@ class UnderstandingProgress:
     finish_reason: str | None = None
     """`stop` or `length`. None: the text is not complete."""
     sent: int = 0
-    """Number of characters that were returned."""
+    """Number of characters that have been returned."""
 
     def text(self, decode: Decode, rules: TextRules) -> str:
-        """Return the text up to a stop text, without characters that may still change."""
+        """Return the text up to a stop string, without characters that may still change."""
         text = decode([token for token in self.tokens if token != rules.end_token])
         found = [position for stop in rules.stop if (position := text.find(stop)) >= 0]
         if found:
@@ -71,7 +71,7 @@ class UnderstandingProgress:
         return text
 
     def new_text(self, decode: Decode, rules: TextRules) -> str:
-        """Return the characters of `text` that were not sent yet."""
+        """Return the characters of `text` that have not been sent yet."""
         return self.text(decode, rules)[self.sent :]
 
 
@@ -82,30 +82,30 @@ class UnderstandingChunk:
     cache: BranchCache
     """K/V of prompt and text."""
     rules: TextRules
-    """How tokens are sampled and when the text ends."""
+    """Rules for sampling tokens and for ending the text."""
     chunk_tokens: int
     """Maximum number of tokens of this chunk."""
     progress: UnderstandingProgress = field(default_factory=UnderstandingProgress)
-    """The decoded tokens. The session takes it over when the chunk succeeds."""
+    """The decoded tokens. The session adopts it when the chunk succeeds."""
     context: Sequence[ContextSegment] = ()
     """The prompt, for the first chunk."""
     visuals: VisualContents = field(default_factory=VisualContents)
-    """Embeddings of the image or video, for the first chunk."""
+    """Embeddings of the image or video, for the first chunk only."""
     prompt_tokens: int = 0
     """Number of tokens of the prompt."""
     first_token: int = 0
     """Number of tokens before this chunk."""
     logits: torch.Tensor | None = None
-    """fp32 [V] of the last pass, checked for NaN at the end of the chunk."""
+    """fp32 logits [V] of the last pass, checked for NaN at the end of the chunk."""
 
     row: int = 0
-    """Index of the `und` token in the current pass whose logits give the next token."""
+    """Index of the `und` token in the current pass whose logits determine the next token."""
     _live: UnderstandingProgress = field(default_factory=UnderstandingProgress)
     _pending: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def wanted(self) -> int:
-        """Return how many tokens this chunk may still decode after the pending ones."""
+        """Return how many more tokens this chunk may decode after the pending ones."""
         decoded = len(self.progress.tokens) + len(self._pending)
         return min(
             self.chunk_tokens - (decoded - self.first_token), self.rules.max_tokens - decoded
@@ -145,8 +145,9 @@ class UnderstandingChunk:
         self._live = replace(self._live, newest=token)
 
     def settle(self, decode: Decode) -> None:
-        """Copy the step's tokens to the host and check for the end of the text. Synchronises with
-        the device."""
+        """Copy the tokens of this step to the host and check whether the text has ended.
+        Synchronises with the device.
+        """
         tokens = [*self.progress.tokens, *torch.cat(self._pending).tolist()]
         reason = None
         if self.rules.end_token in tokens:

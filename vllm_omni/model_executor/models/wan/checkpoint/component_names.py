@@ -41,8 +41,9 @@ VAE_RULES: Rules = (
         for level in range(3)
     ),
 )
-"""Names in the files of Wan 2.1's and 2.2's VAEs -> diffusers' `AutoencoderKLWan`. Diffusers' own
-names pass unchanged."""
+"""Mapping of the names in files of the Wan 2.1 and 2.2 VAEs to those of diffusers'
+`AutoencoderKLWan`. Diffusers' own names are not changed.
+"""
 
 TEXT_RULES: Rules = (
     (r"^encoder\.embed_tokens\.", "shared."),
@@ -59,7 +60,8 @@ TEXT_RULES: Rules = (
     (r"^blocks\.(\d+)\.ffn\.fc1\.", r"encoder.block.\1.layer.1.DenseReluDense.wi_1."),
     (r"^blocks\.(\d+)\.ffn\.fc2\.", r"encoder.block.\1.layer.1.DenseReluDense.wo."),
 )
-"""Wan's umt5-xxl names -> transformers' `UMT5EncoderModel`. Transformers' own names pass unchanged.
+"""Wan's umt5-xxl names -> transformers' `UMT5EncoderModel`. Transformers' own names are not
+changed.
 """
 
 CLIP_RULES: Rules = (
@@ -77,5 +79,6 @@ CLIP_RULES: Rules = (
     (r"\.mlp\.0\.", ".mlp.fc1."),
     (r"\.mlp\.2\.", ".mlp.fc2."),
 )
-"""Wan's names of the vision tower, with separate queries, keys and values -> transformers'
-`CLIPVisionModel`."""
+"""Mapping of Wan's names of the vision tower, with separate queries, keys and values, to those of
+transformers' `CLIPVisionModel`.
+"""

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locate the frozen components of a Wan checkpoint, under Wan's own file names or in diffusers'
+"""Locates the frozen components of a Wan checkpoint, under Wan's own file names or in diffusers'
 folders.
 
-Files that are missing in the checkpoint's directory are searched in its `assets/`, a folder or a
+Files that are missing in the checkpoint's directory are looked up in its `assets/`, a folder or a
 link to a directory that several checkpoints share.
 
 This module only locates files; `loading.py` loads them. A missing component is an error only when
-it is needed (`require`). An engine with dummy weights can therefore start from configs alone, and a
-stage that does not decode needs no VAE. Each model family adds the location of its transformer.
+it is needed (`require`). An engine with dummy weights can therefore start from config files alone,
+and a stage that does not decode needs no VAE. Each model family adds the location of its
+transformer.
 """
 
 import math
@@ -44,7 +45,7 @@ from vllm_omni.model_executor.models.wan.checkpoint.component_names import (
 Component = Literal["transformer", "vae", "text_encoder", "tokenizer", "image_encoder"]
 
 VAERelease = Literal["2.1", "2.2"]
-"""Release of Wan whose autoencoder a model is made for."""
+"""Wan release whose autoencoder a model uses."""
 
 COMPONENT_PLACES: dict[str, tuple[str, ...]] = {
     "text_encoder": (
@@ -62,12 +63,12 @@ COMPONENT_PLACES: dict[str, tuple[str, ...]] = {
 
 ASSETS_FOLDER = "assets"
 TINY_VAE_FILES: dict[VAERelease, str] = {"2.1": "taew2_1.pth", "2.2": "taew2_2.pth"}
-"""File of the tiny decoder of each autoencoder's latents; also as `.safetensors`."""
+"""File of the tiny decoder for the latents of each autoencoder; also as `.safetensors`."""
 TINY_VAE_FILE = TINY_VAE_FILES["2.1"]
 
 
 def component_places(release: VAERelease) -> dict[str, tuple[str, ...]]:
-    """Return the places of each component, in order of preference."""
+    """Return the possible locations of each component, in order of preference."""
     stem = f"Wan{release}_VAE"
     return {"vae": (f"{stem}.pth", f"{stem}.safetensors", "vae"), **COMPONENT_PLACES}
 
@@ -80,7 +81,7 @@ class WanComponents:
     download_name: ClassVar[str]
     """Name for `vllm-omni download`."""
     vae_release: ClassVar[VAERelease] = "2.1"
-    """Release of Wan whose autoencoder the family uses."""
+    """Wan release whose autoencoder the family uses."""
 
     root: Path
     """Folder that holds the components."""
@@ -99,7 +100,9 @@ class WanComponents:
 
     @classmethod
     def of_folder(cls, root: Path, transformer: Path, **own: Any) -> Self:
-        """Return the layout with the components in `root`. `own` holds the fields of the family."""
+        """Return the layout with the components in `root`. `own` contains the fields of the
+        family.
+        """
         return cls(
             root=root,
             transformer=transformer,
@@ -109,7 +112,7 @@ class WanComponents:
         )
 
     def release(self) -> str:
-        """Return the name under which `vllm-omni download` fetches this checkpoint."""
+        """Return the name under which `vllm-omni download` downloads this checkpoint."""
         return self.download_name
 
     def require(self, *components: Component) -> None:
@@ -152,8 +155,9 @@ class WanComponents:
         return any(position.glob("tokenizer*.json" if part == "tokenizer" else "*.safetensors"))
 
     def vae_config(self) -> VAEConfig:
-        """Return the VAE's architecture from its config, from its weights' shapes, or by default
-        the released one."""
+        """Return the architecture of the VAE from its config, from the shapes of its weights, or by
+        default that of the release.
+        """
         if self.vae is not None and (self.vae / "config.json").exists():
             return VAEConfig.from_dict(read_json(self.vae / "config.json"))
         released = WAN_2_2_VAE if self.vae_release == "2.2" else VAEConfig()
@@ -170,8 +174,9 @@ class WanComponents:
         )
 
     def text_config(self) -> dict[str, Any]:
-        """Return `UMT5Config` values from the encoder's config, from its weights' shapes, or by
-        default the released ones."""
+        """Return `UMT5Config` values from the encoder's config, from the shapes of its weights, or
+        by default those of the release.
+        """
         if stated := stated_text(self.text_encoder):
             return stated
         if self.text_encoder is None or self.text_encoder.is_dir():
@@ -191,8 +196,9 @@ class WanComponents:
         }
 
     def clip_config(self) -> dict[str, Any]:
-        """Return `CLIPVisionConfig` values from the encoder's config, from its weights' shapes, or
-        by default the released ones."""
+        """Return `CLIPVisionConfig` values from the encoder's config, from the shapes of its
+        weights, or by default those of the release.
+        """
         path = self.image_encoder
         if path is not None and (path / "config.json").exists():
             stated = read_json(path / "config.json")
@@ -218,8 +224,9 @@ class WanComponents:
         }
 
     def checked_vae(self, latent_channels: int) -> VAEConfig:
-        """Return the VAE's architecture, or raise ValueError (one line) if it does not fit the
-        transformer."""
+        """Return the architecture of the VAE, or raise ValueError (one line) if it does not match
+        the transformer.
+        """
         vae = self.vae_config()
         if vae.z_dim != latent_channels:
             raise ValueError(
@@ -256,8 +263,8 @@ def chunk_hf_config(
 ) -> dict[str, Any]:
     """Return the fields of vLLM's config object for a causal Wan model, JSON types only.
 
-    In addition to the keys that vLLM reads, `name` holds `transformer` (its config as stored),
-    `vae` and `context` (architectures in diffusers' and transformers' keys), and `info`.
+    In addition to the keys that vLLM reads, `name` contains `transformer` (its config as stored),
+    `vae` and `context` (architectures with the keys of diffusers and transformers), and `info`.
 
     Args:
         architecture: Name of the model class.
@@ -265,7 +272,7 @@ def chunk_hf_config(
         layout: Components of the checkpoint.
         transformer: Config of the transformer as stored.
         config: The same, parsed.
-        rules: Renames from the stored tensor names to the transformer's.
+        rules: Renames from the stored tensor names to those of the transformer.
         context: Encoder of the embeddings for cross-attention.
         facts: Further fields under `name`.
 
@@ -308,10 +315,11 @@ def engine_fields(
 
 
 def stated_text(encoder: Path | None) -> dict[str, Any]:
-    """Return `UMT5Config` values from the `config.json` of a text encoder's folder; {} without one.
+    """Return `UMT5Config` values from the `config.json` of a text encoder's folder, or {} if there
+    is none.
 
     Raises:
-        ValueError: It is the config of another model.
+        ValueError: The config belongs to another model.
     """
     if encoder is None or not (encoder / "config.json").exists():
         return {}
@@ -328,8 +336,9 @@ def stated_text(encoder: Path | None) -> dict[str, Any]:
 
 
 def checked_text(text: dict[str, Any], width: int, root: Path) -> dict[str, Any]:
-    """Return `text` if its embeddings have the width that the transformer takes, else raise
-    ValueError (one line)."""
+    """Return `text` if its embeddings have the width that the transformer expects, otherwise raise
+    ValueError (one line).
+    """
     if text["d_model"] != width:
         raise ValueError(
             f"{root}: the text encoder gives rows of {text['d_model']}, the transformer takes "
@@ -350,7 +359,7 @@ def find_transformer(
         model: Name of the model in errors.
 
     Raises:
-        ValueError: There is no transformer. The message is one line with what was found and
+        ValueError: There is no transformer. The message is one line that states what was found and
             what was expected.
     """
     folder = next((path / name for name in names if found(path / name)), None)
@@ -383,10 +392,10 @@ def find_tiny_vae(root: Path, release: VAERelease = "2.1") -> Path | None:
 
 
 def check_tiny_vae(layout: WanComponents, wanted_by: str) -> None:
-    """Check that a checkpoint has the tiny decoder, which the option `wanted_by` needs.
+    """Check that a checkpoint has the tiny decoder, which is required by the option `wanted_by`.
 
     Raises:
-        ValueError: It lacks the file.
+        ValueError: The checkpoint lacks the file.
     """
     if layout.tiny_vae is None:
         raise ValueError(
@@ -405,8 +414,9 @@ def has_components(root: Path) -> bool:
 
 
 class StoredShapes(dict[str, Shape]):
-    """The shapes of a file's tensors, under the names that `rules` give them. Raises ValueError for
-    a missing name."""
+    """The shapes of a file's tensors, under their names after applying `rules`. Raises ValueError
+    for a missing name.
+    """
 
     def __init__(self, path: Path, rules: Rules) -> None:
         super().__init__(

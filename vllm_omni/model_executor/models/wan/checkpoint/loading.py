@@ -31,7 +31,7 @@ _CLIP_UNUSED = (
     "visual_projection.",
     "embeddings.position_ids",
 )
-"""Name prefixes of other tensors in a file with the vision tower."""
+"""Name prefixes of other tensors in a file that contains the vision tower."""
 
 
 def load_component_weights(
@@ -70,7 +70,9 @@ def load_components(
 
 
 def load_vae(vae: "StreamingWanVAE", path: Path) -> None:
-    """Load a VAE, or the half of it that `vae` is, from Wan's `.pth` or from a diffusers folder."""
+    """Load a VAE, or the encoder or decoder if `vae` is only one of them, from Wan's `.pth` file or
+    a diffusers folder.
+    """
     load_strict(vae, open_tensors(path), _vae_shapes(vae.config), VAE_RULES, what="VAE")
     vae.clear_derived()
 

@@ -12,19 +12,19 @@ from torch import nn
 
 
 def prepare_image(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Return an image as the VAE takes it: [1, 3, 1, height, width], fp32 in about [-1, 1].
+    """Return an image in the VAE's input format: [1, 3, 1, height, width], fp32 in about [-1, 1].
 
     Both sides are resized, as in the original, where the output size already follows the image's
-    aspect ratio. As there, the resize is bicubic without antialiasing and its overshoot is not
-    clamped.
+    aspect ratio. As in the original, the resize is bicubic without antialiasing, and its overshoot
+    is not clamped.
 
     Args:
-        image: uint8 [h, w, 3], or float [3, h, w] in [0, 1]. The result is on its device.
+        image: uint8 [h, w, 3], or float [3, h, w] in [0, 1]. The result is on the same device.
         height: Pixels.
         width: Pixels.
 
     Raises:
-        ValueError: The shape or dtype is another one, or a value is not finite.
+        ValueError: The shape or dtype is wrong, or a value is not finite.
     """
     if image.dtype == torch.uint8:
         if image.ndim != 3 or image.shape[2] != 3:
@@ -52,7 +52,7 @@ def cut_image(image_HWC: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Center-crop a uint8 image to the aspect ratio of `width` x `height` and resize it. The result
     is as in `prepare_image`.
 
-    The resize is bilinear with antialiasing, by Pillow on the host, as in the original of
+    The resize is bilinear with antialiasing, by Pillow on the host, as in the original code of
     Matrix-Game.
     """
     cut = Image.fromarray(image_HWC.cpu().numpy()).crop(middle_box(image_HWC, height, width))
@@ -61,13 +61,14 @@ def cut_image(image_HWC: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 def resize_image(image_HWC: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Resize a uint8 image, bilinear with antialiasing, by Pillow on the host. The aspect ratio is
-    not kept."""
+    not preserved.
+    """
     image = Image.fromarray(image_HWC.cpu().numpy())
     return torch.from_numpy(np.array(image.resize((width, height), Image.Resampling.BILINEAR)))
 
 
 def pixels_of(image_HWC: torch.Tensor) -> torch.Tensor:
-    """Return a uint8 image as the VAE takes it, [1, 3, 1, H, W] in [-1, 1], fp32."""
+    """Return a uint8 image in the VAE's input format, [1, 3, 1, H, W] in [-1, 1], fp32."""
     return (image_HWC.permute(2, 0, 1)[None, :, None].float() / 255) * 2 - 1
 
 
@@ -84,14 +85,14 @@ def middle_box(image_HWC: torch.Tensor, height: int, width: int) -> tuple[int, i
 
 
 def fit_image(image_HWC: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Return a start image resized to cover `width` x `height` and cut about its centre, uint8."""
+    """Return a start image resized to cover `width` x `height` and center-cropped, uint8."""
     whole = Image.fromarray(image_HWC.cpu().numpy())
     fitted = ImageOps.fit(whole, (width, height), Image.Resampling.LANCZOS)
     return torch.from_numpy(np.array(fitted))
 
 
 def stretch_images(images_HWC: Sequence[torch.Tensor], side: int) -> list[torch.Tensor]:
-    """Return reference images as `stretch_image` does, each resized by a thread of its own."""
+    """Apply `stretch_image` to all reference images, each on its own thread."""
     with ThreadPoolExecutor(max(len(images_HWC), 1)) as threads:
         return list(threads.map(lambda image: stretch_image(image, side), images_HWC))
 
@@ -103,5 +104,7 @@ def stretch_image(image_HWC: torch.Tensor, side: int) -> torch.Tensor:
 
 
 def image_pixels(image_HWC: torch.Tensor) -> torch.Tensor:
-    """Return a uint8 image as the VAE takes it, fp32 [1, 3, 1, H, W] in [-1, 1], on its device."""
+    """Return a uint8 image in the VAE's input format, fp32 [1, 3, 1, H, W] in [-1, 1], on the
+    image's device.
+    """
     return (image_HWC.float() * (2 / 255) - 1).permute(2, 0, 1)[None, :, None].contiguous()

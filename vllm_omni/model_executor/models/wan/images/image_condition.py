@@ -5,9 +5,10 @@ Each chunk gets Wan's additional input channels `y`: a mask, and the latents of 
 `[image, grey, grey, ...]`.
 
 The original encodes the image and all grey frames as one clip. Here the causal encoder runs chunk
-by chunk, which gives the same bits without knowing the length in advance. When two consecutive
-latent frames differ by no more than `_SETTLED`, the later one is used for all following frames, and
-the encoder does not run again. `LaterCondition` lists what other implementations do.
+by chunk, which gives bit-identical results without knowing the length in advance. When two
+consecutive latent frames differ by no more than `_SETTLED`, the later one is used for all following
+frames, and the encoder does not run again. `LaterCondition` lists the choices of other
+implementations.
 
 `GreyCondition` computes the conditioning on the first pipeline stage, which embeds patches. Each
 session of that stage has a `ConditionState` (`ImageStartedPipeline`, `ImageStartedSession`).
@@ -35,12 +36,13 @@ from vllm_omni.outputs import RequestFailed
 from vllm_omni.tensors.saved import SavedTensors
 
 MASK_CHANNELS = 4
-"""Channels of the mask: one per video frame of a latent frame."""
+"""Number of channels of the mask: one per video frame of a latent frame."""
 _SETTLED = {torch.float32: 2**-8, torch.bfloat16: 2**-6}
-"""By the VAE's dtype, the largest change between consecutive latent frames that is ignored,
-relative to their standard deviation. The released model converts its conditioning to bfloat16,
-which rounds by 2**-8; a VAE in bfloat16 rounds in every layer. Changes halve with about every
-latent frame, so all later changes together have the same size."""
+"""Maximum ignored change between consecutive latent frames relative to their standard deviation, by
+the dtype of the VAE. The released model converts its conditioning to bfloat16, which rounds by
+2**-8; a VAE in bfloat16 rounds in every layer. Changes are halved with about every latent frame, so
+the sum of all later changes has the same size.
+"""
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,14 @@ class ConditionLayout:
 
 @dataclass(frozen=True)
 class ConditionSettling:
-    """Whether a state has settled, as far as the host can tell without synchronisation."""
+    """Whether a state has settled, as far as the host can determine without synchronisation."""
 
     encoded: int
     """Latent frames that were encoded."""
     unsettled: PendingScalar
-    """Number of encoded latent frames that differ from their predecessor. It is being copied from
-    the device."""
+    """Number of encoded latent frames that differ from their predecessor. The number is being
+    copied from the device.
+    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +106,7 @@ class ConditionState:
     width: int
     """Pixels."""
     cache: VAECache | None
-    """The encoder's cache. None: the encoder does not run again, or starts again."""
+    """The encoder's cache. None: the encoder does not run again, or it restarts."""
     last_1CFhw: torch.Tensor
     """The newest latent frame, fp32. In a settled state: the conditioning of all later chunks,
     which is one latent frame or a whole chunk."""
@@ -112,10 +115,12 @@ class ConditionState:
     num_encoded: int = 1
     """Latent frames that were encoded since the image."""
     settling: ConditionSettling | None = None
-    """Result that is being copied from the device. None: the state is resolved."""
+    """Result of the check that is being copied from the device. None: the state is resolved."""
 
     def resolved(self) -> "ConditionState":
-        """Return the state with the result from the device. Synchronises if it has not arrived."""
+        """Return the state with the result from the device. It synchronises if the result has not
+        arrived.
+        """
         if self.settling is None:
             return self
         unsettled = self.settling.unsettled.wait()
@@ -138,7 +143,7 @@ class ConditionState:
         return {"last": self.last_1CFhw, **cached}
 
     def to(self, device: torch.device | str) -> "ConditionState":
-        """Move a resolved state to `device`. Tensors that are already there are shared."""
+        """Move a resolved state to `device`. Tensors that are already on that device are shared."""
         cache = self.cache.to(device) if self.cache is not None else None
         return replace(self, cache=cache, last_1CFhw=self.last_1CFhw.to(device))
 
@@ -149,7 +154,7 @@ class GreyCondition:
     Args:
         vae: The VAE with its encoder.
         later: Conditioning of the chunks that follow the one with the start image.
-        chunk_frames: Latent frames of every chunk but a session's first.
+        chunk_frames: Number of latent frames in every chunk except the first of a session.
     """
 
     def __init__(
@@ -177,7 +182,7 @@ class GreyCondition:
             continue
                 from `state`.
             num_latents: Latent frames.
-            state: State after the previous chunk. None: there is none.
+            state: State after the previous chunk. None: there is no state yet.
 
         Raises:
             ValueError: There is neither an image nor a state.
@@ -199,12 +204,14 @@ class GreyCondition:
         return torch.cat([mask_CFhw, cond_CFhw]), state
 
     def state_layout(self, height: int, width: int) -> ConditionLayout:
-        """Return the layout of a state of this size, without running anything."""
+        """Return the layout of a state for frames of this size, without running the encoder."""
         encoder = self.vae.encoder_cache_layout(height, width)
         return ConditionLayout(height, width, self.later, self.chunk_frames, encoder)
 
     def state_nbytes(self, height: int, width: int) -> int:
-        """Return the maximum bytes of a state of this size, without running anything."""
+        """Return the maximum size in bytes of a state for frames of this size, without running the
+        encoder.
+        """
         cells = (height // self.vae.config.spatial_factor) * (
             width // self.vae.config.spatial_factor
         )
@@ -229,10 +236,10 @@ class GreyCondition:
     def _stream(
         self, state: ConditionState, num_latents: int
     ) -> tuple[list[torch.Tensor], ConditionState]:
-        """Encode `num_latents` further latent frames of grey, unless they no longer change.
+        """Encode the next `num_latents` latent frames of grey, unless they no longer change.
 
-        On CUDA the host does not synchronise to find out: the encoder runs for all frames, and the
-        device discards results after the state has settled.
+        On CUDA the host does not synchronise to check this: the encoder runs for all frames, and
+        the device discards the results after the state has settled.
         """
         if state.cache is None or num_latents == 0:
             return [state.last_1CFhw] * num_latents, state
@@ -255,7 +262,7 @@ class GreyCondition:
     def _repeat(
         self, state: ConditionState, num_latents: int
     ) -> tuple[list[torch.Tensor], ConditionState]:
-        """Return the conditioning that all later chunks have. It is encoded once."""
+        """Return the conditioning that is used for all later chunks. It is encoded once."""
         if not state.settled:
             afresh = self.later == "fresh_grey"
             retained, _ = self.vae.encode(
@@ -280,8 +287,9 @@ class GreyCondition:
     def _grey_frames(
         self, state: ConditionState, num_latents: int, *, first: bool = False
     ) -> torch.Tensor:
-        """Return grey video frames that encode to `num_latents` latent frames. With `first` there
-        is one more, because they start a clip."""
+        """Return grey video frames that are encoded as `num_latents` latent frames. With `first`
+        there is one additional frame, because they start a clip.
+        """
         frames = int(first) + num_latents * self.vae.config.temporal_factor
         return torch.zeros(1, 3, frames, state.height, state.width, device=state.last_1CFhw.device)
 
@@ -367,7 +375,9 @@ class ImageStartedSession(StreamingSession[Window, World], Generic[Window, World
 
 
 def image_warmup(omni: OmniConfig, space: ActionSpace) -> list[Inputs]:
-    """Return a first and a later chunk of the largest size: a later one decodes more frames."""
+    """Return a first and a later chunk of the largest size, because a later chunk decodes more
+    frames.
+    """
     image = torch.zeros(omni.height, omni.width, 3, dtype=torch.uint8)
     images = dict.fromkeys(("image", *map(image_tensor, space.image_names)), image)
     prompt = None if space.prompt == "none" else "warm-up"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encode a start image for cross-attention with the CLIP vision tower of Wan 2.1's image-to-video
+"""Encodes a start image for cross-attention with the CLIP vision tower of Wan 2.1's image-to-video
 models (ViT-H/14).
 
-The result is the hidden states before the tower's last layer, for all tokens and without the final
-norm, so the last layer is never built. Weights have Wan's own names, in a file that also holds the
-text tower, or transformers' names.
+The result is the input of the tower's last layer, for all tokens and without the final norm, so the
+last layer is never built. Weights have Wan's own names, in a file that also holds the text tower,
+or transformers' names.
 """
 
 # S tokens, E width
@@ -53,7 +53,7 @@ class ImageEncoder(nn.Module):
         positions.copy_(torch.arange(positions.shape[1]).unsqueeze(0))
 
     def shapes(self) -> dict[str, Shape]:
-        """Return name -> shape of the whole tower's tensors."""
+        """Return the shape of every tensor of the whole tower by name."""
         with torch.device("meta"):
             return shapes_of(CLIPVisionModel(CLIPVisionConfig(**self.whole)))
 

@@ -2,15 +2,15 @@
 """Text embeddings of prompts: cleaning, the umt5-xxl tokenizer and encoder, and a bounded cache of
 recent prompts.
 
-Only valid tokens are encoded, and the transformer appends zeros as padding. The valid embeddings
-equal the original's, because its attention is bidirectional with padding masked. On CUDA, prompts
-are padded to one of a few lengths that are each one CUDA graph, because eager launches take the
-host longer than the device.
+Only valid tokens are encoded, and the transformer appends zeros as padding. The embeddings of valid
+tokens equal those of the original, because its attention is bidirectional with padding masked. On
+CUDA, prompts are padded to one of a few lengths, each with its own CUDA graph, because eager
+launches take the host longer than the device.
 
-One of several ranks encodes (`ParallelContext.encodes`). On the others, `AwaitedText` replaces the
-encoder: it allocates the text embeddings, which the worker fills before they are read
-(`worker/diffusion/shared_text.py`).
-Cleaning: Robbyant/lingbot-world @ a43bec7, wan/modules/tokenizers.py, mode `whitespace`.
+Only one of several ranks encodes (`ParallelContext.encodes`). On the others, `AwaitedText` replaces
+the encoder: it allocates the text embeddings, which the worker fills before they are read
+(`worker/diffusion/shared_text.py`). Cleaning: Robbyant/lingbot-world @ a43bec7,
+wan/modules/tokenizers.py, mode `whitespace`.
 
 `tokenizer.json` is read with the `tokenizers` library. Why not transformers 5: it rebuilds a T5
 tokenizer from its vocabulary alone and loses byte fallback and the id of the unknown token, which
@@ -42,8 +42,9 @@ from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs, Inputs
 from vllm_omni.model_executor.models.wan.checkpoint.component_names import TEXT_RULES
 
 _SHORTEST = 64
-"""Minimum padded length in tokens. Below it, reading the encoder's weights takes the device longer
-than computing."""
+"""Minimum padded length in tokens. Below this length, reading the encoder's weights takes the
+device longer than computing.
+"""
 
 
 def padded_lengths(max_tokens: int) -> list[int]:
@@ -61,7 +62,7 @@ class TextEncoder(nn.Module):
     Args:
         config: `UMT5Config` values.
         tokenizer: A folder with `tokenizer.json` or `spiece.model`. None: weights only.
-        max_tokens: Longer prompts are truncated, but keep the end-of-sequence token.
+        max_tokens: Longer prompts are truncated but retain the end-of-sequence token.
         device: `model`: torch's current default device. `cpu`: host memory; results are sent to the
             caller's device.
         dtype: Type of the weights.
@@ -109,8 +110,8 @@ class TextEncoder(nn.Module):
     def encode(self, prompt: str, device: torch.device | str | None = None) -> torch.Tensor:
         """Return the text embeddings [S, E] of a prompt, S <= max_tokens, in the encoder's dtype.
 
-        The result is on `device` (default: the encoder's). It belongs to the cache and must not be
-        written to.
+        The result is on `device` (default: the encoder's). The tensor belongs to the cache and must
+        not be written to.
         """
         own = self.model.shared.weight.device
         target = torch.empty(0, device=own if device is None else device).device
@@ -154,7 +155,7 @@ class TextEncoder(nn.Module):
         return states_1PE[0]
 
     def _capture(self) -> None:
-        """Run every padded length twice: the second run captures it."""
+        """Run every padded length twice, because the second run captures the graph."""
         self._is_captured = True
         for length in 2 * self._lengths:
             self._hidden_states([0] * length)
@@ -185,8 +186,9 @@ def load_text_encoder(model: nn.Module, path: Path) -> None:
 
 
 class AwaitedText:
-    """Replaces the text encoder on a rank that receives text embeddings from another. It holds no
-    weights."""
+    """Replaces the text encoder on a rank that receives text embeddings from another rank. It holds
+    no weights.
+    """
 
     def __init__(
         self,
@@ -204,8 +206,8 @@ class AwaitedText:
         """Do nothing: there are no parameters."""
 
     def encode(self, prompt: str, device: torch.device | str) -> torch.Tensor:
-        """Return memory for the text embeddings [S, E] of a prompt, to be filled before it is
-        read.
+        """Return memory for the text embeddings [S, E] of a prompt, which must be filled before it
+        is read.
         """
         return torch.empty(
             len(self.prompts.tokenize(prompt)), self._width, dtype=self._dtype, device=device
@@ -231,7 +233,7 @@ def text_encoder_of(
         max_tokens: See `TextEncoder`.
         device: None: the model's device.
         dtype: Type of the weights.
-        cuda_graphs: Replay as CUDA graphs if it is on the model's device.
+        cuda_graphs: Whether to replay it as CUDA graphs if it is on the model's device.
     """
     if parallel.is_vae_stage or not config:
         return None
@@ -270,7 +272,9 @@ class PromptTokenizer:
             )
 
     def tokenize(self, prompt: str) -> list[int]:
-        """Return the token ids of a cleaned prompt with end-of-sequence, at most `max_tokens`."""
+        """Return the token ids of a cleaned prompt including end-of-sequence, at most
+        `max_tokens`.
+        """
         if self.tokenizer is None:
             raise ValueError(
                 "this checkpoint has no tokenizer; put google/umt5-xxl (or tokenizer/) into it"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SharedPrompts`: cross-attention K/V of the newest prompt, computed once for consecutive sessions
-that use it."""
+"""`SharedPrompts`: cross-attention K/V of the latest prompt, computed once for consecutive sessions
+that use it.
+"""
 
 from collections.abc import Callable, Hashable
 from typing import Protocol
@@ -11,8 +12,8 @@ from vllm_omni.model_executor.layers.lora.active import weights_key
 
 
 class SharedPrompts:
-    """Cache of one prompt's K/V (up to 400 MiB at full size). Live sessions hold their own in
-    addition.
+    """Cache of one prompt's K/V (up to 400 MiB at full size). In addition, live sessions hold their
+    own K/V.
 
     Args:
         compute: Text embeddings -> K/V. Collective under tensor parallelism.
@@ -25,7 +26,7 @@ class SharedPrompts:
     def get(self, prompt: str, text: torch.Tensor) -> torch.Tensor:
         """Return the K/V of `prompt` with the text embeddings `text`, under the active adapters.
 
-        The result is shared by all callers and must not be written to.
+        All callers share the result, so it must not be written to.
         """
         key = prompt, weights_key()
         if self._newest is None or self._newest[0] != key:
@@ -38,7 +39,7 @@ class SharedPrompts:
 
 
 class HoldsPrompt(Protocol):
-    """A session, or a chunk in flight, before the next chunk."""
+    """A session or a chunk in flight, seen from the next chunk."""
 
     @property
     def prompt(self) -> str | None:
@@ -46,14 +47,14 @@ class HoldsPrompt(Protocol):
 
     @property
     def cross_kv(self) -> torch.Tensor | None:
-        """K/V of that prompt. None: they are not held."""
+        """K/V of that prompt. None: they are not available."""
 
 
 def known_cross_kv(before: HoldsPrompt, prompt: str, *, same_adapters: bool) -> torch.Tensor | None:
-    """Return the K/V that a chunk with `prompt` can use again. None: it needs the text encoder.
+    """Return the K/V that a chunk with `prompt` can reuse. None: the chunk needs the text encoder.
 
     Args:
-        before: What the chunk continues.
+        before: The session or chunk that the new chunk continues.
         prompt: Prompt of the chunk.
         same_adapters: `DiffusionRequest.same_adapters`.
     """

@@ -4,7 +4,7 @@ K/V windows.
 
 A chunk attends to everything in its window without a mask, because the window contains only visible
 frames. No step of the forward pass synchronises with the device: slots and lengths are host
-integers, and timestep tensors stay on the device. Forward passes can be replayed as CUDA graphs.
+integers, and timestep tensors remain on the device. Forward passes can be replayed as CUDA graphs.
 """
 
 # B batch entries (one chunk of one session each), F frames, T tokens of a chunk on this rank, D
@@ -39,16 +39,17 @@ _KEPT_TIMESTEPS = 128
 """Number of cached timestep embeddings (43 KiB each at 1.3B). The motion controller alone uses 101
 timesteps."""
 _MOST_JOINED_BYTES: Final = 2 << 30
-"""Maximum bytes of graph inputs for batches of several chunks. Warm-up measures the memory of a
-single chunk's."""
+"""Maximum size in bytes of graph inputs for batches of several chunks. Warm-up measures the memory
+of a single chunk's.
+"""
 
 
 class GraphView(KVView, Protocol):
-    """A K/V window that forward passes in CUDA graphs can use.
+    """A K/V window that can be used by forward passes in CUDA graphs.
 
-    `buffers` are the tensors that `write` and `attend` access in place. `graph_key` covers all
+    `buffers` are the tensors that `write` and `attend` access in place. `graph_key` determines all
     effects of these methods except values on the device. `graph_kind` is equal if the same kernels
-    run, possibly at other slots.
+    run, possibly with different slots.
     """
 
     @property
@@ -65,7 +66,7 @@ class ChunkItem:
     except `latents`."""
 
     latents: torch.Tensor
-    """fp32 [16, F, h, w]: noisy, or clean in the clean-context pass."""
+    """fp32 [16, F, h, w]; noisy, or clean in the clean-context pass."""
     timestep: float
     """In [0, 1000]."""
     frames: range
@@ -77,11 +78,13 @@ class ChunkItem:
     window: GraphView
     """K/V window, written at `frames`."""
     clean_tokens: int = 0
-    """Leading tokens of the chunk, over all ranks, at timestep 0 instead of `timestep`, because
-    they are clean from the start."""
+    """Number of leading tokens of the chunk, over all ranks, that have timestep 0 instead of
+    `timestep`, because they are clean from the start.
+    """
     lead_tokens: int = 0
-    """Tokens of the chunk, over all ranks, before those of `latents`. `WanTransformer.embed`
-    creates them, and nothing is predicted for them."""
+    """Number of tokens of the chunk, over all ranks, that precede those of `latents`.
+    `WanTransformer.embed` creates them, and no prediction is made for them.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +101,7 @@ class ChunkTransformer(WanTransformer[Config]):
     Args:
         config: Sizes of the network.
         parallel: This rank. Default: a single rank.
-        residual_fp32: Keep the residual stream in fp32.
+        residual_fp32: Whether to keep the residual stream in fp32.
         compiled: Compile the fused pointwise ops with torch.compile.
         cuda_graphs: Replay forward passes as CUDA graphs (`ForwardGraphs`).
         quantization: vLLM's config for `--quantization`.
@@ -110,7 +113,7 @@ class ChunkTransformer(WanTransformer[Config]):
     """Fields of a batch entry that change between forward passes: tensors, lists of tensors, or
     None. `cross_kv` and `rope` are included."""
     steady_fields: ClassVar[tuple[str, ...]] = ("cross_kv",)
-    """The large ones among them that are never written to after their creation."""
+    """The large fields among `moving_fields` that are never written to after their creation."""
 
     def __init__(
         self,
@@ -258,8 +261,8 @@ class ChunkTransformer(WanTransformer[Config]):
     def _time_inputs(self, items: Sequence[Any]) -> Inputs:
         """Return the time embeddings of a batch by name: `time` [B, D] and `modulation` [B, 6, D].
 
-        If a batch entry has clean tokens, also those of timestep 0, [1, D] and [6, D], and whether
-        each token of this rank is clean, bool [B, T, 1].
+        If a batch entry has clean tokens, also return the embeddings of timestep 0, [1, D] and [6,
+        D], and whether each token of this rank is clean, bool [B, T, 1].
         """
         times = [self._time(item.timestep) for item in items]
         inputs = {
@@ -280,8 +283,9 @@ class ChunkTransformer(WanTransformer[Config]):
         return inputs
 
     def _time(self, timestep: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return e [D] and its six modulation vectors E [6, D] of a timestep, fp32, cached for
-        equal weights."""
+        """Return e [D] and its six modulation vectors E [6, D] for a timestep, fp32, cached as long
+        as the weights are equal.
+        """
         key = timestep, weights_key()
         known = self._times.get(key)
         if known is None:

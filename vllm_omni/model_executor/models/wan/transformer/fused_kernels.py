@@ -3,9 +3,9 @@
 """The fused pointwise ops of `fused_ops.py` as Triton kernels. Import this module only with Triton
 (`HAS_TRITON`).
 
-`fused_ops.py` defines the results. A program keeps one token in registers, so it reads and writes
-the token once. It computes in fp32 and rounds once at the end. Shifts, scales, gates and rotations
-are read in place with any broadcasting. No launch depends on data.
+`fused_ops.py` defines the results. A program holds one token in registers, so each token is read
+and written once. It computes in fp32 and rounds once at the end. Shifts, scales, gates and
+rotations are read in place with any broadcasting. No launch depends on data.
 `benchmarks/elementwise_kernels.py` measures the speed.
 """
 
@@ -25,9 +25,9 @@ from vllm_omni.model_executor.layers.triton_or_names import tl, triton
 from vllm_omni.model_executor.layers.triton_rows import over_largest
 
 WARPS = 4
-"""Warps per program. 8 were slower at 5120 channels, and 16 slower still."""
+"""Number of warps per program. 8 were slower at 5120 channels, and 16 even slower."""
 GELU_WARPS = 8
-"""Warps per program for one token of an FFN, up to 13824 channels."""
+"""Number of warps per program for one token of an FFN, up to 13824 channels."""
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transformer's fused pointwise ops between matrix products and attention, as pure functions.
 
-In eager mode, each operation moves about 100 MB at full size. Fused, each function reads its inputs
-once: with the kernels of `fused_kernels.py` for tensors on CUDA, else with torch.compile. All
-functions compute in fp32 and round once at the end.
+In eager mode, each operation moves about 100 MB at full size. When fused, each function reads its
+inputs once: with the kernels of `fused_kernels.py` for tensors on CUDA, otherwise with
+torch.compile. All functions compute in fp32 and round once at the end.
 """
 
 # x: the residual stream [..., T, D]; N heads, H head dim, C = H/2 rotary channels
@@ -51,7 +51,8 @@ def after_self_attention(
 ) -> tuple[torch.Tensor, Input]:
     """Add the gated attention and return (x, its affine LayerNorm in the dtype of `weight`).
 
-    `moved` holds a factor and an offset of the sum, shaped like `x` (the camera of LingBot World).
+    `moved` contains a factor and an offset for the sum, with the shape of `x` (the camera of
+    LingBot World).
     """
     x = (x + gate * update.float()).to(x.dtype)
     if moved is not None:
@@ -83,7 +84,9 @@ def after_ffn(
     dtype: torch.dtype,
     quantized: bool = False,
 ) -> tuple[torch.Tensor, Input]:
-    """Return the result of `gated_add`, and the next block's `modulated_norm` of it."""
+    """Return the result of `gated_add`, and the `modulated_norm` of the next block applied
+    to it.
+    """
     x = gated_add(x, update, gate)
     return x, modulated_norm(x, shift, scale, eps, dtype, quantized)
 
@@ -99,7 +102,7 @@ def gated_add(x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor) -> torc
 
 
 def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
-    """Sum squares over the channels (of this rank), fp32, keeping the last dimension."""
+    """Sum the squares over the channels (of this rank) in fp32, keeping the last dimension."""
     return x.float().square().sum(-1, keepdim=True)
 
 

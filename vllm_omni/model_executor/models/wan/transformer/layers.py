@@ -2,7 +2,7 @@
 """Shared layers of the Wan family's diffusion transformers: embeddings, attention with K/V windows,
 head.
 
-This module has no sessions and no schedule: each batch entry brings its K/V window and
+This module has no sessions and no schedule: each batch entry provides its K/V window and
 cross-attention K/V. A family composes blocks from these layers (`lingbot_world/transformer.py`,
 `causal_wan/transformer.py`).
 
@@ -40,8 +40,9 @@ from vllm_omni.model_executor.models.wan.transformer.timesteps import TimestepEm
 
 
 class AttentionItem(WindowItem, Protocol):
-    """One batch entry: a chunk and its window for self-attention, and its prompt's K/V [layers, 2,
-    S, N, H]."""
+    """One batch entry: a chunk with its window for self-attention and the K/V of its prompt,
+    [layers, 2, S, N, H].
+    """
 
     @property
     def cross_kv(self) -> torch.Tensor: ...
@@ -90,8 +91,9 @@ class SelfAttention(nn.Module):
         exchange: WindowAttention,
         write_only: bool,
     ) -> torch.Tensor | None:
-        """Write K/V of `layer` into the windows, then attend. Return None after the write if
-        `write_only`."""
+        """Write K/V of `layer` into the windows, then attend. Return None after writing if
+        `write_only`.
+        """
         q, k, v = self.qkv(x_BTD).chunk(3, dim=-1)
         squares_q, squares_k = squares_of_all_ranks(self.fused_ops, self.parallel, q, k)
         q = self.fused_ops.rms_rope(q, squares_q, self.norm_q.weight, *rope, self.dim, self.eps)
@@ -243,7 +245,7 @@ def unpatchify(tokens_BLP: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
 
 
 def linear_fp32(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Run a linear layer in fp32 by calling the module, so that LoRA hooks apply."""
+    """Run a linear layer in fp32 by calling the module, so that LoRA hooks take effect."""
     assert isinstance(layer, nn.Linear)
     result: torch.Tensor = functional_call(
         layer, {"weight": layer.weight.float(), "bias": layer.bias.float()}, (x,)
@@ -264,7 +266,7 @@ def squares_of_all_ranks(
 
 
 def stack_inputs(parts: Sequence[Input]) -> Input:
-    """`stack` inputs of linear layers. Either all are quantized or none."""
+    """`stack` inputs of linear layers. Either all inputs are quantized or none."""
     plain = [part for part in parts if isinstance(part, torch.Tensor)]
     if plain:
         return stack(plain)

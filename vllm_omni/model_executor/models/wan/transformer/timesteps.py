@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timesteps of a batch: one for each entry, and timestep 0 for its leading tokens.
+"""Timesteps of a batch: one for each entry, and timestep 0 for its leading clean tokens.
 
 The leading tokens are clean from the start, for example those of a start image.
 """

@@ -2,9 +2,10 @@
 """Base of the Wan family's diffusion transformers: this rank's part of a network, and one forward
 pass of a batch.
 
-It owns parameters and their order of use on this rank (a tensor-parallel part, a pipeline stage, or
-a part of the tokens). It has no sessions, requests or schedules. A family defines the input
-channels (`WanTransformer.channels`) and additions to its blocks (for example `WanBlock.attend`).
+It contains the parameters and their order of use on this rank (a tensor-parallel shard, a pipeline
+stage, or a part of the tokens). It has no sessions, requests or schedules. A family defines the
+input channels (`WanTransformer.channels`) and additions to its blocks (for example
+`WanBlock.attend`).
 
 Precision: linear layers run in the model's dtype. The residual stream (by default), modulation,
 gates, normalisation, rotation, the time MLPs and the head run in fp32.
@@ -50,8 +51,9 @@ from vllm_omni.model_executor.models.wan.transformer.timesteps import TimestepEm
 Config = TypeVar("Config", bound=WanConfig)
 
 Update = tuple[torch.Tensor, torch.Tensor]
-"""The last term that a block adds to the residual stream: the result of its FFN [B, T, D], and its
-gate."""
+"""The last term that a block adds to the residual stream: the result of its FFN [B, T, D], and the
+gate of this result.
+"""
 
 
 class WanItem(AttentionItem, Protocol):
@@ -62,8 +64,9 @@ class WanItem(AttentionItem, Protocol):
 
 
 class FeedForward(nn.Sequential):
-    """Two linear layers with GELU between, fused into the first product or the second layer's
-    quantization if possible."""
+    """Two linear layers with GELU in between, which is fused into the first product or the second
+    layer's quantization if possible.
+    """
 
     def __init__(
         self,
@@ -89,7 +92,7 @@ class FeedForward(nn.Sequential):
 
 
 class WanBlock(nn.Module):
-    """One transformer block. `index` is its index among this stage's blocks."""
+    """One transformer block. `index` is the index of the block within this stage."""
 
     def __init__(
         self,
@@ -171,9 +174,9 @@ class WanBlock(nn.Module):
         exchange: WindowAttention,
         write_only: bool,
     ) -> tuple[torch.Tensor, Update | None]:
-        """Run one block. Takes and returns the residual stream and its pending update.
+        """Run one block. It takes and returns the residual stream and its pending update.
 
-        The next block adds the update, because one pass can then add and normalise. If
+        The update is added by the next block, because a single pass can then add and normalise. If
         `write_only`, stop after K/V are written.
         """
         shift1, scale1, gate1, shift2, scale2, gate2 = time.plus(self.modulation)
@@ -200,9 +203,9 @@ class WanTransformer(StageNetwork, Generic[Config]):
 
     Args:
         config: Sizes of the network.
-        parallel: This rank. None: a single rank.
+        parallel: This rank. None: there is a single rank.
         fused_ops: Fused pointwise ops.
-        residual_fp32: Keep the residual stream in fp32 instead of the model's dtype.
+        residual_fp32: Whether to keep the residual stream in fp32 instead of the model's dtype.
         quantization: vLLM's config for the blocks' linear layers, except `high_precision` and
             `int8_weights`.
         prefix: Name of the network in the pipeline, for quantization.
@@ -262,8 +265,9 @@ class WanTransformer(StageNetwork, Generic[Config]):
         )
 
     def _block(self, layer: int, index: int, fused_ops: FusedOps) -> WanBlock:
-        """Build an empty block. `layer` counts in the whole network, `index` among this stage's
-        blocks."""
+        """Build an empty block. `layer` is the index within the whole network, `index` the index
+        within this stage.
+        """
         name, block = f"{self.prefix}.blocks.{layer}", self._block_type(layer)
         return block(self.config, self.parallel, fused_ops, index, self.quant_config, name)
 
@@ -296,22 +300,24 @@ class WanTransformer(StageNetwork, Generic[Config]):
 
     @property
     def num_cache_heads(self) -> int:
-        """Heads of this rank's self-attention K/V cache."""
+        """Number of heads in this rank's self-attention K/V cache."""
         return self.config.num_heads // self.parallel.size
 
     @property
     def num_cross_heads(self) -> int:
-        """Heads of this rank's cross-attention K/V (all heads under sequence parallelism)."""
+        """Number of heads in this rank's cross-attention K/V (all heads with sequence
+        parallelism).
+        """
         return self.config.num_heads // self.parallel.tensor_size
 
     @property
     def cross_kv_nbytes(self) -> int:
-        """Bytes of one prompt's `cross_attention_kv`."""
+        """Size in bytes of the `cross_attention_kv` of one prompt."""
         elements = self.num_cross_heads * self.config.head_dim * self.config.text_len
         return 2 * self.num_local_layers * elements * self.dtype.itemsize
 
     def num_tokens(self, latents: torch.Tensor) -> int:
-        """Return L of a [channels, F, h, w] chunk."""
+        """Return the number of tokens L of a chunk [channels, F, h, w]."""
         return latents[0].numel() // (self.config.patch_size[1] * self.config.patch_size[2])
 
     def rope(self, frames: range, size: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -338,11 +344,11 @@ class WanTransformer(StageNetwork, Generic[Config]):
     def cross_attention_kv(self, text_SE: torch.Tensor) -> torch.Tensor:
         """Return K/V [layers, 2, text_len, N, H] of this stage's blocks for text embeddings.
 
-        Collective under tensor parallelism. Shorter prompts are padded with zeros that take part in
-        attention, as in the original.
+        Collective under tensor parallelism. Shorter prompts are padded with zeros, which take part
+        in attention as in the original.
 
         Raises:
-            ValueError: The prompt is longer than text_len or has another width.
+            ValueError: The prompt is longer than text_len or has the wrong width.
         """
         items, width = text_SE.shape
         text_len, text_dim = self.config.text_len, self.config.text_dim

@@ -15,7 +15,7 @@ from vllm_omni.model_executor.checkpoint.tensor_files import Shape
 from vllm_omni.model_executor.models.wan.architecture import WanConfig
 
 HEAD_DIM = 128
-"""Head size of every released network, which tensor shapes do not show."""
+"""Head size of every released network, which cannot be derived from tensor shapes."""
 
 Sizes = tuple[int | str, ...]
 """A tensor's shape in letters and integers."""
@@ -40,7 +40,9 @@ TRANSFORMER_RULES: Rules = (
     (r"\.ffn\.net\.0\.proj\.", ".ffn.0."),
     (r"\.ffn\.net\.2\.", ".ffn.2."),
 )
-"""Prefixes of training wrappers and diffusers' names -> Wan's own names, which pass unchanged."""
+"""Mapping of prefixes of training wrappers and of diffusers' names to Wan's own names, which are
+not changed.
+"""
 
 IMAGE_RULES: Rules = (
     (r"^condition_embedder\.image_embedder\.norm1\.", "img_emb.proj.0."),
@@ -106,7 +108,7 @@ BLOCK_TENSORS: dict[str, Sizes] = {
 
 
 def transformer_shapes(config: WanConfig) -> dict[str, Shape]:
-    """Return name -> shape of every tensor of this architecture (825 at 1.3B, 1095 at 14B)."""
+    """Return the shape of every tensor of this architecture by name (825 at 1.3B, 1095 at 14B)."""
     return network_shapes(config, TRANSFORMER_TENSORS, BLOCK_TENSORS)
 
 
@@ -124,11 +126,11 @@ def stored_sizes(
     Args:
         shapes: Shapes by Wan's own names.
         where: The weights, in errors.
-        num_heads: The config's value. None: it has none.
+        num_heads: The config's value. None: the config does not contain it.
         context: The layer that projects the encoder's embeddings.
 
     Raises:
-        ValueError: The tensors are not of these tables, or the number of heads remains unknown.
+        ValueError: The tensors do not match these tables, or the number of heads is unknown.
     """
     try:
         (dim, context_dim), (_, freq_dim) = shapes[context], shapes["time_embedding.0.weight"]
@@ -156,7 +158,9 @@ def stored_sizes(
 def network_shapes(
     config: WanConfig, outside: Mapping[str, Sizes], block: Mapping[str, Sizes], **more_sizes: int
 ) -> dict[str, Shape]:
-    """Return the shapes of a network of these tables. `more_sizes` defines additional letters."""
+    """Return the shapes of a network described by these tables. `more_sizes` defines additional
+    letters.
+    """
     patch = config.patch_size[1] * config.patch_size[2]
     sizes: dict[str, int] = {
         "D": config.dim,

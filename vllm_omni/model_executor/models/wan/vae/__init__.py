@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Wan VAE, streamed, and its tiny replacement."""
+"""The streaming Wan VAE, and the tiny decoder that can replace it."""

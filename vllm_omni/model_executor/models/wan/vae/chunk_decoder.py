@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode one chunk's clean latents to video frames with one of two decoders, and return the state
-for the next chunk.
+"""Decodes the clean latents of one chunk to video frames with one of two decoders, and returns the
+state for the next chunk.
 
 A decoder that decoded the previous chunk continues from its features (`VAECache`), so that a stream
-equals the decode of the whole clip. A decoder that did not (because the other one decoded, or
-because `continuation` is `restart`, PR 3701's extension) restarts: it first decodes the newest
-latents before the chunk again and drops their frames. Frame counts therefore equal those of an
-uninterrupted stream. The accuracy of a restart depends on the decoder:
+equals the decode of the whole clip. A decoder that did not (because the other one decoded it, or
+because `continuation` is `restart`, an extension of PR 3701) restarts: it first decodes the latest
+latents before the chunk again and discards their frames. The number of frames is therefore the same
+as in an uninterrupted stream. The accuracy of a restart depends on the decoder:
 
-- The tiny decoder depends on `REACH` latents and receives as many, so its frames equal those of an
-  uninterrupted stream.
+- The tiny decoder depends on `REACH` latents and receives that many, so its frames equal those of
+  an uninterrupted stream.
 - Wan's decoder depends on dozens of latents and receives `RESTART_LATENTS` (one causal convolution
-  depends on two). This is an approximation, and its error fades as the stream continues. More
-  latents would be more accurate but as slow as the other decoder.
+  depends on two). This is an approximation, whose error fades as the stream continues. More latents
+  would be more accurate but as slow as the other decoder.
 """
 
 # C channels, F latent frames, h, w latent cells, T video frames, H, W pixels
@@ -38,8 +38,9 @@ from vllm_omni.tensors.saved import SavedTensors
 
 RESTART_LATENTS = 2
 _JOINED_CELLS = 4096
-"""Maximum latent cells per frame, over all streams that are decoded together. Above it the decode
-is compute-bound."""
+"""Maximum number of latent cells per frame, over all streams that are decoded together. Above this
+size, decoding is compute-bound.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,10 +48,11 @@ class DecoderState:
     """A stream's decoder state. Immutable. Forks share it."""
 
     cache: VAECache | None
-    """Features of the decoder that made the last frames. None: the next decoder restarts."""
+    """Features of the decoder that generated the last frames. None: the next decoder restarts."""
     newest: torch.Tensor | None = None
-    """The last latents [1, C, F, h, w], fp32, as many as a restart needs. None: no restart can
-    happen."""
+    """The latest latents [1, C, F, h, w], fp32, as many as a restart requires. None: a restart
+    cannot occur.
+    """
     tiny: bool = False
     """Whether the tiny decoder made the last frames."""
 
@@ -82,9 +84,9 @@ class DecoderLayout:
     latents: tuple[int, int, int]
     """Channels, height and width of the whole frames' latents."""
     main: CacheLayout | None
-    """Cache of Wan's decoder. None: it has no cache here."""
+    """Cache of Wan's decoder. None: it has no cache on this rank."""
     tiny: CacheLayout | None
-    """Cache of the tiny decoder. None: it has no cache, or is not loaded."""
+    """Cache of the tiny decoder. None: it has no cache or is not loaded."""
 
     def restore(
         self, saved: SavedTensors, device: torch.device | str, num_latents: int
@@ -127,13 +129,13 @@ class ChunkDecoder:
     """Decodes chunks of any session, without holding session state.
 
     Args:
-        main: Decodes all chunks that are not requested from `tiny`. It must have its decoder.
+        main: Decoder for all chunks for which `tiny` is not requested. It must include a decoder.
         tiny: The tiny decoder, if loaded.
         rounding: Rounding of pixels to uint8.
         continuation: How `main` continues a stream; see the module docstring.
-        largest_cells: Latent cells per frame of the largest stream. Streams are decoded together up
-            to this size, or up to as many of these as fit `_JOINED_CELLS`. Warm-up measures the
-            memory of both.
+        largest_cells: Latent cells per frame of the largest stream. Streams up to this size are
+            decoded together, as many as fit into `_JOINED_CELLS`. Warm-up measures the memory of
+            both.
     """
 
     def __init__(
@@ -157,8 +159,9 @@ class ChunkDecoder:
         )
 
     def can_be_tiny(self, before: DecoderState | None) -> bool:
-        """Return whether the tiny decoder can decode the next chunk: it needs the latents for a
-        restart."""
+        """Return whether the tiny decoder can decode the next chunk, for which it needs the latents
+        for a restart.
+        """
         return self.tiny is not None and (
             before is None or before.tiny or before.newest is not None
         )
@@ -170,7 +173,7 @@ class ChunkDecoder:
 
         Args:
             latents_1CFhw: Clean latents.
-            before: State after the previous chunk. None: the stream starts.
+            before: State after the previous chunk. None: the stream starts with this chunk.
             tiny: Use the tiny decoder; requires `can_be_tiny`.
 
         Returns:
@@ -219,8 +222,9 @@ class ChunkDecoder:
         return [(to_uint8(pixels, self.rounding), state) for pixels, state in decoded]
 
     def most_streams(self, before: DecoderState | None, latents_CFhw: torch.Tensor) -> int:
-        """Return how many chunks like this one can be decoded together (`decode_together`). 1
-        means separately."""
+        """Return how many chunks of this size can be decoded together (`decode_together`). 1: they
+        are decoded separately.
+        """
         if (
             before is None
             or before.cache is None
@@ -259,7 +263,8 @@ class ChunkDecoder:
 
     def state_layout(self, height: int, width: int) -> DecoderLayout:
         """Return the layout of the state of a stream of `height` x `width` pixels, without running
-        anything."""
+        a decoder.
+        """
         return DecoderLayout(
             self._latents(height, width),
             None if self._restarts else self.main.decoder_cache_layout(height, width),
@@ -267,8 +272,9 @@ class ChunkDecoder:
         )
 
     def state_nbytes(self, height: int, width: int) -> int:
-        """Return the maximum bytes of the state of a stream of `height` x `width` pixels, without
-        running anything."""
+        """Return the maximum size in bytes of the state of a stream of `height` x `width` pixels,
+        without running a decoder.
+        """
         caches = [] if self._restarts else [self.main.decoder_cache_nbytes(height, width)]
         caches += [] if self.tiny is None else [self.tiny.decoder_cache_nbytes(height, width)]
         latents = self._num_retained * math.prod(self._latents(height, width))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Colour correction of decoded frames: the Lab statistics of every frame are set to a target.
+"""Colour correction of decoded frames: sets the Lab statistics of every frame to a target.
 
-Colours of a long stream drift. The target of a session's first chunk is its first frame, and that
-of a later chunk is the last corrected frame of the chunk before. The state of a stream is therefore
-six numbers. Lab follows the textbook formula (sRGB transfer curve, D65).
+Colours of a long stream drift. The target for the first chunk of a session is its first frame; the
+target for a later chunk is the last corrected frame of the previous chunk. The state of a stream is
+therefore six numbers. Lab follows the textbook formula (sRGB transfer curve, D65).
 """
 
 # T video frames
@@ -32,15 +32,16 @@ _PRIMARIES: Final = (
     (0.019334, 0.119193, 0.950227),
 )
 _XYZ_OF_RGB: Final[list[list[float]]] = (np.array(_PRIMARIES) / np.array(_WHITE)[:, None]).tolist()
-"""XYZ divided by the white point, from linear RGB. A list, because torch.compile fails on NumPy
-arrays of a module."""
+"""XYZ divided by the white point, from linear RGB. It is a list, because torch.compile fails on
+NumPy arrays of a module.
+"""
 _RGB_OF_XYZ: Final[list[list[float]]] = np.linalg.inv(np.array(_XYZ_OF_RGB)).tolist()
 _CURVED: Final = 0.04045
 _CUBIC: Final = 0.008856
 """Values above which the transfer curve and Lab's function are not linear."""
 _SLOPE, _OFFSET = 7.787, 16 / 116
 _SMALLEST = 1e-6
-"""Lower bound of a standard deviation, for frames of one colour."""
+"""Lower bound of a standard deviation, for frames with a single colour."""
 _TARGET = "color_target"
 
 
@@ -85,8 +86,8 @@ def correct_frames(
 
     Args:
         rgb_T3HW: Frames in [0, 1].
-        target_23: Statistics to which every frame is set. None: those of the first frame.
-        strength: Share of the corrected frames in the result, in [0, 1].
+        target_23: Statistics to which every frame is set. None: the statistics of the first frame.
+        strength: Fraction of the corrected frames in the result, in [0, 1].
 
     Returns:
         The frames in [0, 1], and the target of the next chunk, fp32 [2, 3].
@@ -156,7 +157,7 @@ class CorrectingDecoder:
 
     Args:
         decoder: Decodes whole frames on this rank.
-        strength: As in `correct_frames`. 0: frames are left as decoded, and the target is kept.
+        strength: As in `correct_frames`. 0: frames are not changed, and the target is retained.
         compiled: Compile the correction with torch.compile.
     """
 
@@ -165,17 +166,19 @@ class CorrectingDecoder:
         self._correct = torch.compile(correct_frames, dynamic=False) if compiled else correct_frames
 
     def with_strength(self, strength: float) -> Self:
-        """Return this decoder with another strength."""
+        """Return this decoder with a different strength."""
         other = copy.copy(self)
         other.strength = strength
         return other
 
     def state_nbytes(self, height: int, width: int) -> int:
-        """Return the maximum bytes of the state of a stream of `height` x `width` pixels."""
+        """Return the maximum size in bytes of the state of a stream of `height` x `width`
+        pixels.
+        """
         return self.decoder.state_nbytes(height, width) + 6 * torch.float32.itemsize
 
     def state_layout(self, height: int, width: int) -> CorrectedLayout:
-        """Return the layout of that state."""
+        """Return the layout of the state."""
         return CorrectedLayout(self.decoder.state_layout(height, width))
 
     def can_be_tiny(self, before: CorrectedState | None) -> bool:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replay the latent frames of a fused decoder as CUDA graphs, for ranks that decode in bands and
-wait for each host.
+"""Replays the latent frames of a fused decoder as CUDA graphs, for ranks that decode in bands and
+would otherwise wait for each other's host.
 
-A graph reads and writes features at fixed addresses. A stream's features are copied there before
-its chunk and back after it, except if the same stream was decoded last. The buffers fit streams of
-one size, that of the first stream (warm-up's), because memory for other sizes was not measured. A
+A graph reads and writes features at fixed addresses. The features of a stream are copied there
+before its chunk and back afterwards, unless the same stream was decoded last. The buffers have the
+size of the first stream (that of the warm-up), because memory for other sizes was not measured. A
 graph contains halo exchanges with sizes that depend on the height of the whole frame. Ranks must
-therefore agree on the size, even if two heights give one rank bands of the same shape.
+therefore agree on the height, even if two heights result in bands of the same shape on one rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,16 +29,18 @@ class DecoderGraphs:
         """Buffers of the features; empty until the first stream."""
         self._latent_height: int | None = None
         self._started = False
-        """Whether the first frame of a stream has run, equal on all ranks, although a capture may
-        fail on one of them."""
+        """Whether the first frame of a stream has run. The value is equal on all ranks, although a
+        capture may fail on one of them.
+        """
         self._sessions: int | None = None
-        """Number of the first feature that was copied out of the buffers, if the buffers are still
-        unchanged."""
+        """Index of the first feature that was copied out of the buffers, if the buffers have not
+        changed since then.
+        """
 
     def serve(self, features: Sequence[torch.Tensor], latent_height: int | None = None) -> bool:
-        """Return whether streams with such features use the graphs. The first call decides.
+        """Return whether streams with these features use the graphs. The first call decides.
 
-        `latent_height` is that of the whole frame if the features are a band's.
+        `latent_height` is the height of the whole frame if the features are those of a band.
         """
         if not self.buffers:
             self.buffers, self._latent_height = (
@@ -59,7 +61,7 @@ class DecoderGraphs:
             x_BCTHW: The latent frame.
             features: Features accepted by `serve`, or the buffers.
             run: The eager decode.
-            first: This is the first frame of a stream, and `features` are zeros.
+            first: Whether this is the first frame of a stream, so that `features` are zeros.
 
         Returns:
             Frames and features. The features are the buffers; `kept` copies them out.

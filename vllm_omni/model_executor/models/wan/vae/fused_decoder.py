@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Wan decoder for GPUs with few passes over memory: convolutions, and one kernel before each of
-them.
+"""A Wan decoder for GPUs with few passes over memory: convolutions, and one kernel before each
+convolution.
 
-It is built from `fused_layers.py`, as is the encoder. It decodes one latent frame at a time, so a
-stream cut at any point is bitwise equal to one call over the whole clip. `fused_decoder` decides
-where it is used.
+It is built from `fused_layers.py`, like the encoder. It decodes one latent frame at a time, so a
+stream cut at any point is bitwise equal to one call over the whole clip. The function
+`fused_decoder` decides where it is used.
 """
 
 # B streams, T frames, N = B T, H rows, W columns, R rows with edges, C channels; activations are
@@ -45,7 +45,7 @@ from vllm_omni.model_executor.models.wan.vae_layers import StreamedUpsample, fol
 def fused_decoder(
     decoder: Any, bands: RowBands | None, *, cuda_graphs: bool = False
 ) -> "FusedDecoder | None":
-    """Return the fused form of a built `WanDecoder3d`, or None if `fastest_passes` has none.
+    """Return the fused form of a built `WanDecoder3d`, or None if `fastest_passes` returns None.
 
     Args:
         decoder: diffusers' decoder.
@@ -82,7 +82,8 @@ class FusedDecoder(FusedLayers):
 
         Args:
             x_BCTHW: Latents, T = 1.
-            features: Feature cache of the streams, replaced in place. None: the streams start.
+            features: Feature cache of the streams, replaced in place. None: the streams start with
+                this frame.
             shapes: Shapes of one stream's features.
 
         Returns:
@@ -116,7 +117,7 @@ class FusedDecoder(FusedLayers):
 
 
 def _frames_of_levels(decoder: Any) -> Iterator[tuple[nn.Module, int]]:
-    """Yield each level's blocks, with the number of frames there per later latent frame."""
+    """Yield the blocks of each level, with their number of frames per later latent frame."""
     frames = 1
     for level in decoder.up_blocks:
         yield level.resnets, frames
@@ -133,7 +134,9 @@ def _upsampler(level: Any) -> Any:
 
 
 class _LatentPass(FramesPass):
-    """The decode of one latent frame. `first`: whether it is the first of its stream."""
+    """The decode of one latent frame. `first`: Whether this is the first latent frame of its
+    stream.
+    """
 
     def __init__(
         self,
@@ -181,8 +184,9 @@ class _LatentPass(FramesPass):
         return PendingSum(cells, convolution.bias, shuffled=True)
 
     def _doubled(self, layer: WanCausalConv3d, at: PendingSum) -> torch.Tensor:
-        """Double the frames, except for a stream's first latent, for which the layer's zero
-        features stay unchanged."""
+        """Double the frames, except for the first latent frame of a stream, for which the zero
+        features of the layer do not change.
+        """
         if self.first:
             self.index += 1
             return self.whole.passes.add_up(at)
@@ -191,8 +195,9 @@ class _LatentPass(FramesPass):
         return pairs.unflatten(-1, (2, -1)).movedim(-2, 1).flatten(0, 1).contiguous()
 
     def _pixels(self, at: PendingSum) -> torch.Tensor:
-        """Apply the last convolution. It has so few output channels that its three taps are
-        computed side by side and then added."""
+        """Apply the last convolution. The convolution has so few output channels that its three
+        taps are computed side by side and then added.
+        """
         decoder = self.whole.decoder
         layer = decoder.conv_out
         frames, _ = self.stacked(

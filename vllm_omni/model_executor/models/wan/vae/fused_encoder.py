@@ -2,7 +2,8 @@
 """A Wan encoder for GPUs with few passes over memory, the counterpart of `fused_decoder.py`.
 
 It is built from `fused_layers.py`. It encodes one latent frame at a time, so a stream cut at any
-point is bitwise equal to one call over the whole clip. `fused_encoder` decides where it is used.
+point is bitwise equal to one call over the whole clip. The function `fused_encoder` decides where
+it is used.
 """
 
 # B streams, T frames, C channels, H rows, W columns
@@ -31,7 +32,7 @@ from vllm_omni.model_executor.models.wan.vae.stacked_frames import PendingSum
 
 
 def fused_encoder(encoder: Any) -> "FusedEncoder | None":
-    """Return the fused form of a built `WanEncoder3d`, or None if `fastest_passes` has none."""
+    """Return the fused form of a built `WanEncoder3d`, or None if `fastest_passes` returns None."""
     passes = fastest_passes(encoder.conv_in.weight)
     return None if passes is None else FusedEncoder(encoder, passes)
 
@@ -51,7 +52,8 @@ class FusedEncoder(FusedLayers):
 
         Args:
             x_BCTHW: Frames, T = 4 (1 at the start).
-            features: Feature cache of the streams, replaced in place. None: the streams start.
+            features: Feature cache of the streams, replaced in place. None: the streams start with
+                these frames.
             shapes: Shapes of one stream's features.
 
         Returns:
@@ -64,7 +66,7 @@ class FusedEncoder(FusedLayers):
 
 
 def _frames_of_blocks(encoder: Any) -> Iterator[tuple[nn.Module, int]]:
-    """Yield each residual block, with the number of frames there per later latent frame."""
+    """Yield each residual block, with its number of frames per later latent frame."""
     layers = [
         layer
         for layer in encoder.modules()
@@ -82,7 +84,9 @@ def _frames_of_blocks(encoder: Any) -> Iterator[tuple[nn.Module, int]]:
 
 
 class _LatentPass(FramesPass):
-    """The encode of the frames of one latent frame. `first`: whether they start their stream."""
+    """Encodes the video frames of one latent frame. `first`: Whether these frames are the first
+    ones of their stream.
+    """
 
     def __init__(self, whole: FusedEncoder, features: list[Any], streams: int, first: bool) -> None:
         super().__init__(whole, features, streams, first=first)
@@ -103,7 +107,9 @@ class _LatentPass(FramesPass):
         return by_streams(self.whole.passes.add_up(at), self.streams)
 
     def _level(self, level: WanResidualDownBlock, at: PendingSum) -> PendingSum:
-        """Run a level of Wan 2.2 with its shortcut, the mean over cells of the level's input."""
+        """Run a level of Wan 2.2 with its shortcut, the mean over the cells of the level's
+        input.
+        """
         blocks: Any = level.resnets
         at, x_NHWC = self.residuals(blocks, at)
         if level.downsampler is not None:

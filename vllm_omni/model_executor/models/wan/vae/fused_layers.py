@@ -2,9 +2,9 @@
 """Shared parts of the fused Wan encoder and decoder: convolutions in the layout of 2-D kernels, and
 one pass before each.
 
-The sums are those of diffusers' layers in another order (see `stacked_frames.py`), with the same
-parameters and the same feature cache. A stream can therefore switch between this form and the plain
-network. Nothing is compiled.
+The sums are the same as in diffusers' layers, but in a different order (see `stacked_frames.py`),
+with the same parameters and the same feature cache. A stream can therefore switch between this form
+and the plain network. Nothing is compiled.
 """
 
 # B streams, T frames, N = B T, H rows, W columns, R rows with edges, C channels; activations are
@@ -53,8 +53,9 @@ class FusedPasses:
 
 
 def fused_vae(device: torch.device, dtype: torch.dtype) -> FastPath:
-    """Return whether networks with such weights are fused: not on CPUs, on old GPUs, in fp32 and
-    without Triton."""
+    """Return whether networks with these weights are fused: not on CPUs, on old GPUs, in fp32 or
+    without Triton.
+    """
     lack = lacks_gpu(device) or lacks_half(dtype, "omni.model.vae_dtype") or lacks_triton()
     is_nvidia = torch.version.cuda is not None
     lack = lack or (lacks_capability(device, (8, 0)) if is_nvidia else Lack())
@@ -62,7 +63,7 @@ def fused_vae(device: torch.device, dtype: torch.dtype) -> FastPath:
 
 
 def fastest_passes(weight: torch.Tensor) -> FusedPasses | None:
-    """Return the kernels for a network with such weights, or None without `fused_vae`."""
+    """Return the kernels for a network with these weights, or None without `fused_vae`."""
     if not fused_vae(weight.device, weight.dtype).is_on:
         return None
     from vllm_omni.model_executor.models.wan.vae import stack_kernels
@@ -77,10 +78,10 @@ class FusedLayers:
 
     Args:
         network: The encoder or decoder.
-        frames: Parts of the network, with the number of frames per later latent frame at their
-            convolutions. Convolutions over a number in `OF_FRAMES` combine frames (Winograd). All
-            others stay 3-D, because cuDNN is faster there: the frames are small or have few
-            channels.
+        frames: Parts of the network, with their number of frames per later latent frame at the
+            convolutions. Convolutions for a number of frames in `OF_FRAMES` combine frames
+            (Winograd). All others remain 3-D, because cuDNN is faster for them: the frames are
+            small or have few channels.
         bands: This rank's band, if ranks decode together.
         passes: The two passes between convolutions.
     """
@@ -144,7 +145,9 @@ class FusedLayers:
         return self._derived[layer]
 
     def derive(self) -> None:
-        """Compute the weights of combined frames now, because a graph capture must find them."""
+        """Compute the weights of combined frames in advance, because a graph capture
+        requires them.
+        """
         for layer, winograd in self._combining.items():
             self.derived(layer, winograd.transformed)
 
@@ -159,7 +162,7 @@ class FramesPass:
         layers: The network.
         features: Feature cache, replaced in the list.
         streams: Number of streams.
-        first: These are the streams' first frames.
+        first: Whether these are the first frames of the streams.
         in_place: Overwrite the tensors of the features.
     """
 
@@ -218,7 +221,7 @@ class FramesPass:
     def convolve(
         self, layer: WanCausalConv3d, at: PendingSum, *, want_sum: bool = False, **more: Any
     ) -> tuple[PendingSum, torch.Tensor | None]:
-        """Apply `layer` after its pass and return the result and the sum."""
+        """Apply `layer` after its pass, and return the result and the sum."""
         layout = FrameLayout.ALONE if self.first else self.layers.layout(layer)
         frames, total = self.stacked(layer, at, layout, want_sum=want_sum, **more)
         return self.layers.convolve(layer, frames, layout, self.streams), total

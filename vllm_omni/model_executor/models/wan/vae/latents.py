@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of Wan 2.1's latents: channels, pixels per cell side, and video frames per latent frame
-(the first stands for 1)."""
+"""Sizes of Wan 2.1's latents: channels, pixels per cell side, and video frames per latent frame (1
+for the first latent frame).
+"""
 
 LATENT_CHANNELS = 16
 VAE_SPATIAL = 8

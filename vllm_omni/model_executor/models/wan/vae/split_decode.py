@@ -2,17 +2,18 @@
 """Parallel VAE decode: several ranks share a Wan decoder, and each decodes a band of rows of every
 frame.
 
-The decoder consists of 3x3(x3) convolutions, nearest upsampling, norms per position, and one
-attention over each frame in the middle. A band therefore needs a halo exchange of one row before
-each spatial convolution, and an all-gather of keys and values at the attention. Everything else is
-local. At the upper and lower edge of the frame, a row of zeros replaces the halo, as in the padding
-of the whole decoder. The sums are the same; only kernels may order them differently.
+The decoder consists of 3x3(x3) convolutions, nearest-neighbour upsampling, norms per position, and
+one attention over each frame in the middle. A band therefore needs a halo exchange of one row
+before each spatial convolution, and an all-gather of keys and values at the attention. All other
+operations are local. At the upper and lower edge of the frame, a row of zeros replaces the halo, as
+in the padding of the whole decoder. The sums are the same, but kernels may compute them in a
+different order.
 
-`split_decoder` replaces these layers of a built decoder by ones with the same parameter names. The
-feature cache of a stream then holds only the band's rows. Every rank receives whole latents; frames
-are gathered where they are needed. Everything here is collective over `RowBands.group`: its ranks
-must decode the same chunks of the same streams in the same order, or they deadlock. `ChunkEnd` and
-`VAEStage` ensure that.
+`split_decoder` replaces these layers of a built decoder by layers with the same parameter names.
+The feature cache of a stream then contains only the rows of the band. Every rank receives all
+latents; frames are gathered where they are needed. All functions are collective over
+`RowBands.group`: its ranks must decode the same chunks of the same streams in the same order, or
+they deadlock. `ChunkEnd` and `VAEStage` ensure that.
 """
 
 # B batch, C channels, T frames, H rows, W columns, R rows of this band
@@ -38,19 +39,20 @@ from vllm_omni.outputs import RequestFailed, empty_result
 _all_gather = (
     dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 )
-"""One operation under two names: the one of torch 2.13, and that of earlier releases. Dynamo
-supports both."""
+"""One operation under two names: that of torch 2.13, and that of earlier releases. Dynamo supports
+both.
+"""
 
 
 class RowBands:
-    """This rank's band, and the exchanges between bands. Bands differ by at most one latent row.
-    Longer ones come first.
+    """This rank's band, and the exchanges between bands. The sizes of bands differ by at most one
+    latent row. Longer bands come first.
 
     Args:
         rank: This rank.
         size: Number of ranks.
-        group: Process group used for decodes only. They may run on a CUDA stream concurrently with
-            denoise steps, and collectives of both on one group would wait for each other.
+        group: Process group used for decodes only. Decodes may run on a CUDA stream concurrently
+            with denoise steps, and collectives of both in the same group would wait for each other.
         row_pixels: Pixels of a latent row.
     """
 
@@ -91,14 +93,15 @@ class RowBands:
     def take_band(self, latents_1CTHW: torch.Tensor) -> torch.Tensor:
         """Return this rank's band of whole latents.
 
-        Later calls then use a stream of their height.
+        Later calls then assume a stream of the same height.
         """
         self.latent_height = latents_1CTHW.shape[3]
         rows = self.rows(self.latent_height)
         return latents_1CTHW[:, :, :, rows.start : rows.stop]
 
     def gathered(self, own: torch.Tensor) -> torch.Tensor:
-        """All-gather [n, ...] -> [n * size, ...] in the order of ranks. All ranks have one shape.
+        """All-gather [n, ...] -> [n * size, ...] in the order of ranks. The tensors of all ranks
+        must have the same shape.
 
         Use the result before the next call.
         """
@@ -119,13 +122,15 @@ class RowBands:
         )
 
     def fill_edges(self, x_NRWC: torch.Tensor) -> None:
-        """Halo exchange in place: fill the first and last row as `with_neighbours`. The band's rows
-        are between them."""
+        """Halo exchange in place: fill the first and last row like `with_neighbours`. The band's
+        rows are between them.
+        """
         x_NRWC[:, 0], x_NRWC[:, -1] = self._adjoining(torch.stack((x_NRWC[:, 1], x_NRWC[:, -2])))
 
     def _adjoining(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exchange this band's first and last row [2, ...] for the row above and the row below,
-        which are zeros outside the frame."""
+        """Exchange the first and last row of this band, [2, ...], for the rows above and below it,
+        which are zeros outside the frame.
+        """
         rows = self.gathered(own)
         nothing = own.new_zeros(own.shape[1:])
         above = rows[2 * self.rank - 1] if self.rank > 0 else nothing
@@ -227,9 +232,9 @@ class BandAttention(WanAttentionBlock):
 
 
 def split_decoder(decoder: nn.Module, bands: RowBands) -> None:
-    """Replace, in place, every layer of a `WanDecoder3d` that depends on other rows than its own.
+    """Replace, in place, every layer of a `WanDecoder3d` that depends on rows of other bands.
 
-    Parameters keep their names but are those of new layers, so load weights afterwards.
+    Parameters keep their names but belong to new layers, so load the weights afterwards.
     """
     replace_layers(decoder, lambda layer: _in_bands(layer, bands))
 

@@ -2,8 +2,8 @@
 """`stacked_frames.stack_frames` and `add_up` as one Triton kernel. Import this module only with
 Triton (`HAS_TRITON`).
 
-A program processes some pixels through all frames of a stream, so that the three frames of a pixel
-are written at once.
+A program processes some pixels in all frames of a stream, so that the three frames of a pixel are
+written at once.
 """
 
 # B streams, T frames, N = B T, H rows, W columns, P = H W, C channels; all tensors are contiguous
@@ -20,9 +20,11 @@ from vllm_omni.model_executor.models.wan.vae.stacked_frames import (
 from vllm_omni.model_executor.models.wan.vae.winograd import OF_FRAMES, Matrix, product_dtype
 
 _BLOCK = 4096
-"""Elements per block of a program, including padding channels."""
+"""Number of elements per block of a program, including padding channels."""
 _COMBINED_BLOCK = 2048
-"""Elements per block of a program that holds all frames at once, including padding channels."""
+"""Number of elements per block of a program that holds all frames at once, including padding
+channels.
+"""
 _WARPS = 8
 
 
@@ -92,11 +94,12 @@ def _stack_kernel(  # type: ignore[no-untyped-def]
     """Add up, normalise and lay out frames.
 
     LAYOUT is the value of a `FrameLayout`; None writes only the sum. `edge` is the number of pixels
-    above a frame. RESULTS holds the weights that turn products into frames, one row per frame and
-    one column per product; None if `x_ptr` holds frames. INPUTS holds the weights by which
-    `FrameLayout.COMBINED` combines frames, one row per combination and one column per frame,
-    including the two past ones; None for other layouts. DUPLICATES holds `factor`, `grown` and
-    `repeats` of `DuplicatedPixels`; None if `residual_ptr` holds whole frames.
+    above a frame. RESULTS contains the weights that convert products to frames, with one row per
+    frame and one column per product. It is None if `x_ptr` points to frames. INPUTS contains the
+    weights with which `FrameLayout.COMBINED` combines frames, with one row per combination and one
+    column per frame, including the two past frames. It is None for other layouts. DUPLICATES
+    contains `factor`, `grown` and `repeats` of `DuplicatedPixels`. It is None if `residual_ptr`
+    points to whole frames.
     """
     pixel = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     stream = tl.program_id(1).to(tl.int64)
@@ -218,8 +221,9 @@ def stack_frames(
 
 
 def add_up(activation: PendingSum) -> torch.Tensor:
-    """See `stacked_frames.add_up`. The sum overwrites `activation.x` where that is allowed. `x`
-    must not be shuffled."""
+    """See `stacked_frames.add_up`. The sum overwrites `activation.x` if this is allowed. `x` must
+    not be shuffled.
+    """
     assert not activation.shuffled
     if activation.is_sum:
         return activation.x

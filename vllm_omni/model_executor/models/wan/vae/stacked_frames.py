@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The passes between the convolutions of a fused Wan autoencoder in plain torch: the reference for
-`stack_kernels.py`.
+"""The operations between the convolutions of a fused Wan autoencoder, in plain torch. This is the
+reference for `stack_kernels.py`.
 
 The pass before a causal convolution over three frames adds the bias and residual of the previous
 layer, normalises, applies SiLU, and arranges frames for 2-D convolutions: combined for F(m, 3)
 (`winograd.py`), or alone for a stream's first frame. Nearest upsampling followed by a 3x3
-convolution becomes a 2x2 convolution before the upsampling. Weights that meet the same cell are
-summed for each of the cell's four pixels; the four results are four groups of channels until the
-next pass.
+convolution becomes a 2x2 convolution before the upsampling. Weights that are applied to the same
+cell are summed for each of the cell's four pixels; the four results are four groups of channels
+until the next pass.
 """
 
 # B streams, T frames, N = B T frames of all streams, H rows, W columns, R rows with edges, C
@@ -24,7 +24,7 @@ from vllm_omni.model_executor.models.wan.vae.winograd import OF_FRAMES, product_
 
 
 class FrameLayout(Enum):
-    """How the input of a convolution holds the two predecessors of a frame."""
+    """How the input of a convolution stores the two predecessors of a frame."""
 
     ALONE = "alone"
     """[B, R, W, C]: a stream's first frame; its predecessors are zeros."""
@@ -39,7 +39,7 @@ class FrameLayout(Enum):
 @dataclass(frozen=True, eq=False)
 class DuplicatedPixels:
     """The shortcut around an upsampling level of Wan 2.2: copies of the level's input, which the
-    next pass makes.
+    next pass creates.
 
     Each channel of `x` is repeated, and the channels are then read as [C, factor, 2, 2]: channel of
     the result, and frame, row and column inside the cell of `x`.
@@ -48,15 +48,17 @@ class DuplicatedPixels:
     x: torch.Tensor
     """[N', H/2, W/2, C']."""
     factor: int
-    """Frames of one frame, 1 or 2."""
+    """Number of frames created from each frame, 1 or 2."""
     repeats: int
-    """Copies of each channel, `4 * factor * C / C'`."""
+    """Number of copies of each channel, `4 * factor * C / C'`."""
     last: bool
-    """Whether only the last of the frames of each frame counts: at a stream's first latent."""
+    """Whether only the last of the frames created from each frame is used, which applies to the
+    first latent frame of a stream.
+    """
 
     @property
     def grown(self) -> int:
-        """Return the frames of the result per frame of `x`."""
+        """Return the number of frames of the result per frame of `x`."""
         return 1 if self.last else self.factor
 
     def spread(self) -> torch.Tensor:
@@ -71,7 +73,7 @@ class DuplicatedPixels:
 class PendingSum:
     """A tensor [N, H, W, C] as a sum that the next pass computes: `x + bias + residual`.
 
-    The pass may write the sum over an `x` that is neither shuffled nor products.
+    The pass may write the sum over `x`, unless `x` is shuffled or contains products.
     """
 
     x: torch.Tensor
@@ -107,7 +109,7 @@ class PendingSum:
 
 @dataclass(frozen=True, eq=False)
 class StackedFrames:
-    """A convolution's input, and the frames that its stream remembers."""
+    """The input of a convolution, and the frames that its stream retains."""
 
     frames: torch.Tensor
     """See `FrameLayout`; edge rows are uninitialised."""
@@ -127,7 +129,7 @@ class StackFrames(Protocol):
         layout: Layout of the result.
         gamma: Gain of the norm, [C].
         edge_rows: Rows to reserve above and below every frame.
-        want_sum: Return the sum too.
+        want_sum: Whether to return the sum too.
     """
 
     def __call__(
@@ -235,7 +237,8 @@ def taps_as_channels(weight_OCTHW: torch.Tensor, multiple: int = 16) -> torch.Te
     """Convert [O, C, 3, 3, 3] to [3 O padded to a multiple, C, 3, 3], channels-last: the results of
     the taps side by side.
 
-    This suits small O: `sum_of_taps` adds the taps, and input frames need not be side by side.
+    This is suitable for small O: `sum_of_taps` adds the taps, and input frames need not be
+    adjacent.
     """
     weight = weight_OCTHW.transpose(1, 2).transpose(0, 1).flatten(0, 1)
     missing = -len(weight) % multiple

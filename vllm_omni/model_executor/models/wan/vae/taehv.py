@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TAEHV, the tiny streaming autoencoder, as a whole or by its layers.
+"""TAEHV, the tiny streaming autoencoder: the whole network, and its layers.
 
-The network is a sequence of 2-D convolutions over frames. Only its memory blocks use the past, each
-the previous frame at its own frame rate. A stream therefore needs one activation per memory block,
-and a stream cut at any point equals one call over the whole clip. Wan's tiny decoder
-(`tiny_vae.py`) and Waypoint 1.5 use it.
+The network is a sequence of 2-D convolutions over frames. Only its memory blocks depend on the
+past: each uses the previous frame at its own frame rate. A stream therefore needs one activation
+per memory block, and a stream cut at any point equals one call over the whole clip. Wan's tiny
+decoder (`tiny_vae.py`) and Waypoint 1.5 use it.
 
 Layout of the weights: madebyollin/taehv, class TAEHV with decoder upscaling (no, yes, yes) in time.
 """
@@ -26,13 +26,15 @@ from vllm_omni.model_executor.models.wan.vae.vae import VAECache, lay_channels_l
 
 FRAMES_PER_LATENT: Final = 4
 _SHRINK, _GROW = (2, 2, 1), (1, 2, 2)
-"""Consecutive frames that each level of the encoder joins, and that each level of the decoder makes
-of one."""
+"""Number of consecutive frames that each level of the encoder joins, and that each level of the
+decoder creates from one.
+"""
 _MEMORIES = 3
 """Memory blocks per level."""
 REACH = math.ceil(sum(_MEMORIES / math.prod(_GROW[:level]) for level in range(len(_GROW))))
-"""Number of preceding latents that the frames of a chunk depend on. With so many, a stream may
-restart anywhere."""
+"""Number of preceding latent frames on which the frames of a chunk depend. With so many, a stream
+may restart anywhere.
+"""
 
 
 class MemoryBlock(nn.Module):
@@ -164,7 +166,7 @@ class TAEHV(nn.Module):
         channels: Latent channels.
         encoder_width: Channels of the encoder's layers.
         decoder_widths: Channels of each level of the decoder, and of its end.
-        patch: Side of the pixel patch that is folded into a frame's channels.
+        patch: Side in pixels of the patch that is folded into a frame's channels.
         dtype: Type of weights, activations and caches.
     """
 
@@ -192,7 +194,7 @@ class TAEHV(nn.Module):
 
         Args:
             frames_TCHW: [4 n, 3, H, W] in [0, 1]. H and W are multiples of 8 patches.
-            cache: Result of the previous call. None: the stream starts.
+            cache: Result of the previous call. None: the stream starts with these frames.
 
         Returns:
             Latents [n, C, h, w] and the next cache.
@@ -213,7 +215,7 @@ class TAEHV(nn.Module):
         Args:
             latents_TCHW: The latents.
             cache: Result of the previous call. None: the stream starts, with three discarded copies
-                of the first latent.
+                of the first latent frame.
 
         Returns:
             Frames [4 n, 3, H, W] in [0, 1] and the next cache.

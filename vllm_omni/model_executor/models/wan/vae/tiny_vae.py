@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny streaming decoder of Wan latents (TAEHV layout, `taew2_1.pth` or `taew2_2.pth`): about 25
-or 200 times cheaper, not exact.
+"""A tiny streaming decoder for Wan latents (TAEHV layout, `taew2_1.pth` or `taew2_2.pth`). It is
+about 25 or 200 times cheaper than the Wan decoder, but not exact.
 
-Every latent frame becomes 4 video frames; a stream's first latent yields only the last of them. The
-layers come from `taehv.py`. The encoder in the file is not used.
+Every latent frame becomes 4 video frames, but only the last of them is used for the first latent
+frame of a stream. The layers come from `taehv.py`. The encoder in the file is not used.
 """
 
 # C channels, T frames, h, w latent cells
@@ -29,7 +29,7 @@ from vllm_omni.model_executor.models.wan.vae import taehv
 from vllm_omni.model_executor.models.wan.vae.vae import CacheLayout, VAECache, lay_channels_last
 
 CHANNELS = (256, 128, 64, 64)
-"""Released widths: one per level, and that of the end."""
+"""Released widths: one per level, and that of the last layer."""
 _WAN_2_1 = VAEConfig()
 
 
@@ -37,9 +37,9 @@ class TinyVAEDecoder(nn.Module):
     """The decoder with an explicit cache. Parameter names are TAEHV's.
 
     Args:
-        channels: Widths of the layers, one per level, and that of the end.
-        config: Autoencoder whose latents it decodes: their channels, and the side of the pixel
-            cells.
+        channels: Widths of the layers: one per level, and that of the last layer.
+        config: Autoencoder whose latents are decoded. It determines their channels and the side of
+            the pixel cells.
         dtype: Type of weights, activations and cache.
     """
 
@@ -92,8 +92,9 @@ class TinyVAEDecoder(nn.Module):
 
 
 def tiny_vae_channels(path: Path | None) -> tuple[int, ...]:
-    """Return the widths of a TAEHV file, or without a file the released ones. Raises ValueError for
-    other files."""
+    """Return the widths of a TAEHV file, or the released widths if there is no file. Raises
+    ValueError for other files.
+    """
     return CHANNELS if path is None else taehv.decoder_widths(path)
 
 
@@ -111,7 +112,9 @@ def _released_form(
 ) -> Mapping[str, Callable[[torch.Tensor], torch.Tensor]]:
     """Return the conversion of a stored tensor.
 
-    A file may hold more channels of a layer that grows frames; the last ones are used."""
+    A file may contain more channels for a layer that increases the number of frames; the last ones
+    are used.
+    """
     if not name.endswith(".conv.weight") or name not in shapes:
         return {name: unchanged}
     return {name: lambda stored: stored[-shapes[name][0] :]}
@@ -125,8 +128,8 @@ def load_wanted(
     Args:
         decoder: The tiny decoder, or None on a rank that does not decode.
         layout: Components of the checkpoint.
-        wanted_by: Option that needs it, in the user's spelling. If it is set and the file is
-            missing, every rank raises.
+        wanted_by: Option that requires it, as a user would write it. If it is set and the file is
+            missing, every rank raises an error.
 
     Raises:
         ValueError: The file is missing or does not fit.

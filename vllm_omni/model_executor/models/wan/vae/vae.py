@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Wan video autoencoders (2.1's and 2.2's) for streams: pixels and latents arrive in parts, and
-the feature cache is explicit.
+"""The Wan video autoencoders (2.1 and 2.2) for streams: pixels and latents arrive in parts, and the
+feature cache is explicit.
 
-The networks are diffusers' `WanEncoder3d` and `WanDecoder3d`. This module owns the feature cache of
-their causal convolutions, which diffusers stores inside its model and clears in every call. Here a
-cache is a value: a call takes one and returns another, so an aborted chunk leaves the session's
-cache unchanged.
+The networks are diffusers' `WanEncoder3d` and `WanDecoder3d`. This module manages the feature cache
+of their causal convolutions, which diffusers stores in its model and clears in every call. Here a
+cache is a value: a call takes one cache and returns another, so an aborted chunk leaves the
+session's cache unchanged.
 
-One latent frame stands for 4 video frames, the first of a stream for 1. Latents are processed one
-at a time, so a stream cut at any point is bitwise equal to one call over the whole clip. A call
-holds one cache in addition to its argument: convolution by convolution, the features of a latent
-frame replace those of the previous one.
+A latent frame corresponds to 4 video frames, and the first one of a stream to 1. Latents are
+processed one at a time, so a stream cut at any point is bitwise equal to one call over the whole
+clip. A call holds one additional cache: convolution by convolution, the features of a latent frame
+replace those of the previous one.
 
 Shape letters: B streams, C channels, T frames, H height, W width (pixels of
 `VAEConfig.spatial_factor` x latent cells).
@@ -54,7 +54,7 @@ logger = logging.getLogger("vllm." + __name__)
 
 Part = Literal["encoder", "decoder"]
 Rounding = Literal["round", "truncate"]
-"""How to round a level between two integers: to the nearest, or down."""
+"""Rounding of a level between two integers: to the nearest integer, or down."""
 Shape = tuple[int, ...]
 Network = Callable[..., torch.Tensor]
 """(x, feat_cache, feat_idx) -> x, as in diffusers' encoder and decoder; replaces the features in
@@ -70,7 +70,7 @@ _COMPILE_ATTEMPTS = 2
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Shapes of a stream's caches, equal after every call."""
+    """Shapes of a stream's caches, which are the same after every call."""
 
     shapes: tuple[Shape, ...]
     """Shapes of the features, in order."""
@@ -84,7 +84,7 @@ class CacheLayout:
     def restore(
         self, saved: SavedTensors, device: torch.device | str, num_latents: int = 0
     ) -> "VAECache":
-        """Restore a saved cache. Its layout does not depend on the stream's length.
+        """Restore a saved cache. The layout does not depend on the length of the stream.
 
         Raises:
             RequestFailed: `invalid_snapshot` with the name of a tensor that is missing or differs
@@ -100,7 +100,7 @@ class CacheLayout:
 
 @dataclass(frozen=True, eq=False)
 class VAECache:
-    """A stream's state between calls: the last input frames of every causal convolution. Never
+    """State of a stream between calls: the last input frames of every causal convolution. Never
     written to.
 
     Shapes are the same after every call, so `nbytes` is constant over a stream.
@@ -119,13 +119,11 @@ class VAECache:
         return {f"conv{index:02d}": feature for index, feature in enumerate(self.features)}
 
     def clone(self) -> "VAECache":
-        """Return a copy in new memory (a cache is immutable, so sharing one is as good as
-        copying it).
-        """
+        """Return a copy in new memory. (A cache is immutable, so it can also be shared.)"""
         return VAECache(tuple(feature.clone() for feature in self.features))
 
     def to(self, device: torch.device | str) -> "VAECache":
-        """Move the cache to `device`. Tensors that are already there are shared."""
+        """Move the cache to `device`. Tensors that are already on that device are shared."""
         return VAECache(tuple(feature.to(device) for feature in self.features))
 
     @classmethod
@@ -166,9 +164,9 @@ class StreamingWanVAE(nn.Module):
             normalised float32.
         compiled: Compile the decoder with torch.compile, except for a stream's first latent, which
             has separate control flow.
-        frames_per_call: How many of a latent frame's 4 video frames pass through the decoder's two
-            largest levels at a time. Fewer need less memory in addition to the cache and slightly
-            more time, with equal results. None: all.
+        frames_per_call: Number of a latent frame's 4 video frames that pass through the decoder's
+            two largest levels at a time. Smaller numbers need less memory in addition to the cache
+            and slightly more time, with equal results. None: all.
         bands: This rank decodes only its band of rows, together with other ranks (`split_decode`).
             None: all rows.
         single_images: Convolutions have a 2-D path for single images (`decode_image`).
@@ -260,11 +258,12 @@ class StreamingWanVAE(nn.Module):
 
     @property
     def takes_streams(self) -> bool:
-        """Whether several streams are decoded in one call, which is faster: of Wan 2.1, if nothing
-        is compiled.
+        """Return whether several streams are decoded in one call, which is faster for Wan 2.1 if
+        nothing is compiled.
 
-        One latent of Wan 2.2 is enough work for a GPU (29 TFLOP at 480x832), and alone its frames
-        do not depend on the batch."""
+        A single latent frame of Wan 2.2 is enough work for a GPU (29 TFLOP at 480x832), and its
+        frames do not depend on the batch if it is decoded alone.
+        """
         if not self.has_decoder or self.bands is not None or self.config.is_residual:
             return False
         return self._fused is not None or (
@@ -272,7 +271,7 @@ class StreamingWanVAE(nn.Module):
         )
 
     def clear_derived(self) -> None:
-        """Invalidate tensors derived from weights, because weights were loaded."""
+        """Invalidate tensors derived from weights, because new weights were loaded."""
         for fused in (self._fused, self._fused_encoder):
             if fused is not None:
                 fused.clear_derived()
@@ -284,7 +283,7 @@ class StreamingWanVAE(nn.Module):
 
         Args:
             pixels_BCTHW: As for `encode_moments`.
-            cache: Result of the previous call. None: the stream starts.
+            cache: Result of the previous call. None: the stream starts with these frames.
 
         Returns:
             The normalised posterior mean [B, C, n (+1), h, w], float32, and the next cache.
@@ -302,7 +301,7 @@ class StreamingWanVAE(nn.Module):
         Args:
             pixels_BCTHW: [B, 3, T, H, W] in [-1, 1]; T = 1 + 4n at the start, 4n later; H and W
                 multiples of `VAEConfig.spatial_factor`.
-            cache: Result of the previous call. None: the stream starts.
+            cache: Result of the previous call. None: the stream starts with these frames.
 
         Returns:
             Mean and log-variance of the posterior, [B, 2 C, n (+1), h, w], in the VAE's dtype, and
@@ -342,7 +341,8 @@ class StreamingWanVAE(nn.Module):
 
         Args:
             latents_BCTHW: [B, C, n, h, w], normalised, any float dtype, n >= 1. Streams are decoded
-                together if none starts and `takes_streams` (`VAECache.joined`), clips always.
+                together if none of them starts and `takes_streams` is true (`VAECache.joined`).
+                Clips are always decoded together.
             cache: As for `decode_raw`.
 
         Returns:
@@ -359,12 +359,12 @@ class StreamingWanVAE(nn.Module):
 
         Args:
             latents_BCTHW: [B, C, n, h, w], not normalised, in the VAE's dtype, n >= 1.
-            cache: Result of the previous call. None: the stream starts.
+            cache: Result of the previous call. None: the stream starts with these frames.
 
         Returns:
             Pixels [B, 3, T, H, W] in [-1, 1] in the VAE's dtype with T = 4n (4n - 3 at the start)
             and H, W = `VAEConfig.spatial_factor` * h, w, and the next cache. With `bands`, both
-            hold only this rank's rows.
+            contain only this rank's rows.
         """
         factor = self.config.spatial_factor
         if self.bands is not None:
@@ -388,7 +388,7 @@ class StreamingWanVAE(nn.Module):
     def decode_image(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """Decode single images, latents as for `decode` with n = 1, to pixels [B, 3, 1, H, W].
 
-        As the first frame of `decode`, without memory for a next latent.
+        The result is the first frame of `decode`, but no memory is needed for a next latent frame.
         """
         raw = (latents_BCTHW.float() * self.latents_std + self.latents_mean).to(self.dtype)
         cells = self.decoder(self.post_quant_conv(raw), first_chunk=True)
@@ -403,8 +403,9 @@ class StreamingWanVAE(nn.Module):
         return self.encoder_cache_layout(height, width).nbytes
 
     def check_height(self, height: int) -> None:
-        """Raise `RequestFailed` on all ranks for a stream with fewer rows than ranks that decode
-        bands."""
+        """Raise `RequestFailed` on all ranks if a stream has fewer rows than there are ranks that
+        decode bands.
+        """
         if self.bands is not None:
             self.bands.rows(height // self.config.spatial_factor)
 
@@ -421,7 +422,7 @@ class StreamingWanVAE(nn.Module):
 
 
 def cache_nbytes(config: VAEConfig, part: Part, height: int, width: int, dtype: torch.dtype) -> int:
-    """Return the exact bytes of a `VAECache` without running or allocating the network."""
+    """Return the exact size in bytes of a `VAECache`, without running or allocating the network."""
     return _cache_layout(config, part, height, width, dtype).nbytes
 
 
@@ -436,7 +437,7 @@ def to_uint8(pixels_1CTHW: torch.Tensor, rounding: Rounding = "round") -> torch.
     """Convert pixels [1, 3, T, H, W] in [-1, 1] to contiguous uint8 frames [T, H, W, 3] on the same
     device.
 
-    Computes 255 * clamp(x / 2 + 0.5, 0, 1) in float32 and rounds to nearest or down.
+    It computes 255 * clamp(x / 2 + 0.5, 0, 1) in float32 and rounds to the nearest integer or down.
     """
     unit_CTHW = (pixels_1CTHW[0].float() / 2 + 0.5).clamp_(0.0, 1.0)
     levels = unit_CTHW.mul_(255)
@@ -482,8 +483,8 @@ def _later_latents(decoder: Any, compiled: bool, frames_per_call: int | None) ->
     """Return the decode of a latent frame that is not the first, in two parts if `frames_per_call`
     is set.
 
-    The last two levels of a `WanDecoder3d` process 4 video frames per latent frame. Time may be
-    split anywhere there, because each part continues from the features of the previous one.
+    The last two levels of a `WanDecoder3d` process 4 video frames per latent frame. The frames may
+    be split anywhere there, because each part continues from the features of the previous one.
     """
     if frames_per_call is None:
         forward: Network = decoder.forward
@@ -557,8 +558,8 @@ def _compiled(network: Network) -> Network:
     """Compile for one shape at a time, and copy features to separate memory.
 
     Compiled code returns some features as views of a convolution's input buffer, which they would
-    keep alive. A network that fails to compile (kernels are built for the device, and that can
-    fail) runs eagerly. Nothing has run at that point, because the network is one graph.
+    keep alive. If compilation fails, the network runs eagerly. Nothing has run at that point,
+    because the network is one graph.
     """
     compiled: Network = torch.compile(network, dynamic=False, fullgraph=True)
     failures: Counter[torch.Size] = Counter()
@@ -583,13 +584,13 @@ def _compiled(network: Network) -> Network:
 
 
 def _pad_first(feature: Any, shape: Shape, like: torch.Tensor) -> torch.Tensor:
-    """Pad a feature of the first latent to its final shape. Zero frames in front equal the
+    """Pad a feature of the first latent frame to its final shape. Zero frames in front equal the
     convolution's padding.
 
-    The first latent leaves one frame where later ones leave two. In the temporal upsamplers, which
-    skip their convolution once, it leaves a string instead of a tensor. The feature also gets its
-    final memory layout, because concatenating it with another layout would transpose every later
-    call's frames.
+    The first latent frame leaves one frame where later ones leave two. In the temporal upsamplers,
+    which skip their convolution once, it leaves a string instead of a tensor. The feature is also
+    converted to its final memory layout, because concatenating it with a different layout would
+    transpose the frames of every later call.
     """
     if isinstance(feature, torch.Tensor):
         feature = nn.functional.pad(feature, (0, 0, 0, 0, shape[2] - feature.shape[2], 0))
@@ -600,8 +601,9 @@ def _pad_first(feature: Any, shape: Shape, like: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _cache_shapes(config: VAEConfig, part: Part, height: int, width: int) -> tuple[Shape, ...]:
-    """Return the shapes of a cache after every call, from a run of two latent frames on the meta
-    device."""
+    """Return the shapes of a cache after every call, determined by running two latent frames on the
+    meta device.
+    """
     with torch.device("meta"), torch.no_grad():
         vae = StreamingWanVAE(config, encoder=part == "encoder", decoder=part == "decoder")
         network: Any = vae.encoder if part == "encoder" else vae.decoder

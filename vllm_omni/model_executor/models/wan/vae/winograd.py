@@ -2,10 +2,10 @@
 """Winograd's F(m, 3) along time: m frames of a convolution over three frames, with m + 2 instead of
 3 m products.
 
-Frames are combined before the convolutions, weights once when they are loaded, and results after
-the convolutions. Combinations and products are fp16: because of its three more mantissa bits, F(4,
-3) in fp16 loses less precision than a plain convolution in bf16.
-The maths: A. Lavin and S. Gray, "Fast Algorithms for Convolutional Neural Networks", 2015
+Frames are combined before the convolutions, weights are combined once when they are loaded, and
+results are combined after the convolutions. Combinations and products are fp16: because of its
+three more mantissa bits, F(4, 3) in fp16 loses less precision than a plain convolution in bf16. The
+maths: A. Lavin and S. Gray, "Fast Algorithms for Convolutional Neural Networks", 2015
 (arXiv:1509.09308).
 """
 
@@ -20,8 +20,9 @@ import torch
 Matrix = tuple[tuple[float, ...], ...]
 
 _RANGE: Final = 16.0
-"""Divisor of inputs and factor of results, because fp16 ends at 65504 and activations may exceed
-it."""
+"""Divisor of inputs and factor of results. It is needed because fp16 ends at 65504 and activations
+may exceed it.
+"""
 
 
 @dataclass(frozen=True)
