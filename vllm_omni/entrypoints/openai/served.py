@@ -13,7 +13,7 @@ import msgspec
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints.engine.ranks import num_ranks
-from vllm_omni.entrypoints.openai.errors import not_found
+from vllm_omni.entrypoints.errors import not_found
 from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 from vllm_omni.inputs import Lora
 from vllm_omni.model_executor.models.capabilities import Capabilities
