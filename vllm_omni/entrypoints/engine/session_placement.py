@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionRanks`: maps sessions to data-parallel ranks.
+"""`SessionPlacement`: maps sessions to data-parallel ranks.
 
 With `--data-parallel-size N` each data-parallel rank is a separate engine with separate sessions.
-The identifiers of this module call it `rank`. Stock vLLM sends a request to the least busy
+This module calls it `rank`. Stock vLLM sends a request to the least busy
 data-parallel rank, which would scatter the requests of a session. Here a session is assigned to the
 data-parallel rank with the fewest sessions of this process when it starts. If that one refuses with
 `capacity`, the next one is tried. The session stays on its data-parallel rank until it is closed. A
@@ -31,7 +31,7 @@ SendToRank = Callable[[int], Awaitable[T]]
 """Sends one request to a data-parallel rank and returns the result. Raises `RequestFailed`."""
 
 
-def num_ranks(vllm_config: "VllmConfig") -> int:
+def num_data_parallel_ranks(vllm_config: "VllmConfig") -> int:
     """Return the number of data-parallel ranks that this API server sends requests to."""
     parallel = vllm_config.parallel_config
     return int(
@@ -52,7 +52,7 @@ class _Placement:
     data-parallel rank."""
 
 
-class SessionRanks:
+class SessionPlacement:
     """Sessions of one API server process. Use it from one event loop.
 
     Args:
