@@ -39,13 +39,13 @@ def write_checkpoint(root: Path) -> None:
     and a tokenizer.
     """
     from vllm_omni.model_executor.models.wan.architecture import WAN_2_2_VAE
+    from vllm_omni.testing.tiny.text_tokenizers import write_t5_tokenizer
     from vllm_omni.testing.tiny.wan import write_tiny_vae
-    from vllm_omni.testing.tiny.wan_tokenizer import write_tokenizer
 
     root.mkdir(parents=True)
     config = {"_class_name": "WanModel", "model_type": "ti2v", "act_control_in_dim": 32}
     (root / "config.json").write_text(json.dumps(config))
-    write_tokenizer(root / "google" / "umt5-xxl")
+    write_t5_tokenizer(root / "google" / "umt5-xxl")
     write_tiny_vae(root / "taew2_2.pth", 0, TINY_VAE_CHANNELS, WAN_2_2_VAE)
 
 

@@ -37,7 +37,7 @@ async def fill(model: Path, num_ranks: int, max_session_bytes: int) -> dict[str,
     import numpy as np
 
     from vllm_omni.entrypoints.engine.client import OmniEngine
-    from vllm_omni.entrypoints.engine.ranks import SessionRanks
+    from vllm_omni.entrypoints.engine.session_placement import SessionPlacement
     from vllm_omni.inputs import DiffusionParams
     from vllm_omni.outputs import RequestFailed
 
@@ -62,7 +62,7 @@ async def fill(model: Path, num_ranks: int, max_session_bytes: int) -> dict[str,
     async with running_engine(
         model, omni, enforce_eager=True, data_parallel_size=num_ranks
     ) as client:
-        engine = OmniEngine(client, SessionRanks(num_ranks))
+        engine = OmniEngine(client, SessionPlacement(num_ranks))
         held = 0
         while True:
             try:

@@ -40,10 +40,10 @@ def write_checkpoint(root: Path) -> None:
     --load-format dummy), except the tokenizer, and the tiny decoder, whose file states its widths.
     """
     from vllm_omni.model_executor.models.wan.architecture import WAN_2_2_VAE
+    from vllm_omni.testing.tiny.text_tokenizers import write_t5_tokenizer
     from vllm_omni.testing.tiny.wan import write_tiny_vae
-    from vllm_omni.testing.tiny.wan_tokenizer import write_tokenizer
 
-    write_tokenizer(root / "google" / "umt5-xxl")
+    write_t5_tokenizer(root / "google" / "umt5-xxl")
     (root / "config.json").write_text(json.dumps({"model_type": "ti2v", "cam_method": "prope"}))
     write_tiny_vae(root / "taew2_2.pth", 0, TINY_VAE_CHANNELS, WAN_2_2_VAE)
 

@@ -73,7 +73,7 @@ def write_checkpoint(root: Path, release: str, layers: int | None = None) -> Non
     """A checkpoint directory of a released architecture without weights (they come from
     --load-format dummy).
     """
-    from vllm_omni.testing.tiny.wan_tokenizer import write_tokenizer
+    from vllm_omni.testing.tiny.text_tokenizers import write_t5_tokenizer
 
     transformer = root / "lingbot_world_fast"
     transformer.mkdir(parents=True)
@@ -86,7 +86,7 @@ def write_checkpoint(root: Path, release: str, layers: int | None = None) -> Non
     if layers is not None:
         config["num_layers"] = layers
     (transformer / "config.json").write_text(json.dumps(config))
-    write_tokenizer(root / "google" / "umt5-xxl")
+    write_t5_tokenizer(root / "google" / "umt5-xxl")
     write_tiny_decoder(root)
 
 

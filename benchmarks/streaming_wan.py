@@ -83,8 +83,8 @@ def write_checkpoint(root: Path, size: str) -> None:
     """A diffusers directory of the architecture without weights (they come from --load-format
     dummy).
     """
+    from vllm_omni.testing.tiny.text_tokenizers import write_t5_tokenizer
     from vllm_omni.testing.tiny.wan import TEXT, VAE
-    from vllm_omni.testing.tiny.wan_tokenizer import write_tokenizer
 
     config: dict[str, Any] = {"_class_name": "CausalWanTransformer3DModel", **SIZES[size]}
     if size == "tiny":
@@ -94,7 +94,7 @@ def write_checkpoint(root: Path, size: str) -> None:
             (root / name / "config.json").write_text(json.dumps(values))
     (root / "transformer").mkdir(parents=True)
     (root / "transformer" / "config.json").write_text(json.dumps(config))
-    write_tokenizer(root / "tokenizer")
+    write_t5_tokenizer(root / "tokenizer")
     write_tiny_decoder(root)
 
 

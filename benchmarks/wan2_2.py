@@ -93,7 +93,7 @@ def write_checkpoint(root: Path, size: str) -> None:
     There is no `text_encoder/`: its sizes are umt5-xxl's then, 5.7 billion parameters.
     """
     from vllm_omni.model_executor.models.wan.architecture import VAEConfig
-    from vllm_omni.testing.tiny.wan_tokenizer import write_tokenizer
+    from vllm_omni.testing.tiny.text_tokenizers import write_t5_tokenizer
 
     transformer = {"_class_name": "WanTransformer3DModel", **TRANSFORMERS[size]}
     vae = VAE_5B if size == "ti2v-5b" else VAEConfig().to_dict()
@@ -124,7 +124,7 @@ def write_checkpoint(root: Path, size: str) -> None:
     for name, values in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(json.dumps(values))
-    write_tokenizer(root / "tokenizer")
+    write_t5_tokenizer(root / "tokenizer")
 
 
 def expert_of_steps(model: Path, steps: int, flow_shift: float | None) -> list[str]:

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from pydantic import ValidationError
 
+from vllm_omni.entrypoints.errors import ApiError
 from vllm_omni.entrypoints.openai.chat_request import read_chat
-from vllm_omni.entrypoints.openai.errors import ApiError
 from vllm_omni.entrypoints.openai.protocol import ImageGenerationRequest, VideoRequest, read_request
 from vllm_omni.entrypoints.realtime.generate import protocol
 from vllm_omni.entrypoints.realtime.video import protocol as video_protocol

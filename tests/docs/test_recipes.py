@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.routing import WebSocketRoute
 
-from vllm_omni.entrypoints.server import ENDPOINTS, WebSocketEndpoint
+from vllm_omni.entrypoints.endpoints import ENDPOINTS, WebSocketEndpoint
 from vllm_omni.model_executor.models.registry import ARCHITECTURES, family_names
 
 CONTRIBUTING = docs.REPO / "CONTRIBUTING.md"

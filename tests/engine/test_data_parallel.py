@@ -20,7 +20,7 @@ from helpers.scheduling import new_request, run_to_end
 from helpers.waits import pause_task, seconds
 
 from vllm_omni.entrypoints.engine.client import OmniEngine
-from vllm_omni.entrypoints.engine.ranks import SessionRanks, num_ranks
+from vllm_omni.entrypoints.engine.session_placement import SessionPlacement, num_data_parallel_ranks
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
 
@@ -31,7 +31,7 @@ class Endpoints:
     """An endpoint's use of the engine, on an event loop that outlives single tests."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, engine: OmniEngine, ranks: SessionRanks
+        self, loop: asyncio.AbstractEventLoop, engine: OmniEngine, ranks: SessionPlacement
     ) -> None:
         self.loop, self.engine, self.ranks = loop, engine, ranks
 
@@ -62,7 +62,7 @@ async def _endpoints(
     model: Path, loop: asyncio.AbstractEventLoop, **engine_args: Any
 ) -> AsyncIterator[Endpoints]:
     async with running_engine(model, {"max_sessions": PER_RANK}, **engine_args) as client:
-        ranks = SessionRanks(num_ranks(client.engine.vllm_config))
+        ranks = SessionPlacement(num_data_parallel_ranks(client.engine.vllm_config))
         yield Endpoints(loop, OmniEngine(client.engine, ranks), ranks)
 
 

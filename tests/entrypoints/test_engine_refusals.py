@@ -74,7 +74,7 @@ def test_a_rank_of_several_fails_in_the_same_way(
 ) -> None:
     """With several ranks the request is read from vLLM's queue instead of `encode`."""
     from vllm_omni.entrypoints.engine import client as module
-    from vllm_omni.entrypoints.engine.ranks import SessionRanks
+    from vllm_omni.entrypoints.engine.session_placement import SessionPlacement
 
     class Queue:
         def get_nowait(self) -> None: ...
@@ -91,7 +91,7 @@ def test_a_rank_of_several_fails_in_the_same_way(
     monkeypatch.setattr(module, "AsyncLLM", Client)
 
     async def scenario() -> None:
-        engine = OmniEngine(Client(error), SessionRanks(2))  # type: ignore[arg-type]
+        engine = OmniEngine(Client(error), SessionPlacement(2))  # type: ignore[arg-type]
         with pytest.raises(RequestFailed) as failed:
             await engine.run_request(DiffusionParams(session_id="s", chunk_index=0), {})
         assert failed.value.code == code

@@ -22,7 +22,7 @@ _server: Any = forkserver._forkserver  # type: ignore[attr-defined]
 _TESTS = Path(__file__).parents[1]
 _PRELOADED = (
     "vllm_omni.model_executor.vllm_model",
-    "vllm_omni.entrypoints.server",
+    "vllm_omni.entrypoints.endpoints",
     "vllm.entrypoints.openai.api_server",
     "diffusers.models.autoencoders",
     "torch._dynamo",

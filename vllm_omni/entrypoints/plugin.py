@@ -2,7 +2,7 @@
 """The `vllm.endpoint_plugins` entry point: adds this package's endpoints to stock vLLM.
 
 vLLM loads the plugin if `VLLM_PLUGINS` contains `vllm_omni` (`vllm serve --omni` sets it) and the
-served model accepts pooling requests of the task `plugin`. `server.py` lists the endpoints.
+served model accepts pooling requests of the task `plugin`. `endpoints.py` lists the endpoints.
 """
 
 from argparse import Namespace
@@ -13,6 +13,7 @@ from vllm.engine.protocol import EngineClient
 from vllm.tasks import SupportedTask
 
 from vllm_omni.config import OmniConfig
+from vllm_omni.entrypoints.endpoints import ENDPOINTS
 from vllm_omni.entrypoints.engine.drain import GracefulStop
 from vllm_omni.entrypoints.engine.engine_watch import EngineWatch
 from vllm_omni.entrypoints.engine.environment import read_struct
@@ -20,7 +21,6 @@ from vllm_omni.entrypoints.limits.access import BrowserAccess, configured_keys
 from vllm_omni.entrypoints.limits.body_timeout import BodyLimits, BodyTimeout
 from vllm_omni.entrypoints.operations import OperatorFeatures
 from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
-from vllm_omni.entrypoints.server import ENDPOINTS
 from vllm_omni.entrypoints.server_context import ServerContext
 from vllm_omni.entrypoints.websocket import apply_at_startup
 from vllm_omni.runtime.processes import end_with_parent

@@ -16,7 +16,7 @@ from vllm.engine.protocol import EngineClient
 from vllm_omni.config import OmniConfig
 from vllm_omni.entrypoints.engine.client import OmniEngine
 from vllm_omni.entrypoints.engine.environment import read_struct
-from vllm_omni.entrypoints.engine.ranks import SessionRanks, num_ranks
+from vllm_omni.entrypoints.engine.session_placement import SessionPlacement, num_data_parallel_ranks
 from vllm_omni.entrypoints.limits.quotas import Quotas
 from vllm_omni.entrypoints.openai.limits import MediaLimits
 from vllm_omni.entrypoints.openai.served import ServedModel
@@ -48,8 +48,6 @@ class ServerContext:
     """Limits of WebSocket connections and sessions."""
     media_limits: MediaLimits
     """Limits of the image and video routes."""
-    ranks: SessionRanks
-    """Data-parallel rank of each session, shared by all endpoints."""
     threads: Executor
     """Threads that decode images and encode frames."""
     sessions: SessionManager
@@ -94,13 +92,15 @@ class ServerContext:
         """
         name = args.served_model_name[0] if args.served_model_name else Path(args.model).name
         names = list(dict.fromkeys([*(args.served_model_name or [args.model]), name]))
-        ranks = SessionRanks(num_ranks(client.vllm_config), offset=os.getpid())
+        placement = SessionPlacement(
+            num_data_parallel_ranks(client.vllm_config), offset=os.getpid()
+        )
         threads = ThreadPoolExecutor(_CODEC_THREADS, thread_name_prefix="omni-codec")
         recorder = None
         if omni.record_dir is not None:
             recorder = SessionRecorder(Path(omni.record_dir), recording_header(client.vllm_config))
         sessions = SessionManager(
-            SessionEngine(client, ranks, recorder),
+            SessionEngine(client, placement, recorder),
             StreamInfo.from_vllm_config(client.vllm_config, model=name),
             limits,
             threads,
@@ -120,11 +120,10 @@ class ServerContext:
             omni=omni,
             limits=limits,
             media_limits=read_struct(MediaLimits),
-            ranks=ranks,
             threads=threads,
             sessions=sessions,
             served=served,
-            engine=OmniEngine(client, ranks),
+            engine=OmniEngine(client, placement),
         )
 
 

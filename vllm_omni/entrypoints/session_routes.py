@@ -26,9 +26,8 @@ from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.errors import EndpointError, not_found, respond_to_errors
 from vllm_omni.entrypoints.limits.access import SESSIONS_PATH
-from vllm_omni.entrypoints.openai.errors import not_found, respond_to_errors
 from vllm_omni.entrypoints.openai.protocol import ErrorReply
 from vllm_omni.entrypoints.realtime.connection.connection import (
     client_of,

@@ -48,8 +48,11 @@ class StepPipeline(
     """
 
     is_pooling_model: ClassVar[Any] = True
+    """vLLM: the engine runs pooling requests, each of which generates one chunk."""
     supports_multimodal_raw_input_only: ClassVar[bool] = True
+    """vLLM: tensors of a request reach the model as they are, without embeddings."""
     supports_step_execution: ClassVar[bool] = True
+    """The runner calls the methods of `SupportsStepExecution`."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         nn.Module.__init__(self)  # a subclass's other base takes other arguments

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from vllm_omni.entrypoints.errors import ApiError
 from vllm_omni.entrypoints.openai.chat_request import ChatRequest, read_chat, read_conversation
-from vllm_omni.entrypoints.openai.errors import ApiError
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
 USER = {"role": "user", "content": "hello"}

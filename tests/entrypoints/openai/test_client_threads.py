@@ -13,8 +13,8 @@ import pytest
 from helpers.waits import seconds, until
 from starlette.requests import ClientDisconnect, Request
 
+from vllm_omni.entrypoints.errors import ApiError
 from vllm_omni.entrypoints.openai.client_threads import ClientThreads
-from vllm_omni.entrypoints.openai.errors import ApiError
 
 
 class Client:

@@ -16,9 +16,9 @@ from helpers.instant_engine import InstantEngine, Results
 from helpers.waits import pause_task, seconds, until
 
 from vllm_omni.actions import CAMERA_SPACE
+from vllm_omni.entrypoints.errors import ApiError
 from vllm_omni.entrypoints.media.mp4 import decode_mp4
 from vllm_omni.entrypoints.openai.engine_requests import plan_video
-from vllm_omni.entrypoints.openai.errors import ApiError
 from vllm_omni.entrypoints.openai.limits import MediaLimits
 from vllm_omni.entrypoints.openai.protocol import VideoRequest, read_request
 from vllm_omni.entrypoints.openai.served import ServedModel

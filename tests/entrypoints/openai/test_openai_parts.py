@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from PIL import Image
 from starlette.requests import Request
 
+from vllm_omni.entrypoints.errors import ApiError, from_failure, respond_to_errors
 from vllm_omni.entrypoints.json_values import MAX_JSON_VALUES
 from vllm_omni.entrypoints.media.mp4 import encode_mp4
 from vllm_omni.entrypoints.openai.body import ParsedBody, read_body
 from vllm_omni.entrypoints.openai.chat import ChatRoutes
 from vllm_omni.entrypoints.openai.client_threads import ClientThreads
-from vllm_omni.entrypoints.openai.errors import ApiError, from_failure, respond_to_errors
 from vllm_omni.entrypoints.openai.image_files import encode_image_file, read_mask, read_upload
 from vllm_omni.entrypoints.openai.limits import MediaLimits
 from vllm_omni.entrypoints.openai.protocol import ImageGenerationRequest, VideoRequest, read_request

@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from vllm_omni.entrypoints.errors import ApiError
 from vllm_omni.entrypoints.openai.engine_requests import (
     fit_size,
     plan_images,
     plan_video,
     plan_video_edit,
 )
-from vllm_omni.entrypoints.openai.errors import ApiError
 from vllm_omni.entrypoints.openai.protocol import ImageGenerationRequest, VideoRequest, read_request
 from vllm_omni.entrypoints.openai.served import ServedModel
 from vllm_omni.inputs import Lora

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from vllm_omni.entrypoints.errors import ApiError
 from vllm_omni.entrypoints.openai.body import ParsedBody
-from vllm_omni.entrypoints.openai.errors import ApiError
 from vllm_omni.entrypoints.openai.videos.routes import _named_images, _reference
 
 URL = "data:image/png;base64,AAAA"

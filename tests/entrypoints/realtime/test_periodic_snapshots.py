@@ -144,7 +144,7 @@ def test_snapshots_of_a_dead_engine_stay(tmp_path: Path) -> None:
         await walk(session, 0)
         await until(retained.periodic_path(session.key).exists)
         writer.is_dead = True
-        session.discard_engine_session(in_engine=False)
+        session.free_engine_state(in_engine=False)
         assert retained.periodic_path(session.key).exists()
 
     with_snapshots(tmp_path, test)

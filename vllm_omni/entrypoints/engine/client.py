@@ -9,7 +9,7 @@ Failures are `RequestFailed` with the worker's error codes. Three codes originat
 (the engine ended the request), `engine_error` (the request failed in the engine) and `engine_dead`
 (the engine has stopped). The code `capacity` also covers a paused engine and a full queue.
 
-With data parallelism, `SessionRanks` selects the data-parallel rank of a request. Such requests use
+With data parallelism, `SessionPlacement` selects the data-parallel rank of a request. Such requests use
 `AsyncLLM.add_request`, because stock `encode` has no argument for the rank. Results of workers are
 gathered over all ranks.
 """
@@ -38,7 +38,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from vllm_omni.entrypoints.engine.ranks import SessionRanks
+from vllm_omni.entrypoints.engine.session_placement import SessionPlacement
 from vllm_omni.entrypoints.telemetry.tracing import tracing
 from vllm_omni.inputs import DiffusionParams, engine_prompt
 from vllm_omni.model_executor.layers.fast_path import FastPath, joined
@@ -71,15 +71,15 @@ class OmniEngine:
 
     Args:
         client: vLLM's engine client.
-        ranks: Data-parallel rank of each session, shared by all objects that use `client`. Default:
+        placement: Data-parallel rank of each session, shared by all objects that use `client`. Default:
             the engine has one rank.
     """
 
-    def __init__(self, client: EngineClient, ranks: SessionRanks | None = None) -> None:
+    def __init__(self, client: EngineClient, placement: SessionPlacement | None = None) -> None:
         self._client = client
         # request ids are unique in the engine
         self._process, self._numbers = secrets.token_hex(8), itertools.count()
-        self._ranks = ranks if ranks is not None and ranks.size > 1 else None
+        self._placement = placement if placement is not None and placement.size > 1 else None
         self._logs_chunks = logger.isEnabledFor(logging.DEBUG)
 
     @property
@@ -103,9 +103,9 @@ class OmniEngine:
         Raises:
             RequestFailed: The request was refused, was aborted or failed.
         """
-        if self._ranks is None:
+        if self._placement is None:
             return self._run(params, arrays, None)
-        return self._ranks.route(params, lambda rank: self._run(params, arrays, rank))
+        return self._placement.route(params, lambda rank: self._run(params, arrays, rank))
 
     async def _run(
         self, params: DiffusionParams, arrays: Mapping[str, np.ndarray], rank: int | None
@@ -359,12 +359,12 @@ class OmniEngine:
         Raises:
             RequestFailed: The session could not be updated and has been closed.
         """
-        rank = None if self._ranks is None else self._ranks.rank_of(session_id)
+        rank = None if self._placement is None else self._placement.rank_of(session_id)
         return await self._exchange(update_exchange(session_id, path, rank), session_id)
 
     async def _exchange(self, exchange: Exchange[T], session_id: str) -> T:
         """Run a snapshot exchange for a live session with the workers of its data-parallel rank."""
-        rank = None if self._ranks is None else self._ranks.rank_of(session_id)
+        rank = None if self._placement is None else self._placement.rank_of(session_id)
         return await run_exchange_async(exchange, lambda call: self._call_workers(call, rank))
 
     async def restore_session(
@@ -383,15 +383,15 @@ class OmniEngine:
             RequestFailed: The id is in use (`session_exists`), or the snapshot could not be
                 restored.
         """
-        if self._ranks is not None and self._ranks.rank_of(session_id) is not None:
+        if self._placement is not None and self._placement.rank_of(session_id) is not None:
             raise RequestFailed("session_exists", "a session of this id is live here")
-        rank = self._ranks.adopt(session_id) if self._ranks is not None else None
+        rank = self._placement.adopt(session_id) if self._placement is not None else None
         try:
             exchange = restore_exchange(session_id, path, rank)
             return await run_exchange_async(exchange, lambda call: self._call_workers(call, rank))
         except BaseException:
-            if self._ranks is not None:
-                self._ranks.remove_session(session_id)
+            if self._placement is not None:
+                self._placement.remove_session(session_id)
             raise
 
     async def _call_workers(self, call: WorkerCall, rank: int | None) -> list[dict[str, Any]]:
@@ -412,7 +412,7 @@ class OmniEngine:
             For each data-parallel rank, the results of its workers.
         """
         try:
-            if self._ranks is None:
+            if self._placement is None:
                 return [await self._client.collective_rpc(method, args=args)]
             assert isinstance(self._client, AsyncLLM) and isinstance(
                 self._client.engine_core, AsyncMPClient

@@ -23,9 +23,9 @@ from fastapi import FastAPI
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from vllm_omni.entrypoints.errors import ApiError
 from vllm_omni.entrypoints.lifespan import run_before_serving
 from vllm_omni.entrypoints.limits.access import READY_PATH, route_path
-from vllm_omni.entrypoints.openai.errors import ApiError
 
 logger = logging.getLogger("vllm." + __name__)
 

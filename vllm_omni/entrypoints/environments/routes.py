@@ -38,9 +38,14 @@ from vllm_omni.entrypoints.environments.table import (
     EnvironmentGroup,
     EnvironmentTable,
 )
-from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.errors import (
+    ApiError,
+    EndpointError,
+    invalid,
+    not_found,
+    respond_to_errors,
+)
 from vllm_omni.entrypoints.openai.body import read_body
-from vllm_omni.entrypoints.openai.errors import ApiError, invalid, not_found, respond_to_errors
 from vllm_omni.entrypoints.openai.protocol import ErrorReply
 from vllm_omni.entrypoints.realtime.connection.connection import client_of, principal_of
 from vllm_omni.entrypoints.realtime.sessions.session_manager import SessionManager

@@ -21,8 +21,7 @@ from vllm_omni.entrypoints.environments.protocol import (
     ResetEntry,
     StepEntry,
 )
-from vllm_omni.entrypoints.errors import EndpointError
-from vllm_omni.entrypoints.openai.errors import not_found
+from vllm_omni.entrypoints.errors import EndpointError, not_found
 from vllm_omni.entrypoints.realtime.chunk_source import ChunkControls, ChunkSpan, LiveChunks
 from vllm_omni.entrypoints.realtime.connection.images import load_named_images, read_image
 from vllm_omni.entrypoints.realtime.sessions.run import (

@@ -245,7 +245,7 @@ class IncomingSessions:
         self._abort(move)
         session, move.session = move.session, None
         if session is not None:
-            session.discard_engine_session()
+            session.free_engine_state()
             self._manager.remove_if_empty(session)
 
     def _abort(self, move: _Move) -> None:

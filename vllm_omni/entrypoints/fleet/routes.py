@@ -24,13 +24,18 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.errors import (
+    ApiError,
+    EndpointError,
+    invalid,
+    not_found,
+    respond_to_errors,
+)
 from vllm_omni.entrypoints.fleet.incoming import IncomingSessions
 from vllm_omni.entrypoints.fleet.outgoing import SessionMover
 from vllm_omni.entrypoints.fleet.servers import KEY_VARIABLE, Fleet
 from vllm_omni.entrypoints.limits.access import MIGRATIONS_PATH, OPERATOR_SESSIONS_PATH
 from vllm_omni.entrypoints.openai.body import read_body, read_bytes
-from vllm_omni.entrypoints.openai.errors import ApiError, invalid, not_found, respond_to_errors
 from vllm_omni.entrypoints.openai.protocol import ErrorReply
 from vllm_omni.entrypoints.realtime.controls.stream_state import MAX_STATE_BYTES
 from vllm_omni.entrypoints.realtime.sessions.migration import SessionMigration

@@ -31,8 +31,8 @@ from starlette.routing import WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
+from vllm_omni.entrypoints.errors import ApiError
 from vllm_omni.entrypoints.limits.tickets import TicketError, TicketOffice, derive_secret
-from vllm_omni.entrypoints.openai.errors import ApiError
 from vllm_omni.entrypoints.realtime.connection.connection import (
     ANONYMOUS,
     normalize_origin,

@@ -22,7 +22,7 @@ from typing import Annotated
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_omni.entrypoints.openai.errors import ApiError
+from vllm_omni.entrypoints.errors import ApiError
 
 logger = logging.getLogger("vllm." + __name__)
 

@@ -12,7 +12,7 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_omni.entrypoints.environments.protocol import PATH as ENVIRONMENTS_PATH
-from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.errors import EndpointError, from_failure
 from vllm_omni.entrypoints.limits.access import (
     OPEN_PATHS,
     SESSIONS_PATH,
@@ -20,7 +20,6 @@ from vllm_omni.entrypoints.limits.access import (
     route_path,
 )
 from vllm_omni.entrypoints.limits.quotas import Quotas
-from vllm_omni.entrypoints.openai.errors import from_failure
 from vllm_omni.entrypoints.realtime.connection.connection import client_of
 
 _FREE: Final = OPEN_PATHS | {"/", TICKET_PATH}

@@ -17,8 +17,8 @@ from starlette.formparsers import MultiPartException
 from starlette.requests import Request
 from starlette.types import Message
 
+from vllm_omni.entrypoints.errors import ApiError, invalid
 from vllm_omni.entrypoints.json_values import MAX_JSON_VALUES, has_too_many_values
-from vllm_omni.entrypoints.openai.errors import ApiError, invalid
 
 _MAX_FILES: Final = 20
 _MAX_FIELDS: Final = 200

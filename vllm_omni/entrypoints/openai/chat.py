@@ -27,6 +27,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.responses import Response
 
 from vllm_omni.entrypoints.engine.client import OmniEngine
+from vllm_omni.entrypoints.errors import from_failure, invalid, respond_to_errors
 from vllm_omni.entrypoints.openai.body import read_body
 from vllm_omni.entrypoints.openai.chat_request import (
     ChatRequest,
@@ -36,7 +37,6 @@ from vllm_omni.entrypoints.openai.chat_request import (
     read_conversation,
 )
 from vllm_omni.entrypoints.openai.client_threads import ClientThreads, until_disconnected
-from vllm_omni.entrypoints.openai.errors import from_failure, invalid, respond_to_errors
 from vllm_omni.entrypoints.openai.image_files import read_upload
 from vllm_omni.entrypoints.openai.limits import MediaLimits
 from vllm_omni.entrypoints.openai.served import ServedModel

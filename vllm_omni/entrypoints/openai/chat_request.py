@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from vllm_omni.entrypoints.openai.errors import ApiError, invalid
+from vllm_omni.entrypoints.errors import ApiError, invalid
 from vllm_omni.entrypoints.openai.protocol import MAX_PROMPT_CHARS, read_request
 from vllm_omni.seeds import MAX_SEED, RANDOM_SEED
 

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from vllm_omni.entrypoints.openai.errors import ApiError
+from vllm_omni.entrypoints.errors import ApiError
 from vllm_omni.entrypoints.realtime.connection.connection import client_of
 
 T = TypeVar("T")

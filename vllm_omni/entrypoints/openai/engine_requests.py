@@ -13,8 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from vllm_omni.actions import ActionEntry, as_entry
-from vllm_omni.entrypoints.errors import EndpointError
-from vllm_omni.entrypoints.openai.errors import ApiError, invalid
+from vllm_omni.entrypoints.errors import ApiError, EndpointError, invalid
 from vllm_omni.entrypoints.openai.protocol import ImageGenerationRequest, VideoRequest
 from vllm_omni.entrypoints.openai.served import ServedModel, SizeLimits
 from vllm_omni.entrypoints.realtime.controls.action_messages import (

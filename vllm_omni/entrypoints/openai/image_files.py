@@ -12,8 +12,7 @@ from typing import Any, Final
 import numpy as np
 from PIL import Image, ImageOps
 
-from vllm_omni.entrypoints.errors import EndpointError
-from vllm_omni.entrypoints.openai.errors import ApiError, from_failure, invalid
+from vllm_omni.entrypoints.errors import ApiError, EndpointError, from_failure, invalid
 from vllm_omni.entrypoints.openai.protocol import Format
 from vllm_omni.entrypoints.realtime.connection.images import (
     FORMATS,

@@ -20,17 +20,17 @@ from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from starlette.responses import Response
 
 from vllm_omni.entrypoints.engine.client import OmniEngine
-from vllm_omni.entrypoints.limits.access import owner_of
-from vllm_omni.entrypoints.openai.body import ParsedBody, read_body
-from vllm_omni.entrypoints.openai.client_threads import ClientThreads, until_disconnected
-from vllm_omni.entrypoints.openai.engine_requests import ImageJob, plan_images, unsupported
-from vllm_omni.entrypoints.openai.errors import (
+from vllm_omni.entrypoints.errors import (
     ApiError,
     from_failure,
     invalid,
     not_found,
     respond_to_errors,
 )
+from vllm_omni.entrypoints.limits.access import owner_of
+from vllm_omni.entrypoints.openai.body import ParsedBody, read_body
+from vllm_omni.entrypoints.openai.client_threads import ClientThreads, until_disconnected
+from vllm_omni.entrypoints.openai.engine_requests import ImageJob, plan_images, unsupported
 from vllm_omni.entrypoints.openai.image_files import (
     MEDIA_TYPES,
     encode_image_file,

@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from vllm_omni.entrypoints.openai.errors import ApiError, invalid
+from vllm_omni.entrypoints.errors import ApiError, invalid
 from vllm_omni.entrypoints.timed_prompts import JSON_SCHEMA, MAX_PROMPTS, TimedPrompt
 from vllm_omni.seeds import MAX_SEED, RANDOM_SEED
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_omni.config import OmniConfig
-from vllm_omni.entrypoints.engine.ranks import num_ranks
-from vllm_omni.entrypoints.openai.errors import not_found
+from vllm_omni.entrypoints.engine.session_placement import num_data_parallel_ranks
+from vllm_omni.entrypoints.errors import not_found
 from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 from vllm_omni.inputs import Lora
 from vllm_omni.model_executor.models.capabilities import Capabilities
@@ -117,6 +117,6 @@ class ServedModel:
             width=capabilities.width or omni.width,
             height=capabilities.height or omni.height,
             max_pixels=capabilities.max_pixels or omni.max_area,
-            max_sessions=omni.max_sessions * num_ranks(vllm_config),
+            max_sessions=omni.max_sessions * num_data_parallel_ranks(vllm_config),
             world=world,
         )

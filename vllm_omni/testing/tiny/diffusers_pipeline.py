@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vllm_omni.testing.tiny.wan_tokenizer import write_tokenizer as write_t5_tokenizer
+from vllm_omni.testing.tiny.text_tokenizers import write_t5_tokenizer
 
 _TEXT_WIDTH = 32
 _BLOCKS = ("DownEncoderBlock2D",) * 4, ("UpDecoderBlock2D",) * 4

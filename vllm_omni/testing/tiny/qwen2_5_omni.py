@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration
 
-from vllm_omni.testing.tiny.qwen_tokenizer import write_tokenizer
+from vllm_omni.testing.tiny.text_tokenizers import write_qwen_tokenizer
 
 SPEAKERS = ("Chelsie", "Ethan")
 _REFERENCE_FRAMES = 60
@@ -51,7 +51,7 @@ _PREPROCESSOR = {
 def make_tiny(out: Path, seed: int, layout: str) -> None:
     """Write the checkpoint into the empty or new directory `out`."""
     out.mkdir(parents=True, exist_ok=True)
-    tokens = write_tokenizer(out)
+    tokens = write_qwen_tokenizer(out)
     config: Any = Qwen2_5OmniConfig(**_config(tokens), architectures=["Qwen2_5OmniModel"])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -31,7 +31,7 @@ from vllm_omni.model_executor.models.wan.architecture import (
 from vllm_omni.model_executor.models.wan.checkpoint.component_names import CLIP_RULES
 from vllm_omni.model_executor.models.wan.vae.tiny_vae import TinyVAEDecoder
 from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE
-from vllm_omni.testing.tiny.wan_tokenizer import write_tokenizer
+from vllm_omni.testing.tiny.text_tokenizers import write_t5_tokenizer
 
 Tensors = dict[str, torch.Tensor]
 
@@ -123,7 +123,7 @@ def start_folder(out: Path, layout: str, layouts: Collection[str]) -> None:
 
 def write_original_components(out: Path, seed: int, vae: VAEConfig = VAE) -> None:
     """Write text encoder, VAE and tokenizer under Wan's own file and tensor names."""
-    write_tokenizer(out / "google" / "umt5-xxl")
+    write_t5_tokenizer(out / "google" / "umt5-xxl")
     text = {rename(name, _WAN_TEXT_NAMES): tensor for name, tensor in text_tensors(seed).items()}
     torch.save(text, out / "models_t5_umt5-xxl-enc-bf16.pth")
     write_original_vae(out, seed, vae)
@@ -174,7 +174,7 @@ def write_diffusers_components(
     """Write the directories `tokenizer`, `text_encoder`, `vae` and `scheduler` of a diffusers
     checkpoint.
     """
-    write_tokenizer(out / "tokenizer")
+    write_t5_tokenizer(out / "tokenizer")
     write_component(
         out / "text_encoder", UMT5Config(**TEXT, dtype="bfloat16").to_diff_dict(), "config.json"
     )

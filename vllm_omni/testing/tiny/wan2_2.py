@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from vllm_omni.testing.tiny.text_tokenizers import write_t5_tokenizer
 from vllm_omni.testing.tiny.wan import TEXT
-from vllm_omni.testing.tiny.wan_tokenizer import write_tokenizer
 
 _BOUNDARIES = {"t2v": 0.875, "i2v": 0.9, "ti2v": None}
 _SHIFTS = {"t2v": 3.0, "i2v": 3.0, "ti2v": 5.0}
@@ -25,7 +25,7 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
     from diffusers.utils import logging
     from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 
-    vocabulary = write_tokenizer(out / "tokenizer")
+    vocabulary = write_t5_tokenizer(out / "tokenizer")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         components: dict[str, Any] = {
@@ -57,7 +57,7 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
         pipeline.save_pretrained(out, safe_serialization=True)
     finally:
         logging.set_verbosity(verbosity)
-    write_tokenizer(out / "tokenizer")  # `save_pretrained` drops the byte fallback
+    write_t5_tokenizer(out / "tokenizer")  # `save_pretrained` drops the byte fallback
 
 
 def _transformer(layout: str) -> Any:

@@ -31,6 +31,7 @@ from vllm_omni.model_executor.models.waypoint.checkpoint import (
     transformer_shapes,
 )
 from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
+from vllm_omni.testing.tiny.text_tokenizers import write_t5_tokenizer
 from vllm_omni.testing.tiny.wan import (
     TEXT,
     Tensors,
@@ -40,7 +41,6 @@ from vllm_omni.testing.tiny.wan import (
     text_tensors,
     write_component,
 )
-from vllm_omni.testing.tiny.wan_tokenizer import write_tokenizer
 
 _COMMON: dict[str, Any] = {
     "d_model": 64,
@@ -128,7 +128,7 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
         out / TEXT_FOLDER, UMT5Config(**TEXT, dtype="bfloat16").to_diff_dict(), "config.json"
     )
     save_tensors(text_tensors(seed), out / TEXT_FOLDER / "model.safetensors")
-    write_tokenizer(out / TEXT_FOLDER)
+    write_t5_tokenizer(out / TEXT_FOLDER)
 
 
 def _write_images(folder: Path, seed: int) -> None:

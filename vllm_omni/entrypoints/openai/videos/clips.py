@@ -10,8 +10,8 @@ from typing import Any, Final
 import av
 import numpy as np
 
+from vllm_omni.entrypoints.errors import ApiError, invalid
 from vllm_omni.entrypoints.media.mp4 import as_displayed
-from vllm_omni.entrypoints.openai.errors import ApiError, invalid
 from vllm_omni.entrypoints.realtime.connection.images import format_name
 
 _MAX_CLIP_SECONDS: Final = 600.0

@@ -24,8 +24,8 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from vllm_omni.entrypoints.engine.client import OmniEngine
+from vllm_omni.entrypoints.errors import DISK_FULL, ApiError
 from vllm_omni.entrypoints.openai.engine_requests import VideoPlan, new_engine_id
-from vllm_omni.entrypoints.openai.errors import DISK_FULL, ApiError
 from vllm_omni.entrypoints.openai.limits import MediaLimits
 from vllm_omni.entrypoints.openai.served import ServedModel
 from vllm_omni.entrypoints.openai.videos.file import VideoFile

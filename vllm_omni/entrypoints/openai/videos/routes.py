@@ -12,7 +12,14 @@ from fastapi.responses import FileResponse, JSONResponse
 from starlette.responses import Response
 
 from vllm_omni.actions import MAX_IMAGES, ActionSpace
-from vllm_omni.entrypoints.errors import EndpointError
+from vllm_omni.entrypoints.errors import (
+    ApiError,
+    EndpointError,
+    from_failure,
+    invalid,
+    not_found,
+    respond_to_errors,
+)
 from vllm_omni.entrypoints.limits.access import owner_of
 from vllm_omni.entrypoints.openai.body import ParsedBody, read_body
 from vllm_omni.entrypoints.openai.client_threads import ClientThreads
@@ -20,13 +27,6 @@ from vllm_omni.entrypoints.openai.engine_requests import (
     check_video_edit,
     plan_video,
     plan_video_edit,
-)
-from vllm_omni.entrypoints.openai.errors import (
-    ApiError,
-    from_failure,
-    invalid,
-    not_found,
-    respond_to_errors,
 )
 from vllm_omni.entrypoints.openai.image_files import read_named_images, read_start_image
 from vllm_omni.entrypoints.openai.limits import MediaLimits

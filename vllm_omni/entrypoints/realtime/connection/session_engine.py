@@ -15,7 +15,7 @@ import numpy as np
 from vllm.engine.protocol import EngineClient
 
 from vllm_omni.entrypoints.engine.client import OmniEngine
-from vllm_omni.entrypoints.engine.ranks import SessionRanks
+from vllm_omni.entrypoints.engine.session_placement import SessionPlacement
 from vllm_omni.entrypoints.errors import EndpointError, WebSocketCloseCode
 from vllm_omni.entrypoints.realtime.sessions.recorder import SessionRecorder
 from vllm_omni.entrypoints.telemetry.tracing import NO_CHUNK, ChunkTrace
@@ -57,10 +57,10 @@ class SessionEngine:
     def __init__(
         self,
         client: EngineClient,
-        ranks: SessionRanks | None = None,
+        placement: SessionPlacement | None = None,
         recorder: SessionRecorder | None = None,
     ) -> None:
-        self._engine = OmniEngine(client, ranks)
+        self._engine = OmniEngine(client, placement)
         self._recorder = recorder
 
     @property

@@ -12,7 +12,7 @@ import msgspec
 
 from vllm_omni.actions import CAMERA_SPACE, ActionSpace
 from vllm_omni.config import DEFAULT_HEIGHT, DEFAULT_WIDTH, OmniConfig, parse_options
-from vllm_omni.entrypoints.engine.ranks import num_ranks
+from vllm_omni.entrypoints.engine.session_placement import num_data_parallel_ranks
 from vllm_omni.entrypoints.errors import EndpointError
 from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.worlds.description import CONFIG_KEY, WorldDescription
@@ -100,7 +100,7 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             else family.action_space(hf_config, omni),
             "height": omni.height,
             "width": omni.width,
-            "max_sessions": omni.max_sessions * num_ranks(vllm_config),
+            "max_sessions": omni.max_sessions * num_data_parallel_ranks(vllm_config),
             "session_idle_s": omni.session_idle_s,
             "by_deadline": omni.scheduling == "deadline",
             "chunks_in_flight": omni.chunks_in_flight,

@@ -134,10 +134,11 @@ class Session:
         """Time in seconds since the last request, or 0 while a request is running."""
         return 0.0 if self.is_busy else time.monotonic() - self.last_used_s
 
-    def close(self, reason: str) -> None:
-        """End the session's metrics and trace spans. Idempotent.
+    def on_removed(self, reason: str) -> None:
+        """End the session's audience, quota, metrics and trace spans. Idempotent.
 
-        The session has left the manager's table.
+        The manager calls this when it removes the session from its table. `free_engine_state` frees
+        the state in the engine.
         """
         if self._closed:
             return
@@ -400,7 +401,7 @@ class Session:
         """
         job, start, info = run.job, run.job.start, self._manager.info
         if start.restart and self.started and not run.completed:
-            self.discard_engine_session()
+            self.free_engine_state()
         if run.completed:
             if self.in_step and self.next_chunk != run.first_chunk + run.completed:
                 raise EndpointError(
@@ -533,7 +534,7 @@ class Session:
         there.
         """
         if error.code == "unknown_session":
-            self.discard_engine_session(in_engine=False)
+            self.free_engine_state(in_engine=False)
             return EndpointError(
                 "session_evicted", "the engine has closed this session; send it again with an image"
             )
@@ -636,12 +637,12 @@ class Session:
             await in_flight.wait_for_end()
             self.in_step = self.in_step and refused
         if not self.started and not refused and self.destination is None:
-            self.discard_engine_session()  # the first chunk may still have been committed
+            self.free_engine_state()  # the first chunk may still have been committed
 
     # -- the engine's state ------------------------------------------------------------------------
 
-    def discard_engine_session(self, in_engine: bool = True) -> None:
-        """Discard the session's state. The next request needs an image.
+    def free_engine_state(self, in_engine: bool = True) -> None:
+        """Free the session's state in the engine. The next request needs an image.
 
         Args:
             in_engine: Whether the engine may still hold the state.
@@ -674,7 +675,7 @@ class Session:
             self.cancel()
             async with self._next_request:
                 if self.started:
-                    self.discard_engine_session()
+                    self.free_engine_state()
 
     async def fork(self, new: "Session") -> None:
         """Copy the state into `new`, between two chunks.

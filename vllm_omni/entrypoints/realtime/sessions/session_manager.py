@@ -284,8 +284,8 @@ class SessionManager:
     def _evict(self, session: Session, reason: str) -> None:
         """Free a session that is not busy, and record that the server has closed it."""
         with log_context.bound(session_id=session.session_id):
-            session.discard_engine_session()
-            session.close(reason)
+            session.free_engine_state()
+            session.on_removed(reason)
             self.remove_if_empty(session)
         self._evicted[session.key] = None
         while len(self._evicted) > _REMEMBERED_EVICTIONS:
@@ -318,7 +318,7 @@ class SessionManager:
             if session.destination is None:
                 session.delivery_log.discard()
             with log_context.bound(session_id=session.session_id):
-                session.close("closed" if session.destination is None else "moved")
+                session.on_removed("closed" if session.destination is None else "moved")
         elif session.started:
             self._evicted.pop(session.key, None)
 

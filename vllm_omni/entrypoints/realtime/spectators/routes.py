@@ -17,8 +17,8 @@ from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.websockets import WebSocket
 
+from vllm_omni.entrypoints.errors import not_found, respond_to_errors
 from vllm_omni.entrypoints.limits.access import SESSIONS_PATH
-from vllm_omni.entrypoints.openai.errors import not_found, respond_to_errors
 from vllm_omni.entrypoints.openai.protocol import ErrorReply
 from vllm_omni.entrypoints.realtime.connection.connection import principal_of
 from vllm_omni.entrypoints.realtime.connection.live_client import RealtimeEndpoint

@@ -19,8 +19,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from vllm_omni.entrypoints.engine.environment import read_struct
-from vllm_omni.entrypoints.errors import EndpointError
-from vllm_omni.entrypoints.openai.errors import ApiError, not_found, respond_to_errors
+from vllm_omni.entrypoints.errors import ApiError, EndpointError, not_found, respond_to_errors
 from vllm_omni.entrypoints.openai.protocol import ErrorReply
 from vllm_omni.entrypoints.realtime.connection.connection import principal_of
 from vllm_omni.entrypoints.realtime.sessions.session import new_session_id

@@ -164,13 +164,19 @@ class PackBuilder:
     """Collects the tokens of several requests."""
 
     embeds: dict[Expert, list[torch.Tensor]] = field(default_factory=lambda: {"und": [], "gen": []})
+    """Token embeddings of each expert, [T, D] each."""
     rope: dict[Expert, list[tuple[torch.Tensor, torch.Tensor]]] = field(
         default_factory=lambda: {"und": [], "gen": []}
     )
+    """Cosines and sines for the tokens of `embeds`."""
     counts: dict[Expert, int] = field(default_factory=lambda: {"und": 0, "gen": 0})
+    """Number of tokens of each expert."""
     stores: list[CacheWrite] = field(default_factory=list)
+    """Writes to the caches."""
     attends: list[CacheAttention] = field(default_factory=list)
+    """Attention jobs, in order."""
     seen: dict[BranchCache, torch.Tensor] = field(default_factory=dict)
+    """As in `TokenPack`."""
 
     def add_tokens(
         self,

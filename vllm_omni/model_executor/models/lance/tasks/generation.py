@@ -165,9 +165,13 @@ class ImageGeneration:
     first.
     """
     _time: torch.Tensor | None = None
+    """Embeddings of `timesteps`. `finish_context` sets this and the next three fields."""
     _positions: torch.Tensor | None = None
+    """Position embeddings of the latent tokens."""
     _ropes: list[tuple[Rope, Rope]] = field(default_factory=list)
+    """Result of `block_rope` for the block of each branch."""
     _seen: dict[BranchCache, torch.Tensor] = field(default_factory=dict)
+    """`TokenPack.seen` of each cache."""
 
     @property
     def num_steps(self) -> int:

@@ -101,7 +101,9 @@ class UnderstandingChunk:
     row: int = 0
     """Index of the `und` token in the current pass whose logits determine the next token."""
     _live: UnderstandingProgress = field(default_factory=UnderstandingProgress)
+    """`progress` with the tokens of the step that runs. A failed step discards it."""
     _pending: list[torch.Tensor] = field(default_factory=list)
+    """Tokens of the step that runs, still on the device."""
 
     @property
     def wanted(self) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionRanks`: maps sessions to data-parallel ranks.
+"""`SessionPlacement`: maps sessions to data-parallel ranks.
 
 With `--data-parallel-size N` each data-parallel rank is a separate engine with separate sessions.
 The identifiers in this module use `rank` for data-parallel rank. Stock vLLM sends a request to the
@@ -32,7 +32,7 @@ SendToRank = Callable[[int], Awaitable[T]]
 """Sends one request to a data-parallel rank and returns the result. Raises `RequestFailed`."""
 
 
-def num_ranks(vllm_config: "VllmConfig") -> int:
+def num_data_parallel_ranks(vllm_config: "VllmConfig") -> int:
     """Return the number of data-parallel ranks that this API server sends requests to."""
     parallel = vllm_config.parallel_config
     return int(
@@ -54,7 +54,7 @@ class _Placement:
     """
 
 
-class SessionRanks:
+class SessionPlacement:
     """Assigns the sessions of one API server process to data-parallel ranks. Use it from a single
     event loop.
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small byte-level BPE tokenizer with the files, special tokens and chat template fields of
-Qwen2.5-Omni's.
-"""
+"""Small tokenizers in the layouts of real checkpoints: umt5-xxl's and Qwen2.5-Omni's."""
 
 import json
+import shutil
 from pathlib import Path
 
 from tokenizers import (
@@ -16,6 +15,11 @@ from tokenizers import (
     pre_tokenizers,
     trainers,
 )
+
+from vllm_omni import worlds
+
+_VILLAGES = Path(worlds.__file__).parent / "village" / "google" / "umt5-xxl"
+_FILES = ("spiece.model", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 _TEXT = """
 You are Qwen, a virtual human, capable of perceiving auditory and visual inputs, as well as generating text and speech.
@@ -82,7 +86,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_tokenizer(folder: Path) -> dict[str, int]:
+def write_qwen_tokenizer(folder: Path) -> dict[str, int]:
     """Write all tokenizer files.
 
     Returns:
@@ -155,3 +159,19 @@ def write_tokenizer(folder: Path) -> dict[str, int]:
     )
     user = tokenizer.encode("user").ids
     return {**ids, "user": user[0], "<|padding|>": -(-tokenizer.get_vocab_size() // 64) * 64}
+
+
+def write_t5_tokenizer(folder: Path) -> int:
+    """Write a tokenizer with the files, special tokens and byte fallback of umt5-xxl's.
+
+    It is the demo world's, which was trained on twenty sentences with sentencepiece 0.2.3. It is
+    copied, not trained again, because other versions train another vocabulary, and random
+    checkpoints of one seed would differ.
+
+    Returns:
+        Number of tokens.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in _FILES:
+        shutil.copyfile(_VILLAGES / name, folder / name)
+    return len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionRanks`: sessions stay on the data-parallel rank on which they started. A rank here is a
-store of `capacity` sessions.
+"""`SessionPlacement`: sessions stay on the data-parallel rank on which they started.
+
+A rank here is a store of `capacity` sessions.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from helpers.waits import until
 
-from vllm_omni.entrypoints.engine.ranks import SessionRanks
+from vllm_omni.entrypoints.engine.session_placement import SessionPlacement
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
 
@@ -19,7 +20,7 @@ class Ranks:
     """Engines without a model, which store sessions and count their chunks."""
 
     def __init__(self, size: int, capacity: int = 100) -> None:
-        self.router = SessionRanks(size)
+        self.router = SessionPlacement(size)
         self.capacity = capacity
         self.stores: list[dict[str, int]] = [{} for _ in range(size)]
         self.pause_s = 0.0
