@@ -56,13 +56,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return one process per GPU for `make test-cuda`, else two.
+    """Return one process per GPU for `make test-cuda`, else three.
 
-    Other tests of a CUDA build run in one process, because an engine reserves most of a GPU.
+    Three processes keep two cores busy, because tests of servers wait for timeouts and paced
+    streams. Other tests of a CUDA build run in one process, because an engine reserves most of a
+    GPU.
     """
     if _runs_cuda_tests(config):
         return torch.cuda.device_count()
-    return 0 if torch.version.cuda is not None else 2
+    return 0 if torch.version.cuda is not None else 3
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
