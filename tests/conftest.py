@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return one process per GPU for `make test-cuda`, else two.
+    """Return one process per GPU for `make test-cuda`, else three.
 
-    Other tests of a CUDA build run in one process, because an engine reserves most of a GPU.
+    Three processes keep two cores busy, because tests of servers wait for timeouts and paced
+    streams. Other tests of a CUDA build run in one process, because an engine reserves most of a
+    GPU.
     """
     if _runs_cuda_tests(config):
         return torch.cuda.device_count()
-    return 0 if torch.version.cuda is not None else 2
+    return 0 if torch.version.cuda is not None else 3
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -111,19 +114,31 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(scope="session")
-def null_world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A `null_world` checkpoint directory."""
-    out = tmp_path_factory.mktemp("null_world")
-    get_family("null_world").make_tiny(out, 0, "original")
-    return out
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`tiny_checkpoint(family, layout="original", seed=0)` returns the directory of a checkpoint.
+
+    Each is written once in a process. Tests must not change them.
+    """
+
+    @cache
+    def written(family: str, layout: str = "original", seed: int = 0) -> Path:
+        folder = tmp_path_factory.mktemp(f"{family}_{layout}")
+        get_family(family).make_tiny(folder, seed, layout)
+        return folder
+
+    return written
 
 
 @pytest.fixture(scope="session")
-def lingbot_world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def null_world(tiny_checkpoint: Callable[..., Path]) -> Path:
+    """A `null_world` checkpoint directory."""
+    return tiny_checkpoint("null_world")
+
+
+@pytest.fixture(scope="session")
+def lingbot_world(tiny_checkpoint: Callable[..., Path]) -> Path:
     """A tiny LingBot World checkpoint in the original layout."""
-    out = tmp_path_factory.mktemp("lingbot_world")
-    get_family("lingbot_world").make_tiny(out, 0, "original")
-    return out
+    return tiny_checkpoint("lingbot_world")
 
 
 @pytest.fixture(scope="session")
@@ -135,19 +150,15 @@ def village() -> Path:
 
 
 @pytest.fixture(scope="session")
-def causal_wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def causal_wan(tiny_checkpoint: Callable[..., Path]) -> Path:
     """A tiny causal Wan checkpoint in the original layout."""
-    out = tmp_path_factory.mktemp("causal_wan")
-    get_family("causal_wan").make_tiny(out, 0, "original")
-    return out
+    return tiny_checkpoint("causal_wan")
 
 
 @pytest.fixture(scope="session")
-def qwen2_5_omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def qwen2_5_omni(tiny_checkpoint: Callable[..., Path]) -> Path:
     """A tiny Qwen2.5-Omni checkpoint."""
-    out = tmp_path_factory.mktemp("qwen2_5_omni")
-    get_family("qwen2_5_omni").make_tiny(out, 0, "original")
-    return out
+    return tiny_checkpoint("qwen2_5_omni")
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,6 @@ import pytest
 import torch
 from helpers.engine_client import EngineClient, running_engine
 
-from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
 
 SMALL = {"max_image_pixels": 64 * 96, "max_video_pixels": 64 * 96, "max_num_frames": 9}
@@ -59,10 +58,8 @@ REQUESTS: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("lance")
-    get_family("lance").make_tiny(out, 0, "video")
-    return out
+def checkpoint(tiny_checkpoint: Callable[..., Path]) -> Path:
+    return tiny_checkpoint("lance", "video")
 
 
 async def send(client: EngineClient, task: str, name: str, **changes: Any) -> Any:

@@ -5,6 +5,7 @@ tests/worker/test_runner_weights.py covers one rank, FP8 weights and reloads.
 """
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,12 @@ import torch
 from helpers.engine_client import EngineClient, running_engine
 from helpers.wan22_driver import HEIGHT, WIDTH
 
-from vllm_omni.model_executor.models.registry import get_family
-
 ALL = {"cpu_offload_gb": 1.0}
 
 
 @pytest.fixture(scope="module")
-def t2v(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("wan2_2_t2v")
-    get_family("wan2_2").make_tiny(out, 0, "t2v")
-    return out
+def t2v(tiny_checkpoint: Callable[..., Path]) -> Path:
+    return tiny_checkpoint("wan2_2", "t2v")
 
 
 async def videos(client: EngineClient) -> list[torch.Tensor]:

@@ -20,7 +20,9 @@ OMNI = {
 DEADLINES_S = (60.0, 0.001, 60.0)
 
 
-@pytest.mark.parametrize("family", ["lingbot_world", "matrix_game"])
+@pytest.mark.parametrize(
+    "family", ["lingbot_world", pytest.param("matrix_game", marks=pytest.mark.nightly)]
+)
 def test_a_preset_reaches_the_model_and_late_chunks_are_degraded(
     family: str, tmp_path: Path
 ) -> None:

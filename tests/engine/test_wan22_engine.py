@@ -7,6 +7,7 @@ model over HTTP in every run.
 """
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import torch
 from helpers.engine_client import running_engine
 from helpers.wan22_driver import HEIGHT, WIDTH, load_model, make_video, picture
 
-from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
 
 pytestmark = pytest.mark.nightly
@@ -58,10 +58,8 @@ same products.
 
 
 @pytest.fixture(scope="module")
-def i2v(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("wan2_2_i2v")
-    get_family("wan2_2").make_tiny(out, 0, "i2v")
-    return out
+def i2v(tiny_checkpoint: Callable[..., Path]) -> Path:
+    return tiny_checkpoint("wan2_2", "i2v")
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

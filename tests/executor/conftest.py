@@ -2,6 +2,7 @@
 """Tiny pipelines of every layout, and hosts and runners on them."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +13,12 @@ from diffusers_direct import CPU, MakeHost
 from vllm_omni.executor.pipeline_host import PipelineHost
 from vllm_omni.executor.pipeline_runner import PipelineRunner
 from vllm_omni.model_executor.models.diffusers_pipeline.options import DiffusersOptions
-from vllm_omni.model_executor.models.registry import get_family
 
 
 @pytest.fixture(scope="session")
-def tiny_pipelines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def tiny_pipelines(tiny_checkpoint: Callable[..., Path]) -> Callable[[str], Path]:
     """`tiny_pipelines(layout)` returns a tiny pipeline directory, written once."""
-    written: dict[str, Path] = {}
-
-    def of(layout: str) -> Path:
-        if layout not in written:
-            written[layout] = tmp_path_factory.mktemp("pipelines") / layout
-            written[layout].mkdir()
-            get_family("diffusers_pipeline").make_tiny(written[layout], 0, layout)
-        return written[layout]
-
-    return of
+    return partial(tiny_checkpoint, "diffusers_pipeline")
 
 
 @pytest.fixture

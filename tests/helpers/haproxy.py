@@ -32,10 +32,16 @@ needs_haproxy = pytest.mark.skipif(
 )
 
 CHECK_S = 0.1 * PATIENCE
+CONNECT_S = 0.2 * PATIENCE
 QUICK: Mapping[str, str] = {
     "inter 1s fastinter 500ms fall 3": f"inter {CHECK_S * 1e3:.0f}ms fastinter 50ms fall 2",
+    "timeout connect 3s": f"timeout connect {CONNECT_S * 1e3:.0f}ms",
+    "timeout check 5s": f"timeout check {10 * CHECK_S * 1e3:.0f}ms",
 }
-"""Edits of every test: health checks are frequent, so that tests need not wait for seconds."""
+"""Edits of every test, so that tests need not wait for seconds: health checks are frequent, and a
+refused connection is repeated soon, because HAProxy waits for a second or the time limit of a
+connection before that, whichever is shorter.
+"""
 
 
 class Proxy:

@@ -1,44 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny checkpoints of variants that only tests of the worker use."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from vllm_omni.model_executor.models.registry import get_family
 
-
-def _written(paths: pytest.TempPathFactory, family: str, variant: str) -> Path:
-    folder = paths.mktemp(family)
-    get_family(family).make_tiny(folder, 0, variant)
-    return folder
+@pytest.fixture(scope="session")
+def lingbot_pretrain(tiny_checkpoint: Callable[..., Path]) -> Path:
+    return tiny_checkpoint("lingbot_world", "v2_pretrain")
 
 
 @pytest.fixture(scope="session")
-def lingbot_pretrain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _written(tmp_path_factory, "lingbot_world", "v2_pretrain")
+def lingbot_poses(tiny_checkpoint: Callable[..., Path]) -> Path:
+    return tiny_checkpoint("lingbot_world", "world")
 
 
 @pytest.fixture(scope="session")
-def lingbot_poses(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _written(tmp_path_factory, "lingbot_world", "world")
+def matrix_game(tiny_checkpoint: Callable[..., Path]) -> Path:
+    return tiny_checkpoint("matrix_game")
 
 
 @pytest.fixture(scope="session")
-def matrix_game(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _written(tmp_path_factory, "matrix_game", "original")
+def abot_world(tiny_checkpoint: Callable[..., Path]) -> Path:
+    return tiny_checkpoint("abot_world")
 
 
 @pytest.fixture(scope="session")
-def abot_world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _written(tmp_path_factory, "abot_world", "original")
+def dreamx_world(tiny_checkpoint: Callable[..., Path]) -> Path:
+    return tiny_checkpoint("dreamx_world")
 
 
 @pytest.fixture(scope="session")
-def dreamx_world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _written(tmp_path_factory, "dreamx_world", "original")
-
-
-@pytest.fixture(scope="session")
-def waypoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _written(tmp_path_factory, "waypoint", "v1_5")
+def waypoint(tiny_checkpoint: Callable[..., Path]) -> Path:
+    return tiny_checkpoint("waypoint", "v1_5")

@@ -15,6 +15,11 @@ from vllm_omni.session_files.snapshot_exchange import copy_exchange, run_exchang
 from vllm_omni.tensors import file_io
 from vllm_omni.tensors.digests import tensor_digests
 
+STAGED_DAILY = ("world, ring and sinks", "game, windows of trunk, mouse and keyboard")
+"""Cases that `make test` copies through staging buffers too. tests/test_tensor_bytes.py tests these
+for every layout and dtype; they do not depend on the model.
+"""
+
 
 @pytest.fixture
 def pair(make_runner: Any, request: pytest.FixtureRequest) -> Callable[..., tuple[Worker, Worker]]:
@@ -36,10 +41,18 @@ def copied_ahead(pair: Any, path: Path) -> tuple[Worker, Worker]:
     return here, there
 
 
-@pytest.mark.parametrize("staged", [False, True], ids=["host", "staged"])
 @pytest.mark.parametrize(
-    "case",
-    [case if case in DAILY else pytest.param(case, marks=pytest.mark.nightly) for case in CASES],
+    ("case", "staged"),
+    [
+        pytest.param(
+            case,
+            staged,
+            id=f"{case}-{'staged' if staged else 'host'}",
+            marks=[] if case in (STAGED_DAILY if staged else DAILY) else [pytest.mark.nightly],
+        )
+        for staged in (False, True)
+        for case in CASES
+    ],
 )
 def test_a_session_is_copied_while_it_plays(
     case: str, staged: bool, pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -24,11 +24,9 @@ MakeRunner = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def other_world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def other_world(tiny_checkpoint: Callable[..., Path]) -> Path:
     """`null_world` with other weights."""
-    out = tmp_path_factory.mktemp("other_world")
-    get_family("null_world").make_tiny(out, 1, "original")
-    return out
+    return tiny_checkpoint("null_world", seed=1)
 
 
 def bytes_of(runner: Any) -> int:

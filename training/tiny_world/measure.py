@@ -2,7 +2,7 @@
 """Mean colours of styles, and losses of decoders.
 
 Frames are [B, T, 3, H, W] in [0, 1]. PSNR, SSIM and sharpness are in
-`vllm_omni.evaluation.likeness`. Tested by tests/training/tiny_world/test_measure.py.
+`vllm_omni.evaluation.likeness`.
 """
 
 import torch

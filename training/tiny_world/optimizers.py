@@ -4,8 +4,7 @@
 Muon: K. Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/. The scale of its update
 (RMS 0.2, as AdamW's) is Moonlight's, arXiv 2502.16982. Every weight is treated as a matrix
 [outputs, everything else], which covers convolutions. A step neither synchronises with the device
-nor changes a shape, so it can be captured in a CUDA graph. Tested by
-tests/training/tiny_world/test_optimizers.py.
+nor changes a shape, so it can be captured in a CUDA graph.
 """
 
 import math

@@ -13,7 +13,6 @@ Longer clips in the shards make longer roll-outs; nothing else changes.
 
 A roll-out serves several updates, each with other steps, because making it takes longer than an
 update.
-Tested by tests/training/tiny_world/test_rollout.py.
 """
 
 import argparse

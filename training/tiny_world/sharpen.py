@@ -23,8 +23,6 @@ better spent on one small adversary.
 - Behind own frames by the dozen the true place cannot be known, and regression there asks for blur.
   It fades (`Late`): what is left of it holds the level of a frame, and what such frames show is the
   adversary's.
-
-Tested by tests/training/tiny_world/test_sharpen.py.
 """
 
 import argparse

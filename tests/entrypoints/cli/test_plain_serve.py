@@ -2,6 +2,7 @@
 """The plain command that `--omni` prints serves the same world."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from helpers.ports import port_for_a_server
-from helpers.quick_programs import stop_server, wait_until_healthy
+from helpers.quick_programs import Program, start_python, stop_server, wait_until_healthy
 from helpers.waits import seconds
 from websockets.sync.client import connect
 
@@ -17,9 +18,14 @@ from vllm_omni.entrypoints.cli import demo, serve
 
 
 @pytest.mark.engine
-def test_the_printed_command_serves(null_world: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "real", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["forked", "shell"]
+)
+def test_the_printed_command_serves(real: bool, null_world: Path, tmp_path: Path) -> None:
     """Plain `vllm serve` with the printed flags and variable has the endpoint, with the hello
     message of the model, and OMP_NUM_THREADS applies in its engine process.
+
+    The nightly test gives the printed line to a shell.
     """
     port = port_for_a_server()
     planned = serve.plan(
@@ -27,17 +33,26 @@ def test_the_printed_command_serves(null_world: Path, tmp_path: Path) -> None:
         os.environ,
         serve.installed_plugins(),
     )
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    variable, program, *arguments = shlex.split(planned.plain_command)
+    assert program == "vllm"
+    environ = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
     log = tmp_path / "server.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            f"exec env {planned.plain_command}",
-            shell=True,
-            env={**os.environ, "PATH": path, "VLLM_LOGGING_LEVEL": "INFO"},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    process: Program
+    if real:
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                f"exec env {planned.plain_command}",
+                shell=True,
+                env={**environ, "PATH": path},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+    else:
+        name, _, value = variable.partition("=")
+        command = ["-m", "vllm.entrypoints.cli.main", *arguments]
+        process = start_python(command, log, log, {**environ, name: value})
     try:
         wait_until_healthy(process, port, log)
         with connect(f"ws://127.0.0.1:{port}{demo.ENDPOINT}", compression=None) as endpoint:

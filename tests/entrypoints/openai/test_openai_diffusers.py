@@ -5,7 +5,7 @@ own.
 
 import base64
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,12 @@ import torch
 from helpers.openai_server import Served, serve
 from PIL import Image
 
-from vllm_omni.model_executor.models.registry import get_family
-
 STEPS = 3
 
 
 @pytest.fixture(scope="module")
-def qwen_image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("qwen_image")
-    get_family("diffusers_pipeline").make_tiny(out, 0, "qwen_image")
-    return out
+def qwen_image(tiny_checkpoint: Callable[..., Path]) -> Path:
+    return tiny_checkpoint("diffusers_pipeline", "qwen_image")
 
 
 @pytest.fixture(scope="module")

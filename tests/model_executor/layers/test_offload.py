@@ -3,6 +3,7 @@
 evenly.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,6 @@ from vllm.model_executor.offloader import set_offloader
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.layers.linear.linear import ColumnLinear, LinearPrecision
 from vllm_omni.model_executor.layers.offload import LayerOffloader, offloader_for, spread
-from vllm_omni.model_executor.models.registry import get_family
 
 CPU = torch.device("cpu")
 ALL = 1 << 40
@@ -25,10 +25,8 @@ pytestmark = pytest.mark.usefixtures("no_offloader_left")
 
 
 @pytest.fixture(scope="module")
-def t2v(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("wan2_2_t2v")
-    get_family("wan2_2").make_tiny(out, 0, "t2v")
-    return out
+def t2v(tiny_checkpoint: Callable[..., Path]) -> Path:
+    return tiny_checkpoint("wan2_2", "t2v")
 
 
 def layers(count: int, seed: int = 0) -> list[nn.Module]:

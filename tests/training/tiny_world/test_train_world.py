@@ -4,23 +4,21 @@ exported.
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.waits import seconds
-from training_runs import SIZES, arguments, curve
 
 from training.tiny_world import state_files, train_world
 from training.tiny_world.state_files import read_parts, write_parts
 from training.tiny_world.train_world import main
+from training.tiny_world.transformer import Sizes
 from training.tiny_world.world_data import write_synthetic_data
 from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
 from vllm_omni.model_executor.models.lingbot_world.transformer import LingBotTransformer
 from vllm_omni.model_executor.models.lingbot_world.weights import load_transformer
+
+SIZES = Sizes(dim=48, layers=2, heads=2, ffn=64, grid=(4, 6), window=9)
 
 
 @pytest.fixture
@@ -30,8 +28,10 @@ def data(tmp_path: Path) -> Path:
 
 
 def _train(data: Path, out: Path, *more: str) -> list[dict]:
-    main([*arguments(data), "--out", str(out), *more])
-    return curve(out)
+    sizes = "--dim 48 --layers 2 --heads 2 --ffn 64 --grid 4 6 --window 9"
+    files = ["--data", str(data), "--prompts", str(data / "prompts.pt"), "--out", str(out)]
+    main([*files, *f"{sizes} --batch 4 --log-steps 1 --seed 3".split(), *more])
+    return [json.loads(line) for line in (out / "curve.jsonl").read_text().splitlines()]
 
 
 def test_training_stops_resumes_and_exports(data: Path, tmp_path: Path) -> None:
@@ -102,20 +102,3 @@ def test_a_large_state_is_cut_into_files(tmp_path: Path, monkeypatch: pytest.Mon
     assert sorted(tmp_path.iterdir()) == sorted(fewer)
     with pytest.raises(ValueError, match="to go on from"):
         read_parts(tmp_path / "nowhere")
-
-
-@pytest.mark.nightly  # 20 s: two processes that import torch
-def test_two_ranks_train_as_one(data: Path, tmp_path: Path) -> None:
-    """Under torchrun, each rank with its own shard: one state, gradients averaged."""
-    out = tmp_path / "two"
-    launcher = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29533"]
-    module = [*launcher, "-m", "training.tiny_world.train_world"]
-    command = [sys.executable, "-m", *module, *arguments(data), "--out", str(out)]
-    command += ["--max-steps", "2"]
-    root = Path(__file__).parents[3]
-    done = subprocess.run(
-        command, cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
-        capture_output=True, text=True, timeout=seconds(120),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert read_parts(out)["step"] == 2

@@ -4,6 +4,7 @@ their training.
 """
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from vllm_omni.model_executor.models.causal_wan.config import (
     CausalWanOptions,
     resolve_plan,
 )
-from vllm_omni.model_executor.models.registry import detect_family, get_family
+from vllm_omni.model_executor.models.registry import detect_family
 from vllm_omni.planning.models import model_of
 from vllm_omni.testing.tiny.wan import write_component
 
@@ -29,11 +30,9 @@ O_WEIGHT, NORM = "blocks.1.self_attn.o.weight", "blocks.1.norm3.weight"
 
 
 @pytest.fixture(scope="module")
-def components(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def components(tiny_checkpoint: Callable[..., Path]) -> Path:
     """A tiny Self-Forcing directory."""
-    folder = tmp_path_factory.mktemp("self_forcing")
-    get_family("causal_wan").make_tiny(folder, 3, "original")
-    return folder
+    return tiny_checkpoint("causal_wan", seed=3)
 
 
 @pytest.fixture(scope="module")

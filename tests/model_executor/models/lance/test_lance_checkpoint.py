@@ -5,6 +5,7 @@ command line.
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,11 @@ from vllm_omni.model_executor.checkpoint.hub import check_complete, hub_source
 from vllm_omni.model_executor.models.lance.checkpoint import find_layout, hf_config, is_checkpoint
 from vllm_omni.model_executor.models.lance.family import FAMILY
 from vllm_omni.model_executor.models.registry import detect_family
-from vllm_omni.testing.tiny.lance import make_tiny
 
 
 @pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("lance_repository")
-    make_tiny(out, 0, "repository")
-    return out
+def repository(tiny_checkpoint: Callable[..., Path]) -> Path:
+    return tiny_checkpoint("lance", "repository")
 
 
 def test_root_and_folders_lead_to_the_same_checkpoint(repository: Path) -> None:

@@ -3,6 +3,7 @@
 refusals.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 from lingbot_world_driver import load_world, make_request, open_session
 
 from vllm_omni.model_executor.models.lingbot_world.pipeline import LingBotWorld
-from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.multimodal import NamedTensorsParser
 from vllm_omni.outputs import RequestFailed
 
@@ -20,10 +20,8 @@ FIRST = 9
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> LingBotWorld:
-    checkpoint = tmp_path_factory.mktemp("act")
-    get_family("lingbot_world").make_tiny(checkpoint, 0, "act")
-    return load_world(checkpoint)
+def world(tiny_checkpoint: Callable[..., Path]) -> LingBotWorld:
+    return load_world(tiny_checkpoint("lingbot_world", "act"))
 
 
 def path(**tensors: torch.Tensor) -> dict[str, torch.Tensor]:

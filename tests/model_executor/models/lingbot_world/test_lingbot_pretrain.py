@@ -3,6 +3,7 @@
 cover its values.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,17 +21,14 @@ from vllm_omni.model_executor.models.lingbot_world.pretrain import (
     GuidedWindows,
     LingBotPretrain,
 )
-from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
 
 PROMPT = "a beach"
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pretrain")
-    get_family("lingbot_world").make_tiny(folder, 0, "v2_pretrain")
-    return folder
+def checkpoint(tiny_checkpoint: Callable[..., Path]) -> Path:
+    return tiny_checkpoint("lingbot_world", "v2_pretrain")
 
 
 @pytest.fixture(scope="module")

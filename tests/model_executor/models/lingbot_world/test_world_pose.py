@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worlds with poses: the start pose, motion by controls, and the network's input."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,8 @@ PERIOD_M = 20.0
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("world")
-    get_family("lingbot_world").make_tiny(out, 0, "world")
-    return out
+def checkpoint(tiny_checkpoint: Callable[..., Path]) -> Path:
+    return tiny_checkpoint("lingbot_world", "world")
 
 
 @pytest.fixture(scope="module")

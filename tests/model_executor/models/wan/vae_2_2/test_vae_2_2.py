@@ -254,7 +254,7 @@ def test_small_parts_of_a_latent_give_the_same_frames(
         torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("frames_per_call", [None, 2])
+@pytest.mark.parametrize("frames_per_call", [pytest.param(None, marks=pytest.mark.nightly), 2])
 def test_later_latents_are_one_graph_for_each_part(
     monkeypatch: pytest.MonkeyPatch,
     vae: StreamingWanVAE,
@@ -283,7 +283,8 @@ def test_later_latents_are_one_graph_for_each_part(
 
 def test_streams_are_decoded_one_by_one(vae: StreamingWanVAE, latents: torch.Tensor) -> None:
     """So that frames do not depend on the other streams of a batch. A joint decode, which is equal
-    within rounding, keeps states of different age apart."""
+    within rounding, keeps states of different age apart. The tolerance is that of the recorded
+    frames, because convolutions of two streams sum in another order, which depends on the CPU."""
     decoder = ChunkDecoder(vae)
     other = latents.flip(2)
     starts = [decoder.decode(latents[:, :, :1], None)[1], decoder.decode(other[:, :, :4], None)[1]]
@@ -292,7 +293,7 @@ def test_streams_are_decoded_one_by_one(vae: StreamingWanVAE, latents: torch.Ten
     together = decoder.decode_together(parts, starts)
     for part, start, (pixels, state) in zip(parts, starts, together, strict=True):
         expected, after = decoder.decode(part, start)
-        torch.testing.assert_close(pixels, expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(pixels, expected, atol=5e-5, rtol=0)
         for name, tensor in after.tensors().items():
             torch.testing.assert_close(state.tensors()[name], tensor, atol=1e-4, rtol=1e-4)
 
