@@ -98,8 +98,9 @@ TABLES = {
         "480x832, four denoise steps and the clean-context pass per chunk of 12 frames, VAE decode "
         "and uint8 frames on the host. The other engines run in one process without a server. "
         "[benchmarks/peers](../../benchmarks/peers/README.md) says how to run it, what is replaced "
-        "in each engine and how fair the comparison is. These rows were recorded by earlier "
-        "drivers. Compare only rows of one GPU.",
+        "in each engine and how fair the comparison is. FlashDreams and vllm-omni were measured on "
+        "two other GPUs by earlier drivers; their ratios are to 1786 and 1812 ms, the times of this "
+        "project there. Compare only rows of one GPU.",
     ),
     "quality": (
         "Quality of the demo world",
