@@ -6,8 +6,9 @@
     # exit with 1 if one of them differs from what would be written
     python scripts/results_page.py --check
 
-Each file in `benchmarks/results` is one row. A benchmark writes date, command, hardware, versions
-and `result`. A person adds `record`, which says what the row shows:
+Each file in `benchmarks/results` is one row, or a list of rows with a `name` each, where one
+benchmark measures all of them. A benchmark writes date, command, hardware, versions and `result`. A
+person adds `record`, which says what the row shows:
 
     "record": {
       "table": "causal_wan",              one of `TABLES`
@@ -98,9 +99,9 @@ TABLES = {
         "480x832, four denoise steps and the clean-context pass per chunk of 12 frames, VAE decode "
         "and uint8 frames on the host. The other engines run in one process without a server. "
         "[benchmarks/peers](../../benchmarks/peers/README.md) says how to run it, what is replaced "
-        "in each engine and how fair the comparison is. FlashDreams and vllm-omni were measured on "
-        "two other GPUs by earlier drivers; their ratios are to 1786 and 1812 ms, the times of this "
-        "project there. Compare only rows of one GPU.",
+        "in each engine and how fair the comparison is. FlashDreams and vllm-omni ran "
+        "on two other GPUs by earlier drivers; their ratios are to 1786 and 1812 ms, the times of "
+        "this project there. Compare only rows of one GPU.",
     ),
     "quality": (
         "Quality of the demo world",
@@ -151,9 +152,9 @@ class Row:
     """One result of record."""
 
     name: str
-    """File name without suffix."""
+    """`name` of the row, or else the file name without suffix."""
     document: dict[str, Any]
-    """Content of the file."""
+    """Content of the file, or one element of its list."""
 
     @property
     def record(self) -> dict[str, Any]:
@@ -183,18 +184,19 @@ def load_rows(folder: Path = RESULTS) -> list[Row]:
     """
     rows = []
     for path in sorted(folder.glob("*.json")):
-        document = json.loads(path.read_text())
-        record = document.get("record", {})
-        missing = {"table", "order", "row", "gpus", "commit", "values"} - set(record)
-        if (
-            missing
-            or record["table"] not in TABLES
-            or not all(value["starts"] for value in record["values"])
-        ):
-            raise ResultError(
-                f"{path.name}: `record` lacks {sorted(missing) or 'a known table or values'}"
-            )
-        rows.append(Row(path.stem, document))
+        content = json.loads(path.read_text())
+        for document in content if isinstance(content, list) else [content]:
+            record = document.get("record", {})
+            missing = {"table", "order", "row", "gpus", "commit", "values"} - set(record)
+            if (
+                missing
+                or record["table"] not in TABLES
+                or not all(value["starts"] for value in record["values"])
+            ):
+                raise ResultError(
+                    f"{path.name}: `record` lacks {sorted(missing) or 'a known table or values'}"
+                )
+            rows.append(Row(document.get("name", path.stem), document))
     return sorted(
         rows, key=lambda row: (list(TABLES).index(row.record["table"]), row.record["order"])
     )
