@@ -27,9 +27,9 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Options of the diffusion worker, shared by all models."""
 
     height: Annotated[int, msgspec.Meta(ge=16, le=4096)] = DEFAULT_HEIGHT
-    """Default height of a video in pixels. The largest area that a request may use is also
-    `height * width`. Default: the size in the world description, otherwise the size that the model
-    was trained at, otherwise 480x832.
+    """Default height of a video in pixels. `height * width` is also the largest area that a request
+    may use. Default: the size in the world description, otherwise the size at which the model was
+    trained, otherwise 480x832.
     """
     width: Annotated[int, msgspec.Meta(ge=16, le=4096)] = DEFAULT_WIDTH
     """Default width of a video in pixels; see `height`."""
@@ -99,8 +99,9 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     Requires `scheduling` `deadline`.
     """
     degradations: tuple[Degradation, ...] = ()
-    """Quality reductions allowed for a chunk that would otherwise miss its deadline, in order of
-    increasing quality loss. Requires `scheduling` `deadline`.
+    """Quality reductions allowed for a chunk that would otherwise miss its deadline, in the order
+    of their use: list the one with the smallest quality loss first. Requires `scheduling`
+    `deadline`.
     """
     chunks_in_flight: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
     """Maximum number of chunks of a session in flight. Each runs one denoise step after its
@@ -120,7 +121,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     rank_timeout_s: Annotated[float, msgspec.Meta(ge=2, le=3600)] | None = 6.0
     """Time in seconds without a heartbeat after which an engine is reported dead and all its
     processes exit. Detects a stopped process (SIGSTOP) and, with several ranks, a rank that was
-    killed or lost its network connection. If unset, vLLM's own timeouts apply.
+    killed or lost its network connection. If none, vLLM's own timeouts apply.
     """
     drain_timeout_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 25.0
     """Time in seconds that a server may spend on finishing the chunks in flight after SIGTERM. 0

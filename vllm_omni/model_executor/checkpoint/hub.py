@@ -62,7 +62,7 @@ class HubSource:
     complete: Callable[[Path], list[str]] = _complete_as_fetched
     """Writes files that the repositories lack, and returns their names."""
     licence: str | None = None
-    """One-line licence text, if the user must accept the licence before the download."""
+    """Licence of the weights in one line, if the user must accept it before the download."""
 
     @property
     def gigabytes(self) -> float:

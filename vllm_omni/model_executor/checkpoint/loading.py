@@ -85,8 +85,7 @@ def check_shapes(found: Mapping[str, Shape], expected: Mapping[str, Shape], wher
     """Compare the names and shapes of stored and expected tensors.
 
     Raises:
-        ValueError: They differ. Names or shapes differ. The message has counts and three examples
-            of each kind.
+        ValueError: Names or shapes differ. The message has counts and three examples of each kind.
     """
     problems = {
         "missing": [name for name in expected if name not in found],

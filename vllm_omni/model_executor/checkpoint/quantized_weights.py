@@ -203,8 +203,9 @@ def match_layers(
 ) -> StoredLayout:
     """Match the tensors of a file to those of a model.
 
-    If a layer of this rank has scales in the file, the model must have slots for them. A layer
-    without scales is dequantized. Quantized layers of other ranks and their scales are ignored.
+    If a layer of this rank has slots for scales, the file must contain these scales. A layer
+    without such slots is dequantized if it is quantized in the file. Quantized layers of other
+    ranks and their scales are ignored.
 
     Args:
         stored: Mapping from the model's names to the names in the file.

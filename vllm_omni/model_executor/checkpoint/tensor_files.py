@@ -283,8 +283,8 @@ class TensorSource(Protocol):
 
 
 Forms = Callable[[str], Mapping[str, Callable[[torch.Tensor], torch.Tensor]]]
-"""Functions that compute tensors from a stored tensor, by the stored name and the names of the
-results.
+"""Returns, for the name of a stored tensor, the functions that compute tensors from it, by the
+names of their results.
 """
 
 

@@ -183,9 +183,7 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
     def chunk_schedule(
         self, request: DiffusionRequest[Session, Chunk], schedule: FewStepSchedule
     ) -> FewStepSchedule:
-        """Return the denoise steps of a chunk: The result is `schedule`, or fewer steps if the
-        chunk would be late.
-        """
+        """Return the denoise steps of a chunk: `schedule`, or fewer steps if it would be late."""
         if FEWER_STEPS not in request.degradations:
             return schedule
         return with_most_steps(schedule, degraded_steps(self.options))
@@ -195,9 +193,7 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         return TINY_VAE in request.degradations
 
     def decoder_of(self, request: DiffusionRequest[Session, Chunk]) -> ChunkLatentsDecoder | None:
-        """Return the decoder of a chunk: The result is `decoder`, or a variant of it with options
-        of the request.
-        """
+        """Return the decoder of a chunk: `decoder`, or a variant with options of the request."""
         return self.decoder
 
     def value_layout(self, shape: SessionShape) -> Any:

@@ -155,8 +155,8 @@ class StateLayouts:
     decoder: DecoderLayout | None
     """Layout of the decoder's state. None: the session has no decoder state."""
     own: Any
-    """Layout of model-specific state of a session, in the model's own type. None: there is no such
-    state.
+    """Layout of the model-specific state of a session, in a type of the model. None: there is no
+    such state.
     """
 
 

@@ -42,8 +42,9 @@ class StreamingSetup(Generic[Config, Options]):
     cuda_graphs: bool = False
     """Whether the transformer runs in CUDA graphs: the resolved option `cuda_graphs`."""
     text_graphs: bool = False
-    """Whether the text encoder runs in CUDA graphs. They are useful for any width of the
-    transformer, because its launch time dominates.
+    """Whether the text encoder runs in CUDA graphs. In contrast to `cuda_graphs`, this does not
+    depend on the width of the transformer, because launches of the text encoder take longer than
+    its kernels.
     """
     quantization: QuantizationConfig | None = None
     """vLLM's config for the transformer's weights. None: not quantized."""

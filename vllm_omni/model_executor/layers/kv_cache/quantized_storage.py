@@ -6,7 +6,7 @@ the values into this range; it does not determine the precision. Each scale is a
 because multiplying by it is exact. The scale of a head maps the largest absolute value of that head
 in the session's first chunk to at least a factor `_HEADROOM` below the e4m3 maximum. Every pass
 over the first chunk recomputes the scale. Later values beyond the range are clamped to the e4m3
-maximum. The scale of a head depends only on this head of this session, so results do not change
+maximum. The scale depends only on the values of this head in this session, so results do not change
 with the batch, the ranks or the order of chunks.
 
 A format also implements attention, because the fastest product of queries and stored keys depends

@@ -74,7 +74,7 @@ class KVWindow:
         first_frames: Number of frames that have memory initially. `grow` allocates more memory, and
             `stop_growing` shortens the window to the allocated frames. Requires a window that
             evicts frames, without spare frames. Default: all frames.
-        pinned_tokens: Number of tokens before the first frame that every chunk sees.
+        pinned_tokens: Number of tokens before the first frame. Every chunk sees them.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ that this rank needs.
 Every rank validates all names, LoRA ranks and shapes before it reads data. Modules that do not
 match the model are skipped and listed, because adapters are shared between models: those for Wan
 2.1 I2V have layers for the start image that Wan 2.2 lacks, and others include layers of a text
-encoder. A file is refused if nothing in it fits, or if it is malformed.
+encoder. A file is refused if it is malformed or no module in it matches the model.
 """
 
 # r rank, I inputs, O outputs of a module
@@ -33,15 +33,15 @@ from vllm_omni.model_executor.layers.lora.target import AdapterTarget
 
 _DIGESTING_THREADS = 4
 TargetName = tuple[str, str]
-"""A file is refused if it is malformed or no module in it matches the model."""
+"""(network, name of a module or tensor)."""
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """The delta of one module: `up @ down` for the weight, and one for the bias."""
+    """The deltas of one module: `up @ down` for the weight, and `bias` for the bias."""
 
     down: torch.Tensor | None = None
-    """`up @ down` for the weight, and a delta for the bias. None: the weight does not change."""
+    """[r, I]. None: the weight does not change."""
     up: torch.Tensor | None = None
     """[O, r], already multiplied by the adapter's alpha. None: the weight does not change."""
     bias: torch.Tensor | None = None

@@ -218,7 +218,9 @@ def _networks(
 
 
 def _flat_names(target: AdapterTarget) -> dict[str, str]:
-    """Return the kohya names of the modules, in which underscores replace the dots."""
+    """Return kohya's names of the modules. They have underscores instead of dots, so a name alone
+    does not show where the dots were.
+    """
     return {module.replace(".", "_"): module for module in target.matrices()}
 
 

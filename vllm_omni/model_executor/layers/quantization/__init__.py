@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels that quantize to FP8 (e4m3) and dequantize, in Triton and in PyTorch.
 
-The code that decides what is quantized is in these modules:
+The code that decides what is quantized is outside this folder:
 
 - keys and values of a K/V window, with the scales: `layers/kv_cache/quantized_storage.py`. They are
   written to the window in one of four ways:

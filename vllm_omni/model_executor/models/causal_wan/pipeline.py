@@ -329,7 +329,8 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
         """Before the first forward pass of a chunk, compute the K/V of the prompt (collective with
         tensor parallelism).
 
-        Before a forward pass for other frames of the stream, place the sink frames.
+        Before a forward pass whose frames differ from those of the previous pass, place the sink
+        frames; with per-step sinks, before every denoise step.
         """
         chunk = request.work
         if chunk.cross_kv is None:
@@ -341,8 +342,9 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
             chunk.window.open(chunk.frames, request.step)
 
     def _end_step(self, request: Request) -> None:
-        """After the forward pass that decides, determine which sink frames are renewed. Ranks that
-        share the heads make one decision.
+        """Store the sink frames that a forward pass has written, and decide which ones are renewed:
+        after every denoise step with per-step sinks, otherwise after the last pass of the chunk.
+        Ranks that share the heads make one decision.
         """
         chunk, step = request.work, request.step
         if chunk.window.has_sinks_per_step:

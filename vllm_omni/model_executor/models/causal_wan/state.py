@@ -51,9 +51,9 @@ class StreamPosition:
     chunk_index: int
     """Index of the chunk."""
     prompt: str | None
-    """Prompt of the previous chunk. None: the stream has no prompt."""
+    """Prompt of the previous chunk. None: there is no previous chunk."""
     seed: int | None
-    """Seed of the previous chunk. None: the stream has no seed."""
+    """Seed of the previous chunk. None: there is no previous chunk."""
     cross_kv: torch.Tensor | None
     """K/V of `prompt`. None: not computed."""
     video: VideoInput | None

@@ -106,7 +106,7 @@ def check_components(path: Path, index: PipelineIndex, without: Collection[str] 
 
 def has_weights(class_name: str) -> bool:
     """Return whether a component of this class has weights. Tokenizers, schedulers and processors
-    are not.
+    have none.
     """
     return not class_name.endswith(_WEIGHTLESS)
 

@@ -130,7 +130,7 @@ class VisionConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "VisionConfig":
-        """Read the architecture from a Qwen2.5-VL vision config. All other keys do not affect
+        """Read the architecture from a Qwen2.5-VL vision config. Its other keys do not affect
         inference.
         """
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}

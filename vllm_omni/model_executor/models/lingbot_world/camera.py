@@ -87,7 +87,7 @@ class WorldStart:
     """The session's pose of the start image, in the client's units."""
 
     def world_poses(self, poses_F44: torch.Tensor, metres_per_unit: float) -> torch.Tensor:
-        """State of the camera at the end of a chunk."""
+        """Convert the poses of a session to world poses, in fp64 and in metres."""
         from_first = inverse_poses(self.first_44[None]) @ poses_F44
         from_first[:, :3, 3] *= metres_per_unit
         return self.world_44 @ from_first

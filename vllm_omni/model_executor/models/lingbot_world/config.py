@@ -151,9 +151,9 @@ class LingBotChoices:
     chunk stands still, also with poses (extension of PR 3701).
     """
     camera_scale: Literal["constant", "chunk_max", "session_max"] = "constant"
-    """Divisor of camera translations: Divisor of translations: `constant` (`camera.MOVE_UNIT`,
-    interactive), the largest one in the chunk (`chunk_max`), or the largest one in the session so
-    far (`session_max`). A request's option `camera_scale` overrides it.
+    """Divisor of camera translations: `constant` (`camera.MOVE_UNIT`, interactive), the largest
+    translation in the chunk (`chunk_max`), or the largest one in the session so far
+    (`session_max`). A request's option `camera_scale` overrides it.
     """
     camera_dtype: Literal["fp32", "bf16"] = "fp32"
     """`fp32`: poses and rays in fp64, rounded once. `bf16`: everything in bf16 (SGLang 0.5.23)."""

@@ -5,8 +5,8 @@ table of tensor names.
 The original repository holds three transformers, each in a folder, next to one VAE and one CLIP. A
 served directory contains one of them: it is the repository with one folder, or such a folder with
 the components inside or next to it. Conversions use diffusers' folders. Names may have the prefix
-`model.`. Variant and sizes are derived from the tensors if possible, because released configs are
-outdated.
+`model.`. Variant and sizes are derived from the tensors if there are weight files, because released
+configs are outdated.
 """
 
 import logging

@@ -2,8 +2,8 @@
 """The three engines of one Qwen2.5-Omni checkpoint: their arguments, start and shutdown.
 
 Each is a stock `AsyncLLM` on the same directory. The thinker may instead be the engine of vLLM's
-own server, which then owns it. By default the thinker uses most of a GPU; `SpeechEngineOptions`
-overrides all arguments.
+own server, which then owns it. By default the thinker uses most of a GPU; `SpeechEngineOptions` can
+override every argument.
 """
 
 import asyncio

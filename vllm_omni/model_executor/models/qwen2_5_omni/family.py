@@ -48,8 +48,8 @@ def _hf_config(path: Path) -> dict[str, Any]:
 
 
 def _check_options(hf_config: dict[str, Any], omni: OmniConfig) -> None:
-    """Check `omni.model`: the options of the server with its three engines or, within the token2wav
-    engine, only those of that engine.
+    """Check `omni.model`. It contains the options of a server with its three engines or, in the
+    token2wav engine itself, only the options of that engine.
     """
     if set(omni.model) <= {field.name for field in msgspec.structs.fields(Token2WavModelOptions)}:
         parse_options(Token2WavModelOptions, omni.model, "omni.model")

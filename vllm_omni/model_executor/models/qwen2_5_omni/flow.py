@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`FlowSolver`: computes one interval of token2wav's flow with few kernel launches.
 
-For a short audio chunk, kernel launches take longer than the kernels of the DiT, so their number
-determines the duration. In each of the four evaluations of an interval, transformers' forward pass
-of the DiT recomputes several results: the speaker encoder for the reference audio, both code
-embeddings, rotary angles, and a mask of [2 B, heads, T, T] in each layer. Here, `conditions` are
-computed once per clip, masks are broadcast, and an interval of a repeated size is a single CUDA
-graph. Operations on the latents are the same as in transformers, in the same order, so the result
-is bitwise equal.
+For a short audio chunk, kernel launches take longer than the kernels of the DiT, so the number of
+launches determines the duration. In each of the four evaluations of an interval, transformers'
+forward pass of the DiT recomputes several results: the speaker encoder for the reference audio,
+both code embeddings, rotary angles, and a mask of [2 B, heads, T, T] in each layer. Here,
+`conditions` are computed once per clip, masks are broadcast, and an interval of a repeated size is
+a single CUDA graph. Operations on the latents are the same as in transformers, in the same order,
+so the result is bitwise equal.
 
 B requests, G = 2 B with guidance (conditional half first), else B; T mel frames, M mel bins, D
 width of the DiT's conditions, N codes.

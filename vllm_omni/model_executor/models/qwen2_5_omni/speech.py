@@ -155,10 +155,10 @@ class SpeechComposition:
     ) -> AsyncGenerator[TextDelta | AudioChunk, None]:
         """Think, then speak. Text and audio are yielded as they are generated.
 
-        engine_input: the thinker's rendered prompt. speech: None: the server's defaults. voice:
-        Takes precedence over the voice in `speech`. Raises `RequestFailed`, `ComposedEngineDied`,
-        or vLLM's own client errors. Closing the generator, or cancelling the task that reads it,
-        aborts the request in every engine.
+        engine_input: The thinker's rendered prompt. speech: Defaults of this request; None selects
+        those of the server. voice: Takes precedence over the voice in `speech`. Raises
+        `RequestFailed`, `ComposedEngineDied`, or vLLM's own client errors. Closing the generator,
+        or cancelling the task that reads it, aborts the request in every engine.
         """
         spoken = self._start(request_id, speech, voice, seed, timings)
         params = params.clone()

@@ -50,7 +50,7 @@ class GuidanceRanks:
         return range(self.branch, self.branch + 1) if branches == _BRANCHES else range(branches)
 
     def join(self, predictions: torch.Tensor, branches: Sequence[int]) -> torch.Tensor:
-        """All-gather: combine this rank's predictions, one per request, to those of all branches,
+        """All-gather this rank's predictions, one per request, and return those of all branches,
         request by request (collective).
         """
         parts = [torch.empty_like(predictions) for _ in range(_BRANCHES)]

@@ -176,7 +176,8 @@ def why_not(path: Path) -> str | None:
     """Return the reason why the only training checkpoint of a directory has no Wan network, or None
     if it has one or does not exist.
 
-    If the directory contains nothing else, the tensors are inspected.
+    If the directory has no other components, only the tensors of this checkpoint show whether it
+    is a Wan network.
     """
     try:
         if (unnamed := find_unnamed(path)) is not None:

@@ -117,7 +117,7 @@ class CacheAttention:
     keys: int | None
     """Number of leading context tokens to attend to. None: the block and the whole context."""
     causal: bool = False
-    """Whether the last query sees all keys, the second to last one key less, and so on."""
+    """Whether the last query sees all keys, the second to last one key fewer, and so on."""
 
 
 @dataclass(frozen=True)

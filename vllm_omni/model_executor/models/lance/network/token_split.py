@@ -47,7 +47,7 @@ class HeadShare:
 
 
 def head_share(config: LanceConfig, size: int, rank: int) -> HeadShare | None:
-    """Return the share of `rank` of `size`, or None if the heads are not divisible by `size`.
+    """Return the share of `rank` of `size`, or None if heads or K/V heads cannot be divided evenly.
 
     If there are more ranks than K/V heads, all ranks whose query heads use a K/V head hold a copy
     of it.
@@ -61,8 +61,8 @@ def head_share(config: LanceConfig, size: int, rank: int) -> HeadShare | None:
 
 
 class TokenSplit:
-    """Resharding between tokens and heads. Raises ValueError if the heads are not divisible by the
-    number of sequence-parallel ranks.
+    """Resharding between tokens and heads. Raises ValueError if the heads cannot be divided evenly
+    over the sequence-parallel ranks.
     """
 
     def __init__(self, config: LanceConfig, parallel: ParallelContext) -> None:

@@ -66,7 +66,7 @@ class ClassifierFreeGuidance:
         Args:
             cond_NC: Velocity in the full context.
             uncond_NC: Velocity without the user's text. None: `scale` has no effect.
-            unseen_NC: Velocity without the image or clip. None: `image_scale` does not act.
+            unseen_NC: Velocity without the image or clip. None: `image_scale` has no effect.
             counted: Tokens that are included in the `global` norm.
         """
         guided = cond_NC

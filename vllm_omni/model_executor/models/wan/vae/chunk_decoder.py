@@ -133,9 +133,9 @@ class ChunkDecoder:
         tiny: The tiny decoder, if loaded.
         rounding: Rounding of pixels to uint8.
         continuation: How `main` continues a stream; see the module docstring.
-        largest_cells: Latent cells per frame of the largest stream. Streams up to this size are
-            decoded together, as many as fit into `_JOINED_CELLS`. Warm-up measures the memory of
-            both.
+        largest_cells: Latent cells per frame of the largest stream. Streams are decoded together
+            up to the number of cells of as many largest streams as fit into `_JOINED_CELLS`, or up
+            to `_JOINED_CELLS` if none fits. Warm-up measures the memory of these sizes.
     """
 
     def __init__(

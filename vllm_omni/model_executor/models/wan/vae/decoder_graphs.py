@@ -33,8 +33,8 @@ class DecoderGraphs:
         capture may fail on one of them.
         """
         self._sessions: int | None = None
-        """Index of the first feature that was copied out of the buffers, if the buffers have not
-        changed since then.
+        """`identity` of the first feature that was copied out of the buffers, if the buffers have
+        not changed since then.
         """
 
     def serve(self, features: Sequence[torch.Tensor], latent_height: int | None = None) -> bool:

@@ -9,9 +9,9 @@ operations are local. At the upper and lower edge of the frame, a row of zeros r
 in the padding of the whole decoder. The sums are the same, but kernels may compute them in a
 different order.
 
-`split_decoder` replaces these layers of a built decoder by layers with the same parameter names.
-The feature cache of a stream then contains only the rows of the band. Every rank receives all
-latents; frames are gathered where they are needed. All functions are collective over
+`split_decoder` replaces the convolutions and the attention of a built decoder by layers with the
+same parameter names. The feature cache of a stream then contains only the rows of the band. Every
+rank receives all latents; frames are gathered where they are needed. A decode is collective over
 `RowBands.group`: its ranks must decode the same chunks of the same streams in the same order, or
 they deadlock. `ChunkEnd` and `VAEStage` ensure that.
 """
@@ -234,7 +234,8 @@ class BandAttention(WanAttentionBlock):
 def split_decoder(decoder: nn.Module, bands: RowBands) -> None:
     """Replace, in place, every layer of a `WanDecoder3d` that depends on rows of other bands.
 
-    Parameters keep their names but belong to new layers, so load the weights afterwards.
+    Parameters keep their names, but the new layers have new parameters, so load the weights
+    afterwards.
     """
     replace_layers(decoder, lambda layer: _in_bands(layer, bands))
 

@@ -119,7 +119,7 @@ class VAECache:
         return {f"conv{index:02d}": feature for index, feature in enumerate(self.features)}
 
     def clone(self) -> "VAECache":
-        """Return a copy in new memory. (A cache is immutable, so it can also be shared.)"""
+        """Return a copy in new memory. Caches may also be shared, because they are immutable."""
         return VAECache(tuple(feature.clone() for feature in self.features))
 
     def to(self, device: torch.device | str) -> "VAECache":
@@ -388,7 +388,8 @@ class StreamingWanVAE(nn.Module):
     def decode_image(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
         """Decode single images, latents as for `decode` with n = 1, to pixels [B, 3, 1, H, W].
 
-        The result is the first frame of `decode`, but no memory is needed for a next latent frame.
+        The result equals the first frame of `decode`. It needs no feature cache, because no latent
+        frame follows.
         """
         raw = (latents_BCTHW.float() * self.latents_std + self.latents_mean).to(self.dtype)
         cells = self.decoder(self.post_quant_conv(raw), first_chunk=True)
