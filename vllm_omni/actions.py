@@ -44,7 +44,7 @@ class Button(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Name
     """Name in requests."""
     title: str
-    """Short description of the effect, for display."""
+    """Effect in one or two words, for display."""
     codes: tuple[str, ...] = ()
     """Browser inputs that press the button on the web page: key codes (KeyW, ArrowUp) or mouse
     buttons (Mouse0).
@@ -57,7 +57,7 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     name: Name
     """Name in requests."""
     title: str
-    """Short description of the effect, for display."""
+    """Effect in one or two words, for display."""
     unit: str
     """Unit of the values."""
     kind: Literal["rate", "motion"] = "rate"
@@ -101,7 +101,7 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     scroll: bool = False
     """Whether the model uses the scroll wheel, as -1, 0 or 1 per frame."""
     exclusive: bool = False
-    """Whether at most one button may be held at a time."""
+    """Whether at most one button may be held in each frame."""
     pose: bool = False
     """Whether camera poses may steer the model instead of buttons."""
     prompt: Use = "required"
@@ -137,7 +137,8 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def button_of_key(self, key: str) -> str | None:
         """Return the button for a camera key (`CAMERA_KEYS`).
 
-        The key may be the name of a button or a key that the web page maps to one; None if neither.
+        This is the button with this name, otherwise the button to which the web page maps the key,
+        otherwise None.
         """
         code, found = f"Key{key.upper()}", None
         for button in self.buttons:

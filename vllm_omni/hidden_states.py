@@ -153,8 +153,8 @@ def hidden_states_of(
     Args:
         output: Result of `LLM.generate` or `AsyncLLM.generate`. A streamed delta has the hidden
             states of the delta's tokens; the first delta has all hidden states of the prompt.
-            `CUMULATIVE` and `FINAL_ONLY` outputs contain all hidden states once the request has
-            finished.
+            `CUMULATIVE` and `FINAL_ONLY` outputs contain all hidden states once, when the request
+            has finished.
         index: Index of the completion among the `n` completions.
 
     Returns:

@@ -216,8 +216,8 @@ def engine_prompt() -> Any:
 
 @functools.cache
 def _stock() -> "tuple[type[PoolingParams], Callable[..., Any]]":
-    """Import the parts of vLLM that a request needs only once, because repeating the import takes a
-    microsecond.
+    """Import the parts of vLLM that a request needs. The result is cached, because even a repeated
+    import takes a microsecond.
     """
     from vllm.inputs import tokens_input
     from vllm.pooling_params import PoolingParams

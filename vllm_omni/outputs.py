@@ -195,7 +195,7 @@ def opaque(envelope: torch.Tensor) -> torch.Tensor:
 
     None of the encodings of vLLM's `/pooling` supports this dtype, so the endpoint returns status
     500. Otherwise it would return the bytes of an error as data, with status 200. Do not use it for
-      messages that are pickled between processes.
+    messages between processes that are pickled.
     """
     return envelope.view(torch.bits8)
 

@@ -70,7 +70,7 @@ def check_config(worker: WorkerKind, vllm_config: "VllmConfig") -> None:
     """Check a config.
 
     Raises:
-        ValueError: The worker refuses arguments. An argument is refused. The message is one line.
+        ValueError: The worker refuses arguments. The message is one line.
     """
     names = [
         name for name, argument in ARGUMENTS.items() if argument.verdicts[worker].kind == "refused"

@@ -100,7 +100,7 @@ DIFFUSION_WORKERS = (
     "vllm_omni.worker.DiffusionGPUWorker",
     "vllm_omni.worker.diffusion_gpu_worker.DiffusionGPUWorker",
 )
-"""Names of the diffusion worker. The diffusers executor accepts and ignores these fields, because
+"""Names of the diffusion worker. The diffusers executor accepts and ignores these names, because
 users pass them for every diffusion checkpoint.
 """
 _WITHOUT_WORKER = refused("this executor has no worker: drop it")

@@ -2,7 +2,7 @@
 """Converts a request to the arguments of a pipeline's `__call__`, and validates them.
 
 The signature of the pipeline class defines the options. A request field or option without a
-matching argument is never ignored: it is an error that lists the valid ones. Values are validated
+matching argument is never ignored: it is an error that lists the valid names. Values are validated
 as far as possible without running the pipeline. This module does not depend on a model.
 """
 

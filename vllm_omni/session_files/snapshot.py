@@ -11,7 +11,7 @@ Why not the safetensors library: it writes only contiguous tensors in host memor
 into memory that it allocates. This package therefore has its own reader in this module and a writer
 in `snapshot_writing.py`. Files are validated by the rules of the library, and nothing is unpickled.
 
-The file must be accessible to the frontend and to all ranks: on one host or in a shared directory.
+The file must be accessible to the front end and to all ranks: on one host or in a shared directory.
 This module does not depend on a model or on sockets.
 """
 

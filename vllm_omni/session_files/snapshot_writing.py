@@ -188,7 +188,7 @@ def write_bytes(
         starts: As `SnapshotPlan.starts`.
         rank: Rank of this process.
         own: The adjacent data of the tensors.
-        part_bytes: Bytes per system call. Called between two writes, so that other threads can run.
+        part_bytes: Number of bytes per system call. Other threads can run between two calls.
 
     Raises:
         RequestFailed: The file cannot be written.

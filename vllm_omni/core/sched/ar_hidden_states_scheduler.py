@@ -275,7 +275,7 @@ def _attach(states: _PendingStates, output: EngineCoreOutput) -> None:
 
 
 def _stops_in_front(states: _PendingStates) -> bool:
-    """Whether the frontend may finish the request (stop strings).
+    """Whether the front end may finish the request (stop strings).
 
     It then needs all hidden states.
     """

@@ -2,12 +2,12 @@
 """`StepCostModel`: predicts the duration of a step, fitted to measured steps while serving.
 
 The duration is modelled as linear in four features of a batch (see `StepCosts`), plus one feature
-per degradation level: the difference in duration of the end of a chunk from the previous level, 0
-until one has been observed. The fit is least squares over the last `_WINDOW` steps, regularised
-towards the previous estimate, so that features that do not occur in the window (for example larger
-batches while only one stream is live) retain their cost. Outliers have less weight (Huber loss), so
-that a hiccup of a few seconds does not change the model but a lasting change does. This module
-depends neither on a clock nor on vLLM.
+per degradation level: how much longer or shorter the end of a chunk takes than at the previous
+level, 0 until a chunk of the level has been observed. The fit is least squares over the last
+`_WINDOW` steps, regularised towards the previous estimate, so that features that do not occur in
+the window (for example larger batches while only one stream is live) retain their cost. Outliers
+have less weight (Huber loss), so that a hiccup of a few seconds does not change the model but a
+lasting change does. This module depends neither on a clock nor on vLLM.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,9 @@ _NUM_FEATURES = 4
 _WINDOW = 96
 _REFIT_EVERY = 4
 _EAGER = 24
-"""The model is fitted after each of this number of first steps."""
+"""Number of steps at the start after each of which the model is fitted. Later, it is fitted after
+every `_REFIT_EVERY` steps.
+"""
 _PULL = 1e-2
 """Weight of the previous estimate, in steps. The value is small, so that it matters only for absent
 features.

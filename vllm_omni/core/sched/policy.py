@@ -27,8 +27,8 @@ class LiveRequest:
     deadline_s: float
     """Due time in seconds, absolute. Requests are sorted by this time."""
     has_deadline: bool
-    """Whether `deadline_s` is the deadline of the whole request instead of a target for its next
-    step.
+    """Whether `deadline_s` is the deadline of the whole request. If false, it is a target for the
+    next step.
     """
     steps_left: int
     """Remaining forward passes, at least 1. A guess before the first step."""

@@ -259,8 +259,8 @@ class StreamBatchScheduler(Scheduler):
 
 
 def _hide_errors(request_ids: set[str], outputs: dict[int, EngineCoreOutputs]) -> None:
-    """Convert the errors of these requests to data that `/pooling` cannot encode, so that
-    it fails.
+    """Convert the errors of these requests to data that `/pooling` cannot encode, so that the route
+    returns status 500 instead of the bytes of the error with status 200.
     """
     for engine_outputs in outputs.values():
         for output in engine_outputs.outputs:

@@ -204,7 +204,7 @@ def server(
     Args:
         model: Checkpoint directory, or the id of a Hugging Face repository.
         port: Port of the server.
-        height: Height of the frames in pixels. None: walk forward, with no end.
+        height: Height of the frames in pixels. None: the model's.
         width: Width of the frames in pixels. None: the model's.
         log: Log file.
         model_options: Value of `omni.model`.

@@ -552,7 +552,7 @@ class ServeFlags:
 
 
 def _is_flag(argument: str) -> bool:
-    """Return whether an argument is a flag instead of a value. For example, -1 is a value."""
+    """Return whether an argument is a flag and not a value. For example, -1 is a value."""
     return argument.startswith("-") and not argument[1:].replace(".", "", 1).isdecimal()
 
 

@@ -2,8 +2,8 @@
 """`/omni/ready`: whether this server accepts new work now. `/health`, in contrast, reports whether
 the server is alive.
 
-Status 200: the server accepts work. Status 503 with `capacity`: the server works but would refuse a
-new session. Status 503 with `engine_dead`: the server does not work. The same worker statistics
+Status 200: the server accepts work. Status 503 with `capacity`: the server works but would refuse
+new work. Status 503 with `engine_dead`: the server does not work. The same worker statistics
 feed the gauges of `../telemetry/metrics.py` every `stats_interval_s`.
 
 Workers respond only between engine steps, but a probe must be answered within a second. The route

@@ -105,13 +105,13 @@ class _Plan:
         return [name for name in names if len(self.left[name]) < self._room[name]]
 
     def load(self, name: str) -> tuple[float, float, str]:
-        """Return the shares of a server's capacity that are active and in use, to compare
-        servers.
+        """Return the fractions of a server's capacity that active sessions and all sessions use, to
+        compare servers.
         """
         return self._share(name, True), self._share(name, False), name
 
     def _share(self, name: str, plays: bool, more: int = 0) -> float:
-        """Return the share of a server's capacity that is in use, or in use by active sessions."""
+        """Return the fraction of a server's capacity that active or all sessions use."""
         counted = sum(session.plays or not plays for session in self.left[name])
         return (counted + more) / self._room[name]
 

@@ -166,7 +166,8 @@ class IncomingSessions:
 
         Args:
             move_id: Id of the move.
-            stream_state: Controls of the session's live stream. None: the session has no owner.
+            stream_state: Controls of the session's live stream. None: the session has no live
+                stream.
 
         Raises:
             EndpointError: `unknown_migration` or `session_exists`. The session is not live here.

@@ -110,7 +110,8 @@ class Peer:
 
         Args:
             move_id: Id of the move.
-            stream_state: Controls of the session's live stream. None: the session has no owner.
+            stream_state: Controls of the session's live stream. None: the session has no live
+                stream.
 
         Returns within `RESOLVE_S`.
         """

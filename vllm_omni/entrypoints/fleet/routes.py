@@ -136,7 +136,7 @@ class FleetRoutes:
         server.sessions.drain.move_away = self._leave
 
     async def _leave(self) -> None:
-        """Move the sessions away. The rest of the time is reserved for sessions that stay."""
+        """Move the sessions away. The other half of the time is for the sessions that stay."""
         await self._incoming.wait_until_settled()
         if not self.fleet.others:
             return

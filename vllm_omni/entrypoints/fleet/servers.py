@@ -90,7 +90,7 @@ class Fleet:
         Args:
             path: `omni.fleet`.
             own_name: `omni.server_name`.
-            environ: Environment variables. Environment variables. Default: those of the process.
+            environ: Environment variables. Default: those of the process.
 
         Raises:
             ValueError: The file or the key is invalid, or the key is missing.

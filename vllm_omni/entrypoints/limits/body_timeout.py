@@ -10,7 +10,7 @@ ends. Closing a connection with unread bytes would reset it, and a client that s
 request before it reads would not receive the response.
 
 Why not an option: uvicorn and Starlette have no timeout for bodies. The timeout of nginx
-(client_body_timeout) is between two reads, so a client may send one byte per minute.
+(client_body_timeout) applies between two reads, so a client may send one byte per minute.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ from vllm_omni.entrypoints.errors import ApiError
 logger = logging.getLogger("vllm." + __name__)
 
 _MOST_DISCARDED_BYTES = 1 << 28
-"""Maximum number of bytes that are read and discarded. With more, the connection is closed
-at once.
+"""Maximum number of unread bytes of a body that are read and discarded. If there are more, the
+connection is then closed.
 """
 DISCARDED_BYTES_PER_S = 16 << 20
-"""Maximum rate at which the bodies of one address are discarded: 4 % of a core."""
+"""Maximum rate at which all unread bodies of one address together are discarded: 4 % of a core."""
 
 
 class BodyLimits(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,7 +29,8 @@ SMALL_BYTES: Final = 1024
 to 128 KiB.
 """
 BURST_S: Final = 1.0
-"""Maximum burst, in seconds of the average rate: twice the messages that an endpoint accepts.
+"""Maximum burst, in seconds of the average rate, which is at least twice the message rate that an
+endpoint accepts.
 
 Each new connection starts with a full budget; parsing that many frames takes 4 ms.
 """

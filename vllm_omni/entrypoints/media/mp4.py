@@ -33,8 +33,8 @@ _ENCODER: Final = {
 
 
 def encode_mp4(frames_THWC: np.ndarray, fps: float) -> bytes:
-    """Return a self-contained MP4 file: Format: H.264, yuv420p, index at the start of the file,
-    first frame a key frame.
+    """Return a self-contained MP4 file: H.264 in yuv420p. The index is at the start of the file,
+    and the first frame is a key frame.
 
     Args:
         frames_THWC: Frames, uint8 RGB, T >= 1. yuv420p requires even sides, so an odd last row or

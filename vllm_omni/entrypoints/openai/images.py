@@ -339,8 +339,8 @@ def _event(kind: str, payload: Any) -> bytes:
 
 
 async def _all(work: list[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines concurrently. If one request fails, the others are cancelled and its exception
-    is raised.
+    """Run coroutines concurrently. If one fails, the others are cancelled and its exception is
+    raised.
     """
     tasks = [asyncio.create_task(each) for each in work]
     try:

@@ -50,7 +50,7 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     media_ttl_s: Seconds = 86_400.0
     """Time in seconds after which finished files are removed. Default: 86400."""
     max_videos: Count = 256
-    """Maximum number of finished jobs of all processes in the directory. The oldest are removed
+    """Maximum number of finished jobs in the directory, of all processes. The oldest are removed
     first. Default: 256.
     """
     max_media_bytes: Bytes = 8 << 30

@@ -131,7 +131,7 @@ class _PyAV:
 
 
 class _Growing(io.RawIOBase):
-    """An append-only file. `take_bytes` removes the contents that are new."""
+    """An append-only file. `take_bytes` removes and returns the new contents."""
 
     def __init__(self) -> None:
         self._new = bytearray()

@@ -21,8 +21,8 @@ class ARCPUModelRunner(ARModelRunnerV1Mixin, CPUModelRunner):
         """Sample without the generators of requests whose prompt has not been computed completely.
 
         A step that computes part of a prompt also samples a token and discards it. Stock code then
-        rewinds the request's generator by an offset, which CPU generators do not support, so that
-        the exception would end the engine. A generator that is not passed to the sampler does not
+        rewinds the request's generator by an offset, which CPU generators do not support: the
+        exception would end the engine. A generator that is not passed to the sampler does not
         advance, so nothing has to be rewound, and a seed gives the same tokens regardless of how a
         prompt is split (docs/architecture/seams.md).
         """

@@ -22,7 +22,7 @@ through all processes.
 LEAD = 0.2
 """Time before the expected end of a slow step at which the next step is launched, as a fraction of
 the times above (10 ms of 50). An engine step takes about half of this time to get through the
-processes to its first kernel; without it, the device would be idle during that time.
+processes to its first kernel; without a lead, the device would be idle during that time.
 """
 _POLL_S = 0.001
 _STEPS = 3

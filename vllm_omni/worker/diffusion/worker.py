@@ -197,7 +197,7 @@ class DiffusionWorkerMixin(_Worker):
     def update_session(
         self, session_id: str, path: str, data_parallel_rank: int | None = None
     ) -> dict[str, Any]:
-        """Update this rank's part of a restored session.
+        """Update this rank's part of a restored session from a later version of its file.
 
         RPC of `session_files.snapshot_exchange.update_exchange`.
         """

@@ -20,7 +20,8 @@ networks are not exact.
 _PAUSE: Final = 0.1
 """Fraction of the timeout for which no reply may be waiting before earlier lateness is ignored.
 
-Clients read a socket's buffer in bursts. The server's queue is empty for a moment after each reply.
+Clients read a socket's buffer in bursts, and the server's queue is empty for a moment after each
+burst.
 """
 
 

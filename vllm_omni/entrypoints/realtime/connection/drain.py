@@ -89,7 +89,8 @@ class SessionDrain(Generic[S]):
         """Check whether a session may start new work.
 
         Args:
-            is_refused: The server is draining. Default: the server is draining.
+            is_refused: Whether new work is refused. Default: it is refused while the server is
+                draining.
             details: Keys of the error.
 
         Raises:

@@ -102,8 +102,8 @@ class EndpointLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Time in seconds for which a new stream waits if all sessions are in use. Default: 15."""
 
     gpu_encoders: bool = False
-    """Whether live video is encoded on the GPU where possible. Default: Default: false, because the
-    encoders have not been tested on a GPU and use GPU memory in each API server process.
+    """Whether live video is encoded on the GPU where possible. Default: false, because NVENC has
+    not been tested, and the encoders use GPU memory in each API server process.
     """
 
     @property

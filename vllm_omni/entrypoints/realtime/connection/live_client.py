@@ -117,7 +117,7 @@ class ConnectionHandler(ABC):
         return self.connection.receive(busy=lambda: self.is_active)
 
     async def receive_first(self, missing: str) -> bytes | str:
-        """Return the first message, which must be of the required type.
+        """Return the message with which a client must start.
 
         Args:
             missing: Error text if the message does not arrive.

@@ -69,7 +69,7 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """
     sink_frames: int | None = None
     """Number of sink frames of the attention window, if sessions may choose fewer. None: sessions
-    cannot choose it.
+    cannot choose them.
     """
     chunks_in_flight: int = 1
     """Number of chunks of a session that the engine processes at the same time (`OmniConfig`)."""

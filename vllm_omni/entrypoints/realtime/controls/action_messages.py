@@ -4,8 +4,9 @@
 Frames are a list with one entry per latent frame: names of held buttons, or a map with `buttons`,
 `axes` and `scroll`. Transitions are `{"mode": "state", "transitions": [...]}`, a list of maps with
 the same keys; absent keys leave controls unchanged. An unknown control is refused with
-`invalid_action` and the list of the model's controls. Clients that support only camera keys may
-send them: they press the corresponding buttons, and other keys are ignored.
+`invalid_action` and the list of the model's controls. Camera keys, which come
+from clients that support no other controls, press the corresponding buttons. Camera keys without a
+button, and other keys, are ignored.
 """
 
 from collections.abc import Iterable, Sequence

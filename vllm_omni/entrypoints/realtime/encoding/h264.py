@@ -5,8 +5,8 @@ Only the first frame and requested frames are key frames, so that a chunk bounda
 key frame (IDR) contains its parameter sets, so that a decoder can start with it. The bitrate may
 change at any frame.
 
-The profile is Constrained Baseline, because WebRTC requires browsers to support only this profile,
-and one encoder serves all viewers of a session.
+The profile is Constrained Baseline, because it is the only profile that WebRTC requires all
+browsers to support, and one encoder serves all viewers of a session.
 """
 
 from fractions import Fraction

@@ -31,8 +31,8 @@ from vllm_omni.session_files.snapshot import SnapshotHeader
 logger = logging.getLogger("vllm." + __name__)
 
 _SHARE: Final = 0.015
-"""Maximum fraction of the engine's time for all periodic snapshots. Chunk times may grow by at most
-2 %.
+"""Maximum fraction of the engine's time for all periodic snapshots, because chunk times may grow by
+at most 2 %.
 """
 _LONGEST_TICK_S: Final = 0.25
 

@@ -106,7 +106,7 @@ class SessionStart:
     images: Mapping[str, Any] = field(default_factory=dict)
     """Named images (`ActionSpace.images`), each as file, `data:` URL or array."""
     seed: int | None = None
-    """Seed of the noise; -1 selects a random seed. Default: drawn."""
+    """Seed of the noise; -1 selects a random seed. Default: that of the model."""
     height: int | None = None
     """Height of the frames in pixels. Default: the server's."""
     width: int | None = None

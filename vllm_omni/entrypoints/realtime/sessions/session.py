@@ -530,8 +530,8 @@ class Session:
         )
 
     def _lost(self, error: EndpointError) -> EndpointError:
-        """Return the client's error if the engine's position differs or the session does not exist
-        there.
+        """Return the error for a client if the engine has another position of the session, or no
+        such session.
         """
         if error.code == "unknown_session":
             self.free_engine_state(in_engine=False)

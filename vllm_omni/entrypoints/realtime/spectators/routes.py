@@ -41,7 +41,7 @@ class SpectatorReply(BaseModel):
     object: str = "spectator_token"
     """Type of the object."""
     token: str
-    """The token. The token admits any number of spectators until it expires."""
+    """Token that admits any number of spectators until it expires."""
     expires_in_s: int
     """Seconds until the token expires. Spectators that have already joined are not disconnected."""
 

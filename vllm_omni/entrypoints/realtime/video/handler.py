@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endpoint `/v1/realtime/video`: Receives JSON control messages and sends fragmented MP4 for
+"""The endpoint `/v1/realtime/video`: receives JSON control messages and sends fragmented MP4 for
 browsers.
 
 It implements the protocol of vLLM-Omni 0.30. Differences that clients of the original do not
@@ -144,7 +144,7 @@ class SessionFrame(msgspec.Struct):
     start_44: np.ndarray | None = None
     """World pose of the start image in pose units. None: unknown."""
     first_44: np.ndarray | None = None
-    """First pose of a session that starts with poses from its client. None: another one."""
+    """First pose of a session that starts with poses from its client. None for other sessions."""
 
     def of_session(self, poses_N44: np.ndarray, *, starts: bool) -> np.ndarray:
         """Return poses in the session's coordinates.

@@ -36,7 +36,7 @@ class WebRtcOptions(msgspec.Struct, frozen=True, kw_only=True):
         """Return the servers.
 
         Raises:
-            ValueError: An entry has another form. The string does not contain the password.
+            ValueError: An entry has another form. The error message does not contain the password.
         """
         return [_server(entry.strip()) for entry in self.ice_servers.split(",") if entry.strip()]
 

@@ -10,8 +10,8 @@ changed. New tensors are stored at the offsets of tensors that have left the win
 others remain at their offsets in the file.
 
 The last version is written while the session is paused, so that the file is then a complete
-snapshot. With its digests, the other server can check the session in its memory. This module does
-not depend on a model or on sockets.
+snapshot. With the digests of this version, the other server can check the session in device memory.
+This module does not depend on a model or on sockets.
 """
 
 import logging
@@ -43,7 +43,7 @@ from vllm_omni.worker.diffusion.sessions.snapshots import (
 logger = logging.getLogger("vllm." + __name__)
 
 _MOST_COPIES: Final = 4
-"""Maximum number of open files. It is limited because each file is mapped into memory."""
+"""Maximum number of files at a time. It is limited, because each file is mapped into memory."""
 
 Place = tuple[str, str]
 """Name and digest of a tensor."""
