@@ -22,7 +22,7 @@ from vllm_omni.model_executor.models.wan.transformer.weights import (
     TRANSFORMER_RULES,
     transformer_shapes,
 )
-from vllm_omni.testing.tiny.causal_wan import DIFFUSERS_NAMES
+from vllm_omni.testing.tiny.wan import DIFFUSERS_NAMES
 
 RANK, ALPHA = 4, 2.0
 Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]

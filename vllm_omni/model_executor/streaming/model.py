@@ -188,6 +188,17 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
             return schedule
         return with_most_steps(schedule, degraded_steps(self.options))
 
+    def start_chunk(self, request: DiffusionRequest[Session, Chunk], chunk: Chunk) -> None:
+        """Set the state of a chunk and the number of its forward passes, for `prepare_encode`."""
+        request.state = chunk
+        if chunk.noise is None:
+            request.num_steps = 1  # not used on a VAE stage
+            return
+        request.clean_passes = (
+            0 if chunk.omitted else self.clean_passes(chunk, request.session.plan)
+        )
+        request.num_steps = chunk.schedule.num_steps + request.clean_passes
+
     def decodes_tiny(self, request: DiffusionRequest[Session, Chunk]) -> bool:
         """Return whether the second, tiny decoder decodes a chunk because it would be late."""
         return TINY_VAE in request.degradations
@@ -240,6 +251,23 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         plan = self.plan_of(shape)
         grows = self.omni.kv_growth and plan.shortest_window < plan.window_frames
         return plan.shortest_window if grows else None
+
+    def latent_shape(self, shape: SessionShape, num_frames: int) -> tuple[int, int, int, int]:
+        """Return the shape [C, F, h, w] of a chunk's latents."""
+        height, width = self.config.latent_size(shape.height, shape.width)
+        return self.config.out_channels, num_frames, height, width
+
+    def window_sizes(self, shape: SessionShape) -> dict[str, Any]:
+        """Return the arguments of a session's K/V window on this rank, except its sink frames and
+        the pool of its memory."""
+        tokens = self.config.tokens_per_frame(shape.height, shape.width)
+        return {
+            **self.transformer.window_sizes(tokens),
+            "window_frames": self.plan_of(shape).window_frames,
+            "first_frames": self.first_frames(shape),
+            "storage": self.kv_dtype,
+            "device": self.transformer.device,
+        }
 
     def clean_passes(self, chunk: StreamingChunk[Any, Any], plan: ChunkPlan) -> int:
         """Return the clean-context passes of a chunk.

@@ -8,7 +8,6 @@ same model. Sizes are divisible by 2 and 4, for parallel runs. Reference images 
 from pathlib import Path
 from typing import Any
 
-from vllm_omni.model_executor.checkpoint.loading import rename
 from vllm_omni.model_executor.models.abot_world.checkpoint import (
     LAYOUTS,
     TRANSFORMER_FILE,
@@ -16,7 +15,6 @@ from vllm_omni.model_executor.models.abot_world.checkpoint import (
 )
 from vllm_omni.model_executor.models.abot_world.config import AbotWorldConfig
 from vllm_omni.model_executor.models.wan.checkpoint.layout import TINY_VAE_FILES
-from vllm_omni.testing.tiny.causal_wan import DIFFUSERS_NAMES
 from vllm_omni.testing.tiny.wan import (
     VAE_2_2,
     Tensors,
@@ -25,8 +23,8 @@ from vllm_omni.testing.tiny.wan import (
     start_folder,
     write_component,
     write_diffusers_components,
+    write_diffusers_transformer,
     write_original_components,
-    write_shards,
     write_tiny_vae,
 )
 
@@ -80,17 +78,4 @@ def _write_diffusers(out: Path, seed: int, tensors: Tensors) -> None:
         "rope_max_seq_len": 1024,
         **_SIZES,
     }
-    write_component(out / "transformer", values, "config.json")
-    write_shards(
-        out / "transformer",
-        {rename(name, DIFFUSERS_NAMES): tensor for name, tensor in tensors.items()},
-    )
-    index = {
-        "_class_name": "ABotWorldPipeline",
-        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
-        "text_encoder": ["transformers", "UMT5EncoderModel"],
-        "tokenizer": ["transformers", "T5TokenizerFast"],
-        "transformer": ["diffusers", "ABotWorldTransformer3DModel"],
-        "vae": ["diffusers", "AutoencoderKLWan"],
-    }
-    write_component(out, index, "model_index.json")
+    write_diffusers_transformer(out, "ABotWorldPipeline", values, tensors)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from vllm_omni.model_executor.checkpoint.loading import Rules, rename
 from vllm_omni.model_executor.models.causal_wan.checkpoint.layout import LAYOUTS
 from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
 from vllm_omni.model_executor.models.wan.checkpoint.layout import TINY_VAE_FILE
@@ -21,8 +20,8 @@ from vllm_omni.testing.tiny.wan import (
     start_folder,
     write_component,
     write_diffusers_components,
+    write_diffusers_transformer,
     write_original_components,
-    write_shards,
     write_tiny_vae,
 )
 
@@ -42,25 +41,6 @@ _CONFIG = {
     "in_dim": 16,
     "out_dim": 16,
 }
-
-DIFFUSERS_NAMES: Rules = (
-    (r"^text_embedding\.0\.", "condition_embedder.text_embedder.linear_1."),
-    (r"^text_embedding\.2\.", "condition_embedder.text_embedder.linear_2."),
-    (r"^time_embedding\.0\.", "condition_embedder.time_embedder.linear_1."),
-    (r"^time_embedding\.2\.", "condition_embedder.time_embedder.linear_2."),
-    (r"^time_projection\.1\.", "condition_embedder.time_proj."),
-    (r"^head\.modulation\Z", "scale_shift_table"),
-    (r"^head\.head\.", "proj_out."),
-    (r"\.modulation\Z", ".scale_shift_table"),
-    (r"_attn\.(q|k|v)\.", r"_attn.to_\1."),
-    (r"_attn\.o\.", "_attn.to_out.0."),
-    (r"\.self_attn\.", ".attn1."),
-    (r"\.cross_attn\.", ".attn2."),
-    (r"\.norm3\.", ".norm2."),
-    (r"\.ffn\.0\.", ".ffn.net.0.proj."),
-    (r"\.ffn\.2\.", ".ffn.net.2."),
-)
-"""The inverse of `weights.TRANSFORMER_RULES`."""
 
 
 def make_tiny(out: Path, seed: int, layout: str) -> None:
@@ -108,21 +88,13 @@ def _write_diffusers(out: Path, seed: int) -> None:
         **_SIZES,
         "dtype": "float32",
     }
-    write_component(out / "transformer", config, "config.json")
-    tensors = _transformer_tensors(config, seed)
-    write_shards(
-        out / "transformer",
-        {rename(name, DIFFUSERS_NAMES): tensor for name, tensor in tensors.items()},
+    write_diffusers_transformer(
+        out,
+        "WanCausalDMDPipeline",
+        config,
+        _transformer_tensors(config, seed),
+        scheduler="UniPCMultistepScheduler",
     )
-    index = {
-        "_class_name": "WanCausalDMDPipeline",
-        "scheduler": ["diffusers", "UniPCMultistepScheduler"],
-        "text_encoder": ["transformers", "UMT5EncoderModel"],
-        "tokenizer": ["transformers", "T5TokenizerFast"],
-        "transformer": ["diffusers", "CausalWanTransformer3DModel"],
-        "vae": ["diffusers", "AutoencoderKLWan"],
-    }
-    write_component(out, index, "model_index.json")
 
 
 def _save_state(state: dict[str, Tensors], path: Path) -> None:

@@ -8,11 +8,9 @@ same model. Sizes are divisible by 2 and 4, for parallel runs. One block has no 
 from pathlib import Path
 from typing import Any
 
-from vllm_omni.model_executor.checkpoint.loading import rename
 from vllm_omni.model_executor.models.dreamx_world.checkpoint import LAYOUTS, transformer_shapes
 from vllm_omni.model_executor.models.dreamx_world.config import DreamXConfig
 from vllm_omni.model_executor.models.wan.checkpoint.layout import TINY_VAE_FILES
-from vllm_omni.testing.tiny.causal_wan import DIFFUSERS_NAMES
 from vllm_omni.testing.tiny.wan import (
     VAE_2_2,
     random_tensors,
@@ -20,9 +18,9 @@ from vllm_omni.testing.tiny.wan import (
     start_folder,
     write_component,
     write_diffusers_components,
+    write_diffusers_transformer,
     write_diffusers_vae,
     write_original_components,
-    write_shards,
     write_tiny_vae,
 )
 
@@ -72,17 +70,6 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
         "num_frames_per_block": 3,
         **_SIZES,
     }
-    write_component(out / "transformer", values, "config.json")
-    write_shards(
-        out / "transformer",
-        {rename(name, DIFFUSERS_NAMES): tensor for name, tensor in tensors.items()},
+    write_diffusers_transformer(
+        out, "DreamXWorldARPipeline", values, tensors, tokenizer="AutoTokenizer"
     )
-    index = {
-        "_class_name": "DreamXWorldARPipeline",
-        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
-        "text_encoder": ["transformers", "UMT5EncoderModel"],
-        "tokenizer": ["transformers", "AutoTokenizer"],
-        "transformer": ["diffusers", "DreamXWorldARTransformer3DModel"],
-        "vae": ["diffusers", "AutoencoderKLWan"],
-    }
-    write_component(out, index, "model_index.json")

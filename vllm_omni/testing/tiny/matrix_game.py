@@ -19,9 +19,9 @@ from vllm_omni.model_executor.models.matrix_game.checkpoint import (
 )
 from vllm_omni.model_executor.models.matrix_game.config import MatrixGameConfig
 from vllm_omni.model_executor.models.wan.checkpoint.layout import TINY_VAE_FILE
-from vllm_omni.testing.tiny.causal_wan import DIFFUSERS_NAMES
 from vllm_omni.testing.tiny.wan import (
     CLIP,
+    DIFFUSERS_NAMES,
     Tensors,
     random_tensors,
     save_tensors,

@@ -114,6 +114,26 @@ _WAN_TEXT_NAMES: Rules = (
 """The inverse of `component_names.TEXT_RULES`."""
 
 
+DIFFUSERS_NAMES: Rules = (
+    (r"^text_embedding\.0\.", "condition_embedder.text_embedder.linear_1."),
+    (r"^text_embedding\.2\.", "condition_embedder.text_embedder.linear_2."),
+    (r"^time_embedding\.0\.", "condition_embedder.time_embedder.linear_1."),
+    (r"^time_embedding\.2\.", "condition_embedder.time_embedder.linear_2."),
+    (r"^time_projection\.1\.", "condition_embedder.time_proj."),
+    (r"^head\.modulation\Z", "scale_shift_table"),
+    (r"^head\.head\.", "proj_out."),
+    (r"\.modulation\Z", ".scale_shift_table"),
+    (r"_attn\.(q|k|v)\.", r"_attn.to_\1."),
+    (r"_attn\.o\.", "_attn.to_out.0."),
+    (r"\.self_attn\.", ".attn1."),
+    (r"\.cross_attn\.", ".attn2."),
+    (r"\.norm3\.", ".norm2."),
+    (r"\.ffn\.0\.", ".ffn.net.0.proj."),
+    (r"\.ffn\.2\.", ".ffn.net.2."),
+)
+"""The inverse of `weights.TRANSFORMER_RULES`."""
+
+
 def start_folder(out: Path, layout: str, layouts: Collection[str]) -> None:
     """Create the directory of a checkpoint. Raises ValueError if the layout is unknown."""
     if layout not in layouts:
@@ -188,6 +208,41 @@ def write_diffusers_components(
         "use_flow_sigmas": True,
     }
     write_component(out / "scheduler", scheduler, "scheduler_config.json")
+
+
+def write_diffusers_transformer(
+    out: Path,
+    pipeline: str,
+    config: Mapping[str, Any],
+    tensors: Tensors,
+    *,
+    scheduler: str = "FlowMatchEulerDiscreteScheduler",
+    tokenizer: str = "T5TokenizerFast",
+) -> None:
+    """Write a transformer in diffusers' layout, and `model_index.json`.
+
+    Args:
+        out: Directory of the checkpoint.
+        pipeline: Class of the pipeline in `model_index.json`.
+        config: The transformer's `config.json`.
+        tensors: Its tensors under the original's names.
+        scheduler: Class of the scheduler in `model_index.json`.
+        tokenizer: Class of the tokenizer in `model_index.json`.
+    """
+    write_component(out / "transformer", config, "config.json")
+    write_shards(
+        out / "transformer",
+        {rename(name, DIFFUSERS_NAMES): tensor for name, tensor in tensors.items()},
+    )
+    index = {
+        "_class_name": pipeline,
+        "scheduler": ["diffusers", scheduler],
+        "text_encoder": ["transformers", "UMT5EncoderModel"],
+        "tokenizer": ["transformers", tokenizer],
+        "transformer": ["diffusers", config["_class_name"]],
+        "vae": ["diffusers", "AutoencoderKLWan"],
+    }
+    write_component(out, index, "model_index.json")
 
 
 def write_shards(folder: Path, tensors: Tensors, stem: str = "diffusion_pytorch_model") -> None:

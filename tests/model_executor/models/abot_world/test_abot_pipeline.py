@@ -9,19 +9,20 @@ from typing import Any
 import pytest
 import torch
 from abot_driver import (
+    DRIVER,
     HEIGHT,
     WIDTH,
     latents_of,
     load_world,
     make_request,
     open_session,
-    random_image,
     references,
     run_chunk,
 )
-from helpers.chunks import assert_same, run_request, run_staggered, session_bits, step
+from helpers.chunks import run_request, run_staggered
 from helpers.unreachable_weights import offloaded_out_of_reach
 from helpers.unused_params import IMAGE_AND_VIDEO_PARAMS
+from helpers.world_driver import BAD_REQUESTS, random_image
 
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.models.abot_world.pipeline import AbotWorld
@@ -191,35 +192,13 @@ def test_sessions_at_different_steps_in_one_batch_equal_solo_runs(world: AbotWor
 @pytest.mark.parametrize("chunks", [0, 3, 4], ids=["first", "later", "re-base"])
 def test_an_aborted_chunk_leaves_no_trace(world: AbotWorld, chunks: int) -> None:
     """Aborted before, between and after denoise steps, and after decoding."""
-    start = open_session(world)
-    for _ in range(chunks):
-        run_chunk(world, start, actions=[["w"]])
-    expected = run_chunk(world, start.fork("twin"))
-    for steps in range(0, 6, 2 if chunks != 4 else 1):
-        session = start.fork(f"abandoned at {steps}")
-        before = session_bits(session)
-        abandoned = make_request(session, seed=9, actions=[["k", "d"]] * 3)
-        world.prepare_encode(abandoned)
-        for _ in range(steps):
-            step(world, [abandoned])
-        if steps == abandoned.num_steps:
-            world.post_decode(abandoned)
-        assert_same(session, before)
-        assert torch.equal(run_chunk(world, session), expected), steps
+    DRIVER.assert_aborts_leave_no_trace(world, chunks, range(0, 6, 2 if chunks != 4 else 1))
 
 
 @pytest.mark.usefixtures("near_limit")
 @pytest.mark.parametrize("chunks", [1, 4, 5], ids=["first", "before re-base", "after re-base"])
 def test_a_fork_is_independent(world: AbotWorld, chunks: int) -> None:
-    session = open_session(world)
-    for _ in range(chunks):
-        run_chunk(world, session, actions=HELD)
-    fork, before = session.fork("b"), session_bits(session)
-    assert fork.nbytes == session.nbytes
-    assert_same(fork, before)
-    other = run_chunk(world, fork, actions=HELD[::-1])
-    assert_same(session, before)
-    assert not torch.equal(run_chunk(world, session, actions=HELD), other)
+    DRIVER.assert_forks_are_independent(world, chunks, HELD)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=["plain K/V", "FP8 K/V"])
@@ -237,11 +216,7 @@ def test_a_session_holds_the_bytes_that_admission_counted(
 
 
 def test_a_session_moves_to_the_host_and_back(world: AbotWorld) -> None:
-    session = open_session(world)
-    run_chunk(world, session)
-    twin = session.fork("twin")
-    session.to("cpu")
-    assert torch.equal(run_chunk(world, session), run_chunk(world, twin))
+    DRIVER.assert_moves_to_the_host_and_back(world)
 
 
 def test_a_session_may_choose_a_shorter_window(world: AbotWorld) -> None:
@@ -290,7 +265,7 @@ def test_a_chunk_may_have_fewer_steps_and_the_tiny_decoder(layouts: dict[str, Pa
 @pytest.mark.parametrize(
     ("first", "tensors", "params", "code", "reason"),
     [
-        (True, {"image": torch.zeros(3, 8, 8)}, {}, "invalid_image", "uint8 of shape"),
+        *BAD_REQUESTS,
         (
             True,
             {"images.side": random_image()},
@@ -315,8 +290,6 @@ def test_a_chunk_may_have_fewer_steps_and_the_tiny_decoder(layouts: dict[str, Pa
         (True, {"poses": torch.eye(4)}, {}, "invalid_request", "takes image, images.head"),
         (True, {}, {"options": {"camera_scale": 1.0}}, "invalid_request", "takes no options"),
         (True, {}, {"height": 64}, "invalid_request", "height is fixed at 32"),
-        (False, {"image": random_image()}, {}, "invalid_image", "has one start image"),
-        (False, {}, {"actions": [["w"]] * 4}, "invalid_action", "at most 3 entries"),
         (
             False,
             {},
@@ -334,22 +307,11 @@ def test_bad_requests_are_refused_and_change_nothing(
     code: str,
     reason: str,
 ) -> None:
-    session = open_session(world)
-    if not first:
-        run_chunk(world, session)
-    before = session_bits(session)
-    with pytest.raises(RequestFailed, match=reason) as refused:
-        world.prepare_encode(make_request(session, tensors, **params))
-    assert refused.value.code == code
-    assert_same(session, before)
+    DRIVER.assert_refused(world, first, tensors, params, code, reason)
 
 
 def test_a_first_chunk_needs_an_image(world: AbotWorld) -> None:
-    request = make_request(open_session(world))
-    request.tensors = {}
-    with pytest.raises(RequestFailed, match="needs an image") as refused:
-        world.prepare_encode(request)
-    assert refused.value.code == "missing_image"
+    DRIVER.assert_needs_an_image(world)
 
 
 @pytest.mark.parametrize("size", [(48, 64), (32, 40), (16, 64)])
@@ -379,7 +341,6 @@ def test_unsupported_options_are_refused(
 @pytest.mark.parametrize("field", IMAGE_AND_VIDEO_PARAMS)
 def test_a_parameter_without_effect_is_refused(world: AbotWorld, field: str) -> None:
     """The refusal names the parameter."""
-    session = open_session(world)
-    with pytest.raises(RequestFailed, match=f"does not use {field}") as refused:
-        world.prepare_encode(make_request(session, **{field: IMAGE_AND_VIDEO_PARAMS[field]}))
-    assert refused.value.code == "invalid_request"
+    params = {field: IMAGE_AND_VIDEO_PARAMS[field]}
+    reason = f"does not use {field}"
+    DRIVER.assert_refused(world, True, {}, params, "invalid_request", reason)

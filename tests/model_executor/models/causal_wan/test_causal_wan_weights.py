@@ -28,7 +28,7 @@ from vllm_omni.model_executor.models.wan.transformer.weights import (
     TRANSFORMER_RULES,
     transformer_shapes,
 )
-from vllm_omni.testing.tiny.causal_wan import DIFFUSERS_NAMES
+from vllm_omni.testing.tiny.wan import DIFFUSERS_NAMES
 
 GOLDEN = golden_folder("wan_causal")
 SIZES = {

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from dreamx_driver import (
+    DRIVER,
     HEIGHT,
     WIDTH,
     latents_of,
@@ -16,18 +17,15 @@ from dreamx_driver import (
     make_request,
     open_session,
     run_chunk,
-    start_image,
 )
 from helpers.chunks import (
-    assert_same,
     run_request,
     run_staggered,
     run_vae_stage,
-    session_bits,
-    step,
 )
 from helpers.unreachable_weights import offloaded_out_of_reach
 from helpers.unused_params import IMAGE_AND_VIDEO_PARAMS
+from helpers.world_driver import BAD_REQUESTS, random_image
 
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.model_executor.layers.attention.rope import apply_rope, rope_tables
@@ -80,7 +78,7 @@ def test_a_session_streams_9_then_12_frames(world: DreamXWorld) -> None:
 
 
 def test_the_first_latent_frame_is_the_images(world: DreamXWorld) -> None:
-    image = start_image(3)
+    image = random_image(3)
     session = open_session(world, output="latents")
     latents = run_chunk(world, session, {"image": image}, output="latents")
     encoded, _ = world.vae.encode(cut_image(image, HEIGHT, WIDTH), None)
@@ -93,7 +91,7 @@ def test_inputs_change_the_latents(world: DreamXWorld, change: str) -> None:
     params: dict[str, Any] = {"seed": 5} if change == "seed" else {}
     params |= {"prompt": "a lake"} if change == "prompt" else {}
     held = [] if change == "actions" else HELD
-    tensors = {"image": start_image(1)} if change == "image" else {}
+    tensors = {"image": random_image(1)} if change == "image" else {}
 
     def last_frame(tensors: dict[str, torch.Tensor], **params: Any) -> torch.Tensor:
         session = open_session(world, output="latents")
@@ -171,32 +169,11 @@ def test_sessions_at_different_steps_in_one_batch_equal_solo_runs(short: DreamXW
 def test_an_aborted_chunk_leaves_no_trace(short: DreamXWorld, chunks: int) -> None:
     """Aborted before, between and after denoise steps, and after decoding, each time in its own
     session."""
-    start = open_session(short)
-    for _ in range(chunks):
-        run_chunk(short, start, actions=[["w"]])
-    expected = run_chunk(short, start.fork("twin"))
-    for steps in (0, 2, 5):
-        session = start.fork(f"abandoned at {steps}")
-        before = session_bits(session)
-        abandoned = make_request(session, seed=9, actions=[["k", "d"]] * 3)
-        short.prepare_encode(abandoned)
-        for _ in range(steps):
-            step(short, [abandoned])
-        if steps == abandoned.num_steps:
-            short.post_decode(abandoned)
-        assert_same(session, before)
-        assert torch.equal(run_chunk(short, session), expected), steps
+    DRIVER.assert_aborts_leave_no_trace(short, chunks, (0, 2, 5))
 
 
 def test_a_fork_is_independent(short: DreamXWorld) -> None:
-    session = open_session(short)
-    for _ in range(3):
-        run_chunk(short, session, actions=HELD)
-    fork, before = session.fork("b"), session_bits(session)
-    assert_same(fork, before)
-    other = run_chunk(short, fork, actions=HELD[::-1])
-    assert_same(session, before)
-    assert not torch.equal(run_chunk(short, session, actions=HELD), other)
+    DRIVER.assert_forks_are_independent(short, 3, HELD)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=["plain K/V", "FP8 K/V"])
@@ -215,12 +192,7 @@ def test_a_session_holds_the_bytes_that_admission_counted(
 
 
 def test_a_session_moves_to_the_host_and_back(short: DreamXWorld) -> None:
-    session = open_session(short)
-    for _ in range(3):
-        run_chunk(short, session)
-    twin = session.fork("twin")
-    session.to("cpu")
-    assert torch.equal(run_chunk(short, session), run_chunk(short, twin))
+    DRIVER.assert_moves_to_the_host_and_back(short, chunks=3)
 
 
 def test_a_far_chunk_depends_only_on_the_frames_that_it_sees(short: DreamXWorld) -> None:
@@ -294,14 +266,12 @@ def test_a_long_session_holds_constant_bytes(layouts: dict[str, Path], chunks: i
 @pytest.mark.parametrize(
     ("first", "tensors", "params", "code", "reason"),
     [
-        (True, {"image": torch.zeros(3, 8, 8)}, {}, "invalid_image", "uint8 of shape"),
+        *BAD_REQUESTS,
         (True, {"video": torch.zeros(1)}, {}, "invalid_request", "takes image, poses, intrinsics"),
         (True, {}, {"options": {"camera_scale": 1.0}}, "invalid_request", "color_correction"),
         (True, {}, {"options": {"color_correction": 2.0}}, "invalid_request", "color_correction"),
         (True, {}, {"height": 96}, "invalid_request", "height is fixed at 64"),
-        (False, {"image": start_image()}, {}, "invalid_image", "has one start image"),
         (False, {}, {"prompt": ""}, "invalid_request", "prompt must not be empty"),
-        (False, {}, {"actions": [["w"]] * 4}, "invalid_action", "at most 3 entries"),
         (False, {}, {"actions": [["jump"]]}, "invalid_action", "buttons w, a, s, d, i, j, k, l"),
     ],
 )
@@ -313,22 +283,11 @@ def test_bad_requests_are_refused_and_change_nothing(
     code: str,
     reason: str,
 ) -> None:
-    session = open_session(world)
-    if not first:
-        run_chunk(world, session)
-    before = session_bits(session)
-    with pytest.raises(RequestFailed, match=reason) as refused:
-        world.prepare_encode(make_request(session, tensors, **params))
-    assert refused.value.code == code
-    assert_same(session, before)
+    DRIVER.assert_refused(world, first, tensors, params, code, reason)
 
 
 def test_a_first_chunk_needs_an_image(world: DreamXWorld) -> None:
-    request = make_request(open_session(world))
-    request.tensors = {}
-    with pytest.raises(RequestFailed, match="needs an image") as refused:
-        world.prepare_encode(request)
-    assert refused.value.code == "missing_image"
+    DRIVER.assert_needs_an_image(world)
 
 
 def test_more_sinks_than_the_first_chunk_are_refused(
@@ -344,7 +303,6 @@ def test_more_sinks_than_the_first_chunk_are_refused(
 @pytest.mark.parametrize("field", IMAGE_AND_VIDEO_PARAMS)
 def test_a_parameter_without_effect_is_refused(world: DreamXWorld, field: str) -> None:
     """The refusal names the parameter."""
-    session = open_session(world)
-    with pytest.raises(RequestFailed, match=f"does not use {field}") as refused:
-        world.prepare_encode(make_request(session, **{field: IMAGE_AND_VIDEO_PARAMS[field]}))
-    assert refused.value.code == "invalid_request"
+    params = {field: IMAGE_AND_VIDEO_PARAMS[field]}
+    reason = f"does not use {field}"
+    DRIVER.assert_refused(world, True, {}, params, "invalid_request", reason)

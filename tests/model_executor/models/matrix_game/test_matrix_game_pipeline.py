@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.chunks import assert_same, run_request, run_staggered, session_bits, step
+from helpers.chunks import run_request, run_staggered
 from helpers.unreachable_weights import offloaded_out_of_reach
 from helpers.unused_params import IMAGE_AND_VIDEO_PARAMS
+from helpers.world_driver import BAD_REQUESTS, random_image
 from matrix_game_driver import (
+    DRIVER,
     HEIGHT,
     WIDTH,
     latents_of,
@@ -19,7 +21,6 @@ from matrix_game_driver import (
     make_request,
     open_session,
     run_chunk,
-    start_image,
 )
 
 from vllm_omni.inputs import DiffusionParams
@@ -90,7 +91,7 @@ def test_a_second_session_equals_the_first(game: MatrixGame, variant: str) -> No
 def test_inputs_change_the_frames(game: MatrixGame, variant: str, change: str) -> None:
     params: dict[str, Any] = {"seed": 5} if change == "seed" else {}
     held = None if change == "actions" else HELD[variant]
-    tensors = {"image": start_image(1)} if change == "image" else {}
+    tensors = {"image": random_image(1)} if change == "image" else {}
     base = run_chunk(game, open_session(game), actions=HELD[variant])
     assert not torch.equal(
         run_chunk(game, open_session(game), tensors, actions=held, **params), base
@@ -147,33 +148,11 @@ def test_an_aborted_chunk_leaves_no_trace(universal: MatrixGame, chunks: int) ->
     """Aborted before, between and after denoise steps, and after decoding, each time in its own
     session.
     """
-    start = open_session(universal)
-    for _ in range(chunks):
-        run_chunk(universal, start, actions=[["w"]])
-    expected = run_chunk(universal, start.fork("twin"))
-    for steps in range(5):
-        session = start.fork(f"abandoned at {steps}")
-        before = session_bits(session)
-        abandoned = make_request(session, seed=9, actions=[["k", "d"]] * 3)
-        universal.prepare_encode(abandoned)
-        for _ in range(steps):
-            step(universal, [abandoned])
-        if steps == abandoned.num_steps:
-            universal.post_decode(abandoned)
-        assert_same(session, before)
-        assert torch.equal(run_chunk(universal, session), expected), steps
+    DRIVER.assert_aborts_leave_no_trace(universal, chunks, range(5))
 
 
 def test_a_fork_is_independent(game: MatrixGame, variant: str) -> None:
-    session = open_session(game)
-    for _ in range(3):
-        run_chunk(game, session, actions=HELD[variant])
-    fork, before = session.fork("b"), session_bits(session)
-    assert fork.nbytes == session.nbytes
-    assert_same(fork, before)
-    other = run_chunk(game, fork, actions=HELD[variant][::-1])
-    assert_same(session, before)
-    assert not torch.equal(run_chunk(game, session, actions=HELD[variant]), other)
+    DRIVER.assert_forks_are_independent(game, 3, HELD[variant])
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=["plain K/V", "FP8 K/V"])
@@ -193,11 +172,7 @@ def test_a_session_holds_the_bytes_that_admission_counted(
 
 
 def test_a_session_moves_to_the_host_and_back(universal: MatrixGame) -> None:
-    session = open_session(universal)
-    run_chunk(universal, session)
-    twin = session.fork("twin")
-    session.to("cpu")
-    assert torch.equal(run_chunk(universal, session), run_chunk(universal, twin))
+    DRIVER.assert_moves_to_the_host_and_back(universal)
 
 
 # -- refusals --------------------------------------------------------------------------------------
@@ -215,7 +190,7 @@ def test_a_prompt_is_refused_with_a_list_of_the_controls(game: MatrixGame) -> No
 @pytest.mark.parametrize(
     ("first", "tensors", "params", "code", "reason"),
     [
-        (True, {"image": torch.zeros(3, 8, 8)}, {}, "invalid_image", "uint8 of shape"),
+        *BAD_REQUESTS,
         (
             True,
             {"poses": torch.eye(4).repeat(9, 1, 1)},
@@ -225,8 +200,6 @@ def test_a_prompt_is_refused_with_a_list_of_the_controls(game: MatrixGame) -> No
         ),
         (True, {}, {"options": {"camera_scale": 1.0}}, "invalid_request", "takes no options"),
         (True, {}, {"height": 64}, "invalid_request", "height is fixed at 32"),
-        (False, {"image": start_image()}, {}, "invalid_image", "has one start image"),
-        (False, {}, {"actions": [["w"]] * 4}, "invalid_action", "at most 3 entries"),
         (
             False,
             {},
@@ -244,29 +217,16 @@ def test_bad_requests_are_refused_and_change_nothing(
     code: str,
     reason: str,
 ) -> None:
-    session = open_session(universal)
-    if not first:
-        run_chunk(universal, session)
-    before = session_bits(session)
-    with pytest.raises(RequestFailed, match=reason) as refused:
-        universal.prepare_encode(make_request(session, tensors, **params))
-    assert refused.value.code == code
-    assert_same(session, before)
+    DRIVER.assert_refused(universal, first, tensors, params, code, reason)
 
 
 def test_a_first_chunk_needs_an_image(universal: MatrixGame) -> None:
-    session = open_session(universal)
-    request = make_request(session)
-    request.tensors = {}
-    with pytest.raises(RequestFailed, match="needs an image") as refused:
-        universal.prepare_encode(request)
-    assert refused.value.code == "missing_image"
+    DRIVER.assert_needs_an_image(universal)
 
 
 @pytest.mark.parametrize("field", IMAGE_AND_VIDEO_PARAMS)
 def test_a_parameter_without_effect_is_refused(universal: MatrixGame, field: str) -> None:
     """The refusal names the parameter."""
-    session = open_session(universal)
-    with pytest.raises(RequestFailed, match=f"does not use {field}") as refused:
-        universal.prepare_encode(make_request(session, **{field: IMAGE_AND_VIDEO_PARAMS[field]}))
-    assert refused.value.code == "invalid_request"
+    params = {field: IMAGE_AND_VIDEO_PARAMS[field]}
+    reason = f"does not use {field}"
+    DRIVER.assert_refused(universal, True, {}, params, "invalid_request", reason)

@@ -17,13 +17,11 @@ import torch
 from torch import nn
 
 from vllm_omni.model_executor.checkpoint.loading import load_strict, rename
-from vllm_omni.model_executor.checkpoint.root_config import is_root_config
 from vllm_omni.model_executor.checkpoint.tensor_files import (
     AdaptedSource,
     Shape,
     TensorSource,
     open_tensors,
-    read_json,
     unchanged,
 )
 from vllm_omni.model_executor.layers.lora.target import AdapterTarget
@@ -32,6 +30,7 @@ from vllm_omni.model_executor.models.wan.checkpoint.layout import (
     WanComponents,
     chunk_hf_config,
     find_transformer,
+    own_config,
 )
 from vllm_omni.model_executor.models.wan.transformer import weights as wan
 
@@ -70,7 +69,7 @@ class CheckpointLayout(WanComponents):
         are any.
         """
         folder = self.transformer if self.transformer.is_dir() else self.transformer.parent
-        stated = _own_config(folder)
+        stated = own_config(folder)
         if self.transformer.is_dir() and not any(folder.glob("*.safetensors")):
             return stated
         return with_tensor_sizes(stated, self.open_transformer().shapes, str(self.transformer))
@@ -177,12 +176,6 @@ def adapter_target(transformer: nn.Module, config: AbotWorldConfig) -> AdapterTa
     )
 
 
-def _own_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    values = read_json(path) if path.is_file() else {}
-    return {} if is_root_config(values) else values
-
-
 def _is_transformer(folder: Path) -> bool:
     """Return whether a folder holds the transformer, by its tensors' names or, without weights
     (`--load-format dummy`), by its config."""
@@ -192,4 +185,4 @@ def _is_transformer(folder: Path) -> bool:
     if single.is_file() or any(folder.glob("*.safetensors")):
         shapes = open_tensors(single if single.is_file() else folder).shapes
         return any(rename(name, RULES) == _KEYS for name in shapes)
-    return _KEY_CONFIG in _own_config(folder)
+    return _KEY_CONFIG in own_config(folder)

@@ -19,7 +19,7 @@ from vllm_omni.model_executor.models.wan.architecture import (
     IGNORED,
     RENAMED,
     REQUIRED,
-    ChunkTransformerConfig,
+    Trunk5BConfig,
     read_architecture,
 )
 from vllm_omni.model_executor.presets import Preset, PresetName
@@ -50,25 +50,9 @@ SPACE: Final = ActionSpace(buttons=CAMERA_SPACE.buttons, prompt="optional")
 
 
 @dataclass(frozen=True)
-class AbotWorldConfig(ChunkTransformerConfig):
+class AbotWorldConfig(Trunk5BConfig):
     """Architecture of the transformer. The defaults are those of the released model."""
 
-    native_size: ClassVar[tuple[int, int]] = (704, 1280)
-    """Height and width at which the released model was trained."""
-    pixels_per_cell: ClassVar[int] = 16
-    """Pixels per latent cell along each side."""
-    dim: int = 3072
-    """Width of the network."""
-    ffn_dim: int = 14336
-    """Width of the feed-forward layers."""
-    in_channels: int = 48
-    """Input channels."""
-    out_channels: int = 48
-    """Channels of the predicted latents."""
-    num_heads: int = 24
-    """Attention heads."""
-    num_layers: int = 30
-    """Blocks."""
     key_reduction: int = 16
     """Side in pixels of the cells that the action adapter folds into channels."""
     reference_slots: int = len(REFERENCES)
@@ -78,11 +62,6 @@ class AbotWorldConfig(ChunkTransformerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.in_channels != self.out_channels:
-            raise ValueError(
-                f"input and output channels must be equal, got {self.in_channels} and "
-                f"{self.out_channels}"
-            )
         if self.sink_frames:
             raise ValueError(
                 f"sink_size must be 0 with carried positions, got {self.sink_frames}; the "

@@ -46,8 +46,7 @@ from vllm_omni.model_executor.models.abot_world.transformer import AbotItem, Abo
 from vllm_omni.model_executor.models.wan.chunk_setup import (
     WanChunkSetup,
     build_autoencoders,
-    build_image_encoder,
-    build_text_encoder,
+    build_networks,
     load_parts,
 )
 from vllm_omni.model_executor.models.wan.images.files import (
@@ -56,10 +55,10 @@ from vllm_omni.model_executor.models.wan.images.files import (
     stretch_images,
 )
 from vllm_omni.model_executor.models.wan.images.image_condition import image_warmup
-from vllm_omni.model_executor.models.wan.text_encoder.prompts import SharedPrompts, known_cross_kv
+from vllm_omni.model_executor.models.wan.text_encoder.prompts import encode_prompt
 from vllm_omni.model_executor.models.wan.vae.vae import Rounding
 from vllm_omni.model_executor.schedules import ChunkNoise, FewStepSchedule
-from vllm_omni.model_executor.streaming.model import StreamingModel, build_transformer
+from vllm_omni.model_executor.streaming.model import StreamingModel
 from vllm_omni.model_executor.streaming.pinned import FramePositions, PinnedSession, next_base
 from vllm_omni.model_executor.streaming.request import read_latent_actions, read_played
 from vllm_omni.model_executor.streaming.session import (
@@ -113,21 +112,19 @@ class AbotWorld(StreamingModel[PinnedSession, AbotChunk]):
         super().__init__(setup)
         self.action_space = space_of(setup.config)
         self.schedule = setup.options.schedule()
-        self.text_encoder = build_text_encoder(setup)
-        self.image_encoder = build_image_encoder(setup)
-        self.transformer = build_transformer(setup, AbotWorldTransformer)
+        self.text_encoder, self.image_encoder, self.transformer, self.prompts = build_networks(
+            setup, AbotWorldTransformer
+        )
         # on every rank with layers: each needs the noisy latents, which hold the image
         self.vae, self.tiny_vae, self.decoder = build_autoencoders(
             setup, encodes=not setup.parallel.is_vae_stage, rounding=self.rounding
         )
-        self.prompts = SharedPrompts(self.transformer.cross_attention_kv)
-        self._wants_tiny_vae = setup.wants_tiny_vae
 
     def load_checkpoint(self, layout: CheckpointLayout) -> None:
         def load() -> None:
             load_transformer(self.transformer, layout.open_transformer(), self.config)
 
-        load_parts(self, layout, load, self._wants_tiny_vae)
+        load_parts(self, layout, load)
 
     def adapter_targets(self) -> dict[str, AdapterTarget]:
         return {"transformer": adapter_target(self.transformer, self.config)}
@@ -140,24 +137,14 @@ class AbotWorld(StreamingModel[PinnedSession, AbotChunk]):
         return shape
 
     def window_nbytes(self, shape: SessionShape) -> int:
-        sizes = self._window_sizes(shape)
+        sizes = self.window_sizes(shape)
         pinned = ("num_layers", "pinned_tokens", "num_heads", "head_dim", "dtype", "storage")
         extra = pinned_extra_nbytes(**{name: sizes[name] for name in pinned})
         return kv_window_nbytes(**sizes) + extra
 
     def make_window(self, shape: SessionShape) -> PinnedWindow:
-        sizes = self._window_sizes(shape)
+        sizes = self.window_sizes(shape)
         return PinnedWindow(sink_frames=0, rings=self.transformer.rings, **sizes)
-
-    def _window_sizes(self, shape: SessionShape) -> dict[str, Any]:
-        per_frame = self.config.tokens_per_frame(shape.height, shape.width)
-        return {
-            **self.transformer.window_sizes(per_frame),
-            "window_frames": self.plan_of(shape).window_frames,
-            "first_frames": self.first_frames(shape),
-            "storage": self.kv_dtype,
-            "device": self.transformer.device,
-        }
 
     def warmup_inputs(self) -> list[Inputs]:
         return image_warmup(self.omni, self.action_space)
@@ -173,11 +160,7 @@ class AbotWorld(StreamingModel[PinnedSession, AbotChunk]):
         held = read_latent_actions(
             request.params, request.tensors, self.action_space, len(frames)
         ).buttons_NB
-        size = (
-            self.config.out_channels,
-            len(frames),
-            *self.config.latent_size(shape.height, shape.width),
-        )
+        size = self.latent_shape(shape, len(frames))
         window = session.plan.window_frames
         base = next_base(session.base, frames, window, self.options.positions)
         common: dict[str, Any] = {
@@ -187,10 +170,10 @@ class AbotWorld(StreamingModel[PinnedSession, AbotChunk]):
             "keys_FK": held.float(),
         }
         if self.text_encoder is None:
-            request.state = AbotChunk.to_decode(
-                frames, self.schedule, size, session.window, **common
+            self.start_chunk(
+                request,
+                AbotChunk.to_decode(frames, self.schedule, size, session.window, **common),
             )
-            request.num_steps = 1  # not used on a VAE stage
             return
         noise = ChunkNoise(size, inputs.seed, session.chunk_index, device)
         latents = noise.draw(0)
@@ -200,10 +183,8 @@ class AbotWorld(StreamingModel[PinnedSession, AbotChunk]):
                 latents[:, :1] = self._encode([fitted])[0]
             first = session.chunk_index == 0
             references = self._references(inputs.images) if first else {}
-        with request.timer.stage("text"):
-            known = known_cross_kv(session, inputs.prompt, same_adapters=request.same_adapters)
-            text = self.text_encoder.encode(inputs.prompt, device) if known is None else None
-        request.state = AbotChunk(
+        text, known = encode_prompt(request, inputs.prompt, session, self.text_encoder, device)
+        chunk = AbotChunk(
             frames=frames,
             schedule=self.chunk_schedule(request, self.schedule),
             latents=latents,
@@ -216,8 +197,7 @@ class AbotWorld(StreamingModel[PinnedSession, AbotChunk]):
             **references,
             **common,
         )
-        request.clean_passes = self.clean_passes(request.work, session.plan)
-        request.num_steps = request.work.schedule.num_steps + request.clean_passes
+        self.start_chunk(request, chunk)
 
     def batch_key(self, request: Request) -> Hashable:
         return super().batch_key(request), self._lead_tokens(request.work)
@@ -257,9 +237,7 @@ class AbotWorld(StreamingModel[PinnedSession, AbotChunk]):
         exist. Collective under tensor parallelism.
         """
         chunk = request.work
-        if chunk.cross_kv is None:
-            assert chunk.text is not None
-            chunk.cross_kv = self.prompts.get(chunk.prompt, chunk.text)
+        self.prompts.complete_chunk(chunk)
         assert chunk.own is not None
         chunk.window.place_pinned(chunk.own.base)
         if chunk.keys is None and self.parallel.first_stage:

@@ -57,16 +57,15 @@ from vllm_omni.model_executor.models.causal_wan.video_input import VideoEncoder
 from vllm_omni.model_executor.models.wan.chunk_setup import (
     WanChunkSetup,
     build_autoencoders,
-    build_image_encoder,
-    build_text_encoder,
+    build_networks,
     load_parts,
 )
-from vllm_omni.model_executor.models.wan.text_encoder.prompts import SharedPrompts, known_cross_kv
+from vllm_omni.model_executor.models.wan.text_encoder.prompts import encode_prompt
 from vllm_omni.model_executor.models.wan.transformer.chunk_transformer import ChunkItem
 from vllm_omni.model_executor.models.wan.vae.chunk_decoder import ChunkDecoder
 from vllm_omni.model_executor.models.wan.vae.vae import CacheLayout
 from vllm_omni.model_executor.schedules import ChunkNoise
-from vllm_omni.model_executor.streaming.model import StreamingModel, build_transformer
+from vllm_omni.model_executor.streaming.model import StreamingModel
 from vllm_omni.model_executor.streaming.session import SessionShape
 from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint
 from vllm_omni.outputs import RequestFailed
@@ -100,8 +99,6 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
         super().__init__(setup)
         options, parallel = setup.options, setup.parallel
         self.schedule = options.text_schedule(setup.layout.origin)
-        self.text_encoder = build_text_encoder(setup)
-        self.image_encoder = build_image_encoder(setup)
         temporal = setup.omni.pipeline == "temporal"
         self._own_step = parallel.stage if temporal and not parallel.is_vae_stage else None
         own = (
@@ -109,17 +106,17 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
             if temporal
             else parallel
         )
-        self.transformer = build_transformer(setup, CausalWanTransformer, parallel=own)
+        self.text_encoder, self.image_encoder, self.transformer, self.prompts = build_networks(
+            setup, CausalWanTransformer, parallel=own
+        )
         # on every rank with layers: each needs the noisy latents or their timestep
         encodes = options.video_input and not parallel.is_vae_stage
         self.vae, self.tiny_vae, self.decoder = build_autoencoders(setup, encodes=encodes)
-        self.prompts = SharedPrompts(self.transformer.cross_attention_kv)
         self.video = VideoEncoder(self.vae, options) if self.vae.has_encoder else None
         spare = spare_frames(options, self.plan, setup.omni, parallel)
         self.sizes = StreamSizes(
             self.config, options, self.plan, self.transformer, spare, self._own_step, setup.kv_dtype
         )
-        self._wants_tiny_vae = setup.wants_tiny_vae
 
     def load_checkpoint(self, layout: CheckpointLayout) -> None:
         def load() -> None:
@@ -129,7 +126,7 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
                 )
             load_transformer(self.transformer, layout.open_transformer(), self.config)
 
-        load_parts(self, layout, load, self._wants_tiny_vae)
+        load_parts(self, layout, load)
 
     def adapter_targets(self) -> dict[str, AdapterTarget]:
         return {"transformer": adapter_target(self.transformer, self.config)}
@@ -189,11 +186,9 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
             request.num_steps = 1  # the ranks with layers know
             return
         noise = ChunkNoise(tuple(size), inputs.seed, position.chunk_index, self.transformer.device)
-        with request.timer.stage("text"):
-            known = known_cross_kv(position, inputs.prompt, same_adapters=request.same_adapters)
-            text = None
-            if known is None:
-                text = self.text_encoder.encode(inputs.prompt, self.transformer.device)
+        text, known = encode_prompt(
+            request, inputs.prompt, position, self.text_encoder, self.transformer.device
+        )
         latents, schedule, video = noise.draw(0), self.schedule, None
         if inputs.video is not None and self.video is not None:
             with request.timer.stage("video"):
@@ -333,9 +328,7 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
         frames; with per-step sinks, before every denoise step.
         """
         chunk = request.work
-        if chunk.cross_kv is None:
-            assert chunk.text is not None
-            chunk.cross_kv = self.prompts.get(chunk.prompt, chunk.text)
+        self.prompts.complete_chunk(chunk)
         if request.step < len(chunk.past):
             chunk.window.open(chunk.past[request.step].frames)
         elif chunk.window.has_sinks_per_step or request.step == len(chunk.past):

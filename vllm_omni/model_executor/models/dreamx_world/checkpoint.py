@@ -16,16 +16,18 @@ from typing import Any, ClassVar, Final, Literal
 from torch import nn
 
 from vllm_omni.model_executor.checkpoint.loading import load_strict, rename
-from vllm_omni.model_executor.checkpoint.root_config import is_root_config
 from vllm_omni.model_executor.checkpoint.tensor_files import (
     Shape,
     TensorSource,
     open_tensors,
-    read_json,
 )
 from vllm_omni.model_executor.layers.lora.target import AdapterTarget
 from vllm_omni.model_executor.models.dreamx_world.config import DreamXConfig
-from vllm_omni.model_executor.models.wan.checkpoint.layout import WanComponents, chunk_hf_config
+from vllm_omni.model_executor.models.wan.checkpoint.layout import (
+    WanComponents,
+    chunk_hf_config,
+    own_config,
+)
 from vllm_omni.model_executor.models.wan.transformer import weights as wan
 from vllm_omni.model_executor.models.wan.transformer.weights import TRANSFORMER_RULES, Sizes
 
@@ -73,7 +75,7 @@ class CheckpointLayout(WanComponents):
         """Return the transformer's `config.json`, overridden by the sizes of its tensors, if there
         are any."""
         folder = self.transformer if self.transformer.is_dir() else self.transformer.parent
-        stated = _own_config(folder)
+        stated = own_config(folder)
         if self.transformer.is_dir() and not any(folder.glob("*.safetensors")):
             return stated
         return overlaid(stated, self.open_transformer().shapes, str(self.transformer))
@@ -164,13 +166,6 @@ def adapter_target(transformer: nn.Module, config: DreamXConfig) -> AdapterTarge
     )
 
 
-def _own_config(folder: Path) -> dict[str, Any]:
-    """Return the `config.json` of a folder if it describes a network, or {} if there is none."""
-    path = folder / "config.json"
-    values = read_json(path) if path.is_file() else {}
-    return {} if is_root_config(values) else values
-
-
 def _find_transformer(folder: Path) -> Path | None:
     """Return the transformer in a folder: the folder itself, or a file in it. None: the folder
     contains no transformer.
@@ -183,7 +178,7 @@ def _find_transformer(folder: Path) -> Path | None:
     if folder.name == _FOLDER and any(folder.glob("*.safetensors")):
         return folder if _is_transformer(folder) else None
     # Without weights (`--load-format dummy`), a config is sufficient.
-    config = _own_config(folder)
+    config = own_config(folder)
     is_named = config.get("_class_name") == _CLASS or config.get("cam_method") == "prope"
     return folder if is_named else None
 

@@ -19,7 +19,7 @@ from vllm_omni.model_executor.models.wan.architecture import (
     IGNORED,
     RENAMED,
     REQUIRED,
-    ChunkTransformerConfig,
+    Trunk5BConfig,
     read_architecture,
 )
 from vllm_omni.model_executor.presets import Preset, PresetName
@@ -45,25 +45,9 @@ _WINDOW, _SINK, _CHUNK = 12, 3, 3
 
 
 @dataclass(frozen=True)
-class DreamXConfig(ChunkTransformerConfig):
+class DreamXConfig(Trunk5BConfig):
     """Architecture of the causal transformer. The defaults are those of the released model."""
 
-    native_size: ClassVar[tuple[int, int]] = (704, 1280)
-    """Height and width at which the released model was trained."""
-    pixels_per_cell: ClassVar[int] = 16
-    """Pixels per latent cell of the Wan 2.2 VAE."""
-    dim: int = 3072
-    """Width of the network."""
-    ffn_dim: int = 14336
-    """Width of the feed-forward layers."""
-    in_channels: int = 48
-    """Input channels."""
-    out_channels: int = 48
-    """Output channels."""
-    num_heads: int = 24
-    """Number of attention heads in self-attention and in the camera branch."""
-    num_layers: int = 30
-    """Blocks."""
     camera_compression: int = 4
     """Width of the network divided by the width of the camera branch."""
     camera_blocks: tuple[int, ...] = tuple(range(30))
@@ -71,10 +55,6 @@ class DreamXConfig(ChunkTransformerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.in_channels != self.out_channels:
-            raise ValueError(
-                f"in_dim and out_dim must be equal, got {self.in_channels} and {self.out_channels}"
-            )
         if self.dim % self.camera_compression or self.camera_dim % (GROUP * self.num_heads):
             raise ValueError(
                 f"attn_compress {self.camera_compression} of dim {self.dim} must give "

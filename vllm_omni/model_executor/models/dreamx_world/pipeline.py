@@ -57,19 +57,17 @@ from vllm_omni.model_executor.models.dreamx_world.transformer import DreamXTrans
 from vllm_omni.model_executor.models.wan.chunk_setup import (
     WanChunkSetup,
     build_autoencoders,
-    build_text_encoder,
+    build_networks,
     load_parts,
 )
 from vllm_omni.model_executor.models.wan.images.files import cut_image
 from vllm_omni.model_executor.models.wan.images.image_condition import image_warmup
-from vllm_omni.model_executor.models.wan.images.image_encoder import ImageEncoder
-from vllm_omni.model_executor.models.wan.text_encoder.prompts import SharedPrompts, known_cross_kv
+from vllm_omni.model_executor.models.wan.text_encoder.prompts import encode_prompt
 from vllm_omni.model_executor.models.wan.vae.color_correction import CorrectingDecoder
 from vllm_omni.model_executor.schedules import ChunkNoise, FewStepSchedule
 from vllm_omni.model_executor.streaming.model import (
     ChunkLatentsDecoder,
     StreamingModel,
-    build_transformer,
 )
 from vllm_omni.model_executor.streaming.request import (
     check_tensors,
@@ -199,9 +197,9 @@ class DreamXWorld(StreamingModel[DreamXSession, DreamXChunk]):
         self.schedule = setup.options.schedule(rounded=rounded)
         context = setup.options.context_timestep
         self.context_timestep = rounded_timestep(context) if rounded else context
-        self.text_encoder = build_text_encoder(setup)
-        self.image_encoder: ImageEncoder | None = None
-        self.transformer = build_transformer(setup, DreamXTransformer)
+        self.text_encoder, self.image_encoder, self.transformer, self.prompts = build_networks(
+            setup, DreamXTransformer
+        )
         # On every rank with layers: the first ones read the image's latents, the last ones keep
         # them.
         self.vae, self.tiny_vae, decoder = build_autoencoders(
@@ -212,14 +210,12 @@ class DreamXWorld(StreamingModel[DreamXSession, DreamXChunk]):
             if decoder is None
             else CorrectingDecoder(decoder, setup.options.color_correction, compiled=setup.compiled)
         )
-        self.prompts = SharedPrompts(self.transformer.cross_attention_kv)
-        self._wants_tiny_vae = setup.wants_tiny_vae
 
     def load_checkpoint(self, layout: CheckpointLayout) -> None:
         def load() -> None:
             load_transformer(self.transformer, layout.open_transformer(), self.config)
 
-        load_parts(self, layout, load, self._wants_tiny_vae)
+        load_parts(self, layout, load)
 
     def adapter_targets(self) -> dict[str, AdapterTarget]:
         return {"transformer": adapter_target(self.transformer, self.config)}
@@ -274,8 +270,7 @@ class DreamXWorld(StreamingModel[DreamXSession, DreamXChunk]):
         session, device = request.session, self.transformer.device
         inputs = read_chunk(request, self.options)
         frames, shape = session.next_frames(), session.shape
-        cells = self.config.latent_size(shape.height, shape.width)
-        size = (self.config.out_channels, len(frames), *cells)
+        size = self.latent_shape(shape, len(frames))
         given: dict[str, Any] = {
             "prompt": inputs.prompt,
             "seed": inputs.seed,
@@ -283,10 +278,10 @@ class DreamXWorld(StreamingModel[DreamXSession, DreamXChunk]):
             "color_correction": inputs.color_correction,
         }
         if self.text_encoder is None:
-            request.state = DreamXChunk.to_decode(
-                frames, self.schedule, size, session.window, **given
+            self.start_chunk(
+                request,
+                DreamXChunk.to_decode(frames, self.schedule, size, session.window, **given),
             )
-            request.num_steps = 1  # not used on a VAE stage
             return
         noise = ChunkNoise(size, inputs.seed, session.chunk_index, device)
         latents = noise.draw(0)
@@ -294,10 +289,8 @@ class DreamXWorld(StreamingModel[DreamXSession, DreamXChunk]):
             with request.timer.stage("image"):
                 pixels = cut_image(inputs.image, shape.height, shape.width).to(device)
                 latents[:, :1] = self.vae.encode(pixels, None)[0][0].float()
-        with request.timer.stage("text"):
-            known = known_cross_kv(session, inputs.prompt, same_adapters=request.same_adapters)
-            text = self.text_encoder.encode(inputs.prompt, device) if known is None else None
-        request.state = DreamXChunk(
+        text, known = encode_prompt(request, inputs.prompt, session, self.text_encoder, device)
+        chunk = DreamXChunk(
             frames=frames,
             schedule=self.chunk_schedule(request, self.schedule),
             latents=latents,
@@ -310,16 +303,13 @@ class DreamXWorld(StreamingModel[DreamXSession, DreamXChunk]):
             given_frames=0 if inputs.image is None else 1,
             **given,
         )
-        request.clean_passes = self.clean_passes(request.work, session.plan)
-        request.num_steps = request.work.schedule.num_steps + request.clean_passes
+        self.start_chunk(request, chunk)
 
     def start_step(self, request: Request) -> None:
         """Compute the prompt's K/V and move the sink frames, once per chunk. Collective under
         tensor parallelism."""
         chunk = request.work
-        if chunk.cross_kv is None:
-            assert chunk.text is not None
-            chunk.cross_kv = self.prompts.get(chunk.prompt, chunk.text)
+        self.prompts.complete_chunk(chunk)
         if request.step == 0 and isinstance(chunk.window, SinkWindow):
             chunk.window.open(chunk.frames)
 

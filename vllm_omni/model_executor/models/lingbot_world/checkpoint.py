@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from vllm_omni.model_executor.checkpoint.root_config import is_root_config
-from vllm_omni.model_executor.checkpoint.tensor_files import open_tensors, read_json
+from vllm_omni.model_executor.checkpoint.tensor_files import open_tensors
 from vllm_omni.model_executor.models.lingbot_world.config import (
     CONTROL_CHANNELS,
     LingBotWorldConfig,
@@ -24,6 +23,7 @@ from vllm_omni.model_executor.models.wan.checkpoint.layout import (
     WanComponents,
     chunk_hf_config,
     find_transformer,
+    own_config,
 )
 
 LAYOUTS = ("original", "diffusers", "v2", "v2_1_3b", "v2_pretrain", "act", "world")
@@ -142,7 +142,7 @@ def _is_pretrain(folder: Path, path: Path) -> bool:
     named = folder.name == _PRETRAIN_FOLDER or "causal-pretrain" in str(
         path.resolve()
     ).lower().replace("_", "-")
-    return named or _own_config(folder).get("_class_name") == "WanModelCausal"
+    return named or own_config(folder).get("_class_name") == "WanModelCausal"
 
 
 def _version(folder: Path, path: Path) -> Version:
@@ -168,16 +168,9 @@ def _weights(folder: Path, root: Path) -> Path:
     return folder
 
 
-def _own_config(folder: Path) -> dict[str, Any]:
-    """Return the `config.json` of a transformer's folder, or an empty result if there is none."""
-    path = folder / "config.json"
-    values = read_json(path) if path.exists() else {}
-    return {} if is_root_config(values) else values
-
-
 def _stated_config(transformer: Path) -> dict[str, Any]:
     folder = transformer if transformer.is_dir() else transformer.parent
-    values = _own_config(folder)
+    values = own_config(folder)
     if "num_layers" in values or not any(folder.glob("*.safetensors")):
         return values
     num_heads = values.get("num_heads", values.get("num_attention_heads"))
@@ -193,7 +186,7 @@ def _is_transformer(folder: Path) -> bool:
     """
     if not folder.is_dir() or folder.name in _NOT_FAST:
         return False
-    config = _own_config(folder)
+    config = own_config(folder)
     if config.keys() & {"_class_name", "architectures", "control_type", "model_type"}:
         return (
             config.get("_class_name") in _CLASSES

@@ -46,8 +46,7 @@ from vllm_omni.model_executor.models.lingbot_world.world_pose import world_featu
 from vllm_omni.model_executor.models.wan.chunk_setup import (
     WanChunkSetup,
     build_autoencoders,
-    build_image_encoder,
-    build_text_encoder,
+    build_networks,
     load_parts,
 )
 from vllm_omni.model_executor.models.wan.images.files import prepare_image
@@ -57,9 +56,9 @@ from vllm_omni.model_executor.models.wan.images.image_condition import (
     GreyCondition,
     image_warmup,
 )
-from vllm_omni.model_executor.models.wan.text_encoder.prompts import SharedPrompts, known_cross_kv
+from vllm_omni.model_executor.models.wan.text_encoder.prompts import encode_prompt
 from vllm_omni.model_executor.schedules import ChunkNoise
-from vllm_omni.model_executor.streaming.model import StreamingModel, build_transformer
+from vllm_omni.model_executor.streaming.model import StreamingModel
 from vllm_omni.model_executor.streaming.session import KVWindows, SessionShape
 from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint
 from vllm_omni.worlds.served import ServedWorld
@@ -94,9 +93,7 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
         choices, parallel = setup.options.choices, setup.parallel
         self.world = setup.world
         self.schedule = setup.options.denoise_schedule()
-        self.text_encoder = build_text_encoder(setup)
-        self.image_encoder = build_image_encoder(setup)
-        self.transformer = build_transformer(
+        self.text_encoder, self.image_encoder, self.transformer, self.prompts = build_networks(
             setup, LingBotTransformer, residual_fp32=choices.residual_dtype == "fp32"
         )
         # One frame at a time halves a decode's memory beside its cache; all are faster on a CPU.
@@ -107,20 +104,18 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
             frames_per_call=frames_per_call,
             continuation=choices.vae_continuation,
         )
-        self.prompts = SharedPrompts(self.transformer.cross_attention_kv)
         self.condition: GreyCondition | None = None
         """The conditioning on the start image; None on ranks that embed no patches."""
         if parallel.first_stage:
             self.condition = GreyCondition(
                 self.vae, choices.later_condition, chunk_frames=self.plan.chunk_frames
             )
-        self._wants_tiny_vae = setup.wants_tiny_vae
 
     def load_checkpoint(self, layout: CheckpointLayout) -> None:
         def load() -> None:
             load_transformer(self.transformer, layout.transformer, self.config)
 
-        load_parts(self, layout, load, self._wants_tiny_vae)
+        load_parts(self, layout, load)
 
     def adapter_targets(self) -> dict[str, AdapterTarget]:
         return {"transformer": adapter_target(self.transformer, self.config)}
@@ -133,26 +128,14 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
         return shape
 
     def window_nbytes(self, shape: SessionShape) -> int:
-        return kv_window_nbytes(**self._window_sizes(shape))
+        return kv_window_nbytes(**self.window_sizes(shape))
 
     def make_window(self, shape: SessionShape) -> KVWindows:
         return self.make_kv_window(shape)
 
     def make_kv_window(self, shape: SessionShape) -> KVWindow:
         sink_frames, rings = self.plan_of(shape).sink_frames, self.transformer.rings
-        return KVWindow(sink_frames=sink_frames, rings=rings, **self._window_sizes(shape))
-
-    def _window_sizes(self, shape: SessionShape) -> dict[str, Any]:
-        sizes = self.transformer.window_sizes(
-            self.config.tokens_per_frame(shape.height, shape.width)
-        )
-        return {
-            **sizes,
-            "window_frames": self.plan_of(shape).window_frames,
-            "first_frames": self.first_frames(shape),
-            "storage": self.kv_dtype,
-            "device": self.transformer.device,
-        }
+        return KVWindow(sink_frames=sink_frames, rings=rings, **self.window_sizes(shape))
 
     def value_layout(self, shape: SessionShape) -> ConditionLayout | None:
         return (
@@ -177,11 +160,10 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
         inputs = read_chunk(request, session, self.options, self.config.control_type, self.world)
         frames = session.next_frames()
         shape, device = session.shape, self.transformer.device
-        latent_height, latent_width = self.config.latent_size(shape.height, shape.width)
-        size = (self.config.out_channels, len(frames), latent_height, latent_width)
+        size = self.latent_shape(shape, len(frames))
         omitted, rest = self._rest(inputs, session, frames)
         if self.text_encoder is None:
-            request.state = LingBotChunk.to_decode(
+            chunk = LingBotChunk.to_decode(
                 frames,
                 self.schedule,
                 size,
@@ -194,19 +176,17 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
                 camera_map=None,
                 world_poses=inputs.world_poses_of(),
             )
-            request.num_steps = 1  # not used on a VAE stage
+            self.start_chunk(request, chunk)
             return
         noise = ChunkNoise(size, inputs.seed, session.chunk_index, device)
         with request.timer.stage("condition"):
             y, condition = self._condition(inputs.image, session, frames)
         # Afterwards, so that the text encoder's small kernels are launched while `y` is computed.
-        with request.timer.stage("text"):
-            known = known_cross_kv(session, inputs.prompt, same_adapters=request.same_adapters)
-            text = self.text_encoder.encode(inputs.prompt, device) if known is None else None
+        text, _ = encode_prompt(request, inputs.prompt, session, self.text_encoder, device)
         with request.timer.stage("camera"):
             rays = self._camera_map(inputs, shape)
             features = self._world_features(inputs, shape)
-        request.state = LingBotChunk(
+        chunk = LingBotChunk(
             frames=frames,
             schedule=self.chunk_schedule(request, self.schedule),
             latents=noise.draw(0),
@@ -223,8 +203,7 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
             own=WorldCoordinates(condition=condition, tail=inputs.tail, rest=rest),
             omitted=omitted,
         )
-        request.clean_passes = 0 if omitted else self.clean_passes(request.work, session.plan)
-        request.num_steps = request.work.schedule.num_steps + request.clean_passes
+        self.start_chunk(request, chunk)
 
     @torch.no_grad()
     def denoise_step(

@@ -52,8 +52,7 @@ from vllm_omni.model_executor.models.matrix_game.transformer import (
 from vllm_omni.model_executor.models.wan.chunk_setup import (
     WanChunkSetup,
     build_autoencoders,
-    build_image_encoder,
-    build_text_encoder,
+    build_networks,
     load_parts,
 )
 from vllm_omni.model_executor.models.wan.images.files import cut_image
@@ -62,11 +61,10 @@ from vllm_omni.model_executor.models.wan.images.image_condition import (
     GreyCondition,
     image_warmup,
 )
-from vllm_omni.model_executor.models.wan.text_encoder.prompts import SharedPrompts
 from vllm_omni.model_executor.models.wan.vae.latents import VAE_TEMPORAL
 from vllm_omni.model_executor.models.wan.vae.vae import Rounding
 from vllm_omni.model_executor.schedules import ChunkNoise
-from vllm_omni.model_executor.streaming.model import StreamingModel, build_transformer
+from vllm_omni.model_executor.streaming.model import StreamingModel
 from vllm_omni.model_executor.streaming.request import read_action_frames, read_played
 from vllm_omni.model_executor.streaming.session import SessionShape
 from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckpoint
@@ -97,24 +95,22 @@ class MatrixGame(StreamingModel[MatrixGameSession, MatrixGameChunk]):
         first_stage = setup.parallel.first_stage
         self.action_space = setup.config.variant.space
         self.schedule = schedule_of(setup.config.variant, setup.options.max_steps)
-        self.text_encoder = build_text_encoder(setup)
-        self.image_encoder = build_image_encoder(setup)
-        self.transformer = build_transformer(setup, MatrixGameTransformer)
+        self.text_encoder, self.image_encoder, self.transformer, self.prompts = build_networks(
+            setup, MatrixGameTransformer
+        )
         self.vae, self.tiny_vae, self.decoder = build_autoencoders(
             setup, encodes=first_stage, rounding=self.rounding
         )
-        self.prompts = SharedPrompts(self.transformer.cross_attention_kv)
         self.condition = (
             GreyCondition(self.vae, chunk_frames=self.plan.chunk_frames) if first_stage else None
         )
         """The conditioning on the start image; None on ranks that embed no patches."""
-        self._wants_tiny_vae = setup.wants_tiny_vae
 
     def load_checkpoint(self, layout: CheckpointLayout) -> None:
         def load() -> None:
             load_transformer(self.transformer, layout.open_transformer(), self.config)
 
-        load_parts(self, layout, load, self._wants_tiny_vae)
+        load_parts(self, layout, load)
 
     def adapter_targets(self) -> dict[str, AdapterTarget]:
         return {"transformer": adapter_target(self.transformer, self.config)}
@@ -139,16 +135,7 @@ class MatrixGame(StreamingModel[MatrixGameSession, MatrixGameChunk]):
 
     def _window_sizes(self, shape: SessionShape) -> dict[str, dict[str, Any]]:
         config, parallel, heads = self.config, self.parallel, self.config.action_heads
-        sizes = self.transformer.window_sizes(
-            self.config.tokens_per_frame(shape.height, shape.width)
-        )
-        trunk = {
-            **sizes,
-            "window_frames": self.plan_of(shape).window_frames,
-            "first_frames": self.first_frames(shape),
-            "storage": self.kv_dtype,
-            "device": self.transformer.device,
-        }
+        trunk = self.window_sizes(shape)
         action = {**trunk, "num_layers": len(self.transformer.action_blocks())}
         mouse = {
             **action,
@@ -200,11 +187,7 @@ class MatrixGame(StreamingModel[MatrixGameSession, MatrixGameChunk]):
             request.params, request.tensors, self.action_space, self.plan, session.chunk_index
         )
         frames, shape, before = session.next_frames(), session.shape, session.own
-        size = (
-            self.config.out_channels,
-            len(frames),
-            *self.config.latent_size(shape.height, shape.width),
-        )
+        size = self.latent_shape(shape, len(frames))
         windows, newest = action_windows(
             action_values(actions, self.config.variant),
             None if before is None else before.actions,
@@ -214,16 +197,18 @@ class MatrixGame(StreamingModel[MatrixGameSession, MatrixGameChunk]):
         given: dict[str, Any] = {"prompt": inputs.prompt, "seed": inputs.seed, "windows": windows}
         if self.image_encoder is None:
             own = MatrixGameConditioning(condition=None, actions=newest, image=None)
-            request.state = MatrixGameChunk.to_decode(
-                frames, self.schedule, size, session.window, own=own, y=None, **given
+            self.start_chunk(
+                request,
+                MatrixGameChunk.to_decode(
+                    frames, self.schedule, size, session.window, own=own, y=None, **given
+                ),
             )
-            request.num_steps = 1  # not used on a VAE stage
             return
         with request.timer.stage("condition"):
             image, y, condition = self._image(inputs.image, session, len(frames))
         noise = ChunkNoise(size, inputs.seed, session.chunk_index, self.transformer.device)
         cross_kv = session.cross_kv if request.same_adapters else None
-        request.state = MatrixGameChunk(
+        chunk = MatrixGameChunk(
             frames=frames,
             schedule=self.chunk_schedule(request, self.schedule),
             latents=noise.draw(0),
@@ -236,8 +221,7 @@ class MatrixGame(StreamingModel[MatrixGameSession, MatrixGameChunk]):
             cross_kv=cross_kv,
             **given,
         )
-        request.clean_passes = self.clean_passes(request.work, session.plan)
-        request.num_steps = request.work.schedule.num_steps + request.clean_passes
+        self.start_chunk(request, chunk)
 
     # -- parts of the above ------------------------------------------------------------------------
 

@@ -100,6 +100,34 @@ class ChunkTransformerConfig(WanConfig):
         return latent_height * latent_width // (self.patch_size[1] * self.patch_size[2])
 
 
+@dataclass(frozen=True)
+class Trunk5BConfig(ChunkTransformerConfig):
+    """Sizes of a causal transformer on the trunk of Wan2.2-TI2V-5B. The defaults are the released
+    ones."""
+
+    native_size: ClassVar[tuple[int, int]] = (704, 1280)
+    pixels_per_cell: ClassVar[int] = 16
+    dim: int = 3072
+    """Width of the network."""
+    ffn_dim: int = 14336
+    """Width of the feed-forward layers."""
+    in_channels: int = 48
+    """Input channels."""
+    out_channels: int = 48
+    """Channels of the predicted latents, equal to the input's."""
+    num_heads: int = 24
+    """Attention heads."""
+    num_layers: int = 30
+    """Blocks."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.in_channels != self.out_channels:
+            raise ValueError(
+                f"in_dim and out_dim must be equal, got {self.in_channels} and {self.out_channels}"
+            )
+
+
 RENAMED = {
     "dim": "dim",
     "ffn_dim": "ffn_dim",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan's frozen components in a streaming model: their configuration, construction and loading.
+"""The parts of a streaming model from Wan: their configuration, construction and loading.
 
 A model that uses them has the attributes listed in `WanParts`. `WanChunkSetup` reads no weights,
 except for the widths of the tiny decoder.
@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
+from torch import nn
+
 from vllm_omni.config import OmniConfig
+from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.wan.architecture import ChunkTransformerConfig, VAEConfig
 from vllm_omni.model_executor.models.wan.checkpoint.layout import WanComponents
 from vllm_omni.model_executor.models.wan.checkpoint.loading import load_component_weights
@@ -31,6 +34,7 @@ from vllm_omni.model_executor.models.wan.vae.tiny_vae import (
 )
 from vllm_omni.model_executor.models.wan.vae.vae import Rounding, StreamingWanVAE
 from vllm_omni.model_executor.streaming.degradations import needs_tiny_decoder
+from vllm_omni.model_executor.streaming.model import build_transformer
 from vllm_omni.model_executor.streaming.options import StreamingOptions
 from vllm_omni.model_executor.streaming.setup import StreamingSetup
 from vllm_omni.model_executor.streaming.stream import StreamModelSetup
@@ -100,6 +104,23 @@ class WanParts(Protocol):
     """The denoising network."""
     prompts: SharedPrompts
     """Cross-attention K/V of prompts, shared by sessions."""
+    options: Any
+    """`StreamingOptions` of the model."""
+    omni: OmniConfig
+    """Options of the server."""
+
+
+class ChunkNetworks(NamedTuple):
+    """The part of a model between conditions and latents."""
+
+    text_encoder: TextEncoder | AwaitedText | None
+    """None on a VAE stage, and in a model without prompts."""
+    image_encoder: ImageEncoder | None
+    """None on a VAE stage, and in a model without images for cross-attention."""
+    transformer: Any
+    """This rank's part of the denoising network."""
+    prompts: SharedPrompts
+    """Cross-attention K/V of prompts, shared by sessions."""
 
 
 class ChunkAutoencoders(NamedTuple):
@@ -113,7 +134,21 @@ class ChunkAutoencoders(NamedTuple):
     """None on ranks that do not decode."""
 
 
-def build_text_encoder(setup: WanChunkSetup[Any, Any]) -> TextEncoder | AwaitedText | None:
+def build_networks(
+    setup: WanChunkSetup[Any, Any],
+    network: Callable[..., nn.Module],
+    *,
+    parallel: ParallelContext | None = None,
+    **own: Any,
+) -> ChunkNetworks:
+    """Build the encoders of conditions and the transformer. Arguments as in `build_transformer`."""
+    text_encoder, image_encoder = _build_text_encoder(setup), _build_image_encoder(setup)
+    transformer: Any = build_transformer(setup, network, parallel=parallel, **own)
+    prompts = SharedPrompts(transformer.cross_attention_kv)
+    return ChunkNetworks(text_encoder, image_encoder, transformer, prompts)
+
+
+def _build_text_encoder(setup: WanChunkSetup[Any, Any]) -> TextEncoder | AwaitedText | None:
     """Build the text encoder, or the part that receives its results on other ranks."""
     return text_encoder_of(
         setup.parallel,
@@ -126,7 +161,7 @@ def build_text_encoder(setup: WanChunkSetup[Any, Any]) -> TextEncoder | AwaitedT
     )
 
 
-def build_image_encoder(setup: WanChunkSetup[Any, Any]) -> ImageEncoder | None:
+def _build_image_encoder(setup: WanChunkSetup[Any, Any]) -> ImageEncoder | None:
     """Build the encoder of images for cross-attention, if the model has one and this rank holds
     layers.
     """
@@ -186,7 +221,6 @@ def load_parts(
     model: WanParts,
     layout: WanComponents,
     load_transformer: Callable[[], None],
-    wants_tiny_vae: str | None,
 ) -> None:
     """Load every parameter of this rank strictly.
 
@@ -195,13 +229,12 @@ def load_parts(
             evicted.
         layout: Where the components of the checkpoint are.
         load_transformer: Loads this rank's part of the transformer.
-        wants_tiny_vae: `WanChunkSetup.wants_tiny_vae`.
 
     Raises:
         ValueError: A component is missing or does not fit.
     """
     vae = model.vae if model.vae.has_encoder or model.vae.has_decoder else None
     load_component_weights(layout, load_transformer, vae, model.text_encoder, model.image_encoder)
-    load_wanted(model.tiny_vae, layout, wants_tiny_vae)
+    load_wanted(model.tiny_vae, layout, needs_tiny_decoder(model.options, model.omni))
     model.transformer.clear_derived()
     model.prompts.clear_prompt()

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from vllm_omni.model_executor.checkpoint.loading import Rules, check_shapes, rename
 from vllm_omni.model_executor.checkpoint.quantization import quantization_of
+from vllm_omni.model_executor.checkpoint.root_config import is_root_config
 from vllm_omni.model_executor.checkpoint.tensor_files import (
     Shape,
     TensorSource,
@@ -345,6 +346,13 @@ def checked_text(text: dict[str, Any], width: int, root: Path) -> dict[str, Any]
             f"{width}; the two belong to different checkpoints"
         )
     return text
+
+
+def own_config(folder: Path) -> dict[str, Any]:
+    """Return the `config.json` of a folder if it describes a network; {} without one."""
+    path = folder / "config.json"
+    values = read_json(path) if path.is_file() else {}
+    return {} if is_root_config(values) else values
 
 
 def find_transformer(

@@ -4,11 +4,14 @@ that use it.
 """
 
 from collections.abc import Callable, Hashable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from vllm_omni.model_executor.interfaces import DiffusionRequest
 from vllm_omni.model_executor.layers.lora.active import weights_key
+from vllm_omni.model_executor.models.wan.text_encoder.encoder import AwaitedText, TextEncoder
+from vllm_omni.model_executor.streaming.session import StreamingChunk
 
 
 class SharedPrompts:
@@ -32,6 +35,13 @@ class SharedPrompts:
         if self._newest is None or self._newest[0] != key:
             self._newest = key, self._compute(text)
         return self._newest[1]
+
+    def complete_chunk(self, chunk: StreamingChunk[Any, Any]) -> None:
+        """Set the K/V of a chunk's prompt unless they are known. Collective under tensor
+        parallelism."""
+        if chunk.cross_kv is None:
+            assert chunk.text is not None
+            chunk.cross_kv = self.get(chunk.prompt, chunk.text)
 
     def clear_prompt(self) -> None:
         """Invalidate the cache, because weights were reloaded."""
@@ -59,3 +69,24 @@ def known_cross_kv(before: HoldsPrompt, prompt: str, *, same_adapters: bool) -> 
         same_adapters: `DiffusionRequest.same_adapters`.
     """
     return before.cross_kv if same_adapters and prompt == before.prompt else None
+
+
+def encode_prompt(
+    request: DiffusionRequest[Any, Any],
+    prompt: str,
+    before: HoldsPrompt,
+    encoder: TextEncoder | AwaitedText,
+    device: torch.device,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the text embeddings of a chunk's prompt and `known_cross_kv`, one of which is None.
+
+    Args:
+        request: Request of the chunk.
+        prompt: Its prompt.
+        before: What the chunk continues.
+        encoder: Encodes the prompt, unless its K/V are known.
+        device: Device of the embeddings.
+    """
+    with request.timer.stage("text"):
+        known = known_cross_kv(before, prompt, same_adapters=request.same_adapters)
+        return (encoder.encode(prompt, device) if known is None else None), known
