@@ -319,6 +319,8 @@ def video(args: argparse.Namespace, console: Console) -> int:
                             continue
                         data = stream.recv()
                         assert isinstance(data, bytes)
+                        if message["generation_chunk_index"] >= args.chunks:
+                            continue  # sent before the server had read `session.stop`
                         file.write(data)
                         frames += message["num_frames"]
                         number, now_s = message["generation_chunk_index"], time.monotonic()

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sessions of one engine that are served by CUDA graphs of sessions that have ended.
 
-Without CUDA, a mocked graph repeats the forward pass with all host decisions of its capture.
+Without CUDA, a mocked graph repeats the forward pass with all host decisions of its capture. The
+tests are nightly because each needs two engines. test_causal_wan_graphs.py has streams of one model
+that use the graphs of others.
 """
 
 import asyncio
@@ -10,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.engine_client import EngineClient, running_engine
+
+pytestmark = pytest.mark.nightly
 
 SMALL_WINDOW = {"window_frames": 7, "sink_frames": 2}
 """Full after the third chunk and not a multiple of the chunk size."""
@@ -53,19 +57,15 @@ ULYSSES = {"model": {**SMALL_WINDOW, "sequence_parallel": True}}
             {},
             {"kv_cache_dtype": "fp8"},
             id="LingBot World, FP8 K/V",
-            marks=pytest.mark.nightly,
         ),
-        pytest.param(
-            "causal_wan", {}, {"pipeline_parallel_size": 2}, id="stages", marks=pytest.mark.nightly
-        ),
+        pytest.param("causal_wan", {}, {"pipeline_parallel_size": 2}, id="stages"),
         pytest.param(
             "lingbot_world",
             ULYSSES,
             {"tensor_parallel_size": 2},
             id="Ulysses",
-            marks=pytest.mark.nightly,
         ),
-        pytest.param("causal_wan", IN_FLIGHT, {}, id="chunks in flight", marks=pytest.mark.nightly),
+        pytest.param("causal_wan", IN_FLIGHT, {}, id="chunks in flight"),
     ],
 )
 def test_sessions_with_graphs_equal_sessions_without(

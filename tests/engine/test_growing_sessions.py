@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`omni.kv_growth` through the real engine: equal results, more sessions, and none that fails."""
+"""`omni.kv_growth` through the real engine: equal results, more sessions, and none that fails.
+
+The tests are nightly because each setting needs two engines. tests/worker/test_kv_growth.py has the
+same sessions in the runner.
+"""
 
 import asyncio
 from pathlib import Path
@@ -8,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.engine_client import EngineClient, running_engine
+
+pytestmark = pytest.mark.nightly
 
 WINDOW = {"window_frames": 36, "sink_frames": 3}
 CHUNKS = 13
@@ -42,11 +48,9 @@ def equal(ours: list[tuple[dict[str, Any], torch.Tensor]], theirs: list[Any]) ->
     "ranks",
     [
         pytest.param({}, id="one rank"),
-        pytest.param({"tensor_parallel_size": 2}, id="tensor parallel", marks=pytest.mark.nightly),
+        pytest.param({"tensor_parallel_size": 2}, id="tensor parallel"),
         pytest.param(
-            {"tensor_parallel_size": 2, "sequence_parallel": True},
-            id="sequence parallel",
-            marks=pytest.mark.nightly,
+            {"tensor_parallel_size": 2, "sequence_parallel": True}, id="sequence parallel"
         ),
     ],
 )

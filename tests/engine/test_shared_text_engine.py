@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One text encoder for all ranks of an engine: every rank starts each chunk with the same
 embeddings.
+
+The tests are nightly because each split needs an engine of several ranks.
+tests/worker/test_shared_text.py has the messages between any number of ranks.
 """
 
 import asyncio
@@ -13,6 +16,8 @@ import pytest
 import torch
 from helpers.engine_client import EngineClient, running_engine
 from text_recording_worker import FOLDER
+
+pytestmark = pytest.mark.nightly
 
 IMAGE = {"image": torch.arange(32 * 48 * 3).reshape(32, 48, 3).to(torch.uint8)}
 PROMPTS = {
@@ -77,17 +82,7 @@ def alone(
     return walks(lingbot_world, tmp_path_factory.mktemp("texts") / "alone", "one rank")
 
 
-@pytest.mark.parametrize(
-    "split",
-    [
-        "stages",
-        *[
-            pytest.param(name, marks=pytest.mark.nightly)
-            for name in SPLITS
-            if name not in ("one rank", "stages")
-        ],
-    ],
-)
+@pytest.mark.parametrize("split", [name for name in SPLITS if name != "one rank"])
 def test_every_rank_has_the_text_embeddings_of_the_encoding_rank(
     split: str,
     alone: tuple[list[list[torch.Tensor]], list[list[Any]], list[int]],
