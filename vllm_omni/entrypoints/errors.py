@@ -3,9 +3,11 @@
 
 Messages come from this package or from `RequestFailed`: they are short and contain no paths,
 addresses or texts of libraries. Clients should switch on `code`. `retryable` states whether the
-same request may succeed later.
+same request may succeed later. `read_error` reads the error in a reply.
 """
 
+import json
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final
 
@@ -80,3 +82,31 @@ class EndpointError(Exception):
 
 class ClientDisconnected(Exception):
     """The peer has disconnected or the connection was closed, so no message can be sent."""
+
+
+@dataclass(frozen=True)
+class ReceivedError:
+    """The error in a reply of a server."""
+
+    message: str
+    """Explanation for a human reader."""
+    code: str | None = None
+    """Stable identifier of the error. None: it has none."""
+    param: str | None = None
+    """Field that is at fault. None: it names none."""
+
+
+def read_error(body: bytes) -> ReceivedError | None:
+    """Return the error in the body of an HTTP reply.
+
+    Returns:
+        None if it has no error of this form, for example because a proxy wrote the reply.
+    """
+    try:
+        error = json.loads(body)["error"]
+        message, code, param = error["message"], error.get("code"), error.get("param")
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None
+    return ReceivedError(
+        str(message), None if code is None else str(code), None if param is None else str(param)
+    )
