@@ -143,18 +143,23 @@ def write_sbom(path: Path) -> None:
 
 
 def write_licences(path: Path) -> None:
-    """Write the licences of all installed dependencies, including those of `EXTRAS`."""
+    """Write the licences of all installed dependencies, including those of `EXTRAS`, and the
+    libraries that they contain.
+    """
     name = str(tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["name"])
+    packages = dependencies(name, EXTRAS)
     found = run_tool(
         [
             *(sys.executable, "-m", "piplicenses", "--from=mixed", "--format=json"),
-            *("--with-urls", "--packages", *dependencies(name, EXTRAS)),
+            *("--with-urls", "--packages", *packages),
         ]
     )
     path.write_text(
         "# Licences of the dependencies\n\n"
         f"All installed packages that `{name}` with the extras {', '.join(EXTRAS)} depends on, as "
-        "their metadata say. None is part of the wheel.\n\n" + licence_tables(json.loads(found))
+        "their metadata say. None is part of the wheel.\n\n"
+        + licence_tables(json.loads(found))
+        + library_table(bundled_libraries(packages))
     )
 
 
@@ -173,6 +178,33 @@ def licence_tables(packages: list[dict[str, str]]) -> str:
     head = "| package | version | licence | address |\n|---|---|---|---|\n"
     others, permissive = ("".join(part) for part in rows)
     return f"## To be read\n\n{head}{others}\n## Permissive\n\n{head}{permissive}"
+
+
+def bundled_libraries(packages: Iterable[str]) -> dict[str, list[str]]:
+    """Return the names of the shared libraries that auditwheel has copied into wheels."""
+    found: dict[str, list[str]] = {}
+    for name in packages:
+        try:
+            files = importlib.metadata.files(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        libraries = {
+            re.sub(r"(-[0-9a-f]{8})?\.so.*", "", path.name)
+            for path in files
+            if path.parts[0].endswith(".libs")
+        }
+        if libraries:
+            found[name] = sorted(libraries)
+    return found
+
+
+def library_table(libraries: dict[str, list[str]]) -> str:
+    rows = "".join(f"| {name} | {', '.join(names)} |\n" for name, names in libraries.items())
+    return (
+        "\n## Libraries inside of these packages\n\nThe metadata do not state their licences. x264 "
+        "and x265 are under the GPL, and FFmpeg (libavcodec and others) is too if it is built "
+        "with them.\n\n| package | libraries |\n|---|---|\n" + rows
+    )
 
 
 def dependencies(name: str, extras: Iterable[str] = ()) -> list[str]:

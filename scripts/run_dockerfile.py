@@ -7,8 +7,9 @@ For machines with `debootstrap` and root that reach no registry of images. The b
 `python:VERSION-slim-SUITE` is replaced by Debian's suite with Debian's Python of that version, in
 FOLDER/base, which later runs use again. Each RUN starts in mount and process namespaces of its own
 with 64 MB of /dev/shm, as under Docker. Then the entry point runs as process 1 in a network of its
-own, as the image's user and without capabilities, until the health check passes and `/omni/ready`
-answers; SIGTERM must end it with status 0. `--build-only` ends before that, for example for
+own, as the image's user and without capabilities, until the health check passes. `/omni/ready` must
+answer, a video from a start image of the served world must be generated with the API key, and
+SIGTERM must end the server with status 0. `--build-only` ends before that, for example for
 Dockerfile.cuda on a machine without a GPU.
 
 Only the instructions and forms that the Dockerfiles use are implemented. Variables of pip and uv,
@@ -36,7 +37,22 @@ _PACKAGES = "ca-certificates,python3.11,python3.11-venv,python3-pip"
 _SHM = "64m"
 _RUN_SHM = "2g"
 _READY_S = 600.0
+_REPLY_S = 60.0
+_VIDEO_S = 300.0
 _STOP_S = 60.0
+_READY = "import urllib.request as r; print(r.urlopen('{url}/omni/ready').read().decode())"
+_VIDEO = """
+import base64
+from vllm_omni.evaluation.client import EvaluatedServer
+server = EvaluatedServer("{url}", "{key}")
+start = server.greeting()["world"]["starts"][0]["file"]
+image = "data:image/png;base64," + base64.b64encode(server.page_file(start)).decode()
+fields = {{"prompt": "a street", "input_reference": {{"image_url": image}}, "num_frames": 21}}
+video, job = server.video(fields)
+assert video[4:8] == b"ftyp", video[:12]
+print("== a video of", job["seconds"], "s,", job["size"], "in", len(video), "bytes", flush=True)
+"""
+_API_KEY = "change-me"
 
 
 class StepError(Exception):
@@ -175,15 +191,11 @@ def build(path: Path, folder: Path, binds: Sequence[str], build_args: Mapping[st
 
 
 def serve(image: Image) -> None:
-    """Start the entry point, wait for the health check, read `/omni/ready`, and stop it."""
+    """Start the entry point, wait for the health check, send requests, and stop it."""
     argv = [*json.loads(image.last["ENTRYPOINT"]), *json.loads(image.last["CMD"])]
     probe = json.loads(image.last["HEALTHCHECK"].partition("CMD ")[2])
-    port = image.last["EXPOSE"]
-    ready = (
-        "import urllib.request as r; "
-        f"print(r.urlopen('http://127.0.0.1:{port}/omni/ready').read().decode())"
-    )
-    command = image.command(argv, {"VLLM_API_KEY": "change-me"}, _RUN_SHM, network=False)
+    url = f"http://127.0.0.1:{image.last['EXPOSE']}"
+    command = image.command(argv, {"VLLM_API_KEY": _API_KEY}, _RUN_SHM, network=False)
     with subprocess.Popen(command) as outer:
         try:
             started = time.monotonic()
@@ -202,9 +214,9 @@ def serve(image: Image) -> None:
             print(f"== healthy after {time.monotonic() - started:.0f} s, user {uid and uid[1]}")
             if uid is None or uid[1] == "0":
                 raise StepError("the server runs as root")
-            subprocess.run(
-                [*enter, *image.entered(["python", "-c", ready], {})], check=True, timeout=60
-            )
+            for program, limit_s in ((_READY, _REPLY_S), (_VIDEO, _VIDEO_S)):
+                asked = ["python", "-c", program.format(url=url, key=_API_KEY)]
+                subprocess.run([*enter, *image.entered(asked, {})], check=True, timeout=limit_s)
             os.kill(server, getattr(signal, image.last["STOPSIGNAL"]))
             if (code := outer.wait(_STOP_S)) != 0:
                 raise StepError(f"status {code} after {image.last['STOPSIGNAL']}")

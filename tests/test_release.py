@@ -77,6 +77,16 @@ def test_dependencies_include_those_of_extras(release: ModuleType) -> None:
     assert {"vllm-worlds", "pytest", "ruff"}.isdisjoint(found)
 
 
+def test_libraries_inside_of_wheels_are_listed(release: ModuleType) -> None:
+    """Metadata do not name their licences, for example that of x264 in PyAV."""
+    found = release.bundled_libraries(["av", "msgspec", "numpy", "not-installed"])
+    assert {"libx264", "libavcodec"} <= set(found["av"])
+    assert list(found) == ["av", "numpy"]
+    report = release.library_table(found)
+    [row] = [line for line in report.splitlines() if line.startswith("| av |")]
+    assert "libx264, libx265" in row and ".so" not in row
+
+
 def test_licences_that_a_person_should_read_come_first(release: ModuleType) -> None:
     """A licence text as a name is cut, so that it is a cell."""
     texts = {"a": "MIT License\n\nPermission is hereby", "b": "LGPL-2.1-only", "c": "UNKNOWN"}

@@ -16,6 +16,8 @@ from helpers.programs import background_server
 from helpers.quick_programs import run_python, wait_until_healthy
 from helpers.waits import seconds
 
+from vllm_omni.model_executor.checkpoint.hub import HubSource, hub_source
+from vllm_omni.model_executor.models.registry import known_names
 from vllm_omni.testing.tiny.language_model import write_tiny_language_model
 
 SHELL = ("bash", "sh", "shell", "console")
@@ -223,6 +225,36 @@ def test_the_readme_shows_the_two_commands() -> None:
     ]
     assert ["make", "demo"] in shown
     assert ["make", "test"] in shown
+
+
+def test_the_readme_names_the_weights_whose_licence_must_be_accepted() -> None:
+    """The row of these weights names the option without which no file is fetched."""
+    table = (docs.REPO / "README.md").read_text().partition("| weights | licence |")[2]
+    accepted = [
+        re.sub(r"[^a-z0-9]", "", name.lower())
+        for row in table.partition("\n\n")[0].splitlines()
+        if "`--accept-license`" in row
+        for name in row.split("|")[1].split(",")
+    ]
+    asked = [
+        name.replace("_", "")
+        for name, family in known_names().items()
+        if (source := released(family, name)) is not None and source.licence is not None
+    ]
+    assert len(asked) > 5
+    assert [
+        name
+        for name in asked
+        if not any(name.startswith(row) or row.startswith(name) for row in accepted)
+    ] == []
+
+
+def released(family: str, name: str) -> HubSource | None:
+    """Return the source of released weights. None: the family has none."""
+    try:
+        return hub_source(family, name)
+    except ValueError:
+        return None
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make docs`: every page is in the navigation once, and linked files are copied."""
 
+import json
 import re
 from pathlib import Path
 
@@ -65,3 +66,19 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert script.main(tmp_path) == 0
     assert "vllm_omni" in (tmp_path / "index.html").read_text()
     assert (tmp_path / "docs" / "how_to" / "serving.html").is_file()
+    for word, page in (("migrate", "fleet"), ("licence", "choosing"), ("fp8", "quantization")):
+        assert any(f"/{page}.html" in found for found in pages_with(word, tmp_path)), word
+
+
+def pages_with(word: str, site: Path) -> list[str]:
+    """Return the addresses that the search of the site finds. Parts of paths are words."""
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    return [
+        entry["location"]
+        for entry in index["docs"]
+        if word
+        in re.split(
+            index["config"]["separator"],
+            re.sub("<[^>]*>", " ", f"{entry['title']} {entry['text']}").lower(),
+        )
+    ]

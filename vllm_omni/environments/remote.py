@@ -12,7 +12,7 @@ import contextlib
 import http.client
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -34,6 +34,7 @@ from vllm_omni.entrypoints.environments.protocol import (
     StepEntry,
     StepRequest,
 )
+from vllm_omni.runtime.replies import read_error
 from vllm_omni.environments.engine import Episode, Outcome, WorldEngine, WorldSettings
 from vllm_omni.outputs import RequestFailed, unpack_arrays
 
@@ -182,13 +183,11 @@ class RemoteEngine(WorldEngine):
 
 def _failure(status: int, body: bytes) -> RequestFailed:
     """Return the error in a reply of this package or of a proxy."""
-    try:
-        error: Any = msgspec.json.decode(body)["error"]
-        return RequestFailed(str(error["code"]), str(error["message"]))
-    except (msgspec.DecodeError, LookupError, TypeError):
-        code = "unauthorized" if status == 401 else f"http_{status}"
-        said = "it needs an API key (api_key=)" if status == 401 else "its reply has no reason"
-        return RequestFailed(code, f"the server refused the request with status {status}: {said}")
+    code = "unauthorized" if status == 401 else f"http_{status}"
+    if (error := read_error(body)) is not None:
+        return RequestFailed(error.code or code, error.message)
+    said = "it needs an API key (api_key=)" if status == 401 else "its reply has no reason"
+    return RequestFailed(code, f"the server refused the request with status {status}: {said}")
 
 
 def _data_url(image: np.ndarray) -> str:

@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any, Final
 
+from vllm_omni.runtime.replies import read_error
 from vllm_omni.entrypoints.loopback import is_loopback, websocket_proxy
 
 _CAMERA_PATH: Final = "/v1/realtime/world/camera"
@@ -129,9 +130,9 @@ class EvaluatedServer:
 
 def _refusal(refused: urllib.error.HTTPError) -> ServerRefusedError:
     try:
-        error = json.loads(refused.read())["error"]
-        return ServerRefusedError(
-            str(error["message"]), str(error.get("code") or ""), str(error.get("param") or "")
-        )
-    except (OSError, ValueError, KeyError, TypeError):
+        error = read_error(refused.read())
+    except OSError:
+        error = None
+    if error is None:
         return ServerRefusedError(f"HTTP {refused.code}")
+    return ServerRefusedError(error.message, error.code or "", error.param or "")

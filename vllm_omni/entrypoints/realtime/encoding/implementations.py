@@ -146,5 +146,7 @@ def _nvjpeg() -> FrameEncoder:
 
 
 def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
+    # the text of an error of PyAV also has the call with all its arguments
+    text = (isinstance(error, OSError) and error.strerror) or str(error)
+    lines = text.strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__
