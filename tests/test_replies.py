@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from vllm_omni.runtime.replies import ReceivedError, read_error
-from vllm_omni.entrypoints.openai.errors import invalid
+from vllm_omni.entrypoints.errors import invalid
 from vllm_omni.environments.remote import _failure
+from vllm_omni.runtime.replies import ReceivedError, read_error
 
 
 def test_an_error_of_this_package_is_read_completely() -> None:

@@ -34,9 +34,9 @@ from vllm_omni.entrypoints.environments.protocol import (
     StepEntry,
     StepRequest,
 )
-from vllm_omni.runtime.replies import read_error
 from vllm_omni.environments.engine import Episode, Outcome, WorldEngine, WorldSettings
 from vllm_omni.outputs import RequestFailed, unpack_arrays
+from vllm_omni.runtime.replies import read_error
 
 _STALE: Final = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)
 

@@ -9,8 +9,8 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any, Final
 
-from vllm_omni.runtime.replies import read_error
 from vllm_omni.entrypoints.loopback import is_loopback, websocket_proxy
+from vllm_omni.runtime.replies import read_error
 
 _CAMERA_PATH: Final = "/v1/realtime/world/camera"
 _REPLY_S: Final = 60.0

@@ -9,9 +9,9 @@ Failures are `RequestFailed` with the worker's error codes. Three codes originat
 (the engine ended the request), `engine_error` (the request failed in the engine) and `engine_dead`
 (the engine has stopped). The code `capacity` also covers a paused engine and a full queue.
 
-With data parallelism, `SessionPlacement` selects the data-parallel rank of a request. Such requests use
-`AsyncLLM.add_request`, because stock `encode` has no argument for the rank. Results of workers are
-gathered over all ranks.
+With data parallelism, `SessionPlacement` selects the data-parallel rank of a request. Such requests
+use `AsyncLLM.add_request`, because stock `encode` has no argument for the rank. Results of workers
+are gathered over all ranks.
 """
 
 import asyncio
@@ -71,8 +71,8 @@ class OmniEngine:
 
     Args:
         client: vLLM's engine client.
-        placement: Data-parallel rank of each session, shared by all objects that use `client`. Default:
-            the engine has one rank.
+        placement: Data-parallel rank of each session, shared by all objects that use `client`.
+            Default: the engine has one rank.
     """
 
     def __init__(self, client: EngineClient, placement: SessionPlacement | None = None) -> None:
