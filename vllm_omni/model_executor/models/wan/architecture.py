@@ -106,7 +106,9 @@ class Trunk5BConfig(ChunkTransformerConfig):
     ones."""
 
     native_size: ClassVar[tuple[int, int]] = (704, 1280)
+    """Height and width that the released models were trained on."""
     pixels_per_cell: ClassVar[int] = 16
+    """Pixels per latent cell of the Wan 2.2 VAE along each side."""
     dim: int = 3072
     """Width of the network."""
     ffn_dim: int = 14336
