@@ -121,7 +121,7 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     rank_timeout_s: Annotated[float, msgspec.Meta(ge=2, le=3600)] | None = 6.0
     """Time in seconds for which a process may be stopped, or a rank silent, before its engine is
     reported dead and all its processes exit. Detects a stopped process (SIGSTOP) and, with several
-    ranks, a rank that was killed or lost its network connection. If unset, vLLM's own timeouts
+    ranks, a rank that was killed or lost its network connection. If none, vLLM's own timeouts
     apply.
     """
     drain_timeout_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 25.0

@@ -38,8 +38,8 @@ def run(folder: Path, names: Sequence[str], as_json: bool) -> int:
 
     Args:
         folder: Folder with the benchmarks.
-        names: Rows to repeat. Names of the rows to repeat. If empty, one row is run for each
-            benchmark that fits this machine.
+        names: Names of the rows to repeat. If empty, one row is repeated for each benchmark that
+            fits this machine.
         as_json: Print a JSON list only.
 
     Returns:
