@@ -6,10 +6,10 @@
                pooling_params=DiffusionParams(...).to_pooling_params(), pooling_task="plugin")
 
 The value of a modality is one tensor, or a mapping of several named tensors, for example `camera`
-above. `actions` are `buttons` [N, B], `axes` [N, A] and `scroll` [N] with one row per latent frame
-(vllm_omni/actions.py). The tensors reach the worker unchanged: they are not tokenized, hashed or
-cached, because the camera of a chunk never repeats. `inputs.request_tensors` is the other way to
-send tensors.
+above. `actions` is a mapping of `buttons` [N, B], `axes` [N, A] and `scroll` [N], with one row per
+latent frame, for B buttons and A axes (vllm_omni/actions.py). The tensors reach the worker
+unchanged: they are not tokenized, hashed or cached, because the camera of a chunk never repeats.
+`inputs.request_tensors` is the other way to send tensors.
 """
 
 import uuid

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """WebSocket limits for which stock `vllm serve` has no flags.
 
-`vllm serve --omni` adds the flags. The endpoint plugin calls `apply_at_startup(app)`, which also
-covers plain `vllm serve` (with defaults) and several API server processes.
+`vllm serve --omni` adds the flags. The endpoint plugin calls `apply_at_startup(app)`, so that the
+limits also apply under plain `vllm serve` (with their defaults) and in every API server process.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`RequestIds`: adds `X-Request-Id` to HTTP responses, WebSocket handshakes and log lines.
 
-A client's id is used if it is printable ASCII of up to 128 characters without spaces, quotes and
-backslashes; otherwise the server generates an id. The id is written to the request's headers, so
+A client's id is used if it has at most 128 printable ASCII characters and no spaces, double quotes
+or backslashes; otherwise the server generates an id. The id is written to the request's headers, so
 that stock vLLM uses it for `--enable-request-id-headers` and for its own request ids. The client's
 trace context is also recorded here. The middleware wraps the whole application, including error
 pages.

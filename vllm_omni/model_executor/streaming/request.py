@@ -65,9 +65,13 @@ def check_unused(params: DiffusionParams, *, actions: bool) -> None:
 
 
 def read_window(params: DiffusionParams, plan: ChunkPlan) -> tuple[int, int] | None:
-    """Return `(window_frames, sink_frames)` of a session, which are set by its first chunk.
+    """Read and check the `(window_frames, sink_frames)` that the first chunk of a session requests.
 
-    None if the chunk sets neither.
+    Returns:
+        None if the chunk requests neither.
+
+    Raises:
+        RequestFailed: `invalid_request`: the server or the model does not allow the values.
     """
     if params.window_frames is None and params.sink_frames is None:
         return None

@@ -178,10 +178,10 @@ class VideoRoutes:
         return _response(record)
 
     async def _known(self, request: Request, video_id: str) -> JobRecord:
-        """Return a job of the requesting client.
+        """Return the job `video_id`, if it belongs to the requesting client.
 
         Raises:
-            ApiError: 404.
+            ApiError: 404: there is no such job of this client.
         """
         record = await self._off_loop(self._jobs.store.read_record, video_id, owner_of(request))
         if record is None:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SessionDrain`: graceful shutdown of the realtime endpoints.
 
-If `move_away` is set, sessions are first moved to other servers. They continue until it is their
-turn. The rest is drained. While draining, no new chunk starts. Chunks in flight are finished,
-rendered and delivered. Then every incomplete request is ended with `draining` (close code 1013). If
-`save_to` is set, each session is saved exactly once: at the end of its run, because closing a live
-connection frees its session, or otherwise when it is idle. This module does not depend on signals
-or on the engine.
+If `move_away` is set, sessions are first moved to other servers. Each session keeps running until
+it is moved. The rest is drained. While draining, no new chunk starts. Chunks in flight are
+finished, rendered and delivered. Then every incomplete request is ended with `draining` (close code
+1013). If `save_to` is set, each session is saved exactly once: at the end of its run, because
+closing a live connection frees its session, or otherwise when it is idle. This module does not
+depend on signals or on the engine.
 """
 
 import asyncio
@@ -89,9 +89,8 @@ class SessionDrain(Generic[S]):
         """Check whether a session may start new work.
 
         Args:
-            is_refused: Whether new work is refused. Default: it is refused while the server is
-                draining.
-            details: Keys of the error.
+            is_refused: Whether new work is refused. Default: whether the server is draining.
+            details: Additional fields of the error message.
 
         Raises:
             EndpointError: `draining`.

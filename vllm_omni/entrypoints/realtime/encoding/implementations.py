@@ -80,7 +80,7 @@ Candidate = tuple[str, Callable[[], FrameEncoder]]
 
 
 def choose(codec: str, candidates: Sequence[Candidate]) -> EncoderChoice:
-    """Return the first candidate that can encode a frame. The last candidate must succeed.
+    """Return the first candidate that can encode a frame, or else the last one, which is not tried.
 
     Args:
         codec: Name of the codec.

@@ -199,7 +199,9 @@ class SessionMigration:
     def _note_state(
         self, session: Session, header: SnapshotHeader, scalars: Mapping[str, Any]
     ) -> None:
-        """Apply a snapshot to the session of this process.
+        """Copy a snapshot's size, prompt and seed into this process's `Session`.
+
+        If the snapshot is invalid, the engine's session is closed.
 
         Raises:
             EndpointError: `invalid_snapshot`: the file is not a snapshot of a world model.

@@ -192,8 +192,8 @@ class SessionManager:
 
         Args:
             key: Principal and session id.
-            client: Client to which `sessions_per_client` attributes the session. Default: the
-                principal.
+            client: Client whose limit `sessions_per_client` the session counts against. Default:
+                the principal.
             endpoint: Name of the endpoint, for metrics.
 
         Raises:

@@ -148,7 +148,7 @@ def spare_frames(
     may run as soon as the previous chunk has finished that step. Frames that its K/V would
     overwrite are retained as long as an uncommitted chunk that sees them may be run again.
 
-    This is the number of frames that chunks may write ahead of the oldest uncommitted chunk. On one
+    The spare frames are those that chunks may write ahead of the oldest uncommitted chunk. On one
     rank, a chunk is committed in the engine step of its last pass. On several ranks, earlier stages
     are notified of the commit later.
     """

@@ -207,7 +207,7 @@ class CausalWanChunk(StreamingChunk[ChunkCache, VideoInput]):
 
     @property
     def num_steps(self) -> int:
-        """Return the number of passes except the final clean-context pass."""
+        """Return the number of passes, excluding the final clean-context pass."""
         if self.given == len(self.frames):
             return len(self.past) + 1
         return len(self.past) + int(self.given > 0) + self.schedule.num_steps

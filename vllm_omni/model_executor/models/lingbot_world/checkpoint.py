@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locates the components of a LingBot World checkpoint: original, v2 or diffusers layout, or all
-files in one folder.
+"""Locates the components of a LingBot World checkpoint, in the original, v2 or diffusers layout, or
+with all files in one folder.
 
 If the transformer has no `config.json`, its sizes are read from the headers of its weight files.
 This module only locates files; `weights.py` loads them. A missing component is an error only when

@@ -91,7 +91,7 @@ def load_voices(path: Path) -> dict[str, SpeakerVoice]:
 
 
 class CheckpointTensors:
-    """Tensors of the directory's safetensors files, read on access from memory-mapped files."""
+    """The tensors in a directory's safetensors files, memory-mapped and read on access."""
 
     def __init__(self, path: Path) -> None:
         if (path / _INDEX).is_file():

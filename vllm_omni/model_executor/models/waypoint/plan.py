@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory and compute of Waypoint for `vllm-omni plan`.
 
-The token grid is fixed, and there are two kinds of K/V ring buffers. Bytes are counted on modules
-on the meta device, which are imported when a network is planned."""
+The token grid is fixed, and there are two kinds of K/V ring buffers. Byte counts
+come from building the network on the meta device. The code of the network is imported only when one
+is planned.
+"""
 
 import math
 from collections.abc import Mapping

@@ -203,7 +203,7 @@ class Role(ABC):
 
         Args:
             states: Scheduled requests.
-            received: Tensors of the previous stage; None on the first stage.
+            received: Tensors from the previous stage; None on the first stage.
 
         Returns:
             Tensors for the next stage, or on the last stage the results that are due.
@@ -220,7 +220,7 @@ class Role(ABC):
 
         Args:
             states: Scheduled requests.
-            received: Tensors of the previous stage; None on the first stage.
+            received: Tensors from the previous stage; None on the first stage.
             outputs: Receives the envelopes of finished and failed requests.
 
         Returns:

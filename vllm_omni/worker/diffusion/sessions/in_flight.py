@@ -75,7 +75,7 @@ class ChunksInFlight:
         return not self.order.may_move(step, steps, established=established)
 
     def failed(self, session_id: str, index: int) -> DiffusionRequest | None:
-        """Return the newest failed chunk of this index that has not been released."""
+        """Return the newest failed chunk with an index that was not released, or None."""
         return next(
             (
                 state.chunk

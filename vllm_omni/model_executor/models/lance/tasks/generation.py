@@ -300,7 +300,7 @@ def _length(context: Sequence[ContextSegment]) -> int:
 
 
 def _common(first: Sequence[SequenceSegment], second: Sequence[SequenceSegment]) -> int:
-    """Return how many leading segments both sequences share."""
+    """Return the number of leading segments that both sequences share, up to the user's text."""
     count = 0
     for one, other in zip(first, second, strict=False):
         if one != other or one.user:
