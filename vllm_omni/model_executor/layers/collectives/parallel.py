@@ -22,7 +22,7 @@ between them.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -121,11 +121,11 @@ class ParallelContext:
             peer_path=peer_path,
         )
 
-    @cached_property
+    @property
     def first_stage(self) -> bool:
         return self.stage == 0
 
-    @cached_property
+    @property
     def last_stage(self) -> bool:
         return self.stage == self.num_stages - 1
 
@@ -146,7 +146,7 @@ class ParallelContext:
         """Return whether the ranks of one stage decode together."""
         return self.decode_group is not None
 
-    @cached_property
+    @property
     def tensor_size(self) -> int:
         """Return the number of ranks that shard each layer's channels."""
         return 1 if self.sequence_parallel else self.size

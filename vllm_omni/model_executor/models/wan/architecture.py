@@ -8,7 +8,6 @@ The command line and the config parser import this module before anything heavy.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from vllm_omni.model_executor.checkpoint.quantization import DESCRIPTIONS
@@ -60,7 +59,7 @@ class WanConfig:
     def hidden_size(self) -> int:
         return self.dim
 
-    @cached_property
+    @property
     def head_dim(self) -> int:
         return self.dim // self.num_heads
 
@@ -371,7 +370,7 @@ class VAEConfig:
                 f"got {len(self.latents_mean)} and {len(self.latents_std)}"
             )
 
-    @cached_property
+    @property
     def patch(self) -> int:
         """Side in pixels of a cell of the network's frames."""
         return self.patch_size or 1
@@ -381,12 +380,12 @@ class VAEConfig:
         """Channels of the network's frames."""
         return _PIXEL_CHANNELS * self.patch**2
 
-    @cached_property
+    @property
     def spatial_factor(self) -> int:
         """Pixels per latent cell along each side."""
         return self.patch * int(2 ** len(self.temporal_downsample))
 
-    @cached_property
+    @property
     def temporal_factor(self) -> int:
         """Video frames per latent frame. The first latent frame of a stream corresponds to a single
         video frame.
