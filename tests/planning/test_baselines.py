@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results of record in the package: which rows a machine repeats, and how they compare."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.scripts import load_script
 
 from vllm_omni.planning.baselines import (
     Baseline,
@@ -18,7 +18,7 @@ from vllm_omni.planning.baselines import (
     gpu_kind,
 )
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+results_page = load_script(Path(__file__).parents[2] / "scripts" / "results_page.py")
 H200 = Machine("Xeon", 16, "H200", 140 * 10**9)
 RTX_4090 = Machine("Xeon", 16, "RTX 4090", 24 * 10**9)
 CPU = Machine("EPYC", 2)
@@ -47,16 +47,10 @@ def row(name: str, script: str | None, gpu: str | None = "H200", **changes: Any)
     )
 
 
-def row_names(path: Path) -> list[str]:
-    """Return the names of the rows in a result file, which is one row or a list of rows."""
-    content = json.loads(path.read_text())
-    return [one["name"] for one in content] if isinstance(content, list) else [path.stem]
-
-
 def test_the_file_has_all_results_and_a_row_for_each_kind_of_machine() -> None:
     """A CPU, and GPUs with and without records of their own."""
     names = sorted(one.name for one in all_baselines())
-    assert names == sorted(name for path in RESULTS.glob("*.json") for name in row_names(path))
+    assert names == sorted(one.name for one in results_page.load_rows())
     assert [one.check.script for one in choose_rows(CPU) if one.check] == ["demo_world"]
     assert {one.gpu for one in choose_rows(H200)} == {"H200"}
     assert len(choose_rows(H200)) == 4

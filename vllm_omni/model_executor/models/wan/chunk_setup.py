@@ -70,20 +70,15 @@ class WanChunkSetup(StreamingSetup[Config, Options], Generic[Config, Options]):
         }
 
     @property
-    def wants_tiny_vae(self) -> str | None:
-        """Return the name of the option that requires the tiny decoder, as a user would write it,
-        or None.
-        """
-        return needs_tiny_decoder(self.options, self.omni)
-
-    @property
     def tiny_vae_channels(self) -> tuple[int, ...] | None:
         """Return the widths of the tiny decoder, read from its file, or None if it is not used.
 
         Raises:
             ValueError: The file is not a TAEHV file.
         """
-        return None if self.wants_tiny_vae is None else tiny_vae_channels(self.layout.tiny_vae)
+        if needs_tiny_decoder(self.options, self.omni) is None:
+            return None
+        return tiny_vae_channels(self.layout.tiny_vae)
 
 
 # -- the parts -------------------------------------------------------------------------------------
