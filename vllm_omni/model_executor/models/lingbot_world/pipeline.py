@@ -182,7 +182,7 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
         with request.timer.stage("condition"):
             y, condition = self._condition(inputs.image, session, frames)
         # Afterwards, so that the text encoder's small kernels are launched while `y` is computed.
-        text, _ = encode_prompt(request, inputs.prompt, session, self.text_encoder, device)
+        text, known = encode_prompt(request, inputs.prompt, session, self.text_encoder, device)
         with request.timer.stage("camera"):
             rays = self._camera_map(inputs, shape)
             features = self._world_features(inputs, shape)
@@ -197,6 +197,7 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
             world_features=features,
             world_poses=inputs.world_poses_of(),
             text=text,
+            cross_kv=known,
             window=session.window,
             prompt=inputs.prompt,
             seed=inputs.seed,
@@ -278,13 +279,8 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
         """Compute the K/V of the prompt and the camera modulation if they do not exist. Collective
         under tensor parallelism.
         """
-        session, chunk = request.session, request.work
-        if chunk.cross_kv is None:
-            chunk.cross_kv = (
-                session.cross_kv
-                if chunk.text is None
-                else self.prompts.get(chunk.prompt, chunk.text)
-            )
+        chunk = request.work
+        self.prompts.complete_chunk(chunk)
         if chunk.camera is None:
             assert chunk.camera_map is not None
             chunk.camera = self.transformer.camera_modulation(
