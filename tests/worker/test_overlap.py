@@ -358,6 +358,28 @@ def test_a_ready_result_shortens_the_wait_for_the_device(
     assert device.ends_s[-1] - device.now_s < device.step_s / 4
 
 
+def test_a_clean_context_pass_is_launched_during_the_last_denoise_step(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host does not wait for the end of the last denoise step, because it delivers the frames
+    only after it has launched the clean-context pass.
+    """
+    if torch.cuda.is_available():
+        pytest.skip("the device is mocked")
+    device = Device(200.0, monkeypatch)
+    parts = replace(runner.parts, pacer=StepPacer(torch.device("cuda")))
+    monkeypatch.setattr(runner, "role", SingleRank(parts))
+    clean = {"steps": STEPS, "clean_pass": True}
+    left_s = []
+    execute(runner, step(new=[chunk("a", 0, options=clean)]))
+    for _ in range(STEPS - 2):
+        left_s.append(device.ends_s[-1] - device.now_s)
+        execute(runner, step(running=["a"]))
+    assert device.ends_s[-1] - device.now_s >= device.step_s
+    assert left_s[-1] == pytest.approx(0.01, abs=2e-3), "other steps are launched 10 ms ahead"
+    assert execute(runner, step(running=["a"]))["a"] is not None
+
+
 def test_a_stage_before_the_vae_waits_before_its_step(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,7 +394,7 @@ def test_a_stage_before_the_vae_waits_before_its_step(
         def launching(self) -> None:
             """Do nothing."""
 
-        def wait(self, is_result_ready: Callable[[], bool] = lambda: False) -> bool:
+        def wait(self, may_continue: Callable[[], bool] = lambda: False) -> bool:
             calls.append("wait")
             return False
 

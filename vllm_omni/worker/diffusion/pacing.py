@@ -99,15 +99,15 @@ class StepPacer:
         """Whether the device is still executing the last step."""
         return bool(self._spans) and not self._spans[-1][1].query()
 
-    def wait(self, is_result_ready: Callable[[], bool] = lambda: False) -> bool:
+    def wait(self, may_continue: Callable[[], bool] = lambda: False) -> bool:
         """Wait until the next step may be launched.
 
         Args:
-            is_result_ready: Polled while waiting. A result that is ready for delivery ends the
-                wait.
+            may_continue: Polled while waiting for a slow step. True ends the wait, for example
+                because a result can be delivered. The host still stays at most one step ahead.
 
         Returns:
-            Whether a ready result ended the wait.
+            Whether `may_continue` ended the wait.
         """
         if len(self._ends) < 3:
             return False
@@ -124,7 +124,7 @@ class StepPacer:
             return False
         until_s = self._expected_end_s - LEAD * self._slow_ms / 1e3
         while not last.query() and (left_s := until_s - time.perf_counter()) > 0:
-            if is_result_ready():
+            if may_continue():
                 return True
             time.sleep(min(left_s, _POLL_S))
         if last.query():  # otherwise the late end would carry over to the next steps' estimates

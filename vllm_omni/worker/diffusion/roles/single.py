@@ -44,7 +44,10 @@ class SingleRank(Role):
         self.pacer.launched(moves=len(earlier) < len(states))
         # This step's work is queued: the device is busy while the host packs earlier results.
         pack_results(earlier, outputs)
-        if self.pacer.wait(lambda: bool(outputs or self.chunk_end.ready(states))):
+        # A clean-context pass is launched while the device runs the last denoise step. The host is
+        # then free when the frames are decoded, however long it takes to launch the pass.
+        early = any(state.pending is not None and not state.done for state in states)
+        if self.pacer.wait(lambda: bool(early or outputs or self.chunk_end.ready(states))):
             pack_results(self.chunk_end.ready(states), outputs)
         return self.chunk_end.deliver(states, outputs)
 
