@@ -1,8 +1,8 @@
-"""Entry points of vllm_omni; everything else is in pyproject.toml.
+"""Declares the entry points of vllm_omni. All other settings of the package are in pyproject.toml.
 
-All groups use the one name `vllm_omni`, because `VLLM_PLUGINS` filters every group by entry-point
-name; `vllm_omni_ar` adds routes to servers of stock text models, which need nothing else of this
-package, `vllm_omni_speech` to servers of models that speak.
+The entry points in all groups have the name `vllm_omni`, because `VLLM_PLUGINS` filters every group
+by name. There are two exceptions: `vllm_omni_ar` adds routes to servers of stock text models, which
+need nothing else from this package, and `vllm_omni_speech` adds routes to servers of speech models.
 """
 
 from setuptools import setup
@@ -10,7 +10,7 @@ from setuptools import setup
 setup(
     entry_points={
         "vllm.general_plugins": ["vllm_omni = vllm_worlds:register"],
-        # silent unless asked for
+        # has no effect unless it is selected
         "vllm.platform_plugins": ["vllm_omni = vllm_omni.platforms:platform"],
         "vllm.endpoint_plugins": [
             "vllm_omni = vllm_omni.entrypoints.plugin:create_plugin",
@@ -19,7 +19,7 @@ setup(
         ],
         "console_scripts": [
             "vllm-omni = vllm_worlds:main",
-            "vllm-worlds = vllm_worlds:main",  # stays if the other project replaces `vllm-omni`
+            "vllm-worlds = vllm_worlds:main",  # remains if the other project replaces `vllm-omni`
         ],
     },
 )

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry points of the distribution `vllm-worlds`: they refuse to run beside another `vllm_omni`.
+"""Entry points of the distribution `vllm-worlds`, which refuse to run if another `vllm_omni` is
+installed.
 
-The public index has another project, `vllm-omni`, whose package is also called `vllm_omni`. pip
-installs both into one environment without a warning; their files overwrite each other, and Python
-imports a mixture. The checks are in this module and not in `vllm_omni`, because importing a module
-of that package runs its `__init__`, which may then be the other project's.
+The public index contains another project, `vllm-omni`, and its package is also called `vllm_omni`.
+pip installs both into the same environment without a warning. The files of the two packages then
+overwrite each other, and Python imports a mixture. The checks are in this module instead of
+`vllm_omni`, because importing a module of that package runs its `__init__`, which may be that of
+the other project.
 
-Set-up runs this file with the environment's Python, so it uses only the standard library. This
-project's package has two marks: its distribution registers `vllm_omni` as an endpoint plugin of
-vLLM, and its folder contains `entrypoints/cli/doctor.py`.
+The setup script runs this file with the environment's Python, so it uses only the standard library.
+This project's package is recognised by two properties: its distribution registers `vllm_omni` as an
+endpoint plugin of vLLM, and its folder contains `entrypoints/cli/doctor.py`.
 """
 
 import importlib.metadata
@@ -17,15 +19,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 DISTRIBUTION = "vllm-worlds"
-"""Name of this project for pip. Packages are imported from `vllm_omni`."""
+"""Name of this project for pip. The package of the project is imported as `vllm_omni`."""
 OTHER_DISTRIBUTION = "vllm-omni"
-"""Name of the other project; the former name of this one, which was never published."""
+"""Name of the other project. The same name was the former name of this project, which was never
+published under it.
+"""
 _MARK = Path("entrypoints", "cli", "doctor.py")
 _PLUGINS = "vllm.endpoint_plugins"
 
 
 class OtherPackageError(RuntimeError):
-    """Another project's `vllm_omni` is in this environment. The message says what to do."""
+    """Another project's `vllm_omni` is in this environment. The error message explains what to do."""
 
 
 def main() -> None:
@@ -56,27 +60,27 @@ def register() -> None:
 
 
 def refuse_other_package(paths: Sequence[str] | None = None) -> None:
-    """Check the environment.
+    """Check that no other project's `vllm_omni` is in the environment.
 
     Args:
-        paths: Folders that are searched for packages. Default: `sys.path`.
+        paths: Folders in which packages are searched. Default: `sys.path`.
 
     Raises:
-        OtherPackageError: Another project's `vllm_omni` is in one of them.
+        OtherPackageError: Another project's `vllm_omni` is in one of the folders.
     """
     if other := find_other_package(sys.path if paths is None else paths):
         raise OtherPackageError("\n".join([*other, remedy()]))
 
 
 def find_other_package(paths: Sequence[str]) -> list[str]:
-    """Return one line for each foreign `vllm_omni` on a `sys.path`: its kind and location."""
+    """Return one line per `vllm_omni` of another project on `paths`, with its kind and location."""
     return [*_distributions(paths), *_folders(paths)]
 
 
 def find_former_name(paths: Sequence[str]) -> str | None:
     """Return the version of this project that is installed under its former name, if any.
 
-    A checkout may still contain the folder `vllm_omni.egg-info`, which is no installation.
+    A checkout may still contain the folder `vllm_omni.egg-info`, which is not an installation.
     """
     for found in _named(paths):
         if _is_ours(found) and found.read_text("RECORD") is not None:
@@ -85,7 +89,7 @@ def find_former_name(paths: Sequence[str]) -> str | None:
 
 
 def remedy() -> str:
-    """Return what to do about another `vllm_omni`."""
+    """Return instructions for removing another project's `vllm_omni`."""
     return (
         f"Both projects import `vllm_omni`, so each needs an environment of its own. To keep this "
         f"one here: pip uninstall {OTHER_DISTRIBUTION} {DISTRIBUTION}, delete a folder `vllm_omni` "
@@ -95,7 +99,7 @@ def remedy() -> str:
 
 
 def _named(paths: Sequence[str]) -> Iterator[importlib.metadata.Distribution]:
-    """Yield the distributions with the other project's name, in any spelling."""
+    """Yield the distributions that have the other project's name, in any spelling."""
     yield from importlib.metadata.distributions(
         name=OTHER_DISTRIBUTION, path=list(dict.fromkeys(paths))
     )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ABot-World-0 at full size with random weights, through the real engine: frames a second, first
-frame, stages.
+"""Measure ABot-World-0 at full size with random weights in the real engine.
+
+The result contains frames per second, the time to the first frame, and stage times.
 
     # one GPU, 704x1280, window 21, 4 steps, five references, tiny decoder
     python benchmarks/abot_world.py
@@ -12,10 +13,11 @@ frame, stages.
     # try it without a GPU
     python benchmarks/abot_world.py --tiny --height 64 --width 96 --eager --chunks 10
 
-Random weights at real shapes take the time of real ones. Steady state is the median over the chunks
-after the window is full, end to end: controls in, uint8 frames out; each chunk is asked for while
-the one before is running. The first frame includes the encode of all images. The authors report 16
-frames a second on an RTX 5090 with FP8.
+Random weights of the released shapes take the same time as trained weights. The steady state is the
+median over all chunks after the window is full. Chunks are measured end to end, from the controls
+to the uint8 frames, and each chunk is requested while its predecessor is running. The time to the
+first frame includes the encoding of all images. The authors of the model report 16 frames per
+second on an RTX 5090 with FP8.
 """
 
 import argparse
@@ -34,9 +36,9 @@ TINY_VAE_CHANNELS = (256, 128, 64, 64)
 
 
 def write_checkpoint(root: Path) -> None:
-    """A checkpoint directory of the released architecture without weights (they come from
-    --load-format dummy), except those of the tiny decoder, whose widths are read from its file,
-    and a tokenizer.
+    """Write a checkpoint directory of the released architecture without weights, for --load-format
+    dummy. The directory contains a tokenizer, and the tiny decoder with its weights, because its
+    widths are read from its file.
     """
     from vllm_omni.model_executor.models.wan.architecture import WAN_2_2_VAE
     from vllm_omni.testing.tiny.text_tokenizers import write_t5_tokenizer

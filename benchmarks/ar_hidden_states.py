@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost of hidden states: this package's AR worker compared with vLLM's, in pairs.
+"""Measure the cost of hidden states by comparing this package's AR worker with vLLM's.
 
     python benchmarks/ar_hidden_states.py                 a tiny model on CPU
     python benchmarks/ar_hidden_states.py --model large   about a billion random weights, for a GPU
@@ -9,22 +9,24 @@
     # stock vLLM beside stock vLLM: the method's own error
     python benchmarks/ar_hidden_states.py --control
 
-Two engines live at the same time, each in one process of its own without helpers (front end,
-scheduler, worker and model), so that the processor time of the process is the whole cost of its
-requests and nobody waits by spinning. They take turns on the same requests in short slices, stock
-ours ours stock, so that a machine that is busy or drifts hits both. On a CPU both have one thread
-on the same core, the same hash seed, and start each slice right after a garbage collection. A pair
-is one such round: (our two slices / stock's two).
+Two engines run at the same time. Each is a single process that contains front end, scheduler,
+worker and model, so the processor time of this process is the whole cost of its requests, and no
+process waits by spinning. The engines take turns on the same requests in short slices, in the order
+stock, ours, ours, stock, so that other load on the machine affects both. On a CPU, both engines
+have one thread on the same core and the same hash seed, and start each slice right after a garbage
+collection. A pair is one such round: the time of our two slices divided by the time of the two
+stock slices.
 
-Reported for traffic that does not ask: the median over pairs, of processor seconds and of elapsed
-seconds, each with a 95 % confidence interval. How a process's memory happens to lie can favour one
-engine for as long as it lives, which no number of pairs shows; so engines are started `--starts`
-times, the ratio is the geometric mean of the starts' medians, and the interval resamples starts
-first and pairs within them (bootstrap). Processor seconds are the figure to quote from a machine
-that others use too; on a GPU, elapsed seconds. Beside it, free of noise: the calls that Python
-counts in the same slice of each. For traffic that asks: the bytes copied against the bytes asked
-for, and tokens per second. Before that, rows must have arrived and equal a plain transformers
-forward.
+For requests without hidden states, the result contains the ratios of processor time and of elapsed
+time, each with a 95 % confidence interval. The memory layout of a process can favour one engine as
+long as the process lives, and more pairs do not reveal this. The engines are therefore started
+`--starts` times: the ratio is the geometric mean of the medians of all starts, and the bootstrap
+interval resamples first the starts and then the pairs within each start. Quote processor time from
+a machine that runs other programs too, and elapsed time from a GPU. The result also contains the
+number of Python and C calls in one slice of each engine, which is free of noise. For requests with
+hidden states, the result contains the bytes copied, the bytes requested, and tokens per second. The
+benchmark first checks that hidden states arrive and agree with a plain forward pass of
+transformers.
 """
 
 import argparse
@@ -96,7 +98,7 @@ def main() -> None:
     args = make_parser().parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    # everything of an engine in the process that is measured
+    # The whole engine must run in the process that is measured.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["PYTHONHASHSEED"] = "0"
 
@@ -136,13 +138,15 @@ def main() -> None:
 
 
 class Engine:
-    """An engine in a process of its own, called from here."""
+    """Handle for an engine that runs in a separate process."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
     def call(self, work: Any, *arguments: Any) -> Any:
-        """`work(llm, args, *arguments)`, over there. Raises RuntimeError if it failed."""
+        """Run `work(llm, args, *arguments)` in the engine's process and return the result. Raises
+        RuntimeError if the call failed.
+        """
         self._connection.send((work, arguments))
         response, reason = self._connection.recv()
         if reason:
@@ -169,7 +173,9 @@ def engine(model: Path, dtype: str, args: argparse.Namespace, *, ours: bool) -> 
 def serve(
     connection: Connection, model: Path, dtype: str, args: argparse.Namespace, ours: bool
 ) -> None:
-    """In the child: start an engine, answer calls until the parent hangs up."""
+    """Run in the child process: start an engine, and execute calls until the parent closes the
+    connection.
+    """
     if args.core is not None:
         os.sched_setaffinity(0, {args.core})
     from vllm import LLM
@@ -203,9 +209,9 @@ def describe(llm: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(llm: Any, mode: str | None, args: argparse.Namespace) -> tuple[float, list[Any]]:
-    """Generate for all requests; seconds and outputs.
+    """Generate for all requests, and return the elapsed seconds and the outputs.
 
-    Token ids are given, so that no tokenizer is timed.
+    Requests contain token ids, so that the tokenizer is not timed.
     """
     from vllm import SamplingParams
 
@@ -229,12 +235,12 @@ def stats(llm: Any) -> dict[str, Any]:
 
 
 def check_rows(llm: Any, args: argparse.Namespace, model: Path, dtype: str) -> dict[str, Any]:
-    """Rows of every request against a plain fp32 forward; ends the benchmark if they are missing or
-    wrong.
+    """Compare the hidden states of every request with a plain fp32 forward pass, and end the
+    benchmark if they are missing or wrong.
 
-    bf16 rounds after every operation and the error grows with depth, so transformers' own bf16 rows
-    give this model's rounding error: ours may be 1.5 times as far from the fp32 rows. fp32 rows
-    agree to 1e-4.
+    bf16 rounds after every operation and the error grows with depth, so the bf16 hidden states of
+    transformers define the rounding error of this model. Ours may differ from the fp32 ones by at
+    most 1.5 times that error. In fp32, the tolerance is 1e-4.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -283,7 +289,7 @@ def check_rows(llm: Any, args: argparse.Namespace, model: Path, dtype: str) -> d
 
 
 def slice_of_traffic(llm: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """One run of requests without hidden states: times, and tokens."""
+    """Run all requests once without hidden states, and return the times and the tokens."""
     gc.collect()
     before = time.process_time()
     elapsed, outputs = run(llm, None, args)
@@ -295,14 +301,14 @@ def slice_of_traffic(llm: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def freeze(llm: Any, args: argparse.Namespace) -> None:
-    """The garbage collector never scans the objects that exist now again."""
+    """Exclude all existing objects from later garbage collections."""
     gc.collect()
     gc.freeze()
 
 
 def count_calls(llm: Any, args: argparse.Namespace) -> int:
-    """Calls of Python and C functions during one slice, as the interpreter's profiling hook sees
-    them.
+    """Return the number of Python and C function calls during one slice, counted by the
+    interpreter's profiling hook.
     """
     counter = itertools.count()
 
@@ -311,7 +317,7 @@ def count_calls(llm: Any, args: argparse.Namespace) -> int:
             next(counter)
 
     gc.collect()
-    gc.disable()  # finalisers would be counted where they happen to run
+    gc.disable()  # otherwise finalisers would add to the count
     sys.setprofile(note)
     try:
         run(llm, None, args)
@@ -326,7 +332,9 @@ def bytes_copied(llm: Any, args: argparse.Namespace) -> int:
 
 
 def unasked(stock: Engine, ours: Engine, args: argparse.Namespace) -> dict[str, Any]:
-    """Rounds of four slices: per round (stock's seconds, ours) of both clocks."""
+    """Run rounds of four slices without hidden states. Each round contains, for both clocks, the
+    seconds of the stock engine and of ours.
+    """
     for warm_up in (stock, ours) * 3:
         warm_up.call(slice_of_traffic)
     for each in (stock, ours):
@@ -388,8 +396,8 @@ def center(starts: Sequence[Sequence[float]]) -> float:
 
 
 def confidence_interval(starts: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """95 % interval of `center`: starts drawn anew, and pairs within each; the same values give
-    the same interval.
+    """Return the 95 % bootstrap interval of `center`, which resamples starts and then pairs within
+    each start. The same values always give the same interval.
     """
     generator = random.Random(0)
     centers = sorted(
@@ -405,14 +413,16 @@ def confidence_interval(starts: Sequence[Sequence[float]]) -> tuple[float, float
 
 
 def requested(ours: Any, args: argparse.Namespace, mode: str) -> dict[str, Any]:
-    """Bytes copied from the model's output against the bytes of the rows that were asked for."""
+    """Run requests with hidden states, and return the bytes copied from the model's output and the
+    bytes that were requested.
+    """
     from vllm_omni.hidden_states import hidden_states_of
 
     before = stats(ours)["bytes_copied"]
     elapsed, outputs = run(ours, mode, args)
     received = [hidden_states_of(output) for output in outputs]
-    # `last` is one row per step on its way out of the model, since no step knows that it is the
-    # last.
+    # With `last`, one hidden state per step is copied out of the model, because the model cannot
+    # tell which step is the last.
     per_request = {
         "all": args.input_len + args.output_len - 1,
         "generated": args.output_len - 1,

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over FP8 keys and values, and the passes around it: each kernel's error against fp32,
-then its time.
+"""Measure attention over FP8 keys and values, and the passes around it.
+
+The error of each kernel against fp32 is measured first, and then its time.
 
     python benchmarks/attention_kernels.py                 # one GPU, under 100 s
     # the same steps on a CPU, small and untimed
     python benchmarks/attention_kernels.py --tiny
 
-Shapes are those of 480x832 chunks: LingBot World's window of 18 latent frames, causal Wan 1.3B's of
-21, cross-attention to 512 rows, and the inputs of a LingBot block's linear layers. Times are
-medians of CUDA graphs of several calls, so that launches by the host do not count. Errors are
-relative, |found - fp32| / |fp32|, of 256 of the queries: `flat` queries see all keys alike,
-`peaked` ones a few. A candidate that this build of vLLM or this card lacks is in `failed`.
+The shapes are those of 480x832 chunks: the windows of LingBot World (18 latent frames) and causal
+Wan 1.3B (21 latent frames), cross-attention to 512 text tokens, and the inputs of a LingBot block's
+linear layers. Each time is the median over CUDA graphs of several calls, which excludes the launch
+time of the host. Errors are relative, |found - fp32| / |fp32|, for 256 of the queries: `flat`
+queries attend to all keys equally, and `peaked` queries attend to a few. If this build of vLLM or
+this GPU lacks a candidate, the candidate is listed in `failed`.
 """
 
 import argparse
@@ -47,7 +49,7 @@ from vllm_omni.model_executor.layers.quantization.fp8_kernels import (
     quantize,
 )
 
-assert vllm_omni.worker  # prepares torch for a CPU where there is no GPU
+assert vllm_omni.worker  # importing it prepares torch for a CPU if there is no GPU
 
 SAMPLE = 256
 Tensors = tuple[torch.Tensor, ...]
@@ -55,7 +57,9 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Shape:
-    """tokens: queries. keys: visible. heads: of 128 channels."""
+    """Shape of one attention call: number of queries (`tokens`), of keys, and of heads with 128
+    channels.
+    """
 
     name: str
     tokens: int
@@ -81,12 +85,12 @@ WIDTHS = (5120, 13824)
 
 
 def exactly(found: torch.Tensor, wanted: torch.Tensor) -> dict[str, Any]:
-    """A candidate that should give the plain version's bits."""
+    """Compare a candidate that should be bit-identical to the plain version."""
     return {"bits_equal": bool(torch.equal(found.float(), wanted.float()))}
 
 
 def exact_attention(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor) -> torch.Tensor:
-    """In fp32, head by head."""
+    """Compute attention in fp32, one head at a time."""
     heads = []
     for q, k, v in zip(q_TNH.unbind(1), k_SNH.unbind(1), v_SNH.unbind(1), strict=True):
         scores = q.float() @ k.float().T * q.shape[-1] ** -0.5
@@ -94,12 +98,12 @@ def exact_attention(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tenso
     return torch.stack(heads, dim=1)
 
 
-# FlashAttention 3's product of FP8 numbers, which no window uses: no faster than one pass and the
-# product in bf16 -----
+# FlashAttention 3 with FP8 products. No window uses it, because it is no faster than one
+# dequantization pass followed by attention in bf16.
 
 
 def quantize_queries(q_TNH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries in e4m3 and their scales, fp32 [1, N]."""
+    """Return the queries in e4m3 and their scales, fp32 [1, N]."""
     scale_1N = torch.exp2(
         torch.ceil(torch.log2(q_TNH.abs().amax(dim=(0, 2)).float() / LARGEST))
     ).unsqueeze(0)
@@ -111,7 +115,9 @@ def quantize_queries(q_TNH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def flash_fp8_attention(
     q_TNH: torch.Tensor, stored_2SNH: torch.Tensor, scales_3N: Tensors
 ) -> torch.Tensor:
-    """scales_3N: of queries, keys and values, fp32 [1, N] each."""
+    """Run FlashAttention 3 in FP8. `scales_3N` contains the scales of queries, keys and values,
+    fp32 [1, N] each.
+    """
     flash = _flash_attention(3)
     assert flash is not None
     q_scale, k_scale, v_scale = scales_3N
@@ -134,8 +140,8 @@ def flash_fp8_attention(
 
 @dataclass(frozen=True)
 class Case:
-    """Queries and stored keys and values of one shape. kv: bf16 [2, S, N, H], as they were
-    before rounding.
+    """Queries, keys and values of one shape. `kv`, bf16 [2, S, N, H], contains keys and values
+    before they were quantized.
     """
 
     q: torch.Tensor
@@ -149,7 +155,7 @@ class Case:
         q = sharpness * torch.randn(shape.tokens, shape.heads, shape.width, device=DEVICE)
         kv = torch.randn(2, shape.keys, shape.heads, shape.width, device=DEVICE, dtype=BF16)
         largest_2N = kv.abs().amax(dim=(1, 3)).float()
-        # as an FP8 window chooses them
+        # An FP8 window chooses its scales in the same way.
         scales = torch.exp2(torch.ceil(torch.log2(largest_2N * (16 / 448))))
         stored = torch.empty(kv.shape, dtype=FP8, device=DEVICE)
         quantize((kv[0], kv[1]), scales, stored)
@@ -225,7 +231,7 @@ OTHERS: Candidates = {
     "bf16, FlashAttention 4": Case.flash_4,
     "bf16, FlashInfer": Case.flashinfer,
 }
-"""Some compile at their first call."""
+"""Attention implementations that no window uses. Some of them compile at their first call."""
 
 
 def attentions(results: Results, shape: Shape, candidates: Candidates) -> None:
@@ -320,8 +326,8 @@ def passes(results: Results, shape: Shape) -> None:
 
 
 def activations(results: Results, tokens: int, width: int) -> None:
-    """Quantization with a scale for each token: vLLM's CUDA kernel against what it runs without
-    `+quant_fp8`.
+    """Compare two ways to quantize with one scale per token: vLLM's CUDA kernel, and what vLLM runs
+    without `+quant_fp8`.
     """
     from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Baseline of realtime_load.py: the minimum cost of the same messages with uvicorn.
+"""Baseline for realtime_load.py: the minimum cost of sending the same messages with uvicorn.
 
-The process is an ASGI application without a framework. Each connection receives the recorded
-messages of a chunk as often as the model generates chunks, with the time at which each was due.
-Messages of clients are read and discarded. `GET /state` reports that the server is listening.
+The process is an ASGI application without a framework. The application sends the recorded messages
+of a chunk over each connection as often as the model generates chunks, and adds the time at which
+each chunk was due. Messages from clients are read and discarded. `GET /state` reports that the
+server is listening.
 """
 
 import asyncio
@@ -26,8 +27,8 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class BareServer:
-    """messages: of one chunk, in order; the longest one ends with the chunk's `pixel_bytes`.
-    period_s: of a chunk.
+    """Application that sends `messages`, the messages of one chunk in order, every `period_s`. The
+    longest message ends with the `pixel_bytes` of the chunk.
     """
 
     def __init__(self, messages: list[bytes], pixel_bytes: int, period_s: float) -> None:
@@ -43,7 +44,7 @@ class BareServer:
         elif scope["type"] == "websocket":
             await receive()
             await send({"type": "websocket.accept"})
-            await receive()  # a session begins with its client's first message
+            await receive()  # a session starts with the first message of its client
             sending = asyncio.create_task(self._send(send))
             while (await receive())["type"] != "websocket.disconnect":
                 pass
@@ -66,7 +67,9 @@ class BareServer:
 
 
 def main() -> None:
-    """`bare_server.py OPTIONS`, a JSON object; prints the port and serves until it is killed."""
+    """Run `bare_server.py OPTIONS`, where OPTIONS is a JSON object: print the port, and serve until
+    the process is killed.
+    """
     options = json.loads(sys.argv[1])
     messages = [
         bytes.fromhex(message) for message in json.loads(Path(options["messages"]).read_text())

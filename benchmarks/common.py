@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers of all benchmarks: the folder of results and the description of the machine.
+"""Helpers for all benchmarks, for example to run an engine, describe the machine and save results.
 
-New results are written to `build/benchmarks`, which git ignores. A result that a page shows is
-moved to `benchmarks/results` and gets a `record` (scripts/results_page.py).
+New results are written to `build/benchmarks`, which git ignores. A result that is shown on a
+documentation page is moved to `benchmarks/results` and gets a `record` (scripts/results_page.py).
 """
 
 import argparse
@@ -53,7 +53,7 @@ def write_tiny_decoder(root: Path) -> None:
 
 
 def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the engine that is measured."""
+    """Add the command-line options of the measured engine."""
     parser.add_argument("--eager", action="store_true", help="no torch.compile")
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument(
@@ -72,7 +72,7 @@ def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_tracing_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `tracing` and `kernel_times` read."""
+    """Add the command-line options that `tracing` and `kernel_times` read."""
     parser.add_argument(
         "--kernels", action="store_true", help="trace chunks at the end: GPU time by kernel"
     )
@@ -82,7 +82,9 @@ def add_tracing_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def precision_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the engine's arguments for reduced precision, which the result also records."""
+    """Return the engine's arguments for reduced precision. These arguments are also recorded in the
+    result.
+    """
     return {
         "dtype": args.dtype,
         "quantization": args.quantization,
@@ -91,33 +93,33 @@ def precision_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 IDLE_S = 1.0
-"""Pause before measured streams, in seconds.
+"""Pause before each measured stream, in seconds.
 
-The last clean-context pass of a warm-up runs after its last frames are returned. The pause ensures
-that the measured first frame is that of an idle device.
+The last clean-context pass of a warm-up runs after its last frames have been returned. The pause
+ensures that the device is idle when the first frame is measured.
 """
 
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Makes malloc use huge pages.
+"""Environment variable that makes malloc use huge pages.
 
-Without them a result of 14.4 MB costs thousands of page faults in every process.
+Without huge pages, a result of 14.4 MB causes thousands of page faults in every process.
 """
 
 
 def restart_with(environment: dict[str, str]) -> None:
-    """Run this script again with variables that a process reads when it starts, unless they are
-    set.
+    """Restart this script with environment variables that are read only when a process starts. Does
+    nothing if they are already set.
     """
     if any(os.environ.get(name) is None for name in environment):
         os.execve(sys.executable, [sys.executable, *sys.argv], {**environment, **os.environ})
 
 
 _paths_of_engines: list[list[Any]] = []
-"""Fast paths of each engine, for `fast_paths`."""
+"""Fast paths of each engine that this process has started, for `fast_paths`."""
 
 
 async def record_fast_paths(engine: Any) -> None:
-    """Include the fast paths of an engine in the results of this process."""
+    """Record the fast paths of an engine for the results of this process."""
     from vllm_omni.entrypoints.engine.client import OmniEngine
 
     _paths_of_engines.append(await OmniEngine(engine).fast_paths())
@@ -146,7 +148,7 @@ async def running_engine(
     finally:
         engine.shutdown()
         del engine
-        gc.collect()  # its finaliser must run before the interpreter shuts down
+        gc.collect()  # the engine's finaliser must run before the interpreter shuts down
 
 
 async def run_request(
@@ -167,12 +169,12 @@ TRACED_CHUNKS = 2
 
 
 def trace_folder(args: argparse.Namespace, scratch: Path) -> Path:
-    """Yield the folder of torch's traces: `--traces`, or a temporary folder."""
+    """Return the folder for torch's traces: `--traces`, or a folder in `scratch`."""
     return args.traces or scratch / "trace"
 
 
 def tracing(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return the engine's arguments for `kernel_times` if `--kernels` was passed."""
+    """Return the engine's arguments that `kernel_times` requires. Empty without `--kernels`."""
     import torch
 
     if not args.kernels:
@@ -191,12 +193,12 @@ def tracing(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 async def kernel_times(
     engine: Any, folder: Path, chunk: Callable[[int], Awaitable[Any]], warm_chunks: int
 ) -> dict[str, Any]:
-    """Return the milliseconds of each GPU kernel in one chunk, largest first (on a CPU: of each
-    operator).
+    """Return the milliseconds of each GPU kernel (on a CPU, of each operator) in one chunk, largest
+    first.
 
-    Chunks run one at a time, and the chunks after `warm_chunks` are traced. `busy_ms` is the sum of
-    all kernels of all ranks and `busy_ms_of_ranks` the sum of each rank. `wall_ms` is the time from
-    the start of the first kernel to the end of the last.
+    Chunks run one at a time, and the chunks after `warm_chunks` are traced. In the result,
+    `busy_ms` is the total time of the kernels on all ranks, `busy_ms_of_ranks` is the total for
+    each rank, and `wall_ms` is the time from the start of the first kernel to the end of the last.
     """
     for index in range(warm_chunks):
         await chunk(index)
@@ -232,9 +234,10 @@ async def kernel_times(
 
 
 async def close_session(engine: Any, name: str) -> None:
-    """Free a session's state when it is idle.
+    """Close a session as soon as it is idle.
 
-    A chunk's result may be returned before the chunk's last pass has finished.
+    The session may still be busy, because a chunk's result can be returned before its last forward
+    pass ends.
     """
     from vllm_omni.inputs import DiffusionParams
 
@@ -243,8 +246,8 @@ async def close_session(engine: Any, name: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkRun:
-    """The chunks of one session. Each record has `done` (seconds), `timings_ms`, `frames` and
-    `digest`.
+    """Records of the chunks of one session. Each record contains `done` (seconds), `timings_ms`,
+    `frames` and `digest`.
     """
 
     start: float
@@ -299,12 +302,12 @@ LATER_SESSIONS = 5
 async def first_frames(
     engine: Any, session: Callable[[str], Callable[[int], Awaitable[dict[str, Any]]]]
 ) -> list[dict[str, Any]]:
-    """Return the milliseconds to the first frames of sessions that run one at a time on an idle
+    """Measure the time to the first frame of several sessions, which run one at a time on an idle
     engine.
 
-    Each record is for one session. `outside` is the part of the first frame's time that no stage
-    accounts for. The first session of an engine waits longer, because every process runs most code
-    for the first time.
+    Each record of the result is for one session, in milliseconds. `outside` is the part of the time
+    that no stage accounts for. The first session of an engine takes longer, because every process
+    runs most of its code for the first time.
     """
     records = []
     for number in range(LATER_SESSIONS):
@@ -325,10 +328,10 @@ async def first_frames(
 
 
 def chunk_rate(run: ChunkRun, warm_chunks: int) -> dict[str, Any]:
-    """Return a session's steady state: medians over the chunks after the first `warm_chunks`.
+    """Return the steady state of a session: medians over all chunks after the first `warm_chunks`.
 
-    The mean interval is included for runs with several chunks in flight, whose results may arrive
-    in bursts.
+    The result also contains the mean interval, because results may arrive in bursts if several
+    chunks are in flight.
     """
     records, steady = run.records, run.records[warm_chunks:]
     gaps_ms = [(b["done"] - a["done"]) * 1e3 for a, b in itertools.pairwise(records)][
@@ -389,8 +392,9 @@ def versions() -> dict[str, str]:
 
 
 def fast_paths() -> list[dict[str, Any]]:
-    """Return the recorded fast paths; a path that is off in one engine is off. Without an engine:
-    those of this machine. Without vLLM: none.
+    """Return the fast paths of all recorded engines, or those of this machine if no engine was
+    recorded. A path that is off in one engine is reported as off. Without vLLM, the result is
+    empty.
     """
     if importlib.util.find_spec("vllm") is None:
         return []
@@ -401,7 +405,7 @@ def fast_paths() -> list[dict[str, Any]]:
 
 
 def command_line() -> str:
-    """Return the command as a reader would type it, without folders of this machine."""
+    """Return the command as a reader would type it, without directories of this machine."""
     words = iter(sys.argv[1:])
     retained = [word for word in words if word not in ("--out", "--cache") or next(words) is None]
     return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *map(shlex.quote, retained)])

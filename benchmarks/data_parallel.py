@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many sessions one rank holds and how many several data-parallel ranks hold, with the same
-limits for each rank.
+"""Compare how many sessions fit on one rank and on several data-parallel ranks.
+
+All ranks have the same limits.
 
     # the tiny LingBot World, one and two ranks, without a GPU
     python benchmarks/data_parallel.py
 
-Sessions are begun one after the other, as a door does it, until the engine answers `capacity`; then
-each makes one more chunk, all at once. Sessions are admitted by bytes here
-(`omni.max_session_bytes`), which is a limit of a rank.
+Sessions are started one after the other, as an endpoint does, until the engine responds with
+`capacity`. All admitted sessions then generate one more chunk at the same time. Admission is by
+bytes (`omni.max_session_bytes`), which is a limit per rank.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from typing import Any
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-# otherwise all ranks are bound to the same first cores
+# Without this variable, all ranks would be bound to the same cores.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -31,8 +32,8 @@ HEIGHT, WIDTH = 64, 96
 
 
 async def fill(model: Path, num_ranks: int, max_session_bytes: int) -> dict[str, Any]:
-    """Begin sessions until none fits; return each rank's sessions and bytes, and the time of a
-    chunk of all of them.
+    """Start sessions until no more fit. Return the sessions and bytes of each rank, and the time in
+    which all sessions generate one chunk.
     """
     import numpy as np
 

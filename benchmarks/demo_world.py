@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shipped village on a CPU: chunk and processor time through the engine.
+"""Measure the shipped village on a CPU: elapsed and processor time per chunk in the engine.
 
     python benchmarks/demo_world.py
     python benchmarks/demo_world.py --chunks 40
 
-`chunk_interval_ms` is the median time between results of one session, which depends on other
-programs on the same cores. `processor_ms` is the processor time of the engine's processes per
-chunk, on all cores together; it depends on them little, and `vllm-omni bench --check` compares it.
+`chunk_interval_ms` is the median time between two results of one session, which depends on other
+programs on the same cores. `processor_ms` is the processor time per chunk of all engine processes
+on all cores. `vllm-omni bench --check` compares `processor_ms`, because it hardly depends on other
+programs.
 """
 
 import argparse

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost of `DiffusersPipelineExecutor`: the same request through the engine and by calling
-diffusers, in pairs.
+"""Measure the cost of `DiffusersPipelineExecutor` compared with direct calls of diffusers.
 
     # tiny Qwen-Image on the CPU, about a second of work
     python benchmarks/diffusers_executor.py
     # the released model's sizes, random weights, on CUDA
     python benchmarks/diffusers_executor.py --full-size
 
-Each pair runs the request once through a real engine (front end here, EngineCore and pipeline in a
-process of their own) and once by calling the pipeline in this process, in an order drawn for each
-pair, so that drift of the machine falls on both. Both end with uint8 pictures in this process's
-host memory. Reported: the median over pairs of engine time / direct time - 1, by the clock and,
-which other programs on the machine disturb less, by the processor time of this process and its
-children together. Every pair also compares the pictures byte for byte.
+Each pair runs the request once in a real engine (the front end in this process, EngineCore and
+pipeline in another) and once by calling the pipeline in this process. The order is drawn at random
+for each pair, so that changes in the machine's load affect both. Both runs end with uint8 images in
+the host memory of this process. The result is the median over pairs of (engine time / direct time -
+1), for elapsed time and for the processor time of this process and its children. Other programs on
+the machine affect processor time less. Every pair also compares the images byte for byte.
 
-`--full-size`: 60 layers, 24 heads of 128, text width 3584, bf16 (about 41 GB for the transformer),
-the released VAE; the text encoder is left out and prompt embeddings are random. Engine and direct
-call hold a copy each, so the device needs about 85 GB; `--in-process` runs the engine's core in
-this process on the pipeline the direct call uses (45 GB).
+With `--full-size`, the transformer has 60 layers, 24 heads of 128 channels and text width 3584
+(about 41 GB in bf16), and the VAE has the released size. There is no text encoder, and the prompt
+embeddings are random. The engine and the direct call each load a copy, which requires about 85 GB
+on the device. With `--in-process`, EngineCore runs in this process and shares the pipeline of the
+direct call, which requires 45 GB.
 """
 
 import argparse
@@ -43,8 +43,8 @@ PROMPT_TOKENS = 256
 
 
 def write_full_size(out: Path) -> None:
-    """The released Qwen-Image's configs; no weights, no text encoder (`--load-format dummy`,
-    prompt embeddings).
+    """Write the configs of the released Qwen-Image without weights and without a text encoder (for
+    `--load-format dummy` and requests with prompt embeddings).
     """
     components = {
         "transformer": {
@@ -95,7 +95,7 @@ def write_full_size(out: Path) -> None:
 
 
 class Request:
-    """The one request of this benchmark, for the engine and for diffusers."""
+    """The request of this benchmark, in the forms for the engine and for diffusers."""
 
     def __init__(self, args: argparse.Namespace, text_width: int | None) -> None:
         import torch
@@ -122,8 +122,8 @@ class Request:
         )
 
     def direct(self, pipeline: Any) -> Any:
-        """uint8 pictures on the host, as a caller of diffusers would get them
-        (`output_type="pil"`).
+        """Return uint8 images on the host, as a caller of diffusers would get them with
+        `output_type="pil"`.
         """
         import numpy as np
         import torch
@@ -152,7 +152,7 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_direct(model: Path, args: argparse.Namespace) -> Any:
-    """The same pipeline in this process, with the same (random) weights."""
+    """Load the same pipeline with the same (random) weights in this process."""
     import torch
 
     from vllm_omni.executor.pipeline_host import PipelineHost
@@ -203,8 +203,8 @@ async def _in_process(model: Path, args: argparse.Namespace, request: Request) -
 
 
 def processor_s() -> float:
-    """Processor seconds of this process and all its children so far (the engine's core is a
-    child).
+    """Return the processor seconds so far of this process and all its children, which include
+    EngineCore.
     """
     import psutil
 

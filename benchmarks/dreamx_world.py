@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DreamX-World-5B at full size with random weights, through the real engine: frames a second, first
-frame, stages.
+"""Measure DreamX-World-5B at full size with random weights in the real engine.
+
+The result contains frames per second, the time to the first frame, and stage times.
 
     # one GPU, 704x1280, window 12, 4 steps
     python benchmarks/dreamx_world.py --model-options '{"decoder": "tiny"}'
@@ -14,10 +15,11 @@ frame, stages.
     # try it without a GPU
     python benchmarks/dreamx_world.py --tiny --height 64 --width 96 --eager --chunks 10
 
-Random weights at real shapes take the time of real ones. Steady state is the median over the chunks
-after the window is full, end to end: keys in, uint8 frames out, with corrected colours; each chunk
-is asked for while the one before is running. The first frame includes the encode of the image. The
-released video has 16 frames a second.
+Random weights of the released shapes take the same time as trained weights. The steady state is the
+median over all chunks after the window is full. Chunks are measured end to end, from the keys to
+the colour-corrected uint8 frames, and each chunk is requested while its predecessor is running. The
+time to the first frame includes the encoding of the image. Video of the released model plays at 16
+frames per second.
 """
 
 import argparse
@@ -36,8 +38,9 @@ TINY_VAE_CHANNELS = (256, 128, 64, 64)
 
 
 def write_checkpoint(root: Path) -> None:
-    """A checkpoint directory of the released architecture without weights (they come from
-    --load-format dummy), except the tokenizer, and the tiny decoder, whose file states its widths.
+    """Write a checkpoint directory of the released architecture without weights, for --load-format
+    dummy. The directory contains a tokenizer, and the tiny decoder with its weights, because its
+    widths are read from its file.
     """
     from vllm_omni.model_executor.models.wan.architecture import WAN_2_2_VAE
     from vllm_omni.testing.tiny.text_tokenizers import write_t5_tokenizer

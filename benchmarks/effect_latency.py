@@ -1,23 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a key to the first displayed frame that depends on it, in headless Chromium.
+"""Measure the time from a key to the first displayed frame that depends on it, in Chromium.
+
+The benchmark uses headless Chromium.
 
     python benchmarks/effect_latency.py                  # the shipped village, three starts
     python benchmarks/effect_latency.py --format jpeg    # the same with JPEG frames
 
 Server and browser share the machine, as on a laptop. Each start is a new server and a new browser.
-After `--settle` seconds of walking, every change of keys within `--seconds` is one sample. Its
-parts, in milliseconds, add up to `effect_ms`:
+After `--settle` seconds of walking, every change of keys within `--seconds` is one sample. The
+following parts of a sample, in milliseconds, add up to `effect_ms`:
 
     wait_ms        until the page requested the chunk that the key changes
-    queue_ms       in the engine's queue and in transit to it
-    generation_ms  until the engine had the chunk's frames
-    encode_ms      until the first of them was encoded
-    transfer_ms    the rest of the time until it arrived: network and the page's own delays
-    decode_ms      until it was decoded (H.264 only)
-    display_ms     in the playback buffer, until it was drawn
+    queue_ms       transit to the engine and time in its queue
+    generation_ms  until the engine had generated the frames of the chunk
+    encode_ms      until the first frame of the chunk was encoded
+    transfer_ms    until the first frame arrived: network, and delays of the page
+    decode_ms      until the first frame was decoded (H.264 only)
+    display_ms     time of the first frame in the playback buffer, until it was drawn
 
-`stalls` is how often playback waited for a chunk within `--seconds`, over all starts: a smaller
-playback buffer is worth nothing if the picture stops.
+`stalls` is how often playback waited for a chunk within `--seconds`, summed over all starts. Stalls
+are reported because a smaller playback buffer is of no use if playback stalls.
 """
 
 import argparse
@@ -28,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-# helpers of the browser's driver
+# The helpers that drive the browser are in this directory.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "entrypoints" / "webui"))
 from browser import CHROMIUM, WHY_NOT, Page

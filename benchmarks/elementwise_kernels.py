@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused pointwise ops of the Wan family: error against fp32 and time, compiled and as Triton
-kernels.
+"""Measure error and time of the Wan family's fused pointwise ops, compiled and as Triton kernels.
 
     python benchmarks/elementwise_kernels.py               # one GPU, under 60 s
     # the same steps on a CPU: errors of the plain ops only
     python benchmarks/elementwise_kernels.py --tiny
 
-The shapes are 4680 tokens of 480x832 of LingBot World (5120 channels) and causal Wan 1.3B (1536),
-in bf16 with the residual stream in fp32; q is a part of the fused product's result. Times are
-medians of CUDA graphs of several calls, and rates count each input and result once. Errors are
-relative, |found - fp32| / |fp32|. The exit status is 1 if an error exceeds `LARGEST_ERROR` or an op
-has no time.
+The shapes are those of LingBot World (5120 channels) and causal Wan 1.3B (1536 channels) with 4680
+tokens at 480x832, in bf16 with the residual stream in fp32. q is a slice of the fused QKV product.
+Each time is the median over CUDA graphs of several calls, and rates count each input and result
+once. Errors are relative, |found - fp32| / |fp32|. The exit status is 1 if an error exceeds
+`LARGEST_ERROR` or an op could not be timed.
 """
 
 import argparse
@@ -32,22 +31,22 @@ from torch.nn import functional
 import vllm_omni.worker
 from vllm_omni.model_executor.models.wan.transformer import fused_ops
 
-assert vllm_omni.worker  # prepares torch for a CPU where there is no GPU
+assert vllm_omni.worker  # importing it prepares torch for a CPU if there is no GPU
 
 LARGEST_ERROR = 5e-3
-"""Rounding to bf16 is 1.7e-3 of normally distributed numbers; sums of squares and norms add
-little in fp32.
+"""Largest accepted relative error. Rounding normally distributed values to bf16 gives an error of
+1.7e-3, and sums of squares and norms in fp32 add little to it.
 """
 WIDTHS = (5120, 1536)
 TOKENS, HEAD, EPS = 4680, 128, 1e-6
 SWEPT = ("after_self_attention with camera", "after_ffn", "rms_rope")
-"""Chains that are timed with each number of warps, at the largest width."""
+"""Fused ops that are timed with each number of warps, at the largest width."""
 Call = tuple[str, tuple[Any, ...]]
 
 
 def calls_of(tokens: int, width: int, head: int) -> dict[str, Call]:
-    """A block's chains: label -> (name, arguments), as one rank without tensor parallelism calls
-    them.
+    """Return the fused ops of a block as label -> (name, arguments), as one rank without tensor
+    parallelism calls them.
     """
     torch.manual_seed(0)
 
@@ -76,14 +75,14 @@ def calls_of(tokens: int, width: int, head: int) -> dict[str, Call]:
 
 
 def flat(value: Any) -> list[torch.Tensor]:
-    """The tensors of arguments or results."""
+    """Return all tensors in arguments or results as a flat list."""
     if isinstance(value, tuple):
         return [tensor for part in value for tensor in flat(part)]
     return [value] if isinstance(value, torch.Tensor) else []
 
 
 def wide(value: Any) -> Any:
-    """Arguments in fp32."""
+    """Return the arguments with all tensors converted to fp32."""
     if isinstance(value, tuple):
         return tuple(map(wide, value))
     if isinstance(value, torch.Tensor):
@@ -119,8 +118,8 @@ def measure(results: Results, tokens: int, width: int, head: int) -> None:
 
 
 def other_passes(results: Results, tokens: int, width: int, ffn: int) -> None:
-    """How close to the card's rate the passes are that have no kernel of ours: a plain copy,
-    GELU.
+    """Measure how close passes without a kernel of ours (a plain copy and GELU) come to the memory
+    bandwidth of the GPU.
     """
     part = f"other passes of [{tokens}, {width}]"
     x, hidden = (torch.randn(tokens, size, device=DEVICE).to(BF16) for size in (width, ffn))

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders of live video on the village at 1280x720 and 60 frames per second: time, size, quality.
+"""Measure time, size and quality of video encoders on the village at 1280x720, 60 frames/s.
 
     python benchmarks/encoders.py                        # every encoder of this machine, two cores
     python benchmarks/encoders.py --encoders nvjpeg      # one of them
 
-No engine runs. The village's renderer draws a walk, which takes seconds on a GPU and about ten
-seconds a frame on a CPU; `build/` keeps the frames. They are encoded in chunks of `--chunk` frames
-at the pace at which they play, walked forwards and then backwards. Each encoder reports:
+This benchmark needs no engine. The village's renderer draws a walk, which takes seconds on a GPU
+and about ten seconds per frame on a CPU. The frames are cached in `build/`. The walk is played
+forwards and then backwards, and is encoded in chunks of `--chunk` frames at playback speed. The
+following values are reported for each encoder:
 
-    encode_ms      wall time per frame, the mean over its chunk
+    encode_ms      elapsed time per frame, averaged over its chunk
     cpu_ms         processor time per frame, of all threads
-    mbit_per_s     size of the stream without its first frame, which is a key frame
-    psnr_db        of what a decoder shows, over the samples of Y, Cb and Cr (4:2:0); mean square
-                   error over all frames
-    psnr_rgb_db    the same over R, G and B, which includes the loss of 4:2:0 itself
+    mbit_per_s     bit rate of the stream without its first frame, which is a key frame
+    psnr_db        PSNR of the decoded frames over the samples of Y, Cb and Cr (4:2:0), from the
+                   mean square error over all frames
+    psnr_rgb_db    PSNR over R, G and B, which includes the loss of the conversion to 4:2:0
 
-An encoder that the machine lacks reports why.
+If an encoder is not available on the machine, the result states why.
 """
 
 import argparse
@@ -49,11 +50,13 @@ from vllm_omni.entrypoints.realtime.encoding.images import ImageEncoder, NvJpegE
 # T frames, H height, W width, C = 3 channels (RGB)
 
 WALK = ("w", "wl", "w", "wj", "l", "w", "a", "j")
-"""Keys held in turn, each for five latent frames, as in `village_in_browser.py`."""
+"""Keys of the walk, each of which is held for five latent frames, as in `village_in_browser.py`."""
 LATENTS_PER_KEY = 5
 LATENT_S = 0.25
 SQUARE = (1.2, -4.0)
-"""Where the walk starts, x and z in metres: the start image `square`, which looks north."""
+"""Position at which the walk starts (x and z in metres). The position is that of the start image
+`square`, which looks north.
+"""
 QUALITY = 95
 
 
@@ -88,13 +91,15 @@ def render_walk(num_frames: int, fps: float, width: int, height: int) -> np.ndar
 
 
 def walk_frames(args: argparse.Namespace) -> np.ndarray:
-    """Return the frames of `--frames`, rendered or from the folder of earlier runs."""
+    """Return the number of frames that `--frames` requests, rendered or read from the cache of an
+    earlier run.
+    """
     file = args.cache / f"village_{args.width}x{args.height}_{args.fps:g}_{args.frames}.npy"
     if not file.exists():
         args.cache.mkdir(parents=True, exist_ok=True)
         np.save(file, render_walk(args.frames, args.fps, args.width, args.height))
     frames_THWC = np.load(file)
-    # backwards without the two frames at which the walk turns around
+    # The backward walk omits the two frames at which it turns around.
     return np.concatenate([frames_THWC, frames_THWC[-2:0:-1]])
 
 
@@ -102,11 +107,12 @@ def walk_frames(args: argparse.Namespace) -> np.ndarray:
 
 
 class StreamCandidate(StatelessEncoder):
-    """A codec of FFmpeg that this package does not serve, measured to decide about it.
+    """Encoder for an FFmpeg codec that this package does not serve. The codec is measured to decide
+    whether to serve it.
 
     Args:
-        codec: FFmpeg's name.
-        options: Its options for real time.
+        codec: Name of the codec in FFmpeg.
+        options: Options that make the codec encode in real time.
     """
 
     def __init__(self, codec: str, fps: float, bits_per_s: int, options: dict[str, str]) -> None:
@@ -133,7 +139,7 @@ class StreamCandidate(StatelessEncoder):
 
 
 def encoders(fps: float, bits_per_s: int) -> dict[str, Callable[[], FrameEncoder]]:
-    """Return constructors of the encoders by name."""
+    """Return the constructors of all encoders, by name."""
     svt = {"preset": "12", "svtav1-params": "pred-struct=1:rc=2:lp=2:lookahead=0"}
     vpx = {
         "deadline": "realtime",
@@ -179,7 +185,7 @@ def chunks(frames_THWC: np.ndarray, fps: float, size: int) -> Iterator[StampedFr
 
 
 def planes(frame: av.VideoFrame) -> np.ndarray:
-    """Return the samples of a frame as 4:2:0 in the limited range, flat."""
+    """Return the samples of a frame as a flat array, in 4:2:0 and the limited range."""
     if frame.format.name.startswith("yuvj"):  # JPEG: the full range
         frame = av.VideoFrame.from_ndarray(frame.to_ndarray(format="rgb24"), format="rgb24")
     return frame.to_ndarray(format="yuv420p").reshape(-1)
@@ -198,7 +204,7 @@ def decoded(name: str, parts: list[EncodedPart]) -> Iterator[av.VideoFrame]:
 
 
 class Quality:
-    """Mean square error over frames."""
+    """Accumulates the mean square error over frames."""
 
     def __init__(self) -> None:
         self._sum, self._count = 0.0, 0
@@ -216,11 +222,11 @@ class Quality:
 def measure(
     name: str, create: Callable[[], FrameEncoder], frames_THWC: np.ndarray, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Encode the walk and return what was measured, or why the encoder cannot run."""
+    """Encode the walk and return the measurements, or the reason why the encoder cannot run."""
     wall_ms, cpu_ms, parts = [], [], []
     try:
         encoder = create()
-        for _ in range(2):  # the second one measures the encoder, not its construction
+        for _ in range(2):  # the second run excludes the construction of the encoder
             warm_up = StampedFrames(frames_THWC[:1], [FrameStamp(0, 0, 0)])
             (encoder if name in ("pillow", "nvjpeg") else create()).encode(warm_up)
         started_s = time.perf_counter()
@@ -238,7 +244,8 @@ def measure(
     if not parts:
         return {"missing": "the encoder delays all frames"}
     shown_by_yuv, shown_by_rgb, num_shown = Quality(), Quality(), 0
-    # a codec that starts with a delay shows fewer frames; each is compared with its own source
+    # A codec that starts with a delay decodes to fewer frames. Each frame is compared with its own
+    # source.
     for source_HWC, frame in zip(frames_THWC, decoded(name, parts), strict=False):
         source = av.VideoFrame.from_ndarray(source_HWC, format="rgb24")
         shown_by_yuv.add(planes(frame), planes(source))

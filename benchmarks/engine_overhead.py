@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One chunk's overhead over the model: engine steps, transport of the result, everything between
-client and runner.
+"""Measure the overhead of the engine per chunk, in addition to the model.
 
-A world that does nothing is served by a real engine (front end, EngineCore and worker are three
-processes). For every chunk of five denoise steps the client's wall time is measured from request to
-unpacked result; the model's own time (reported for encode, denoise and decode) is subtracted.
+The overhead consists of engine steps, transport of the result, and everything else between client
+and runner.
 
-Beside it, in the same run: five engine steps of stock vLLM, as one pooling request of a tiny
-language model less its forward passes, and one plain copy of the result's bytes between two
-processes. `ratio_to_stock` is the overhead over the sum of these two.
+A real engine serves a world that computes almost nothing; front end, EngineCore and worker are
+three processes. For every chunk of five denoise steps, the client measures the elapsed time from
+the request to the unpacked result, and subtracts the model's own time, which is reported for
+encode, denoise and decode.
+
+The same run also measures two baselines: five engine steps of stock vLLM (one pooling request of a
+tiny language model, minus its forward passes), and one plain copy of the result's bytes between two
+processes. `ratio_to_stock` is the overhead divided by the sum of the two baselines.
 
     python benchmarks/engine_overhead.py
 
-It restarts itself with GLIBC_TUNABLES=glibc.malloc.hugetlb=1, as the serving guide recommends for
-servers.
+The script restarts itself with GLIBC_TUNABLES=glibc.malloc.hugetlb=1, which the serving guide
+recommends for servers.
 """
 
 import argparse
@@ -42,7 +45,9 @@ from common import (
 )
 
 SIZES = {"1.2 MB": (200, 168), "14.4 MB": (480, 832)}
-"""12 frames of RGB at these heights and widths: 1.21 MB and 14.38 MB."""
+"""Height and width of the measured results. 12 RGB frames of these sizes take up 1.21 MB and 14.38
+MB.
+"""
 TARGET_RATIO = 1.3
 
 
@@ -50,8 +55,8 @@ EXECUTORS = {
     "in-process": "vllm.v1.executor.uniproc_executor.UniProcExecutor",
     "mp": "mp",
 }
-"""in-process: vLLM's default on one GPU (the worker lives in the EngineCore process); mp: a
-process per worker.
+"""Executors that are measured. `in-process` is vLLM's default on one GPU, where the worker runs in
+the EngineCore process. `mp` uses one process per worker.
 """
 
 

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPUs, moves and traffic of 100,000 live sessions, from measured constants.
+"""Compute the GPUs, moves and network traffic for 100,000 live sessions from measured constants.
 
-docs/architecture/scale.md has the result. The time of a chunk and the size of a session were
-measured on one H200 (benchmarks/results). A session alternates between spells in which its viewer
-plays and idle spells; both are log-normal.
-`scheduler_simulator.py` replays the spells of eight GPUs under the deadline policy, in virtual
-time, and the script searches for the largest number of sessions per GPU with which 99 % of the
-chunks are on time:
+The result is shown in docs/architecture/scale.md. The time of a chunk and the size of a session
+were measured on one H200 (benchmarks/results). A session alternates between playing and idle
+periods, whose lengths are log-normal. `scheduler_simulator.py` replays these periods on eight GPUs
+with the deadline policy, in virtual time. The script searches for the largest number of sessions
+per GPU with which 99 % of the chunks are on time, for two strategies:
 
 - `pinned`: a session stays on its GPU;
 - `moved`: after an idle spell, a session continues on another GPU of its group if its own is full.
   A move sends its snapshot.
 
-Prices, the bit rate of a stream and the lengths of spells are assumptions that the options change.
+Prices, the bit rate of a stream and the lengths of the periods are assumptions, which the options
+can change.
 
     python benchmarks/fleet_plan.py
 """
@@ -39,22 +39,22 @@ SESSIONS_IN_ALL = 100_000
 
 @dataclass(frozen=True)
 class Model:
-    """One served model on one H200, as measured."""
+    """Measurements of one served model on one H200."""
 
     name: str
     chunk_s: float
-    """Time of a chunk in the whole engine."""
+    """Time that the whole engine takes for a chunk, in seconds."""
     steps: int
-    """Denoise steps of a chunk."""
+    """Number of denoise steps of a chunk."""
     session_bytes: int
-    """Size of a session with a full window."""
+    """Size of a session with a full window, in bytes."""
     source: str
-    """File of benchmarks/results."""
+    """File in benchmarks/results that contains the measurements."""
     frames: int = 12
-    """Pixel frames of a chunk."""
+    """Number of video frames of a chunk."""
 
     def capacity(self, fps: float) -> int:
-        """Return how many streams one GPU plays if each takes its turn."""
+        """Return how many streams one GPU can play if it serves them one after the other."""
         return int(self.frames / fps / self.chunk_s)
 
 
@@ -78,7 +78,7 @@ MODELS = (
 
 @dataclass(frozen=True)
 class Spell:
-    """One session plays from `start_s` to `end_s`, unless it has to wait."""
+    """Period in which one session plays, from `start_s` to `end_s` unless it has to wait."""
 
     session: int
     start_s: float
@@ -102,7 +102,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def spells(sessions: int, args: argparse.Namespace, rng: random.Random) -> list[Spell]:
-    """Return the spells of `SPAN_S` seconds in order; sessions start at a random point."""
+    """Return the playing periods of all sessions within `SPAN_S` seconds, in order of time. Each
+    session starts at a random point of its cycle.
+    """
 
     def length_s(mean_s: float) -> float:
         return rng.lognormvariate(math.log(mean_s) - args.sigma**2 / 2, args.sigma)
@@ -122,7 +124,7 @@ def spells(sessions: int, args: argparse.Namespace, rng: random.Random) -> list[
 def place(
     found: list[Spell], capacity: int, moves: bool, num_gpus: int = GPUS_OF_A_GROUP
 ) -> tuple[list[list[Spell]], int]:
-    """Return the spells of each GPU and the number of moves."""
+    """Assign the playing periods to GPUs. Return the periods of each GPU and the number of moves."""
     homes: dict[int, int] = {}
     gpus: list[list[Spell]] = [[] for _ in range(num_gpus)]
     num_moves = 0
@@ -137,7 +139,7 @@ def place(
 
 
 def on_time(model: Model, gpu: list[Spell], fps: float, seed: int) -> tuple[int, int]:
-    """Replay one GPU; return `(chunks on time, chunks)`."""
+    """Replay the playing periods of one GPU, and return `(chunks on time, chunks)`."""
     period_s = model.frames / fps
     viewers = [
         Viewer(
@@ -155,7 +157,7 @@ def on_time(model: Model, gpu: list[Spell], fps: float, seed: int) -> tuple[int,
 
 
 def measure(model: Model, per_gpu: int, moves: bool, args: argparse.Namespace) -> dict[str, float]:
-    """Return the share of chunks on time, and moves of a session and hour."""
+    """Return the share of chunks that are on time, and the number of moves per session and hour."""
     good = total = num_moves = 0
     for seed in range(args.seeds):
         rng = random.Random(seed)
@@ -170,7 +172,7 @@ def measure(model: Model, per_gpu: int, moves: bool, args: argparse.Namespace) -
 
 
 def largest(model: Model, moves: bool, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the largest number of sessions per GPU that are on time."""
+    """Return the largest number of sessions per GPU with which chunks are on time."""
     best: dict[str, Any] = {"sessions_per_gpu": 0, "on_time": 1.0, "moves_per_hour": 0.0}
     per_gpu = 1
     while (found := measure(model, per_gpu, moves, args))["on_time"] >= ON_TIME:

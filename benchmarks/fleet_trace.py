@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replay a trace of visits on a fleet of servers behind HAProxy, with and without suspending and
-moving sessions.
+"""Replay a trace of visits on several servers behind HAProxy.
+
+The trace is replayed with and without suspending and moving sessions.
 
     # 3 servers, each of which keeps the time of causal Wan 1.3B on an H200
     python benchmarks/fleet_trace.py
@@ -11,32 +12,32 @@ moving sessions.
     # try it without a GPU
     python benchmarks/fleet_trace.py --model tiny --ways suspend --seconds 10 --play-s 3 --idle-s 3
 
-A viewer plays, is idle, plays again and leaves. The shape of the trace is published: the times
-between two arrivals are gamma-distributed with the shape of the generator of bursts in BurstGPT
-(arXiv 2401.17644, github.com/HPMLL/BurstGPT, `example/src/burstgpt/config.py`), and spells of
-playing and idle spells are log-normal with the widths that Veloso et al. measured for live
-streaming ("A Hierarchical Characterization of a Live Streaming Media Workload", IMC 2002). The
-means are options. They are shorter than those of real viewers, so that a trace of two minutes has
-many spells.
+A viewer plays, is idle, plays again and leaves. The distributions of the trace follow published
+work. The times between two arrivals are gamma-distributed, with the shape that BurstGPT uses to
+generate bursts (arXiv 2401.17644, github.com/HPMLL/BurstGPT, `example/src/burstgpt/config.py`). The
+lengths of playing and idle periods are log-normal, with the widths that Veloso et al. measured for
+live streaming ("A Hierarchical Characterization of a Live Streaming Media Workload", IMC 2002). The
+means are options. The default means are shorter than those of real viewers, so that a trace of two
+minutes contains many periods.
 
-Every viewer is a WebSocket client. It requests the next chunk when the one before has come, but not
-before the chunk in front of that one begins to play. A chunk is on time if the viewer has it when
-the chunk before it has been played. The first chunk of each spell has no such time; its delay is
-`first_chunk_ms` at the start of a session and `resumed_chunk_ms` after an idle spell. A viewer that
-is refused tries again for `PATIENCE_S` and then leaves.
+Every viewer is a WebSocket client. The client requests its next chunk when the previous chunk has
+arrived and the chunk before that has started to play. A chunk is on time if it arrives before its
+predecessor has finished playing. The first chunk of each playing period has no deadline. The delay
+of such a chunk is reported as `first_chunk_ms` at the start of a session and as `resumed_chunk_ms`
+after an idle period. A viewer that is refused tries again for `PATIENCE_S` and then leaves.
 
-The same trace is replayed in each way:
+The same trace is replayed with each of these strategies:
 
 - `pinned`: a session stays on its server and in the memory of its device;
 - `suspend`: idle sessions leave the memory of the device (`omni.suspend_idle_s`);
 - `rebalance`: `vllm-omni rebalance` moves sessions between the servers;
 - `both`.
 
-`waited_for_core_percent` is the share of the time in which a process, the one that waited longest,
-was ready to run but had no core. `playing_apart` is the difference between the servers with the
-most and the fewest sessions that play, once a second. `predicted_on_time_percent` is that of
-scheduler_simulator.py, if nobody is refused. `fleet_plan.py` places the same spells there, without
-and with moves.
+`waited_for_core_percent` is the share of time in which the process that waited longest was ready to
+run but had no core. `playing_apart` is the difference in playing sessions between the servers with
+the most and the fewest of them, sampled once per second. `predicted_on_time_percent` is the
+prediction of scheduler_simulator.py if no viewer is refused. For this prediction, `fleet_plan.py`
+assigns the same playing periods to servers, without and with moves.
 """
 
 import argparse
@@ -70,30 +71,34 @@ from realtime_clients import GENERATE_PATH
 from realtime_load import waited_s
 
 ARRIVAL_SHAPE = 0.5
-"""Of the gamma distribution; 1 is a Poisson process."""
+"""Shape of the gamma distribution of the times between arrivals. 1 is a Poisson process."""
 PLAY_SIGMA, IDLE_SIGMA = 1.427, 1.321
-"""Of the log-normal distributions."""
+"""Sigma of the log-normal distributions of playing and idle periods."""
 WARM_UP_S = 120.0
-"""Seconds of the trace that are left out, so that it starts with sessions."""
+"""Seconds at the start of the trace that are left out, so that the replay starts with existing
+sessions.
+"""
 PATIENCE_S = 3.0
-"""Seconds in which a refused viewer tries again."""
+"""Seconds for which a refused viewer tries again before it leaves."""
 WAYS = {
     "pinned": (False, False),
     "suspend": (True, False),
     "rebalance": (False, True),
     "both": (True, True),
 }
-"""Whether sessions are suspended and moved."""
+"""Strategy -> (whether sessions are suspended, whether sessions are moved)."""
 STEPS = 2
-"""Denoise steps of a chunk of the null model."""
+"""Number of denoise steps of a chunk of the null model."""
 WAN_SESSION_BYTES, TINY_SESSION_BYTES = 1_886_702_400, 1_871_872
-"""Session of causal Wan 1.3B at 480x832 with the preset `realtime`, and of the tiny one."""
+"""Bytes of a session of causal Wan 1.3B at 480x832 with the preset `realtime`, and of the tiny
+model.
+"""
 COUNTED = ("sessions", "suspended", "bytes", "suspended_bytes")
 
 
 @dataclass(frozen=True)
 class Visit:
-    """One viewer: the seconds from which and until which it plays."""
+    """One viewer, with the start and the end of each playing period in seconds."""
 
     spells: tuple[tuple[float, float], ...]
 
@@ -136,7 +141,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def draw_trace(args: argparse.Namespace) -> list[Visit]:
-    """Return the visits of `args.seconds`, in order."""
+    """Return the visits within `args.seconds`, in order of arrival."""
     rng = random.Random(args.seed)
 
     def length_s(mean_s: float, sigma: float) -> float:
@@ -159,7 +164,7 @@ def draw_trace(args: argparse.Namespace) -> list[Visit]:
 
 
 def most_at_once(spans: list[tuple[float, float]]) -> int:
-    """Return how many of the spans overlap at most."""
+    """Return the largest number of spans that overlap at the same time."""
     changes = sorted([(end, -1) for _, end in spans] + [(start, 1) for start, _ in spans])
     level = most = 0
     for _, change in changes:
@@ -169,7 +174,7 @@ def most_at_once(spans: list[tuple[float, float]]) -> int:
 
 
 def describe(visits: list[Visit], args: argparse.Namespace) -> dict[str, Any]:
-    """Return what a trace asks for, if every chunk is on time."""
+    """Return the load that a trace causes if every chunk is on time."""
     plays = [spell for visit in visits for spell in visit.spells]
     return {
         "visits": len(visits),
@@ -181,7 +186,7 @@ def describe(visits: list[Visit], args: argparse.Namespace) -> dict[str, Any]:
 
 
 def predict(visits: list[Visit], moves: bool, args: argparse.Namespace) -> float:
-    """Return the percentage of chunks on time in the simulator."""
+    """Return the percentage of chunks that are on time in the simulator."""
     model = fleet_plan.Model("null", args.chunk_s, STEPS, 0, "")
     spells = sorted(
         (fleet_plan.Spell(n, *spell) for n, visit in enumerate(visits) for spell in visit.spells),
@@ -196,31 +201,33 @@ def predict(visits: list[Visit], moves: bool, args: argparse.Namespace) -> float
 
 
 class RefusedError(Exception):
-    """The fleet has no room for a session."""
+    """The servers have no room for a new session."""
 
 
 @dataclass
 class Tally:
-    """What the viewers of one replay have seen."""
+    """Counters over all viewers of one replay."""
 
     on_time: int = 0
     chunks: int = 0
-    """Chunks with a time, on time or late."""
+    """Number of chunks that had a deadline, whether on time or late."""
     frames: int = 0
     late_ms: list[float] = field(default_factory=list)
     first_ms: list[float] = field(default_factory=list)
     resumed_ms: list[float] = field(default_factory=list)
     ends: Counter[str] = field(default_factory=Counter)
-    """How the visits ended."""
+    """Number of visits by the way in which they ended."""
     moves: int = 0
     late_in_moves: int = 0
-    """Late chunks that were requested again on another server."""
+    """Number of late chunks that were requested again on another server."""
     retries: int = 0
-    """Requests that were sent again, because the server had no room for the session."""
+    """Number of requests that were sent again because the server had no room for the session."""
 
 
 class CameraClient:
-    """A session of `/v1/realtime/world/camera`, which is where its last `moved` said."""
+    """Client of one session of `/v1/realtime/world/camera`, which follows its session when a
+    `moved` message arrives.
+    """
 
     path = "/v1/realtime/world/camera"
 
@@ -231,7 +238,7 @@ class CameraClient:
         self._session: str | None = None
         self._socket: Any = None
         self.followed = False
-        """Whether the last chunk was requested again on another server."""
+        """Whether the last requested chunk was requested again on another server."""
 
     async def connect(self, query: str = "") -> None:
         from websockets.asyncio.client import connect
@@ -280,10 +287,10 @@ class CameraClient:
         await self._send(self._request)
 
     async def chunk(self) -> int:
-        """Receive the requested chunk and return its frames.
+        """Receive the requested chunk and return its number of frames.
 
         Raises:
-            RefusedError: There is no room for the session.
+            RefusedError: The server has no room for the session.
         """
         while True:
             message = await self._receive()
@@ -314,18 +321,18 @@ class CameraClient:
             await self._send(self._request)
 
     async def idle(self, seconds: float) -> None:
-        """Wait, and follow the session meanwhile."""
+        """Wait for `seconds`, and follow the session if it moves meanwhile."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + seconds
         with contextlib.suppress(TimeoutError):
             while True:
                 async with asyncio.timeout_at(until_s):
                     message = await self._receive()
-                if message["type"] == "moved":  # not interrupted
+                if message["type"] == "moved":  # the move is not interrupted by the timeout
                     await self._follow(message["server"])
 
     async def leave(self) -> None:
-        """End the session, if there is one, and the connection."""
+        """Close the session, if there is one, and then the connection."""
         if self._socket is None:
             return
         with contextlib.suppress(ConnectionError, TimeoutError):
@@ -337,9 +344,9 @@ class CameraClient:
 
 
 class PromptClient(CameraClient):
-    """A session of `/v1/realtime_video/generate`, for models without a camera.
+    """Client of one session of `/v1/realtime_video/generate`, for models without a camera.
 
-    It gives credit for one chunk at a time.
+    The client gives credit for one chunk at a time.
     """
 
     path = GENERATE_PATH
@@ -362,7 +369,7 @@ class PromptClient(CameraClient):
 
         message = msgspec.msgpack.decode(bytes(await self._socket.recv()))
         if message["type"] == "frame_batch_header":
-            await self._socket.recv()  # images from 64 KiB on are a message of their own
+            await self._socket.recv()  # images of 64 KiB or more arrive as a separate message
         return message
 
     async def _send(self, message: Mapping[str, Any]) -> None:
@@ -404,7 +411,7 @@ def start_image() -> bytes:
 async def watch(
     visit: Visit, started_s: float, port: int, args: argparse.Namespace, tally: Tally
 ) -> None:
-    """Play one visit."""
+    """Play one visit from its arrival to its end."""
     from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
     loop = asyncio.get_running_loop()
@@ -438,7 +445,9 @@ async def play(
     args: argparse.Namespace,
     tally: Tally,
 ) -> None:
-    """Play the spells of a visit. Frames that were not shown when a spell ends count as shown."""
+    """Play all periods of a visit. Frames that have not been shown when a period ends count as
+    shown.
+    """
     loop = asyncio.get_running_loop()
     for number, (start_s, end_s) in enumerate(visit.spells):
         if number:
@@ -469,12 +478,12 @@ async def play(
 
 @dataclass
 class Fleet:
-    """Running servers."""
+    """The running servers of one replay."""
 
     ports: dict[str, int]
     file: Path
     pids: list[int] = field(default_factory=list)
-    """All processes."""
+    """Ids of all processes of the servers."""
 
     def read(self, name: str, path: str) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {KEY}"}
@@ -486,7 +495,9 @@ class Fleet:
 
 
 class AnyStatus(urllib.request.HTTPErrorProcessor):
-    """Returns replies of every status, because `/omni/ready` is 503 when a server is full."""
+    """Returns responses of every status instead of raising, because `/omni/ready` responds with 503
+    when a server is full.
+    """
 
     def http_response(self, request: Any, response: Any) -> Any:
         return response
@@ -541,7 +552,7 @@ def running_fleet(
         for process in processes:
             demo.wait_until_healthy(process, 600)
         own = psutil.Process()
-        if args.real_time:  # children inherit it
+        if args.real_time:  # child processes inherit it
             threads = [
                 t.id for child in [own, *own.children(recursive=True)] for t in child.threads()
             ]
@@ -561,7 +572,7 @@ def rebalancing(fleet: Fleet, args: argparse.Namespace) -> Iterator[None]:
             stderr=log,
         )
         try:
-            # while it imports, it would delay the servers
+            # A client that is still importing modules would delay the servers.
             while psutil.Process(child.pid).cpu_percent(interval=1.0) > 30:
                 pass
             yield
@@ -572,8 +583,8 @@ def rebalancing(fleet: Fleet, args: argparse.Namespace) -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def sampling(fleet: Fleet) -> AsyncIterator[list[dict[str, int]]]:
-    """Yield the sessions of the fleet, once a second, with the difference between the servers with
-    the most and the fewest sessions that play.
+    """Yield a list to which one sample per second is added: the sessions of all servers, and the
+    difference in playing sessions between the servers with the most and the fewest of them.
     """
     samples: list[dict[str, int]] = []
 
@@ -601,8 +612,8 @@ async def sampling(fleet: Fleet) -> AsyncIterator[list[dict[str, int]]]:
 async def replay(
     visits: list[Visit], port: int, fleet: Fleet, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Replay the trace once."""
-    # the first chunks of a server take longer
+    """Replay the trace once and return the measurements."""
+    # The first chunks of a server take longer, so every server is warmed up.
     warm_up = [Visit(((0.0, 4.0), (5.0, 7.0)))] * args.servers
     started_s = asyncio.get_running_loop().time()
     await asyncio.gather(*(watch(visit, started_s, port, args, Tally()) for visit in warm_up))
@@ -637,7 +648,7 @@ async def replay(
 
 
 def write_model(folder: Path, args: argparse.Namespace) -> Path:
-    """Write the checkpoint, and set the size of frames and sessions."""
+    """Write the checkpoint, and set the sizes of frames and sessions in `args`."""
     if args.model == "null":
         from vllm_omni.testing.null.world.pipeline import LATENT_CHANNELS
         from vllm_omni.testing.tiny.null_world import make_tiny

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 weights: time and error of each kind of product, and the error of LingBot's latents by kind
-of layer.
+"""Measure the time and error of FP8 weights.
+
+Time and error are measured for each kind of matrix product. The error of LingBot's latents is
+measured for each kind of layer.
 
     # a LingBot chunk's products in bf16 and in every FP8 method
     python benchmarks/fp8.py products
@@ -12,9 +14,9 @@ of layer.
     python benchmarks/fp8.py products --tiny
     python benchmarks/fp8.py latents --tiny --height 32 --width 48
 
-Errors are relative: |found - bf16| / |bf16|. Weights are random: `products` draws them normal;
-`latents` has vLLM's dummy weights at full size, the tiny checkpoint's own with `--tiny`.
-benchmarks/lingbot_world.py has chunk times.
+Errors are relative, |found - bf16| / |bf16|. All weights are random: `products` draws them from a
+normal distribution, and `latents` uses vLLM's dummy weights at full size, or the weights of the
+tiny checkpoint with `--tiny`. benchmarks/lingbot_world.py measures chunk times.
 """
 
 import argparse
@@ -50,7 +52,7 @@ TEXT_TOKENS = 512
 
 
 def products(args: argparse.Namespace) -> dict[str, Any]:
-    """Time and error of each kind of product, in this process."""
+    """Measure time and error of each kind of matrix product in this process."""
     import torch
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -58,7 +60,7 @@ def products(args: argparse.Namespace) -> dict[str, Any]:
 
     import vllm_omni.worker
 
-    assert vllm_omni.worker.DiffusionGPUWorker  # prepares torch for a CPU where there is no GPU
+    assert vllm_omni.worker.DiffusionGPUWorker  # prepares torch for a CPU if there is no GPU
     from vllm_omni.model_executor.models.registry import get_family
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -100,7 +102,9 @@ def products(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def product(kind: str, config: Any, device: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """One kind of layer at full width, with the weights and inputs of its name."""
+    """Measure one kind of layer at full width. The name of the layer determines the random weights
+    and inputs.
+    """
     import torch
     from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_processing
 
@@ -154,11 +158,11 @@ def product(kind: str, config: Any, device: Any, args: argparse.Namespace) -> di
 
 
 def stored(args: argparse.Namespace) -> dict[str, Any]:
-    """Largest error of a layer of each quantized fixture, computed in its format, against its
-    numbers read back.
+    """For each quantized fixture, measure the largest error of a layer that is computed in the
+    stored format, compared with its dequantized weights.
 
-    Its layers are 32 and 64 wide: a kernel that needs more is an error here and says nothing of
-    real sizes.
+    The layers of the fixtures are only 32 and 64 channels wide. A kernel that requires wider layers
+    is reported as an error here, which says nothing about real sizes.
     """
     import torch
     from vllm.config import VllmConfig, set_current_vllm_config
@@ -190,13 +194,15 @@ def stored(args: argparse.Namespace) -> dict[str, Any]:
             try:
                 with set_current_vllm_config(config), torch.inference_mode():
                     rows[fixture.name] = stored_error(fixture, device)
-            except Exception as error:  # a format without a kernel is a row, the others go on
+            except Exception as error:  # recorded as the result of this format
                 rows[fixture.name] = {"error": " ".join(str(error).split())[:300]}
     return rows
 
 
 def stored_error(fixture: Path, device: Any) -> dict[str, Any]:
-    """One fixture's transformer twice: by vLLM's method, and read back."""
+    """Run the transformer of a fixture with vLLM's quantization method and with dequantized
+    weights, and return the largest error.
+    """
     import torch
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.quantization import get_quantization_config
@@ -239,7 +245,7 @@ def stored_error(fixture: Path, device: Any) -> dict[str, Any]:
 
 
 def timed(call: Callable[[], Any], device: Any, repeats: int = 20) -> float:
-    """Median milliseconds of one call."""
+    """Return the median time of one call in milliseconds."""
     import torch
 
     values = []
@@ -255,7 +261,7 @@ def timed(call: Callable[[], Any], device: Any, repeats: int = 20) -> float:
 
 
 async def latents(args: argparse.Namespace) -> dict[str, Any]:
-    """Errors of a session's first chunks, an engine for each row."""
+    """Measure the errors of a session's first chunks, with a separate engine for each row."""
     from lingbot_world import write_checkpoint
 
     from vllm_omni.model_executor.models.registry import get_family
@@ -280,7 +286,7 @@ async def latents(args: argparse.Namespace) -> dict[str, Any]:
                 found = await session(
                     model, args, {"quantization": args.quantization, **settings[name]}
                 )
-            except Exception as error:  # an engine that does not start is a row, the others go on
+            except Exception as error:  # recorded as the result of this row
                 rows[name] = {"error": " ".join(str(error).split())[:300]}
                 continue
             pairs = zip(found, exact, strict=True)
@@ -290,7 +296,7 @@ async def latents(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def session(model: Path, args: argparse.Namespace, precision: dict[str, Any]) -> list[Any]:
-    """The latents of one session's chunks."""
+    """Return the latents of the first chunks of one session."""
     import torch
 
     from vllm_omni.inputs import DiffusionParams

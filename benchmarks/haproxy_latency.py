@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure the latency that HAProxy with `deploy/haproxy/haproxy.cfg` adds to live sessions.
 
-The server and its clients are those of realtime_load.py: an endpoint with a model that only keeps
-time, and paced sessions in another process. Rounds alternate between clients that connect directly
-and clients that connect through HAProxy, to the same server: direct, proxied, proxied, direct and
-so on. Each direct round is paired with the proxied one beside it, because other work on the machine
-changes from minute to minute. `added_ms` has the difference of each pair. `other_load` is how many
-cores other programs of the machine used meanwhile, and `waited_for_core_percent` the share of a
-round in which a process was ready to run but had no core.
+The server and its clients are those of realtime_load.py: an endpoint with a model that only returns
+each chunk on time, and sessions in another process that request chunks at playback speed. Clients
+connect to the same server either directly or through HAProxy. The rounds alternate: direct,
+proxied, proxied, direct and so on. Each direct round is paired with the adjacent proxied round,
+because other load on the machine changes from minute to minute. `added_ms` contains the difference
+of each pair. `other_load` is the number of cores that other programs used meanwhile, and
+`waited_for_core_percent` is the share of a round in which a process was ready to run but had no
+core.
 
     python benchmarks/haproxy_latency.py
     python benchmarks/haproxy_latency.py --pairs 3 --seconds 8 --real-time
@@ -59,7 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def proxy(servers: Mapping[str, int]) -> Iterator[tuple[int, psutil.Process]]:
-    """HAProxy in front of servers, which are the ports by name: `(port, process)`."""
+    """Run HAProxy in front of servers, given as name -> port, and yield its `(port, process)`."""
     binary = shutil.which("haproxy", path=f"{os.environ['PATH']}:/usr/sbin")
     if binary is None:
         raise SystemExit("HAProxy is not installed (Debian: apt install haproxy)")
@@ -112,7 +113,7 @@ def is_ready(port: int) -> bool:
 def play(
     args: argparse.Namespace, port: int, watched: dict[str, int], core: int | None
 ) -> dict[str, Any]:
-    """One round: 100 sessions through one port."""
+    """Run one round of sessions that connect to one port."""
     before_s = {name: waited_s(pid) for name, pid in watched.items()}
     other = OtherLoad()
     with process("realtime_clients.py", client_options(args, port), core) as load:
@@ -137,7 +138,7 @@ def play(
 def main() -> None:
     args = make_parser().parse_args()
     load_before = os.getloadavg()
-    if args.real_time:  # inherited by server, clients and HAProxy
+    if args.real_time:  # server, clients and HAProxy inherit it
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
     cores = sorted(os.sched_getaffinity(0))
     pinned = not args.no_pin and len(cores) > 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time kernels on one GPU for the benchmarks of kernels. Requires only torch."""
+"""Functions that time kernels on one GPU, for the kernel benchmarks. Require only torch."""
 
 import statistics
 import sys
@@ -14,15 +14,13 @@ CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 BF16 = torch.bfloat16
 CALLS = 4
-"""In one graph."""
+"""Number of calls in one CUDA graph."""
 _WARM = 2
 
 
 @dataclass
 class Results:
-    """What was found, by part and candidate; parts that would begin after `seconds` are left
-    out.
-    """
+    """Results by part and candidate. Parts that would start after `seconds` are left out."""
 
     seconds: float
     rows: dict[str, dict[str, Any]]
@@ -30,7 +28,7 @@ class Results:
     started: float
 
     def attempt(self, part: str, name: str, run: Callable[[], dict[str, Any]]) -> None:
-        """A candidate that fails is a result, the others go on."""
+        """Run a candidate. A failure is recorded as its result, so that other candidates still run."""
         spent = time.monotonic() - self.started
         if spent > self.seconds:
             self.failed[f"{part}/{name}"] = f"left out after {spent:.0f} s"
@@ -47,7 +45,7 @@ class Results:
 
 
 def milliseconds(run: Callable[[], Any], repeats: int = 7) -> float:
-    """Median time of one call on the device, behind two that are not counted."""
+    """Return the median time of one call on the device, after two calls that are not counted."""
     for _ in range(_WARM):
         run()
     torch.cuda.synchronize()
@@ -63,8 +61,8 @@ def milliseconds(run: Callable[[], Any], repeats: int = 7) -> float:
 
 
 def timed(run: Callable[[], Any], *, flop: float = 0.0, nbytes: float = 0.0) -> dict[str, Any]:
-    """Median milliseconds of one call in a CUDA graph of several, and its rate; on a CPU the
-    call is made once.
+    """Return the median milliseconds of one call in a CUDA graph of several calls, and its rate. On
+    a CPU, the call runs once without being timed.
     """
     run()
     if not CUDA:
@@ -85,5 +83,5 @@ def timed(run: Callable[[], Any], *, flop: float = 0.0, nbytes: float = 0.0) -> 
 
 
 def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """|found - exact| / |exact|, to four digits."""
+    """Return |found - exact| / |exact|, rounded to four digits."""
     return float(f"{((found.double() - exact.double()).norm() / exact.double().norm()).item():.3e}")

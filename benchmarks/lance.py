@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lance at full size with random weights, through the real engine: images, edits, video, answers,
-mixed load.
+"""Measure Lance at full size with random weights in the real engine.
+
+The benchmark measures images, edits, video, text responses and mixed load.
 
     # one GPU, image checkpoint: 1024x1024, 768x768, edit, answers
     python benchmarks/lance.py
@@ -11,8 +12,9 @@ mixed load.
     # try it without a GPU
     python benchmarks/lance.py --tiny
 
-Random weights at real shapes take the time of real ones. End-to-end times are a client's, from
-sending the request to the unpacked picture; stage times are device times from the runner.
+Random weights of the released shapes take the same time as trained weights. End-to-end times are
+measured by the client, from sending the request to the unpacked image. Stage times are device times
+that the runner reports.
 """
 
 import argparse
@@ -47,18 +49,19 @@ from common import (
 
 _VOCABULARY = 151_665
 TARGETS_S = {"1024x1024": 4.5, "768x768": 2.3}
-"""End to end on one H200, 30 steps, guidance 4."""
+"""Target for the end-to-end time on one H200 by image size, in seconds, with 30 steps and guidance
+4.
+"""
 
 
 def write_checkpoint(root: Path, variant: str, layers: int) -> Path:
-    """A checkpoint of the released architecture without weights (they come from --load-format
-    dummy).
-    """
+    """Write a checkpoint of the released architecture without weights, for --load-format dummy."""
     from vllm_omni.testing.tiny.lance import write_tokenizer
 
     folder = root / ("Lance_3B_Video" if variant == "video" else "Lance_3B")
     write_tokenizer(folder)
-    # As many tokens as the released tokenizer has: the last matrix product depends on it.
+    # The tokenizer needs as many tokens as the released one, because the size of the last matrix
+    # product depends on it.
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     vocabulary, special = tokenizer["model"]["vocab"], tokenizer["added_tokens"]
     for number in range(_VOCABULARY - len(vocabulary) - len(special)):
@@ -80,7 +83,7 @@ class Client:
         self.image = torch.randint(0, 256, (768, 768, 3), dtype=torch.uint8, generator=generator)
 
     async def send(self, tensors: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
-        """One request; returns seconds and the runner's timings."""
+        """Run one request, and return its seconds and the runner's stage times."""
         from vllm_omni.inputs import DiffusionParams
 
         self._number += 1
@@ -117,8 +120,8 @@ class Client:
 
 
 async def repeated(call: Any, count: int) -> dict[str, Any]:
-    """Median seconds of several runs one after the other, after one that is not counted; stages
-    of the median run.
+    """Run a call several times in sequence, after one run that is not counted. Return the median
+    seconds and the stage times of the median run.
     """
     await call()
     runs = sorted([await call() for _ in range(count)], key=lambda run: float(run["seconds"]))
@@ -154,10 +157,12 @@ async def responses(client: Client, tokens: int) -> dict[str, Any]:
 async def batch_curve(
     client: Client, size: tuple[int, int], batches: list[int]
 ) -> list[dict[str, Any]]:
-    """n equal drawings at once, against one alone where one alone is among them."""
+    """Measure n equal image requests that run at the same time, relative to a single request if
+    `batches` contains 1.
+    """
     curve: list[dict[str, Any]] = []
     for count in batches:
-        # shapes of this batch are compiled here
+        # The shapes of this batch size are compiled in this run.
         await asyncio.gather(*(client.draw(*size) for _ in range(count)))
         start = time.perf_counter()
         await asyncio.gather(*(client.draw(*size) for _ in range(count)))
@@ -170,7 +175,9 @@ async def batch_curve(
 
 
 async def mixed_load(client: Client, size: tuple[int, int], tokens: int) -> dict[str, Any]:
-    """4 drawings and 8 answers at once, against the same requests one after another."""
+    """Compare 4 image requests and 8 understanding requests that run at the same time with the same
+    requests one after another.
+    """
     calls = [lambda: client.draw(*size)] * 4 + [lambda: client.read(tokens)] * 8
     await asyncio.gather(*(call() for call in calls))
     start = time.perf_counter()
@@ -190,7 +197,7 @@ async def mixed_load(client: Client, size: tuple[int, int], tokens: int) -> dict
 
 
 def measurements(client: Client, engine: Any) -> dict[str, Callable[[], Awaitable[Any]]]:
-    """Name of each section of the result -> its measurement, in the order of their worth."""
+    """Return the measurement of each section of the result, by name, most important first."""
     args = client.args
     large, small = ((128, 128), (64, 64)) if args.tiny else ((1024, 1024), (768, 768))
     video = (64, 96, 9) if args.tiny else (480, 768, 25)
@@ -225,7 +232,8 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
     ranks = args.tensor_parallel
     options: dict[str, Any] = json.loads(args.model_options)
     if args.variant == "video" and not args.tiny:
-        # the measured length; the start-up run then takes no longer
+        # This is the measured length, so that the warm-up at startup takes no longer than
+        # necessary.
         options.setdefault("max_num_frames", 25)
     if args.tiny:
         options |= {"max_image_pixels": 128 * 128, "max_video_pixels": 64 * 96, "max_num_frames": 9}
@@ -262,7 +270,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         for name in args.sections or sections:
             result[name] = await sections[name]()
             print(f"{name}: {json.dumps(result[name])}", flush=True)
-            # finished sections are kept if the next one fails
+            # Finished sections are saved, so that they are not lost if the next one fails.
             save(args.name, {"result": result}, args)
         if args.kernels:
             size = (128, 128) if args.tiny else (1024, 1024)

@@ -6,13 +6,13 @@
     # try it without a GPU
     python benchmarks/large_moves.py --tiny --moves 2 --chunks 4
 
-Random weights at real shapes take the time of real ones. The servers share a directory in the
-memory file system, so that a session is copied while it plays. The client keeps two requests of one
-chunk in flight, as the web page does, and follows its session.
+Random weights of the released shapes take the same time as trained weights. The servers share a
+directory in the memory file system, so that a session is copied while it plays. Like the web page,
+the client keeps two requests of one chunk each in flight and follows its session.
 
-The pause is the time from the last frame before a move to the first frame after it, in addition to
-the median time between two chunks without moves. The frames are compared, bit for bit, with those
-of a session that did not move.
+The pause is the time from the last frame before a move to the first frame after it, minus the
+median time between two chunks without moves. The frames are compared bit for bit with those of a
+session that did not move.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")  # for the servers' records
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")  # the servers log their measurements
 
 sys.path.insert(0, str(Path(__file__).parent))
 import lingbot_world
@@ -44,7 +44,7 @@ _TIMED = re.compile(r"(session_copied|session_updated|session_moved) (.*)$")
 
 
 class LargePair(Servers):
-    """Two servers of one host that share a directory."""
+    """Two servers on one host that share a directory."""
 
     def __init__(self, folder: Path, shared: Path, args: argparse.Namespace) -> None:
         from vllm_omni.entrypoints.cli import demo
@@ -104,7 +104,9 @@ class LargePair(Servers):
         return self._folder / f"{name}.log"
 
     def timed(self) -> dict[str, list[str]]:
-        """The servers' own records of copies, by their name."""
+        """Return the log records in which the servers report copies, by the name of the
+        measurement.
+        """
         found: dict[str, list[str]] = {}
         for name in NAMES:
             for line in self.log(name).read_text(errors="replace").splitlines():
@@ -114,7 +116,7 @@ class LargePair(Servers):
 
 
 class Walker(Player):
-    """A client that keeps two requests of one chunk in flight and follows its session."""
+    """A client that keeps two requests of one chunk each in flight and follows its session."""
 
     def __init__(self, pair: LargePair, session_id: str, args: argparse.Namespace) -> None:
         self._args = args
@@ -155,7 +157,8 @@ def play(
 ) -> dict[str, Any]:
     """Play a session, and move it whenever its client has followed the last move.
 
-    Ends after `num_chunks`, or with moves after the last one and two more chunks.
+    Without moves, the session ends after `num_chunks`. With moves, it ends two chunks after the
+    last move.
     """
     player = Walker(pair, f"walk-{uuid.uuid4().hex[:8]}", args)
     mover, ending = Mover(pair, player.session_id, player.server), 2
@@ -193,7 +196,7 @@ def play(
 
 
 def measure(pair: LargePair, args: argparse.Namespace) -> dict[str, Any]:
-    """Play with moves, then as many chunks without them, and compare."""
+    """Play with moves, then play as many chunks without moves, and compare the frames."""
     moved = play(pair, 0, args.moves, args)
     print(json.dumps(pair.timed(), indent=1), flush=True)
     num_chunks = min(len(moved["digests"]), args.chunks + args.compared)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LingBot World at full size with random weights, through the real engine: chunk time, its stages,
-memory.
+"""Measure LingBot World at full size with random weights in the real engine.
+
+The result contains chunk time, stage times and memory.
 
     # one GPU, 480x832, window 18, sink 9
     python benchmarks/lingbot_world.py
@@ -11,12 +12,13 @@ memory.
     # try it without a GPU
     python benchmarks/lingbot_world.py --tiny --height 64 --width 96 --eager
 
-Random weights at real shapes take the time of real ones. A chunk is 12 frames, the first has 9 (v2:
-16 and 13). Steady state is the median over the chunks after the window is full.
-`time_to_first_frame_ms` is of the engine's first session; `later_first_frames` are of five more,
-one after the other, each with a prompt of its own. Stage times are device times from the runner.
-`--tiny` runs the tests' small model: with few `--layers` the full one still has its width and its
-text encoder, some 20 GiB.
+Random weights of the released shapes take the same time as trained weights. A chunk has 12 frames,
+and the first chunk has 9 (v2: 16 and 13). The steady state is the median over all chunks after the
+window is full. `time_to_first_frame_ms` is measured in the engine's first session.
+`later_first_frames` are measured in five more sessions, which run one after the other with
+different prompts. Stage times are device times that the runner reports. `--tiny` runs the small
+model of the tests, because the full model with few `--layers` still has its full width and its text
+encoder, which take up about 20 GiB.
 """
 
 import argparse
@@ -66,12 +68,14 @@ RELEASES: dict[str, dict[str, Any]] = {
         "num_frames_per_block": 4,
     },
 }
-"""Differences from the architecture's defaults, in the words of the transformer's `config.json`."""
+"""Differences of each release from the architecture's defaults, as keys of the transformer's
+`config.json`.
+"""
 
 
 def write_checkpoint(root: Path, release: str, layers: int | None = None) -> None:
-    """A checkpoint directory of a released architecture without weights (they come from
-    --load-format dummy).
+    """Write a checkpoint directory of a released architecture without weights, for --load-format
+    dummy.
     """
     from vllm_omni.testing.tiny.text_tokenizers import write_t5_tokenizer
 
@@ -97,8 +101,8 @@ def session_chunk(
     output: str,
     prompt: str = "a coast road in the evening",
 ) -> Callable[[int], Coroutine[Any, Any, dict[str, Any]]]:
-    """A session's chunk by its index, as a record: when it was there, its times, frames and
-    digest.
+    """Return a function that runs a session's chunk by index and returns a record of its arrival
+    time, stage times, frames and digest.
     """
     import torch
 
@@ -140,8 +144,8 @@ def session_chunk(
 async def one_session(
     engine: Any, name: str, args: argparse.Namespace, chunks: int, output: str
 ) -> dict[str, Any]:
-    """Run one session's chunks, each asked for while the one before is running; returns its
-    records and start.
+    """Run the chunks of one session, each of which is requested while its predecessor is running.
+    Return the records of the chunks and the start time.
     """
     chunk = session_chunk(engine, name, args, output)
     start = time.perf_counter()
@@ -195,7 +199,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
                 engine, name, args, "rgb", f"a coast road in the evening, {name}"
             ),
         )
-        # For comparison between runs on any number of GPUs, bit by bit: two chunks' latents.
+        # The latents of two chunks allow a bit-for-bit comparison of runs on any number of GPUs.
         latents = await one_session(engine, "latents", args, 2, "latents")
         kernels = None
         if args.kernels:

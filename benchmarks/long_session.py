@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a session stay flat once its window is full? Runs one long session and compares late chunks
-with early ones.
+"""Check that a session needs no more time or memory once its window is full.
+
+Late chunks of a long session are compared with early ones.
 
     python benchmarks/long_session.py                         # 200 chunks of the tiny world
     python benchmarks/long_session.py --chunks 500
 
-Prints the ratio of the median chunk time of the last ten chunks to that of chunks 20-30, and the
-session's bytes at both points (they must be equal).
+The script prints the median chunk time of the last ten chunks divided by that of chunks 20-30, and
+the session's bytes at both points, which must be equal.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters of causal Wan at full size with random weights: what a chunk costs with them, and
-what a switch costs.
+"""Measure LoRA adapters of causal Wan at full size with random weights: the cost of a chunk with
+adapters, and the cost of a switch.
 
     # 1.3B, one GPU, 480x832, adapters of rank 64
     python benchmarks/lora.py
@@ -9,11 +9,12 @@ what a switch costs.
     # without a GPU
     python benchmarks/lora.py --size tiny --height 64 --width 96 --chunks 4 --warm-chunks 2 --rank 8
 
-Two engines, one after the other: without `--enable-lora`, and with it. The second runs streams
-without adapters, with one and with two of them, then one stream that switches: to an adapter in a
-slot, to another strength, to one on the host, to one that must be read from its file, to none. A
-switch costs what its chunk takes beyond the faster of the two behind it. Adapters change every
-attention and feed-forward layer; random ones take the time of real ones.
+Two engines run one after the other: the first without `--enable-lora`, and the second with it. The
+second engine runs streams with no adapter, one adapter and two adapters. The second engine then
+runs one stream that switches to an adapter in a slot, to another strength, to an adapter in host
+memory, to an adapter that must be read from its file, and to none. The cost of a switch is the time
+of its chunk minus that of the faster of the two chunks that follow. The adapters change every
+attention and feed-forward layer. Random adapters take the same time as trained ones.
 """
 
 import argparse
@@ -50,7 +51,9 @@ from streaming_wan import SIZES, write_checkpoint
 
 NAMES = ("one", "two", "three", "four")
 SLOTS, KEPT = 2, 3
-"""Of the four adapters, two lie in slots and one more on the host."""
+"""Numbers of adapters in GPU slots and in host memory. Of the four adapters, two are in slots and
+one more is only in host memory.
+"""
 SWITCHES: tuple[tuple[str, list[tuple[str, float]]], ...] = (
     ("start", [("one", 1.0)]),
     ("to one in a slot", [("two", 1.0)]),
@@ -64,7 +67,7 @@ SWITCHES: tuple[tuple[str, list[tuple[str, float]]], ...] = (
 
 
 def write_adapter(path: Path, checkpoint: Path, rank: int, seed: int) -> int:
-    """A random bf16 adapter of every layer of the blocks; returns its bytes."""
+    """Write a random bf16 adapter for every layer of the blocks, and return its size in bytes."""
     import torch
     from safetensors.torch import save_file
 
@@ -90,7 +93,7 @@ def write_adapter(path: Path, checkpoint: Path, rank: int, seed: int) -> int:
 async def measure(
     engine: Any, args: argparse.Namespace, name: str, choice: list[tuple[str, float]]
 ) -> dict[str, Any]:
-    """A stream whose chunks all use the same adapters."""
+    """Measure a stream in which all chunks use the same adapters."""
 
     def request(session: str, index: int) -> tuple[dict[str, Any], Any]:
         return fields_of(args, index, choice if index == 0 else None), None
@@ -102,8 +105,8 @@ async def measure(
 
 
 async def switch(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """One stream that switches at every third chunk behind its warm-up; milliseconds beyond the
-    chunks behind.
+    """Run one stream that switches adapters at every third chunk after its warm-up. Return how many
+    milliseconds each switch costs, compared with the chunks that follow it.
     """
     plan: dict[int, tuple[str, list[tuple[str, float]]]] = {
         args.warm_chunks + 3 * number: step for number, step in enumerate(SWITCHES)
@@ -193,7 +196,7 @@ async def run(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             "two": await measure(engine, args, "two", [("one", 1.0), ("two", 0.5)]),
             "none again": await measure(engine, args, "again", []),
         }
-        for name in ("four", "three", "two", "one"):  # the newest lie in slots and on the host
+        for name in ("four", "three", "two", "one"):  # the newest remain in slots and on the host
             short = argparse.Namespace(**{**vars(args), "chunks": 3, "warm_chunks": 1})
             await measure(engine, short, name, [(name, 1.0)])
         switches = await switch(engine, args)

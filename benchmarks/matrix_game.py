@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix-Game 2.0 at full size with random weights, through the real engine: frames a second, first
-frame, stages.
+"""Measure Matrix-Game 2.0 at full size with random weights in the real engine.
+
+The result contains frames per second, the time to the first frame, and stage times.
 
     # universal, one GPU, 352x640, window 6, 3 steps
     python benchmarks/matrix_game.py
@@ -10,10 +11,11 @@ frame, stages.
     # try it without a GPU
     python benchmarks/matrix_game.py --tiny --height 64 --width 96 --eager --chunks 8
 
-Random weights at real shapes take the time of real ones. Steady state is the median over the chunks
-after the window is full, end to end: controls in, uint8 frames out, decoded by the exact VAE unless
-the options say otherwise; each chunk is asked for while the one before is running. The authors
-report 25 frames a second on an H100.
+Random weights of the released shapes take the same time as trained weights. The steady state is the
+median over all chunks after the window is full. Chunks are measured end to end, from the controls
+to the uint8 frames, and each chunk is requested while its predecessor is running. The exact VAE
+decodes the frames unless the options select another decoder. The authors of the model report 25
+frames per second on an H100.
 """
 
 import argparse
@@ -53,8 +55,8 @@ _LAYOUTS = {"universal": "original", "gta_drive": "original_gta", "templerun": "
 
 
 def write_checkpoint(root: Path, variant: str) -> None:
-    """A checkpoint directory of a released architecture without weights (they come from
-    --load-format dummy).
+    """Write a checkpoint directory of a released architecture without weights, for --load-format
+    dummy.
     """
     from vllm_omni.model_executor.models.matrix_game.checkpoint import FOLDERS
     from vllm_omni.model_executor.models.matrix_game.config import VARIANTS
@@ -70,7 +72,9 @@ def write_checkpoint(root: Path, variant: str) -> None:
 def session_chunk(
     engine: Any, name: str, args: argparse.Namespace
 ) -> Callable[[int], Coroutine[Any, Any, dict[str, Any]]]:
-    """A session's chunk by its index, as a record: when it was there, its times and frames."""
+    """Return a function that runs a session's chunk by index and returns a record of its arrival
+    time, stage times and frames.
+    """
     import torch
 
     from vllm_omni.inputs import DiffusionParams
@@ -105,7 +109,7 @@ def session_chunk(
 
 
 async def play(engine: Any, name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run one session's chunks; returns each one's timings and arrival."""
+    """Run the chunks of one session, and return the stage times and the arrival time of each."""
     chunk = session_chunk(engine, name, args)
     start = time.perf_counter()
     pending = [asyncio.create_task(chunk(0))]
@@ -120,7 +124,9 @@ async def play(engine: Any, name: str, args: argparse.Namespace) -> list[dict[st
 def add_arguments(
     parser: argparse.ArgumentParser, *, name: str, size: tuple[int, int], warm_chunks: int
 ) -> None:
-    """Arguments of a world that is played. `size`: height and width."""
+    """Add the command-line arguments for measuring a world that is played. `size` is (height,
+    width).
+    """
     parser.add_argument("--chunks", type=int, default=24)
     parser.add_argument(
         "--warm-chunks", type=int, default=warm_chunks, help="chunks before all is compiled"

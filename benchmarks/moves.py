@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Move a session of the trained world between two servers, again and again, and kill servers.
+"""Move a session of the trained world repeatedly between two servers, and kill servers.
 
     # 1,000 moves and 50 kills, on two quiet CPU cores
     python benchmarks/moves.py --moves 1000 --kills 50
 
-The client plays as the web page does: one request of one chunk runs and one waits. After every
-second chunk the session moves. The pause is the time from the last frame before a move to the first
-frame after it, in addition to the usual time between two chunks, which is measured without moves.
-The frames are compared, bit for bit, with those of a session that did not move.
+The client plays in the same way as the web page: one request of one chunk is running, and another
+is queued. The session moves after every second chunk. The pause is the time from the last frame
+before a move to the first frame after it, minus the usual time between two chunks, which is
+measured without moves. The frames are compared bit for bit with those of a session that did not
+move.
 
-A kill ends all processes of one server with SIGKILL at a random moment of a move. Then the server
-is started again, and the live copies of the session are counted. A live session must continue: its
-next chunk is compared with that of a session that did not move. Kills after the end of a move are
-reported, but do not count. SIGTERM or Ctrl-C ends the kills and saves the result.
+A kill ends all processes of one server with SIGKILL at a random moment of a move. The server is
+then started again, and the live copies of the session are counted. A live session must continue, so
+its next chunk is compared with that of a session that did not move. Kills after the end of a move
+are reported but not counted. SIGTERM or Ctrl-C stops the kills and saves the result.
 """
 
 import argparse
@@ -44,14 +45,14 @@ HEIGHT, WIDTH = 96, 160
 NAMES = ("a", "b")
 MAX_SESSIONS = 16
 SETTLED_S = 17.0
-"""Seconds after a kill in which an open move ends on both sides."""
+"""Seconds after a kill within which both servers end a move that was in progress."""
 
 
 class Servers:
-    """Servers of one model, between which sessions move.
+    """Several servers of one model, which move sessions between each other.
 
     Args:
-        folder: Directory for logs and the file of servers.
+        folder: Directory for the logs and for the file that lists the servers.
         model: Checkpoint directory.
         names: Names of the servers.
         period_s: Seconds between periodic snapshots. None: none are written.
@@ -84,7 +85,7 @@ class Servers:
         return f"http://127.0.0.1:{self.ports[name]}"
 
     def kept(self, name: str) -> Path:
-        """The directory of a server's snapshots that outlive it."""
+        """Return the directory for snapshots of a server that remain after the server has ended."""
         return self._folder / f"kept-{name}"
 
     def start(self, *names: str) -> None:
@@ -109,7 +110,7 @@ class Servers:
         self._stacks[name].close()
 
     def drain(self, name: str) -> float:
-        """Stop a server with SIGTERM, and return the seconds until it has ended."""
+        """Stop a server with SIGTERM, and return the seconds that it takes to end."""
         popen, started_s = self.processes[name].popen, time.monotonic()
         popen.terminate()
         assert popen.wait(120) == 0
@@ -133,7 +134,7 @@ class Servers:
             return refused.code, json.load(refused)
 
     def live(self, session_id: str) -> list[str]:
-        """The servers on which a session is live."""
+        """Return the servers on which a session is live."""
         found = []
         for name in self.ports:
             _, reply = self.call(name, "GET", "/omni/sessions")
@@ -141,7 +142,7 @@ class Servers:
         return found
 
     def snapshots(self, session_id: str) -> list[Path]:
-        """The files of a session's last snapshot."""
+        """Return the files of a session's last snapshot."""
         from vllm_omni.entrypoints.realtime.connection.connection import ANONYMOUS
         from vllm_omni.entrypoints.realtime.sessions.persisted_sessions import PersistedSessions
 
@@ -159,7 +160,7 @@ class Servers:
 
 
 class Player:
-    """A client that keeps two requests of one chunk in flight and follows its session."""
+    """A client that keeps two requests of one chunk each in flight and follows its session."""
 
     def __init__(self, pair: Servers, session_id: str) -> None:
         self._pair, self.session_id = pair, session_id
@@ -214,7 +215,9 @@ class Player:
         self._send(message)
 
     def chunk(self) -> tuple[int, str, float]:
-        """Receive one chunk: its number, the digest of its frames, the time of its first frame."""
+        """Receive one chunk. Return its number, the digest of its frames, and the time of its first
+        frame.
+        """
         digest, first_s = hashlib.sha256(), None
         while True:
             message = self._decode(bytes(self._socket.recv(timeout=600))).value
@@ -242,7 +245,7 @@ class Player:
         self.ask()
 
     def end(self) -> None:
-        """Close the session, also if it moves now."""
+        """Close the session, even if it is moving at this moment."""
         closing = {"endpoint": "close", "session_id": self.session_id}
         self._send(closing)
         while (message := self._decode(bytes(self._socket.recv(timeout=600))).value)[
@@ -255,20 +258,20 @@ class Player:
 
 
 class Mover:
-    """Moves a session there and back in a thread.
+    """Moves a session back and forth between two servers, in a thread.
 
     Args:
-        pair: The servers.
-        session_id: The session.
-        where: Name of the server that has the session.
+        pair: The two servers.
+        session_id: Id of the session.
+        where: Name of the server on which the session is live.
     """
 
     def __init__(self, pair: Servers, session_id: str, where: str) -> None:
         self._pair, self._session_id, self.where = pair, session_id, where
         self.replies: list[dict[str, Any]] = []
-        """Replies of the moves that succeeded."""
+        """Responses to the moves that succeeded."""
         self.errors: list[dict[str, Any]] = []
-        """Errors of the others."""
+        """Error responses to the moves that failed."""
         self._thread = threading.Thread()
 
     @property
@@ -280,7 +283,7 @@ class Mover:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for the end of the move that was started last."""
+        """Wait until the last started move ends."""
         if self._thread.ident is not None:
             self._thread.join()
 
@@ -294,7 +297,9 @@ class Mover:
 
 
 def play(pair: Servers, num_chunks: int, *, moves: bool) -> dict[str, Any]:
-    """Play a session. With `moves`, move it whenever its client has followed the last move."""
+    """Play a session. With `moves`, the session moves as soon as its client has followed the last
+    move.
+    """
     player = Player(pair, f"walk-{uuid.uuid4().hex}")
     mover = Mover(pair, player.session_id, player.server)
     digests, times_s, servers = [], [], []
@@ -321,7 +326,7 @@ def play(pair: Servers, num_chunks: int, *, moves: bool) -> dict[str, Any]:
 
 
 def measure_moves(pair: Servers, num_moves: int) -> dict[str, Any]:
-    """Play once without moves and once with them, and compare."""
+    """Play once without moves and once with moves, and compare the frames."""
     num_chunks = 2 * num_moves + 2  # the client follows during every second chunk
     still = play(pair, num_chunks, moves=False)
     chunk_ms = statistics.median(still["gaps_ms"])
@@ -347,9 +352,11 @@ def measure_moves(pair: Servers, num_moves: int) -> dict[str, Any]:
 
 
 def measure_kills(pair: Servers, num_kills: int) -> dict[str, Any]:
-    """Kill either server in turn at a random moment of a move, and count the live copies."""
+    """Kill the two servers in turn, at random moments of a move, and count the live copies of the
+    session.
+    """
     chance, results, late = random.Random(1), Counter[str](), Counter[str]()
-    for stop in (signal.SIGTERM, signal.SIGINT):  # shells let programs in the background ignore it
+    for stop in (signal.SIGTERM, signal.SIGINT):  # shells make background programs ignore SIGINT
         signal.signal(stop, signal.default_int_handler)
     still = play(pair, 2, moves=False)["digests"]
     trial = play(pair, 12, moves=True)["hand_over_ms"]
@@ -362,7 +369,7 @@ def measure_kills(pair: Servers, num_kills: int) -> dict[str, Any]:
             where, is_late = _kill(pair, f"kill-{number}", victim, still, chance, move_s)
             (late if is_late else results)[f"killed {victim}: {where}"] += 1
             print(number, victim, where, "late" * is_late, flush=True)
-            move_s *= 0.8 if is_late else 1.1  # the load of the machine changes
+            move_s *= 0.8 if is_late else 1.1  # adapts to the changing load of the machine
     return {
         "kills": sum(results.values()),
         "median_move_ms": median_ms,
@@ -382,15 +389,15 @@ def _kill(
     """Kill a server while a session moves from `a` to `b`.
 
     Args:
-        pair: The servers.
+        pair: The two servers.
         session_id: Id of a new session.
-        victim: Name of the server.
+        victim: Name of the server to kill.
         still: Digests of the first chunks of a session that does not move.
-        chance: Chooses the moment.
+        chance: Random generator that chooses the moment of the kill.
         move_s: Usual duration of a move in seconds.
 
     Returns:
-        Where the session is afterwards, and whether the move had ended before.
+        Where the session is live afterwards, and whether the move had ended before the kill.
     """
     player = Player(pair, session_id)
     player.ask()

@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 # SPDX-License-Identifier: Apache-2.0
-"""Time to first text and first sound of a speaking model, and where the time goes, over three real
-engines.
+"""Measure the time to the first text and to the first audio of a speech model.
+
+Three real engines serve the model, and the result states where the time is spent.
 
     # a tiny random model: engines, transport and queues
     python benchmarks/omni_pipeline.py --requests 20
@@ -9,10 +10,11 @@ engines.
     python benchmarks/omni_pipeline.py --full-size
     python benchmarks/omni_pipeline.py --model DIR               # a checkpoint
 
-Real-time factor: seconds from a request's arrival to its last sound, over seconds of sound; below 1
-is faster than speech. `silence`: how long a listener who begins with the first piece waits for
-later ones, all in all. Random weights at real shapes take the time of real ones; only a reply's
-length is asked for (`--reply-tokens`, `--codes`), since a random model ends nowhere.
+The real-time factor is the time from a request's arrival to its last audio, divided by the duration
+of the audio. A value below 1 is faster than speech. `silence` is the total time for which a
+listener, who starts with the first audio chunk, waits for later chunks. Random weights of the
+released shapes take the same time as trained weights. The length of a response is set by options
+(`--reply-tokens`, `--codes`), because a random model does not end its speech.
 """
 
 import argparse
@@ -90,18 +92,19 @@ RELEASED: dict[str, Any] = {
         "bigvgan_config": {"mel_dim": 80, "upsample_initial_channel": 1536},
     },
 }
-"""Sizes of Qwen2.5-Omni 7B, over the tiny checkpoint's config; token ids stay those of the tiny
-tokenizer.
+"""Sizes of Qwen2.5-Omni 7B, which replace those in the tiny checkpoint's config. Token ids remain
+those of the tiny tokenizer.
 """
 REFERENCE_FRAMES = 300
-"""Mel frames of a voice's reference."""
+"""Number of mel frames in the reference audio of a voice."""
 
 
 def write_full_size(out: Path, sizes: dict[str, Any]) -> None:
-    """A checkpoint of these sizes whose engines draw their own weights (`--load-format dummy`).
+    """Write a checkpoint of the given sizes without weights, which the engines generate
+    (`--load-format dummy`).
 
-    The two embedding tables that the process between the engines reads are files; the rest is the
-    tiny one's.
+    Only the two embedding tables that the process between the engines reads are written. All other
+    files are those of the tiny checkpoint.
     """
     import torch
     from safetensors.torch import save_file
@@ -132,8 +135,8 @@ def write_full_size(out: Path, sizes: dict[str, Any]) -> None:
 
 
 def _table(rows: int, width: int) -> Any:
-    """Random rows that repeat: half a billion numbers of their own would take the host many
-    seconds.
+    """Return a random table with repeated rows, because drawing half a billion different values
+    would take the host many seconds.
     """
     import torch
 
@@ -142,8 +145,8 @@ def _table(rows: int, width: int) -> Any:
 
 
 def _merged(config: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
-    """`sizes` over `config`, without the fields that a config class derived from the previous
-    sizes.
+    """Merge `sizes` into `config`, and remove the fields that a config class derived from the
+    previous sizes.
     """
     merged = {
         name: value
@@ -156,7 +159,9 @@ def _merged(config: dict[str, Any], sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 class Listener:
-    """Counts a request's sound, and the silence that one who plays it as it comes would hear."""
+    """Measures the audio of a request, and the silence that a listener would hear who plays the
+    audio as it arrives.
+    """
 
     def __init__(self) -> None:
         self.sound_s = self.silence_s = 0.0
@@ -216,7 +221,7 @@ async def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
                 prompt = tokens_input(
                     prompt_token_ids=[5 + index % 40 for index in range(args.prompt_tokens)]
                 )
-                # Of a random model of full size most ids are no token of its tiny tokenizer.
+                # Most token ids of a full-size random model do not exist in its tiny tokenizer.
                 params = SamplingParams(
                     max_tokens=args.reply_tokens,
                     ignore_eos=True,
@@ -235,7 +240,7 @@ async def measure(model: Path, args: argparse.Namespace) -> dict[str, Any]:
                     rows.setdefault(f"{how_name}.{mark}", []).append(seconds * 1e3)
                 rows.setdefault(f"{how_name}.silence", []).append(listener.silence_s * 1e3)
                 sound_s.setdefault(how_name, []).append(listener.sound_s)
-                if listener.sound_s:  # a talker may end its speech with its first code
+                if listener.sound_s:  # a talker may end its speech at the first code
                     factors.setdefault(how_name, []).append(
                         timings.marks_s["done"] / listener.sound_s
                     )

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost of `omni.snapshot_period_s` to the chunks of a session: the same engine with and without it,
-in turn.
+"""Measure how much periodic snapshots (`omni.snapshot_period_s`) slow down the chunks of a session.
 
     # the tiny LingBot World on this machine
     python benchmarks/periodic_snapshots.py
     python benchmarks/periodic_snapshots.py --height 480 --width 832     # the same with more bytes
 
-One session walks on without a pause, through the real engine; the doors' own loop
-(`PeriodicSnapshots`) saves it beside that. Blocks of equal length are run in pairs, without and
-with checkpoints, the order turning from pair to pair. Saved every 5 s, a session's checkpoints cost
-less than two blocks differ by chance; so it is saved far more often, each pair's difference is
-divided by the checkpoints in it, and the growth of chunks follows for `--period-s`. Processor time
-is that of all processes, which other work on the machine hardly touches; time on the clock it does.
+One session runs in the real engine without a pause, while the endpoints' own loop
+(`PeriodicSnapshots`) saves it. Blocks of equal length run in pairs, without and with snapshots, and
+the order alternates from pair to pair. Snapshots every 5 s would cost less than the random
+difference between two blocks. The session is therefore saved far more often, the difference of each
+pair is divided by its number of snapshots, and the slowdown for `--period-s` is computed from this
+cost. Processor time is that of all processes. Other load on the machine hardly affects it, unlike
+elapsed time.
 """
 
 import argparse
@@ -37,7 +37,7 @@ TARGET_GROWTH_PERCENT = 2.0
 
 
 def processor_s() -> float:
-    """Of this process and all that it started."""
+    """Return the processor seconds of this process and all its children."""
     own = psutil.Process()
     spent = [process.cpu_times() for process in (own, *own.children(recursive=True))]
     return sum(times.user + times.system for times in spent)
@@ -112,7 +112,7 @@ async def run(model: Path, folder: Path, args: argparse.Namespace) -> dict[str, 
 
         for _ in range(args.warm_up):
             await chunk()
-        await with_checkpoints(1.0)  # the worker's memory for the copy is made once
+        await with_checkpoints(1.0)  # the worker allocates the memory for copies only once
         pairs = []
         for number in range(args.pairs):
             if number % 2:
@@ -144,10 +144,11 @@ async def run(model: Path, folder: Path, args: argparse.Namespace) -> dict[str, 
 
 
 def cost_of_one(pairs: list[dict[str, Any]], name: str, period_s: float) -> dict[str, float]:
-    """Milliseconds that one checkpoint adds, over pairs of blocks, and the chunks' growth at one in
-    `period_s`.
+    """Return the milliseconds that one snapshot adds, over all pairs of blocks, and the growth of
+    chunk time with one snapshot per `period_s`.
 
-    standard_error: of the mean. growth_percent_at_most: for the mean and two standard errors.
+    In the result, `standard_error` is that of the mean, and `growth_percent_at_most` is the growth
+    for the mean plus two standard errors.
     """
     costs = [
         (pair["with"][name] - pair["without"][name])
@@ -156,7 +157,7 @@ def cost_of_one(pairs: list[dict[str, Any]], name: str, period_s: float) -> dict
         for pair in pairs
     ]
     mean, error = statistics.mean(costs), statistics.stdev(costs) / len(costs) ** 0.5
-    # a chunk after the other fills the clock; their processor time is `busy` of it
+    # Chunks run without a pause, so `busy` is the processor time per elapsed time.
     busy = statistics.median(pair["without"][name] / pair["without"]["wall_ms"] for pair in pairs)
     share_percent = 100 / (period_s * 1e3 * busy)
     return {

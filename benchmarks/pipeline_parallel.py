@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One stream, or several, over GPUs in every way that is built: a table of frames a second, end to
-end.
+"""Measure one or several streams with every supported way to use several GPUs: end-to-end frames
+per second.
 
     python benchmarks/pipeline_parallel.py --model causal_wan_1_3b \\
         --rows one_gpu vae_stage ulysses pp2
@@ -11,14 +11,15 @@ end.
     # try it without a GPU
     python benchmarks/pipeline_parallel.py --tiny
 
-Random weights at real shapes take the time of real ones: 480x832, four denoise steps and a clean
-pass per chunk, exact VAE decode, request in to uint8 frames out. Each row is an engine of its own
-and is saved when it is done; rows of an earlier run of the same day and name stay in the file. A
-session asks for its next chunk while one is running. Steady state is the median over the chunks
-after the window is full. `latents_digests` are of a stream's first two chunks: rows that compute
-the same sums (one GPU, stages, a VAE stage) agree in them bit for bit, rows of other steps or other
-ranks do not. (Frames would not tell: a decoder of random weights makes the same grey of
-everything.)
+Random weights of the released shapes take the same time as trained weights. Each chunk has 480x832
+pixels, four denoise steps, a clean-context pass and the exact VAE decode. Chunks are measured end
+to end, from the request to the uint8 frames. Each row uses a separate engine and is saved as soon
+as it is complete. Rows of an earlier run with the same name on the same day remain in the file. A
+session requests its next chunk while one is running. The steady state is the median over all chunks
+after the window is full. `latents_digests` are digests of the latents of a stream's first two
+chunks. Rows that compute the same sums (one GPU, pipeline stages, a VAE stage) must have equal
+digests. Rows with other steps or other ranks within a stage have different digests. (Frames cannot
+be compared instead, because a decoder with random weights turns all latents into the same grey.)
 """
 
 import argparse
@@ -65,13 +66,14 @@ from common import (
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """How the GPUs are used. ranks: of each stage, sharing every layer by `tensor` or by `sequence`
-    (Ulysses), and with `vae_parallel` also the decode; without, the first of them decodes alone.
-    replicas: data-parallel copies of it all, over which `sessions` are spread.
+    """One way to use the GPUs. Each stage has `ranks` ranks, which share every layer by sequence
+    parallelism (Ulysses) or, without `sequence`, by tensor parallelism. With `vae_parallel` they
+    also share the decode. Without `vae_parallel`, only the first of these ranks decodes. `replicas`
+    is the number of data-parallel copies over which `sessions` are spread.
 
-    matched_steps: a noise-matched stream of so many denoise steps (causal Wan), with
-    `chunks_in_flight` chunks at work;
-    temporal: each stage owns one of the steps. 0 = the model's own cache and steps.
+    If `matched_steps` is not 0, the stream is noise-matched (causal Wan) with this number of
+    denoise steps and has `chunks_in_flight` chunks in flight. If it is 0, the model uses its own
+    cache and steps. With `temporal`, each stage runs one of the steps.
     """
 
     ranks: int = 1
@@ -153,8 +155,8 @@ ROWS = {
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """write: makes the checkpoint directory without weights. options: under `omni.model`.
-    fields: of every request.
+    """A model to measure. `write` creates the checkpoint directory without weights, `options` are
+    those under `omni.model`, and `fields` are the fields of every request.
     """
 
     write: Callable[[Path], None]
@@ -189,7 +191,9 @@ SHARED_GPUS = {
 
 
 class RankClient:
-    """One data-parallel rank of an engine: stock `encode` takes no rank, `add_request` does."""
+    """Client for one data-parallel rank of an engine. The client calls `add_request`, because
+    vLLM's `encode` takes no rank.
+    """
 
     def __init__(self, engine: Any, rank: int) -> None:
         self._engine, self._rank = engine, rank
@@ -207,7 +211,7 @@ class RankClient:
 async def measure(
     model: Model, folder: Path, row: Row, traces: Path, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """One engine: a throw-away stream, then `row.sessions` streams at once."""
+    """Measure one engine: a warm-up stream, and then `row.sessions` streams at the same time."""
     import torch
 
     from vllm_omni.inputs import DiffusionParams
@@ -325,7 +329,7 @@ async def measure(
 
 
 def earlier_rows(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Rows that today's file of this name holds already."""
+    """Return the rows that today's result file of this name already contains."""
     path = args.out / f"{datetime.datetime.now(datetime.UTC).date().isoformat()}_{name}.json"
     return (
         json.loads(path.read_text())["result"]["rows"] if path.exists() and not args.no_save else {}
@@ -333,10 +337,10 @@ def earlier_rows(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def fits(row: Row, model: Model) -> bool:
-    """Whether the machine has GPUs for a row; without any, two ranks are as many as the processors
-    here can take.
+    """Whether the machine has enough GPUs for a row. Without GPUs, at most two ranks are allowed,
+    because the processor cannot run more.
 
-    And whether the model can be noise-matched, if the row is.
+    The result is False if the row is noise-matched and the model does not support this.
     """
     import torch
 
@@ -396,7 +400,8 @@ def main() -> None:
                 rows[row_name] = asyncio.run(
                     measure(model, Path(folder) / "model", ROWS[row_name], traces, args)
                 )
-            # a row that cannot run (memory, a refusal) must not cost the others
+            # A row that cannot run (for example because of memory or a refusal) must not prevent
+            # the other rows.
             except Exception as error:
                 rows[row_name] = {
                     **dataclasses.asdict(ROWS[row_name]),

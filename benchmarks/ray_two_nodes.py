@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One machine with two GPUs as two Ray nodes: LingBot World over Ray against vLLM's own processes,
-result and time.
+"""Compare LingBot World over Ray with vLLM's own processes.
+
+One machine with two GPUs acts as two Ray nodes.
 
     python benchmarks/ray_two_nodes.py                                # full size, two GPUs
     # the tiny model, to try the script
     python benchmarks/ray_two_nodes.py --no-gpu -- --chunks 4 --warm-chunks 2
 
-Each node is a Ray node of its own with one GPU, so two ranks are on two nodes: control messages go
-over TCP, tensors over NCCL. Runs benchmarks/lingbot_world.py once per way to split and executor,
-with the arguments behind `--`. The latents of both executors must be equal bit for bit. Needs the
-extra `[ray]`.
+Each GPU belongs to a separate Ray node, so two ranks are on two nodes. Control messages are sent
+over TCP, and tensors over NCCL. The script runs benchmarks/lingbot_world.py once for each executor
+and each way to split the model, with the arguments after `--`. The latents of both executors must
+be equal bit for bit. The script needs the extra `[ray]`.
 
-Real nodes are not on one machine, and vLLM notices: ranks that share its memory try the all-reduces
-that are made for one machine, for which each needs to see the other's GPU. So both executors run
-with NCCL's alone. Ray's memory monitor is off: two nodes on one machine share its memory, and it
-kills workers by the kernel's total memory, which on a virtual machine may grow only as it is used.
-Needs no network: nodes on a machine without one speak over 127.0.0.1.
+vLLM detects that these nodes, unlike real ones, are on one machine: ranks that share memory try
+all-reduces made for one machine, for which each rank must see the other's GPU. Both executors
+therefore use only NCCL's all-reduce. Ray's memory monitor is off, because it kills workers based on
+the kernel's total memory. Two nodes on one machine share this memory, and on a virtual machine it
+may grow only as it is used. The script needs no network: on a machine without one, the nodes
+communicate over 127.0.0.1.
 """
 
 import argparse
@@ -44,20 +46,23 @@ RUNS = {
 }
 
 TINY = ["--tiny", "--height", "64", "--width", "96", "--eager"]
-"""Options without GPUs: two ranks of the full-size model, if only two layers of it, fill 24 GiB
-of host memory.
+"""Options for a run without GPUs. The tiny model is used because two ranks of the full-size model
+fill 24 GiB of host memory even with only two layers.
 """
 
 OBJECT_STORE_BYTES = 96 << 20
-"""vLLM's executor sends nothing through Ray's object store but its configuration."""
+"""Size of Ray's object store. The object store can be small, because vLLM's executor sends only its
+configuration through the object store.
+"""
 
 ERROR = re.compile(r"Error\b|Exception\b|assert|\bkilled\b|SIGSEGV|out of memory", re.IGNORECASE)
 
 
 def start_nodes(on_gpus: bool, folder: Path) -> Any:
-    """Two Ray nodes, GPU 0 and GPU 1 (or, without GPUs, one slot for a worker each).
+    """Start two Ray nodes with one GPU each (or, without GPUs, with one worker slot each).
 
-    folder: for sockets and logs; its path must be short, as a socket's has at most 107 characters.
+    Sockets and logs are written to `folder`. The path of this folder must be short, because the
+    path of a socket may have at most 107 characters.
     """
     node = {
         "num_cpus": 4,
@@ -78,7 +83,7 @@ def start_nodes(on_gpus: bool, folder: Path) -> Any:
     try:
         for number in range(2):
             if on_gpus:
-                os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number]  # the node's workers inherit it
+                os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number]  # inherited by workers
             if cluster is None:
                 cluster = Cluster(initialize_head=True, head_node_args=node)
             else:
@@ -92,7 +97,7 @@ def start_nodes(on_gpus: bool, folder: Path) -> Any:
 
 
 def ray_errors(folder: Path, since: float) -> str:
-    """The ends of Ray's logs that were written to since then and tell of an error."""
+    """Return the ends of those of Ray's logs that were written since `since` and contain an error."""
     parts = []
     for path in sorted(folder.glob("ray/session_latest/logs/*")):
         if not path.is_file() or path.stat().st_mtime < since:
@@ -105,9 +110,7 @@ def ray_errors(folder: Path, since: float) -> str:
 
 
 def dump_stacks(group: int, cluster: Any) -> None:
-    """End the hanging processes (engine and Ray workers) by SIGABRT, so that each logs its
-    stack.
-    """
+    """End the hanging processes (engine and Ray workers) with SIGABRT, so that each logs its stack."""
     os.killpg(group, signal.SIGABRT)
     for node in cluster.list_all_nodes():
         raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
@@ -121,7 +124,7 @@ def dump_stacks(group: int, cluster: Any) -> None:
 def measure(
     run: str, executor: str, more: list[str], cluster: Any, timeout_s: float, ray_folder: Path
 ) -> dict[str, Any]:
-    """Run lingbot_world.py once; returns its result, or how it ended ("timeout" = it hung)."""
+    """Run lingbot_world.py once. Return its result, or how it ended ("timeout" if it hung)."""
     started = time.time()
     script = Path(__file__).with_name("lingbot_world.py")
     with tempfile.TemporaryDirectory() as folder:
@@ -151,7 +154,7 @@ def measure(
                 ended: int | str = process.wait(timeout_s)
             except subprocess.TimeoutExpired:
                 dump_stacks(process.pid, cluster)
-                # its engine's processes as well; Ray ends its own
+                # This also ends the engine's processes. Ray ends its own processes.
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 ended = "timeout"
@@ -165,7 +168,7 @@ def measure(
 
 
 def explain(run: str, executor: str, failed: dict[str, Any]) -> None:
-    """Print how a run ended, its first error, the end of its log, and Ray's logs."""
+    """Print how a failed run ended, its first error, the end of its log, and Ray's logs."""
     lines = [
         line for line in failed["log"].splitlines() if not line.startswith("Extension modules")
     ]

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attackers of realtime_load.py and served_attacks.py: sockets that reconnect when they are closed.
+"""Attackers for realtime_load.py and served_attacks.py: sockets that reconnect whenever they are
+closed.
 
-The process is killed when the measurement ends. It connects from another address than the other
-clients. Attacks on any server are `fragments` (a million of one byte), `pings` (400,000) and
-`values` (messages of 260,000 msgpack values). Attacks on a whole server, which need `path` of a
-live session's snapshot, are `tensors` (uploads that name 1.12 million or 40,000 empty tensors),
-`downloads` (clients that request the
-snapshot and do not read it) and `drips` (bodies that send one byte per second). `program` is not an
-attack: it computes, as another program on the machine might.
+The process is killed when the measurement ends. The attackers connect from a different address than
+the other clients. Attacks on any server are `fragments` (a million fragments of one byte), `pings`
+(400,000 pings) and `values` (messages with 260,000 msgpack values). Attacks on a complete server,
+which need the `path` of a live session's snapshot, are `tensors` (uploads that name 1.12 million or
+40,000 empty tensors), `downloads` (clients that request the snapshot and do not read it) and
+`drips` (bodies that send one byte per second). `program` is not an attack: it only uses processor
+time, as another program on the machine might.
 """
 
 import asyncio
@@ -28,18 +29,20 @@ from vllm_omni.entrypoints.loopback import open_loopback
 
 _HOST, _OWN_ADDRESS = "127.0.0.1", "127.0.0.2"
 _MASK = bytes(4)
-"""Clients mask their frames; a mask of zeroes leaves the payload as it is."""
+"""Mask of client frames. A mask of zeroes leaves the payload unchanged."""
 _AGAIN_S = 0.25
 _DRIP_S = 1.0
 _SMALL_BUFFER = 4096
-"""Of a reader that never reads: the rest of what it asked for waits at the server."""
+"""Receive buffer in bytes of a client that never reads. The buffer is small, so that the rest of
+the response waits at the server.
+"""
 _DRIPPED = ("/v1/sessions", "/v1/videos", "/v1/completions")
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 def frame(first_byte: int, payload: bytes) -> bytes:
-    """One masked WebSocket frame; first_byte: FIN and opcode."""
+    """Return one masked WebSocket frame. `first_byte` contains FIN and the opcode."""
     size = len(payload)
     if size < 126:
         length = bytes([0x80 | size])
@@ -51,7 +54,7 @@ def frame(first_byte: int, payload: bytes) -> bytes:
 
 
 def flood(kind: str) -> bytes:
-    """The bytes that one socket of an attack sends, all at once."""
+    """Return the bytes that one socket of an attack sends at once."""
     if kind == "fragments":
         return frame(0x02, b"") + frame(0x00, b"x") * 1_000_000
     if kind == "pings":
@@ -61,7 +64,7 @@ def flood(kind: str) -> bytes:
 
 
 def with_empty_tensors(snapshot: bytes, count: int) -> bytes:
-    """The snapshot, its table naming `count` tensors of no bytes besides its own."""
+    """Return the snapshot with `count` additional tensors of zero bytes in its table."""
     head = 8 + int.from_bytes(snapshot[:8], "little")
     table = json.loads(snapshot[8:head])
     table |= {
@@ -124,13 +127,13 @@ async def download_unread(port: int, path: str) -> None:
     loop = asyncio.get_running_loop()
     with await connected(port, _SMALL_BUFFER) as raw:
         await loop.sock_sendall(raw, head("GET", path))
-        while True:  # until the server's end is gone, which only a write can tell
+        while True:  # until a write shows that the server has closed the connection
             await asyncio.sleep(_DRIP_S)
             await loop.sock_sendall(raw, b" ")
 
 
 async def compute() -> None:
-    """Until this process is killed."""
+    """Use processor time until this process is killed."""
     while True:
         pass
 
@@ -154,8 +157,8 @@ async def drip(port: int, path: str) -> None:
 
 
 def attackers(options: dict[str, Any]) -> list[Callable[[], Awaitable[None]]]:
-    """What each socket does, once. options: `kind`, `port`, `sockets`, and `path` for the kinds
-    that need it.
+    """Return the actions of all sockets, each of which runs an attack once. `options` contains
+    `kind`, `port`, `sockets`, and `path` for the attacks that need it.
     """
     kind, port, count = options["kind"], options["port"], options["sockets"]
     if kind == "tensors":

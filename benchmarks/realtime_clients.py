@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients of realtime_load.py: many sessions of `/v1/realtime_video/generate` in one process.
+"""Clients for realtime_load.py: many sessions of `/v1/realtime_video/generate` in one process.
 
 The process reads only frame headers and twelve bytes of each image, so that it is not the
-bottleneck. Its CPU time is reported next to the server's. It prints one JSON object at its end.
+bottleneck. The CPU time of the clients is reported next to the server's. When it ends, it prints
+one JSON object.
 """
 
 import asyncio
@@ -19,16 +20,19 @@ from typing import Any, cast
 import msgspec
 
 STAMP = struct.Struct("<dI")
-"""Content of a chunk's first pixels: when it was due (`time.monotonic`), and its chunk index."""
+"""Layout of a chunk's first pixels: the time at which the chunk was due (`time.monotonic`), and its
+chunk index.
+"""
 
 GENERATE_PATH = "/v1/realtime_video/generate"
 _pack = msgspec.msgpack.Encoder().encode
 
 
 class Session(asyncio.Protocol):
-    """One session: opens, begins a stream and notes when each chunk came and when it was due.
+    """One session, which starts a stream and records when each chunk arrived and when it was due.
 
-    read_bytes_per_s: None = as fast as it comes; 0 = never again after the first frame.
+    If `read_bytes_per_s` is None, the session reads data as fast as it arrives. If it is 0, the
+    session never reads again after the first frame.
     """
 
     def __init__(
@@ -44,7 +48,7 @@ class Session(asyncio.Protocol):
         self.bytes_read = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's are of another class
+        self.transport = cast(asyncio.Transport, transport)  # uvloop has its own class
         key = base64.b64encode(os.urandom(16)).decode()
         lines = [
             f"GET {GENERATE_PATH} HTTP/1.1",
@@ -106,7 +110,7 @@ class Session(asyncio.Protocol):
             self.arrivals.append((now_s, deadline_s, index))
 
     def send(self, opcode: int, payload: bytes) -> None:
-        """A masked frame; the mask is zero, which leaves the payload as it is."""
+        """Send a masked frame. The mask is zero, which leaves the payload unchanged."""
         size = len(payload)
         head = (
             bytes([0x80 | opcode, 0x80 | size])
@@ -121,13 +125,13 @@ class Session(asyncio.Protocol):
 
 
 def init_message(width: int, height: int) -> dict[str, Any]:
-    """The message that begins a session."""
+    """Return the message that starts a session."""
     return {"type": "init", "prompt": "walk", "size": f"{width}x{height}"}
 
 
 async def open_sessions(options: dict[str, Any]) -> list[Session]:
-    """Connect all sessions, spread over one frame's time so that they do not all fall due at
-    once.
+    """Connect all sessions, spread over the time of one frame, so that their frames are not all due
+    at the same time.
     """
     init = init_message(options["width"], options["height"])
     chunk_bytes = options["chunk_frames"] * options["width"] * options["height"] * 3
@@ -147,7 +151,7 @@ async def open_sessions(options: dict[str, Any]) -> list[Session]:
 
 
 async def steer(sessions: list[Session], per_s: float) -> None:
-    """Each session presses and releases keys `per_s` times a second, as the WebUI does."""
+    """Press and release keys in each session `per_s` times per second, as the web page does."""
     number = 0
     while True:
         number += 1
@@ -210,7 +214,7 @@ async def run(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """`realtime_clients.py OPTIONS`, a JSON object."""
+    """Run `realtime_clients.py OPTIONS`, where OPTIONS is a JSON object."""
     options = json.loads(sys.argv[1])
     if options["loop"] == "uvloop":
         import uvloop
@@ -222,10 +226,10 @@ def main() -> None:
 
 
 def report(result: dict[str, Any]) -> None:
-    """Print the result as a line of JSON, all of it.
+    """Print the complete result as one line of JSON.
 
-    With PYTHONUNBUFFERED, `print` writes once, and drops the rest if a signal cuts that write short
-    (io_uring's, of uvloop's event loop as it ends, does).
+    `print` is not used, because with PYTHONUNBUFFERED it writes only once and drops the rest if a
+    signal interrupts that write. A signal from io_uring does this when uvloop's event loop ends.
     """
     with open(sys.stdout.fileno(), "w", closefd=False) as output:
         output.write(json.dumps(result) + "\n")

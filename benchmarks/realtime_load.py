@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Measure whether many live sessions receive every frame on time, with and without bad clients.
 
-The server process has this package's endpoint `/v1/realtime_video/generate` and a model that only
-keeps time. A load generator runs in another process on another core, and bad clients in a third
-process. The added latency of a frame is the time from the moment the model has it to the moment the
-client has read it. Cadence is frames read divided by frames due. `waited_for_core_percent` is the
-share of time in which the server or its clients were ready to run but had no core. If it exceeds a
-few percent, other work on the machine has delayed frames.
+The server process runs this package's endpoint `/v1/realtime_video/generate` with a model that only
+returns each chunk on time. A load generator runs in another process on another core, and bad
+clients in a third process. The added latency of a frame is the time from the moment the model
+returns it to the moment the client has read it. Cadence is the number of frames read divided by the
+number of frames due. `waited_for_core_percent` is the share of time in which the server or its
+clients were ready to run but had no core. A value of more than a few percent means that other load
+on the machine has delayed frames.
 
 Attacks (`fragments`, `pings`, `values`) are sockets that flood the server and reconnect when they
 are closed. The response time of an HTTP route during the attack is recorded too. `cost` compares
@@ -85,7 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
 def process(
     script: str, options: dict[str, Any], core: int | None
 ) -> Iterator[subprocess.Popen[str]]:
-    """A child of this benchmark; it is gone afterwards."""
+    """Context manager that runs a child process of this benchmark and ends it afterwards."""
     command = [sys.executable, str(_HERE / script), json.dumps(options)]
     pin = (lambda: os.sched_setaffinity(0, {core})) if core is not None else None
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=pin)
@@ -116,12 +117,14 @@ class Server:
 
 
 def waited_s(pid: int) -> float:
-    """Seconds in which a process's main thread was ready to run and had no core."""
+    """Return the seconds in which the main thread of a process was ready to run but had no core."""
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
 
 
 def wait_for(condition: Callable[[], Any], timeout_s: float = _GONE_TIMEOUT_S) -> float | None:
-    """Seconds until `condition` holds; None if it never does."""
+    """Wait until `condition` holds, and return the seconds that this took, or None after
+    `timeout_s`.
+    """
     started_s = time.monotonic()
     while not condition():
         if time.monotonic() - started_s > timeout_s:
@@ -131,7 +134,7 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = _GONE_TIMEOUT_S) -
 
 
 def recorded_messages(args: argparse.Namespace) -> list[bytes]:
-    """The door's messages to a client for one chunk, in order."""
+    """Record the messages that the endpoint sends to a client for one chunk, in order."""
     with (
         process("realtime_server.py", server_options(args), None) as child,
         contextlib.ExitStack() as stack,
@@ -154,7 +157,9 @@ def recorded_messages(args: argparse.Namespace) -> list[bytes]:
 
 
 def cost(args: argparse.Namespace, repeats: int = 5) -> dict[str, Any]:
-    """Processor microseconds a frame of this package's door and of the bare server, in turns."""
+    """Measure the processor microseconds per frame of this package's endpoint and of the bare
+    server, in alternating runs.
+    """
     spent_us: dict[str, list[float]] = {"bare_server.py": [], "realtime_server.py": []}
     cadences, waits = [], []
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
@@ -203,7 +208,7 @@ def client_options(args: argparse.Namespace, port: int, **changes: Any) -> dict[
 
 
 def bad_clients(args: argparse.Namespace, scenario: str, port: int) -> dict[str, Any]:
-    """Options of a scenario's badly behaved clients, which begin after all others."""
+    """Return the options of a scenario's bad clients, which start after all other clients."""
     rate = args.fps * args.width * args.height * 3
     behaviour = {"slow": rate / 4, "trickle": 4096.0, "never-reads": 0.0, "frozen": None}[scenario]
     small = {"receive_buffer": 65536} if scenario == "trickle" else {}
@@ -296,7 +301,7 @@ def measure(
 
 
 def request_chunk(server: Server, seconds: float) -> list[float]:
-    """Ask the server for its state, again and again: how long each answer took, in milliseconds."""
+    """Request the server's state repeatedly, and return the milliseconds that each response took."""
     took_ms, end_s = [], time.monotonic() + seconds
     while time.monotonic() < end_s:
         requested_s = time.monotonic()
@@ -309,8 +314,8 @@ def request_chunk(server: Server, seconds: float) -> list[float]:
 def provoke(
     args: argparse.Namespace, scenario: str, server: Server, bad: subprocess.Popen[str]
 ) -> float | None:
-    """Let the bad clients begin; return the seconds until the server is rid of them, None if it
-    is not in time.
+    """Start the bad clients. Return the seconds until the server has disconnected them, or None if
+    it does not do so in time.
     """
     assert bad.stdout is not None
     assert bad.stdout.readline() == "open\n"
@@ -326,9 +331,7 @@ def provoke(
 
 
 def disconnects(args: argparse.Namespace, repeats: int = 20) -> dict[str, Any]:
-    """Clients that vanish in the middle of a long chunk: how soon has the engine been told to
-    drop it?
-    """
+    """Measure how soon the engine is told to abort a long chunk after its client vanishes."""
     options = server_options(args) | {"fps": 0.1}
     times_ms = []
     with process("realtime_server.py", options, None) as child:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Server of realtime_load.py: an endpoint in a real uvicorn server with a model that keeps time.
+"""Server for realtime_load.py: an endpoint in a real uvicorn server, with a model that only returns
+each chunk on time.
 
 `TimerModel` replaces vLLM's engine client and returns chunks of `chunk_frames`. Chunk n of a
-session is due n times their playing time after its first chunk, and is returned at that moment with
-a time stamp. The time from then to the client's socket is the endpoint's. `GET /state` lists
-connections and the model's current work.
+session is due n playing times of a chunk after the first chunk. Each chunk is returned when it is
+due and contains a time stamp. The time from then until the chunk reaches the client's socket is the
+latency of the endpoint. `GET /state` lists connections and the model's current work.
 """
 
 import asyncio
@@ -35,7 +36,9 @@ from vllm_omni.outputs import pack
 
 
 class TimerModel:
-    """Frames of `height` x `width`, `fps` a second for each session that asks in time."""
+    """Returns frames of `height` x `width` pixels, at `fps` frames per second for each session that
+    requests them in time.
+    """
 
     def __init__(self, height: int, width: int, fps: float, chunk_frames: int) -> None:
         frames_THWC = torch.zeros(chunk_frames, height, width, 3, dtype=torch.uint8)
@@ -57,7 +60,8 @@ class TimerModel:
         return len(self._worlds)
 
     async def encode(self, prompt: Any, pooling_params: Any, request_id: str) -> AsyncIterator[Any]:
-        # unchecked: what a worker does is not the door's time
+        # The parameters are not validated, because the worker's time must not count as the
+        # endpoint's.
         params = pooling_params.extra_kwargs["omni"]
         if params.get("op", "generate") == "generate":
             data = await self._generate(params["session_id"], request_id)
@@ -69,7 +73,7 @@ class TimerModel:
     async def _generate(self, session_id: str, request_id: str) -> torch.Tensor:
         now_s = time.monotonic()
         world = self._worlds.setdefault(session_id, [now_s + self._period_s, 0])
-        # nobody asked for it: the model did something else meanwhile
+        # The request is late, so the model's time for this session starts again.
         if now_s > world[0] + self._period_s:
             world[0] = now_s
         deadline_s, number = world
@@ -77,7 +81,7 @@ class TimerModel:
         done: asyncio.Future[None] = loop.create_future()
         self._live[request_id] = done
         loop.call_later(max(0.0, deadline_s - now_s), lambda: done.done() or done.set_result(None))
-        await done  # as with vLLM, a caller who is cancelled here must say `abort`
+        await done  # as with vLLM, a caller that is cancelled here must call `abort`
         self._live.pop(request_id, None)
         world[0], world[1] = deadline_s + self._period_s, number + 1
         envelope = bytearray(self._template)
@@ -90,8 +94,8 @@ class TimerModel:
 
 
 def main() -> None:
-    """`realtime_server.py OPTIONS`, a JSON object; prints the port and serves until its input
-    ends.
+    """Run `realtime_server.py OPTIONS`, where OPTIONS is a JSON object: print the port, and serve
+    until standard input ends.
     """
     options = json.loads(sys.argv[1])
     model = TimerModel(options["height"], options["width"], options["fps"], options["chunk_frames"])
@@ -114,7 +118,7 @@ def main() -> None:
     @app.get("/state")
     async def state() -> dict[str, Any]:
         return {
-            "connections": len(server.server_state.connections) - 1,  # without the one that asks
+            "connections": len(server.server_state.connections) - 1,  # without the requester's own
             "sessions": len(manager),
             "worlds": model.num_worlds,
             "running": model.running,
@@ -132,7 +136,8 @@ def main() -> None:
     server = uvicorn.Server(config)
     app.state.server = server
     gc.collect()
-    # as vLLM's server does when it has started: a full collection would stop everyone for 100 ms
+    # vLLM's server does the same after its start, because a full collection would stop all requests
+    # for 100 ms.
     gc.freeze()
     with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
         print(listener.getsockname()[1], flush=True)

@@ -3,14 +3,14 @@
 
     python benchmarks/rolling_restart.py
 
-The model is the null world, which costs nothing, and the servers send each chunk when it is due at
-16 frames a second. Each client keeps one stream of `/v1/realtime_video/generate` and follows its
-session. A server gets SIGTERM, moves its sessions away, ends and is started again. The next one
-follows when HAProxy has found the new one.
+The model is the null world, which takes almost no time, and the servers send each chunk when it is
+due at 16 frames per second. Each client plays one stream of `/v1/realtime_video/generate` and
+follows its session. A server receives SIGTERM, moves its sessions to other servers, ends and is
+started again. The next server is restarted once HAProxy has detected the new process.
 
-A gap is the time between two chunks of one client. A session is lost if its stream ends otherwise
-than by a move. A chunk is wrong if its number or its frames differ from those of the other
-sessions, which all have the same seed.
+A gap is the time between two chunks of one client. A session is lost if its stream ends for any
+reason other than a move. A chunk is wrong if its number or its frames differ from those of the
+other sessions, which all have the same seed.
 """
 
 import argparse
@@ -47,10 +47,10 @@ class Restartable(Protocol):
     """Servers that can be stopped and started again."""
 
     ports: dict[str, int]
-    """Ports by name."""
+    """Port of each server, by name."""
 
     def drain(self, name: str) -> float:
-        """Stop a server with SIGTERM, and return the seconds until it has ended."""
+        """Stop a server with SIGTERM, and return the seconds that it takes to end."""
         ...
 
     def start(self, name: str, /) -> None:
@@ -59,7 +59,7 @@ class Restartable(Protocol):
 
 
 class Player:
-    """One client.
+    """One client, which plays a stream and follows its session.
 
     Args:
         port: Port of the proxy.
@@ -75,12 +75,12 @@ class Player:
         self.digests: list[str] = []
         """Digest of the frames of each chunk."""
         self.moves = 0
-        """Moves that it has followed."""
+        """Number of moves that the client has followed."""
         self.end: str | None = None
-        """Why the stream has ended. None: it has not."""
+        """Reason why the stream ended. None: it has not ended."""
 
     async def play(self) -> None:
-        """Play until the stream ends or this is cancelled."""
+        """Play until the stream ends or this task is cancelled."""
         try:
             while True:
                 async with connect(
@@ -152,14 +152,14 @@ async def measure(
     settle_s: float,
     headers: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Play sessions, restart each server, and return what the clients have seen.
+    """Play sessions, restart each server, and return what the clients observed.
 
     Args:
-        servers: The servers.
+        servers: Servers to restart, one after the other.
         port: Port of the proxy.
-        num_sessions: Sessions.
-        settle_s: Seconds of play before the first restart and after each.
-        headers: Headers of each connection of a client.
+        num_sessions: Number of sessions that play at the same time.
+        settle_s: Seconds of play before the first restart and after each restart.
+        headers: Headers of each client connection.
     """
     players = [Player(port, headers or {}) for _ in range(num_sessions)]
     tasks = []

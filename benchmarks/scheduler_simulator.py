@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A scheduler in virtual time: replays arrival traces against a policy, with given true step costs.
+"""Simulates a scheduler in virtual time: replays arrival traces against a policy, with given true
+step costs.
 
-One engine takes one batch at a time, as `StreamBatchScheduler` has it do; everything the deadline
-policy sees (costs, steps left) it learns the same way, from `StepCostModel` and `ScheduledStreams`.
-`fifo` is the scheduler without deadlines: the first sessions by arrival, each chunk to its end.
-Deterministic for a seed.
+The simulated engine runs one batch at a time, as with `StreamBatchScheduler`. The deadline policy
+gets its inputs (costs, remaining steps) from `StepCostModel` and `ScheduledStreams`, as in the real
+scheduler. `fifo` is the scheduler without deadlines: it serves sessions in order of arrival and
+runs each chunk to its end. The simulation is deterministic for a given seed.
 """
 
 import heapq
@@ -21,16 +22,18 @@ from vllm_omni.core.step_protocol import ChunkProgress
 
 Policy = Literal["fifo", "deadline"]
 _LEAD_CHUNKS = 2
-"""A viewer's next chunk is asked for when at most so many are in the engine or wait to be
-played.
+"""A viewer requests its next chunk when at most this number of chunks are in the engine or wait to
+be played.
 """
 
 
 @dataclass(frozen=True)
 class Viewer:
-    """One stream that plays a chunk every `period_s`. start_s: when its first chunk is asked for.
+    """One stream that plays a chunk every `period_s` seconds and requests its first chunk at
+    `start_s`.
 
-    period_s None: a job nobody watches, chunk after chunk as fast as they come, without deadlines.
+    If `period_s` is None, the stream is a job without a viewer, which generates chunks as fast as
+    possible and has no deadlines.
     """
 
     start_s: float
@@ -42,11 +45,11 @@ class Viewer:
 
 @dataclass(frozen=True)
 class Load:
-    """A trace and the machine.
+    """A trace of viewers, and the properties of the simulated machine.
 
-    jitter: relative standard deviation of a step's time. hiccups_per_s: how often, in busy time, a
-    step takes `hiccup_s` longer. most: `max_requests_per_step`. refuse: whether streams that cannot
-    be held are refused.
+    `jitter` is the relative standard deviation of a step's time. `hiccups_per_s` is how often per
+    second of busy time a step takes `hiccup_s` longer. `most` is `max_requests_per_step`. `refuse`
+    is whether streams that cannot be sustained are refused.
     """
 
     viewers: Sequence[Viewer]
@@ -62,8 +65,8 @@ class Load:
 
 @dataclass
 class Outcome:
-    """One viewer's deliveries. gaps_s: between deliveries of consecutive chunks; misses: chunks
-    later than due.
+    """Deliveries to one viewer. `gaps_s` are the times between consecutive chunks, and `misses` is
+    the number of chunks that arrived after their deadline.
     """
 
     viewer: Viewer
@@ -87,18 +90,18 @@ class Outcome:
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
-    """Nearest-rank quantile; 0.0 of nothing."""
+    """Return the nearest-rank quantile, or 0.0 if there are no values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))] if ordered else 0.0
 
 
 def _units(size: float) -> int:
-    """A size as the runner reports it, a whole number (of latent elements)."""
+    """Return a size in the form in which the runner reports it: a whole number of latent elements."""
     return round(1000 * size)
 
 
 def simulate(load: Load, policy: Policy) -> list[Outcome]:
-    """Run the trace to its end. Returns an outcome for each viewer, in order."""
+    """Run the trace to its end, and return the outcome of each viewer, in order."""
     return _Simulation(load, policy).run()
 
 
@@ -113,7 +116,7 @@ class _Simulation:
         self.running: dict[str, None] = {}
         self.order = itertools.count()
         self.events: list[tuple[float, int, int]] = []
-        """(when, tie-break, viewer): the viewer asks for its next chunk."""
+        """Requests for a next chunk, as (time, tie-break, viewer)."""
         for number, viewer in enumerate(load.viewers):
             heapq.heappush(self.events, (viewer.start_s, next(self.order), number))
 
@@ -183,7 +186,7 @@ class _Simulation:
         live = self.streams.runnable(())
         if self.policy == "deadline":
             batch = choose_batch(now_s, live, self.model.costs, self.load.most)
-        else:  # those that run go on, in the order in which they began; then the others by arrival
+        else:  # running chunks continue in order of start; others follow by arrival
             started = {name: rank for rank, name in enumerate(self.running)}
             live.sort(
                 key=lambda request: (started.get(request.request_id, len(started)), request.order)
@@ -203,13 +206,14 @@ class _Simulation:
             if outcome.first_s is None:
                 outcome.first_s = end_s - viewer.start_s
             else:
-                # A chunk that is early is played when the one before has ended.
+                # An early chunk is played when its predecessor has ended.
                 shown_s = max(end_s, outcome.last_s + viewer.period_s)
                 outcome.gaps_s.append(shown_s - outcome.last_s)
         outcome.last_s = shown_s
         outcome.delivered += 1
         if outcome.requested < viewer.num_chunks:
-            # As doors do: one chunk in the engine, and one that is ready while another plays.
+            # Like the endpoints, a viewer keeps one chunk in the engine, and one ready while
+            # another plays.
             wait_s = (
                 0.0 if viewer.period_s is None else shown_s - (_LEAD_CHUNKS - 1) * viewer.period_s
             )

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scheduling: FIFO against deadline-first in virtual time, and the cost of a decision of the real
-scheduler.
+"""Compare FIFO with deadline-first scheduling in virtual time, and measure the cost of a decision
+of the real scheduler.
 
     python benchmarks/scheduling.py            # both; no GPU needed
 
-Replay: the step costs are those measured on an H200 for causal Wan 2.1 1.3B, 480x832, 4 steps and a
-clean pass (399 ms a chunk of 12 frames: five steps 237 ms, decode 150 ms, encode and the rest 12
-ms); arrivals are drawn from a seed. A stream is held if the 99th percentile of the gaps between its
-chunks is at most 1.5 times a chunk's playing time. Decision: the real `StreamBatchScheduler` over
-vLLM's own, on a pretended worker.
+The replay uses the step costs that were measured on an H200 for causal Wan 2.1 1.3B at 480x832,
+with 4 steps and a clean-context pass. A chunk of 12 frames takes 399 ms: 237 ms for five steps, 150
+ms for the decode and 12 ms for the encode and the rest. Arrivals are drawn from a seed. A stream is
+sustained if the 99th percentile of the gaps between its chunks is at most 1.5 times a chunk's
+playing time. The cost of a decision is measured with the real `StreamBatchScheduler` on top of
+vLLM's scheduler, with a simulated worker.
 """
 
 import argparse
@@ -27,12 +28,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from common import add_output_arguments, quantiles, save
 
 CHUNK_S = 12 / 16
-"""Playing time of a chunk at 16 frames a second."""
+"""Playing time of a chunk at 16 frames per second, in seconds."""
 STEPS = 5
 
 
 def trace(kind: str, streams: int, seed: int) -> list[Any]:
-    """Viewers of one scenario; they come within the first three seconds, in random order."""
+    """Return the viewers of one scenario. The viewers arrive within the first three seconds, in
+    random order.
+    """
     from scheduler_simulator import Viewer
 
     rng = random.Random(seed)
@@ -42,7 +45,8 @@ def trace(kind: str, streams: int, seed: int) -> list[Any]:
         period_s = 4 * CHUNK_S if slow else CHUNK_S
         viewers.append(Viewer(rng.uniform(0, 3), 50 if slow else 200, period_s, STEPS))
     if kind == "background_jobs":
-        # One-shot videos: fifty steps each, one after another on every place, watched by nobody.
+        # Four jobs generate one-shot videos of fifty steps each, one after another. They have no
+        # viewer.
         viewers += [Viewer(1.0, 4, None, 50) for _ in range(4)]
     return viewers
 
@@ -133,8 +137,8 @@ def make_scheduler(model: Path, omni: dict[str, Any]) -> Any:
 
 
 def decisions(model: Path, omni: dict[str, Any], streams: int, num_steps: int) -> dict[str, Any]:
-    """Time `schedule()`, the part of it that is ours, and `update_from_output()`; every stream
-    queues two chunks.
+    """Measure the time of `schedule()`, of our code in it, and of `update_from_output()`, with two
+    queued chunks per stream.
     """
     import torch
     from vllm.v1.request import Request

@@ -4,16 +4,17 @@
     vllm-omni make-tiny causal_wan tiny_causal_wan
     python benchmarks/served_attacks.py tiny_causal_wan
 
-`vllm serve --omni` as a user starts it. Neighbours ask for a chunk each at fixed moments, once in
-`--period-s`; a chunk's time runs from that moment until it is there, so a server that stands still
-counts for every chunk that it delays. First they are alone, then beside each attack of
-`realtime_attackers.py` in turn; `/health` is asked for all the time. `program` is no attack: it
-only computes, as attackers do besides. Added latency is a chunk's time less the median of those
-before the attacks: in the quiet time it is the noise of the machine and of the engine. Attackers
-take what processor time the others leave (`nice`): they would be other machines. With `--apart` the
-server has the first core to itself, and everything else the others, so that only what an attack
-costs the server is felt. `other_load` is how many cores other programs of the machine used
-meanwhile.
+The server is `vllm serve --omni`, started as a user would start it. Well-behaved clients
+(neighbours) request one chunk each at fixed moments, once per `--period-s`. The time of a chunk
+runs from that moment until it arrives, so a server that stalls affects every chunk that it delays.
+The neighbours first run alone, and then alongside each attack of `realtime_attackers.py` in turn.
+`/health` is requested all the time. `program` is not an attack: it only uses processor time, as the
+attackers also do. Added latency is the time of a chunk minus the median time before the attacks.
+Before the attacks, it shows the noise of the machine and the engine. The attackers get only the
+processor time that other processes leave (`nice`), because real attackers would run on other
+machines. With `--apart`, the server has the first core to itself and all other processes share the
+other cores, so that only the cost of an attack for the server is measured. `other_load` is the
+number of cores that other programs used meanwhile.
 """
 
 import argparse
@@ -52,7 +53,9 @@ _pack = msgspec.msgpack.encode
 
 
 class Neighbour:
-    """One session; `chunks`: (when it was due, how long it took), in seconds."""
+    """Client of one session. `chunks` contains (time at which the chunk was due, time that it
+    took), in seconds.
+    """
 
     def __init__(self, port: int, width: int, height: int) -> None:
         self._url = f"ws://127.0.0.1:{port}{GENERATE_PATH}"
@@ -63,7 +66,9 @@ class Neighbour:
         self._deadline_s: float | None = None
 
     def felt(self) -> list[tuple[float, float]]:
-        """`chunks`, and the one that is awaited with the time it has taken so far."""
+        """Return `chunks`, and the chunk that is still outstanding with the time that it has taken
+        so far.
+        """
         now_s = time.monotonic()
         late = (
             []
@@ -76,7 +81,7 @@ class Neighbour:
         self._stopped = True
 
     async def run(self, deadline_s: float, period_s: float) -> None:
-        """Begin a world now; from `deadline_s` on ask it for a chunk every `period_s`."""
+        """Start a session now, and request a chunk every `period_s` seconds from `deadline_s` on."""
         async with connect(self._url, max_size=None, compression=None, proxy=None) as socket:
             session = await self._send(socket, self._init)
             if session.get("code") == "missing_image":
@@ -105,7 +110,9 @@ class Neighbour:
 
 
 class Health:
-    """Asks for `/health` over a kept connection; `answers`: (when, how long), in seconds."""
+    """Requests `/health` repeatedly over one connection. `answers` contains (start time, duration),
+    in seconds.
+    """
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -126,7 +133,7 @@ class Health:
 
 
 class OtherLoad:
-    """How many cores other programs of the machine use, from now on."""
+    """Measures how many cores other programs use, starting when it is created."""
 
     def __init__(self) -> None:
         self._started_s, self._before_s = time.monotonic(), self._spent_s()
@@ -155,7 +162,7 @@ def attackers(kind: str, port: int, sockets: int, session_id: str) -> subprocess
 
 
 class Neighbourhood:
-    """All neighbours and the one that asks for `/health`, at a server that listens on `port`."""
+    """All clients of the server on `port`: the neighbours, and the client that requests `/health`."""
 
     def __init__(self, port: int, args: argparse.Namespace) -> None:
         self._port, self._args = port, args
@@ -164,7 +171,7 @@ class Neighbourhood:
         self._usual_ms = 0.0
 
     async def measure(self) -> list[dict[str, Any]]:
-        """A row for the quiet time and one for each attack."""
+        """Return one row for the time before the attacks and one for each attack."""
         args, rows = self._args, []
         first_s = time.monotonic() + args.warm_up_s
         async with asyncio.TaskGroup() as group:
@@ -212,8 +219,8 @@ class Neighbourhood:
 
 
 def since(start_s: float, noted: list[tuple[float, float]]) -> list[float]:
-    """Milliseconds of all that began at `start_s` or later; before that the attackers were
-    getting ready.
+    """Return the milliseconds of all requests that started at `start_s` or later, because the
+    attackers were still starting before.
     """
     return [spent_s * 1e3 for at_s, spent_s in noted if at_s >= start_s]
 
@@ -255,7 +262,7 @@ def main() -> None:
     if args.apart and not others:
         parser.error("--apart needs two cores")
     if args.apart:
-        os.sched_setaffinity(0, {first})  # which the server takes over
+        os.sched_setaffinity(0, {first})  # the server inherits this affinity
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(first)
     with tempfile.TemporaryDirectory() as folder:
         port, log = demo.free_port(0), Path(folder) / "server.log"

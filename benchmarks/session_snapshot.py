@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost of saving a session to a file and of restoring it, against copying its bytes.
+"""Measure the cost of saving a session to a file and restoring it, compared with copying its bytes.
 
     # the tiny LingBot World on this machine
     python benchmarks/session_snapshot.py
@@ -7,23 +7,23 @@
     # the released architecture, random weights (one GPU)
     python benchmarks/session_snapshot.py --full-size
 
-Saving and restoring go through the real engine (`collective_rpc`). Beside each, in the worker as
-well, copies of the same bytes from and to the same device and folder, without names, header and
-checks:
+Sessions are saved and restored in the real engine (`collective_rpc`). For comparison, the worker
+also copies the same bytes from and to the same device and folder, without names, header and checks:
 
-- plain (`ratio`): every tensor from its device to the host and into a new file, one after the
-  other, and from that file into fresh buffers on the device, one after the other;
-- one buffer (`one_buffer_ratio`): as many bytes that lie in one piece of host memory already, in
-  one call to a new file and from there into one fresh buffer: the least that a file costs. Not part
-  of a full-size run;
-- memory (`memory_ratio`): every tensor into fresh host memory and back, without a file. Not part of
-  a full-size run.
+- plain (`ratio`): every tensor is copied, one after the other, from its device to the host and into
+  a new file, and from that file into fresh buffers on the device;
+- one buffer (`one_buffer_ratio`): the same number of bytes, which are already contiguous in host
+  memory, is written to a new file in one call and read into one fresh buffer, which is the minimum
+  cost of a file. This copy is not part of a full-size run;
+- memory (`memory_ratio`): every tensor is copied into fresh host memory and back, without a file.
+  This copy is not part of a full-size run.
 
-A ratio is the whole snapshot's time without transport, the front end's share included, over the
-copy's; a median of pairs taken in turn. The file lies in a RAM disk if there is one (`--folder`),
-because the cost of a disk is not ours. Measurements are reported on stderr and saved in the result
-file (`complete`: false) when an operation ends, at most once a second, so that a run that is cut
-off leaves its numbers.
+A ratio is the time of the whole snapshot, including the front end but without transport, divided by
+the time of the copy. Each ratio is the median over pairs that are measured in turn. The file is on
+a RAM disk if there is one (`--folder`), because the speed of a disk is not part of this
+measurement. Measurements are printed to stderr and saved in the result file (with `complete`:
+false) when an operation ends, at most once per second, so that an interrupted run still leaves its
+results.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from typing import Any
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-# `copy_session` below is sent to the worker
+# This setting allows `copy_session` below to be sent to the worker.
 os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -55,11 +55,11 @@ _QUIET_S = 1.0
 
 
 def copy_session(worker: Any, session_id: str, path: str, what: str) -> float:
-    """In the worker: ms to copy a session's tensors one way.
+    """Run in the worker: return the milliseconds to copy a session's tensors in one direction.
 
-    what: `to_file` and `from_file` (which removes it); `one_to_file` and `one_from_file`, the same
-    in one piece of memory; `out` to fresh host memory; `back` from there into fresh memory of the
-    device.
+    `what` is `to_file` or `from_file` (which removes the file), `one_to_file` or `one_from_file`
+    (the same with contiguous memory), `out` (to fresh host memory), or `back` (from there into
+    fresh device memory).
     """
     import torch
 
@@ -71,7 +71,9 @@ def copy_session(worker: Any, session_id: str, path: str, what: str) -> float:
         return host.view(-1).view(torch.uint8).numpy()
 
     def all_of(call: Any, array: Any) -> None:
-        """A large call moves 2 GiB at most."""
+        """Repeat a read or write until all bytes are transferred, because one call transfers at
+        most 2 GiB.
+        """
         done = 0
         while done < len(array):
             done += call(array[done:])
@@ -133,12 +135,12 @@ def copy_session(worker: Any, session_id: str, path: str, what: str) -> float:
     if what.endswith("from_file"):
         os.unlink(path)
     if cuda:
-        torch.cuda.empty_cache()  # the next operation finds the device as this one did
+        torch.cuda.empty_cache()  # the next operation starts with an empty cache
     return ms
 
 
 def timed_call(worker: Any, method: str, args: tuple[Any, ...]) -> list[Any]:
-    """In the worker: one RPC and its milliseconds."""
+    """Run in the worker: call one method and return its result and milliseconds."""
     start = time.perf_counter()
     response = getattr(worker, method)(*args)
     return [(time.perf_counter() - start) * 1e3, response]
@@ -153,7 +155,9 @@ RATIO_NAMES = {"plain": "ratio", "one_buffer": "one_buffer_ratio", "memory": "me
 
 
 class Progress:
-    """Measurements so far, saved after every operation. samples: ms of each, by name."""
+    """Measurements so far, which are saved after every operation. `samples` contains milliseconds
+    by the name of the operation.
+    """
 
     def __init__(self, args: argparse.Namespace, info: dict[str, Any], name: str) -> None:
         self.args, self.info, self.name = args, info, name
@@ -172,7 +176,7 @@ class Progress:
         for name, value in values.items():
             (self.warm_up if warm_up else self.samples).setdefault(name, []).append(value)
         if time.perf_counter() - self._noted < _QUIET_S:
-            return  # small sessions: writing would disturb the measurement
+            return  # with small sessions, writing would disturb the measurement
         self.say(
             ", ".join(f"{name} {value:.1f} ms" for name, value in values.items())
             + " (warm-up)" * warm_up
@@ -216,7 +220,9 @@ def save_quietly(name: str, result: dict[str, Any], args: argparse.Namespace) ->
 
 
 def ratios(samples: dict[str, list[float]], to: str, back: str) -> dict[str, float]:
-    """Medians over pairs of our time over a copy's: saving, restoring, both together."""
+    """Return the median ratio of our time to that of a copy, for saving, for restoring and for both
+    together.
+    """
     saved, restored = samples.get("save", []), samples.get("restore", [])
     out, into = samples.get(f"copy_{to}", []), samples.get(f"copy_{back}", [])
     pairs = {
@@ -279,8 +285,8 @@ async def run(model: Path, folder: Path, name: str, args: argparse.Namespace) ->
             progress.say(f"chunk {index} is done")
 
         async def without_transport(exchange: Any) -> tuple[float, float]:
-            """(ms of the front end and inside the worker, ms for the caller, transport
-            included).
+            """Return (milliseconds of the front end and the worker, milliseconds for the caller
+            including transport).
             """
             inside = waited = 0.0
 

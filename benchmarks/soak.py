@@ -4,10 +4,11 @@
     python benchmarks/soak.py --hours 2
 
 The server is `vllm serve --omni` with a tiny causal Wan. Clients open a live stream, steer it,
-receive a chunk per second and leave; half of them drop the connection during a chunk. `/metrics` is
-read as by a monitor. The resident memory of every process of the server is recorded twice per
-minute. `slope_mb_per_h` is the median of the slopes between all pairs of records after the first
-quarter (Theil and Sen), so that neither the start nor a single jump decides.
+receive one chunk per second and leave. Half of the clients drop the connection during a chunk.
+`/metrics` is read repeatedly, as by a monitoring system. The resident memory of every server
+process is recorded twice per minute. `slope_mb_per_h` is the median of the slopes between all pairs
+of records after the first quarter (Theil and Sen), so that neither the start nor a single jump
+determines the result.
 """
 
 import argparse
@@ -34,13 +35,17 @@ from vllm_omni.entrypoints.loopback import open_loopback
 HEIGHT, WIDTH = 64, 96
 NOTE_EVERY_S = 30.0
 NUM_PROMPTS = 64
-"""Of all visits: the text encoder keeps prompts' rows, 3 kB each here, up to a bound in bytes."""
+"""Number of different prompts in all visits. The text embeddings of a prompt (3 kB each here) are
+cached up to a limit in bytes.
+"""
 SETTLES_IN = 0.25
-"""Of the time: caches and heaps fill."""
+"""Share of the time that is excluded at the start, because caches and heaps are still filling."""
 
 
 class Viewers:
-    """So many at once, each followed by another, until `end_s`."""
+    """A fixed number of viewers that play at the same time until `end_s`. Each viewer that leaves
+    is replaced by another.
+    """
 
     def __init__(self, port: int, at_once: int, end_s: float, seed: int) -> None:
         self._port, self._at_once, self._end_s = port, at_once, end_s
@@ -57,7 +62,7 @@ class Viewers:
                 await self._visit(
                     num_chunks=self._random.randint(2, 20), cut=self._random.random() < 0.5
                 )
-            except Exception as error:  # boundary: whatever a visitor meets is counted and reported
+            except Exception as error:  # boundary: every error of a viewer is counted and reported
                 self.errors.append(repr(error))
                 await asyncio.sleep(1.0)
 
@@ -100,7 +105,7 @@ class Viewers:
 
 
 class Memory:
-    """Notes of the resident memory of a process and all it started, by process name and id."""
+    """Records of the resident memory of a process and all its children, by process name and id."""
 
     def __init__(self, pid: int, port: int) -> None:
         self._root, self._port = psutil.Process(pid), port
@@ -129,7 +134,7 @@ class Memory:
 
 
 def slope_mb_per_h(notes: list[tuple[float, float]]) -> float:
-    """Median slope between all pairs of `(seconds, MB)`."""
+    """Return the median slope between all pairs of `(seconds, MB)`, in MB per hour."""
     slopes = [
         (b_mb - a_mb) / (b_s - a_s) for (a_s, a_mb), (b_s, b_mb) in itertools.combinations(notes, 2)
     ]

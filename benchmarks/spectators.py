@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What spectators cost: one player alone, and with 20 spectators, in alternating segments.
+"""Measure the cost of spectators: one player alone and with 20 spectators, in alternating segments.
 
     python benchmarks/spectators.py
     python benchmarks/spectators.py --spectators 64 --pairs 10
 
 Server, player and spectators are three processes. The engine is a fake one that takes `--chunk-ms`
-for a chunk of 12 frames of noise, which no codec can make small. The player requests each chunk at
-the time at which it plays. A pair is a segment alone and a segment with spectators, in an order
-that changes. Each segment reports, for the player:
+for a chunk of 12 frames of noise, which no codec can compress well. The player requests chunks at
+playback speed. A pair consists of a segment without spectators and a segment with them, in an order
+that alternates. Each segment reports the following values for the player:
 
-    interval_ms  from one chunk's arrival to the next one's: the cadence
-    chunk_ms     from the request for a chunk to its last frame
-    cpu_ms       processor time of the server per frame, with encoding and sending
+    interval_ms  time between the arrivals of two consecutive chunks
+    chunk_ms     time from the request for a chunk to its last frame
+    cpu_ms       processor time of the server per frame, including encoding and sending
 
-`ratios` are the medians over the pairs of a segment with spectators over its partner.
+`ratios` are medians over all pairs: the value of the segment with spectators divided by that of the
+segment without.
 """
 
 import argparse
@@ -38,14 +39,16 @@ import itertools
 from common import add_output_arguments, quantiles, save
 
 SETTLE_CHUNKS = 4
-"""Chunks after a change that do not count: spectators connect and get a key frame."""
+"""Number of chunks after a change that are not counted, because spectators connect and receive a
+key frame.
+"""
 
 
 # -- the three processes ---------------------------------------------------------------------------
 
 
 def serve(args: argparse.Namespace) -> None:
-    """Run the server until its input ends. Prints its port."""
+    """Print the port and run the server until its standard input ends."""
     from helpers.fake_engine import EndpointServer, FakeEngine
 
     from vllm_omni.entrypoints.realtime.connection.limits import EndpointLimits
@@ -60,7 +63,9 @@ def serve(args: argparse.Namespace) -> None:
 
 
 async def watch(port: int, token: str, number: int) -> None:
-    """Receive with `number` spectators until the input ends. Prints how many frames each got."""
+    """Receive frames with `number` spectators until standard input ends, and print how many frames
+    each received.
+    """
     from websockets.asyncio.client import connect
 
     counts = [0] * number
@@ -101,7 +106,7 @@ def cpu_s(pid: int) -> float:
 
 
 class Player:
-    """Requests chunks at the pace at which they play."""
+    """Player that requests chunks at playback speed."""
 
     def __init__(self, port: int, args: argparse.Namespace, server_pid: int) -> None:
         from helpers.fake_engine import FIRST, LATER, EndpointServer, infer
@@ -115,7 +120,7 @@ class Player:
         self._due_s = time.perf_counter()
 
     def play_chunk(self) -> tuple[float, float]:
-        """Return when a chunk was requested, and when its last frame came."""
+        """Play a chunk, and return when it was requested and when its last frame arrived."""
         is_first = self._num_chunks == 0
         body = {"height": self._args.height, "width": self._args.width} if is_first else {}
         image: dict[str, Any] = {"image": None}
@@ -171,7 +176,7 @@ def with_spectators(player: Player, port: int, args: argparse.Namespace) -> dict
         assert popen.stdout is not None
         settling = threading.Event()
         threading.Timer(args.start_s, settling.set).start()
-        while not settling.is_set():  # the interpreter of the spectators starts
+        while not settling.is_set():  # wait until the spectators' interpreter has started
             player.play_chunk()
         result = player.segment(args.seconds)
         popen.stdin.close()

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step caching: time saved and similarity lost at several thresholds, in the real engine.
+"""Measure the time that step caching saves and the similarity that it loses.
+
+Several thresholds are measured in the real engine.
 
     python benchmarks/step_cache.py path/to/Lance_3B --prompt "a lighthouse above the sea" \\
         --steps 30
@@ -12,10 +14,11 @@
     # or wan2_2: try it without a GPU
     python benchmarks/step_cache.py --tiny lance
 
-Of each threshold, against the same request with every step: the share of steps (of forwards, for a
-pipeline of diffusers) that were computed, seconds, the relative L2 error of the latents, and the
-PSNR of the pictures or frames. Weights decide how much is lost: of random ones only the time and
-the mechanism can be seen.
+For each threshold, the result contains the share of steps that were computed (for a diffusers
+pipeline, of forward passes), the seconds, and a comparison with the same request without step
+caching: the relative L2 error of the latents and the PSNR of the images or frames. How much
+similarity is lost depends on the weights, so random weights show only the time and that the
+mechanism works.
 """
 
 import argparse
@@ -50,14 +53,12 @@ TINY = {
     "wan2_2": ("wan2_2", "ti2v"),
     "qwen_image": ("diffusers_pipeline", "qwen_image"),
 }
-"""Name -> family and layout of `make-tiny`."""
+"""Name of a model -> family and layout for `make-tiny`."""
 RANDOM = ("lance", *wan2_2.TRANSFORMERS)
 
 
 def random_model(name: str, folder: Path) -> Path:
-    """A directory of a released architecture without weights (they come from --load-format
-    dummy).
-    """
+    """Write a directory of a released architecture without weights, for --load-format dummy."""
     if name == "lance":
         return lance.write_checkpoint(folder, "image", layers=36)
     model = folder / "model"
@@ -95,7 +96,7 @@ async def measure(model: Path, args: argparse.Namespace) -> list[dict[str, Any]]
             (tensor,) = tensors.values()
             return meta, tensor.double(), time.perf_counter() - start
 
-        await make(None, "rgb")  # whatever a first request compiles
+        await make(None, "rgb")  # compiles what a first request compiles
         _, exact, _ = await make(None, "latents")
         _, images, seconds = await make(None, "rgb")
         rows = [{"threshold": None, "computed_share": 1.0, "seconds": round(seconds, 4)}]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Baselines of benchmarks/engine_overhead.py: vLLM's own steps, and a copy between two
+"""Baselines for benchmarks/engine_overhead.py: vLLM's own engine steps, and a copy between two
 processes.
 """
 
@@ -12,11 +12,13 @@ from typing import Any
 
 STEPS = 5
 _STEP_TOKENS = 16
-"""Tokens of one engine step; a prompt of `STEPS` times as many is a request of five steps."""
+"""Number of tokens per engine step. A prompt with `STEPS` times this number of tokens is a request
+of five steps.
+"""
 
 
 def time_forwards(worker: Any) -> None:
-    """Run in the worker: note the time of every forward pass of its model."""
+    """Run in the worker: record the time of every forward pass of its model."""
     model = worker.model_runner.get_model()
     model.forward_s = []
     started: list[float] = []
@@ -27,19 +29,19 @@ def time_forwards(worker: Any) -> None:
 
 
 def take_forwards(worker: Any) -> list[float]:
-    """Run in the worker: seconds of the passes since the last call."""
+    """Run in the worker: return the seconds of all forward passes since the last call."""
     model = worker.model_runner.get_model()
     taken, model.forward_s = model.forward_s, []
     return taken  # type: ignore[no-any-return]
 
 
 async def five_steps_ms(folder: Path, requests: int, executor: str) -> list[float]:
-    """Stock vLLM's time for a pooling request of five engine steps, less its model's forward
-    passes, of each request.
+    """Return, for each request, the time that stock vLLM takes for a pooling request of five engine
+    steps, minus the forward passes of its model.
 
-    A tiny language model pools one vector; the prompt is five prefill chunks, so the engine
-    schedules, runs and collects five times, and answers once. Front end, EngineCore and workers are
-    as with our models.
+    A tiny language model pools one vector. The prompt consists of five prefill chunks, so the
+    engine schedules, runs and collects five times and responds once. Front end, EngineCore and
+    workers are the same as for our models.
     """
     from vllm import PoolingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -85,16 +87,16 @@ async def five_steps_ms(folder: Path, requests: int, executor: str) -> list[floa
     finally:
         engine.shutdown()
         del engine
-        gc.collect()  # its finaliser must run while the interpreter is whole
+        gc.collect()  # the finaliser must run before interpreter shutdown
     return found
 
 
 def copy_ms(size: int, count: int) -> list[float]:
-    """Time of `size` bytes from another process to this one, by ZeroMQ as between vLLM's processes,
-    of each copy.
+    """Return the time of each copy of `size` bytes from another process to this one, over ZeroMQ as
+    between vLLM's processes.
 
-    From the request for them to their arrival; the sender does not copy, the receiver gets one
-    buffer.
+    The time runs from the request for the bytes to their arrival. The sender does not copy them,
+    and the receiver gets a single buffer.
     """
     import zmq
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal Wan 2.1 at full size with random weights, through the real engine: frames a second, first
-frame, stage times.
+"""Measure causal Wan 2.1 at full size with random weights in the real engine: frames per second,
+time to the first frame, and stage times.
 
     # 1.3B, one GPU, 480x832, window 9, 4 steps
     python benchmarks/streaming_wan.py
@@ -15,10 +15,11 @@ frame, stage times.
     # try it without a GPU
     python benchmarks/streaming_wan.py --size tiny --height 64 --width 96 --chunks 8 --eager
 
-Random weights at real shapes take the time of real ones. Steady state is the median over the chunks
-after the window is full, end to end: request in, uint8 frames out, decoded by the exact VAE unless
-the options say otherwise. `ideal` is arithmetic alone at the measured GEMM rate of the card (790
-TFLOP/s on an H200), decode included; nothing overlapped.
+Random weights of the released shapes take the same time as trained weights. The steady state is the
+median over all chunks after the window is full. Chunks are measured end to end, from the request to
+the uint8 frames, which the exact VAE decodes unless the options select another decoder. `ideal` is
+the time of only the arithmetic, including the decode, at the measured GEMM rate of the GPU (790
+TFLOP/s on an H200), without any overlap.
 """
 
 import argparse
@@ -73,16 +74,14 @@ SIZES: dict[str, dict[str, int]] = {
     "tiny": {"num_attention_heads": 4, "attention_head_dim": 16, "ffn_dim": 112, "num_layers": 4},
 }
 GEMM_FLOPS = 790e12
-"""bf16 matrix products on an H200, measured."""
+"""Measured rate of bf16 matrix products on an H200, in FLOP/s."""
 VAE_DECODE_FLOPS = 13.55e12 / (480 * 832)
-"""Wan 2.1's decoder, per latent frame and pixel."""
+"""FLOPs of Wan 2.1's decoder per latent frame and pixel."""
 TEXT_ROWS = 512
 
 
 def write_checkpoint(root: Path, size: str) -> None:
-    """A diffusers directory of the architecture without weights (they come from --load-format
-    dummy).
-    """
+    """Write a diffusers directory of the architecture without weights, for --load-format dummy."""
     from vllm_omni.testing.tiny.text_tokenizers import write_t5_tokenizer
     from vllm_omni.testing.tiny.wan import TEXT, VAE
 
@@ -99,7 +98,9 @@ def write_checkpoint(root: Path, size: str) -> None:
 
 
 def ideal_ms(size: str, args: argparse.Namespace, plan: Any, passes: int) -> float:
-    """Milliseconds of one chunk's arithmetic: `passes` over the network, and the exact decode."""
+    """Return the milliseconds of one chunk's arithmetic: `passes` forward passes of the network,
+    and the exact decode.
+    """
     sizes = SIZES[size]
     width, layers = sizes["num_attention_heads"] * sizes["attention_head_dim"], sizes["num_layers"]
     q = plan.chunk_frames * args.height * args.width // 256
@@ -113,7 +114,9 @@ def ideal_ms(size: str, args: argparse.Namespace, plan: Any, passes: int) -> flo
 def stream_chunk(
     engine: Any, name: str, args: argparse.Namespace, plan: Any
 ) -> Callable[[int], Coroutine[Any, Any, dict[str, Any]]]:
-    """A stream's chunk by its index, as a record: when it was there, its times and frames."""
+    """Return a function that runs a stream's chunk by index and returns a record of its arrival
+    time, stage times and frames.
+    """
     import torch
 
     from vllm_omni.inputs import DiffusionParams
@@ -149,8 +152,8 @@ def stream_chunk(
 
 
 async def one_stream(engine: Any, name: str, args: argparse.Namespace, plan: Any) -> dict[str, Any]:
-    """Run one stream's chunks, each asked for while the one before it, or as many as may be at
-    work, are running.
+    """Run the chunks of one stream. Each chunk is requested while its predecessor (or the allowed
+    number of chunks in flight) is running.
     """
     chunk = stream_chunk(engine, name, args, plan)
     start = time.perf_counter()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Number of live streams that one GPU sustains: FIFO against deadline-first, on the real engine.
+"""Measure how many live streams one GPU sustains in the real engine, with FIFO and with
+deadline-first scheduling.
 
     # causal Wan 1.3B, 480x832, exact decoder
     python benchmarks/streams_per_gpu.py --streams 1 2 3 4
@@ -9,18 +10,20 @@
     # try it without a GPU
     python benchmarks/streams_per_gpu.py --streams 1 2 --tiny
 
-Random weights at real shapes take the time of real ones. For each number of streams, as many
-viewers come at random times within one chunk's playing time. A viewer plays its first chunk when it
-comes, and asks for the next one when the one before has come, but not before the chunk in front of
-that one begins to play; each request carries the deadline that the realtime doors would send
-(`PlayClock`; FIFO does not read it). The first chunks, until the window is full, are not counted.
-Each policy is an engine of its own; every number of streams is saved when it is done.
+Random weights of the released shapes take the same time as trained weights. For each number of
+streams, that many viewers arrive at random times within one chunk's playing time. A viewer plays
+its first chunk as soon as it arrives. A viewer requests its next chunk when the previous chunk has
+arrived and the chunk before that has started to play. Each request has the deadline that the
+realtime endpoints would send (`PlayClock`), which FIFO ignores. Chunks are not counted until the
+window is full. Each policy runs in a separate engine, and results are saved after each number of
+streams.
 
-A gap is the time between the moments at which two chunks begin to play, in chunks' playing times:
-1.0 is smooth, and an early chunk is played when the one before has ended. `delivery_gap` is between
-arrivals, early ones included; `miss` is a chunk that came after its deadline, `degraded` one that
-went without something. Streams are held if each has a 99th percentile of its gaps (of a dozen: the
-largest) of at most 1.5, and plays at 98 % of the rate or better.
+A gap is the time between the starts of playback of two consecutive chunks, divided by a chunk's
+playing time. 1.0 means smooth playback, because an early chunk is played when its predecessor has
+ended. `delivery_gap` is the time between two arrivals, including early ones. A `miss` is a chunk
+that arrived after its deadline, and a `degraded` chunk had a degradation. Streams are sustained if,
+for each of them, the 99th percentile of the gaps (the largest gap if there are about a dozen) is at
+most 1.5 and it plays at 98 % of its rate or more.
 """
 
 import argparse
@@ -62,10 +65,10 @@ DECODERS = {"exact": "wan", "tiny": "tiny"}
 
 @dataclasses.dataclass(slots=True)
 class Chunk:
-    """When a chunk was asked for, due, delivered and begun to be played, in seconds; num_frames:
-    that it has.
+    """Times in seconds at which a chunk was requested, was due, arrived and started to play, and
+    its number of frames.
 
-    meta: of its result.
+    `meta` is the metadata of the chunk's result.
     """
 
     requested_s: float
@@ -77,14 +80,14 @@ class Chunk:
 
 
 def quantile(values: list[float], fraction: float) -> float:
-    """Nearest rank."""
+    """Return the nearest-rank quantile."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]
 
 
 class Viewer:
-    """One stream. start_s: when it asks for its first chunk; stop_s: from when on it asks for
-    nothing more.
+    """Viewer of one stream, which requests its first chunk at `start_s` and no more chunks from
+    `stop_s` on.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class Viewer:
         self._clock = PlayClock()
 
     async def watch(self) -> None:
-        """Play until enough chunks have come, or it is time to stop."""
+        """Play until enough chunks have arrived or it is time to stop."""
         total = self._args.warm_chunks + self._args.chunks
         request_s = self._start_s
         while len(self.chunks) < total and max(request_s, time.monotonic()) < self._stop_s:
@@ -140,7 +143,9 @@ class Viewer:
         )
 
     def result(self) -> dict[str, Any]:
-        """Of the counted chunks. Gaps in playing times of the chunk before."""
+        """Return the measurements of the counted chunks. Gaps are relative to the playing time of
+        the previous chunk.
+        """
         fps, counted = self._args.fps, self.chunks[self._args.warm_chunks - 1 :]
         pairs = list(itertools.pairwise(counted))
         if not pairs:
@@ -167,7 +172,9 @@ class Viewer:
 
 
 def summary(streams: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
-    """One number of streams: quantiles over the chunks of all of them."""
+    """Summarise the measurement for one number of streams: quantiles over the chunks of all
+    streams.
+    """
     if not all(stream["chunks"] for stream in streams):
         return {"held": False, "too_slow_to_count": True, "per_stream": streams}
     gaps = [gap for stream in streams for gap in stream["gaps"]]
@@ -195,7 +202,7 @@ def summary(streams: list[dict[str, Any]], args: argparse.Namespace) -> dict[str
 async def measure(
     engine: Any, name: str, num_streams: int, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """`num_streams` viewers, the same for every policy."""
+    """Run `num_streams` viewers, which are the same for every policy, and return the measurements."""
     rng = random.Random(f"{args.seed} {num_streams}")
     period_s = args.chunk_frames / args.fps
     now_s = time.monotonic()
@@ -215,7 +222,7 @@ async def measure(
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Options of causal Wan."""
+    """Return the options of causal Wan under `omni.model`."""
     return {
         "window_frames": args.window,
         "sink_frames": args.sink,
@@ -228,7 +235,9 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
 async def measure_policy(
     model: Path, policy: str, args: argparse.Namespace, rows: list[Any], keep: Any
 ) -> None:
-    """One engine; adds a row for each number of streams and calls `keep` after each."""
+    """Measure one policy in one engine. Add a row for each number of streams, and call `keep` after
+    each.
+    """
     omni = {
         "height": args.height,
         "width": args.width,
@@ -252,7 +261,8 @@ async def measure_policy(
             first = {"prompt": "a coast road in the evening", "seed": 1} if index == 0 else {}
             return {"height": args.height, "width": args.width, **first}, None
 
-        # Alone and as fast as it goes: the engine's upper bound; it also compiles every shape.
+        # One stream at full speed gives the upper bound of the engine. It also compiles every
+        # shape.
         alone = await run_chunks(engine, "alone", args.warm_chunks + 2, request)
         await close_session(engine, "alone")
         done_s = [record["done"] for record in alone.records]
@@ -311,7 +321,7 @@ def set_plan(args: argparse.Namespace) -> None:
     if args.tiny:
         args.size, args.height, args.width, args.dtype = "tiny", 64, 96, "float32"
         args.eager = True
-        # any CPU plays them all
+        # Any CPU can play all streams of the tiny model.
         args.chunks, args.most_seconds = min(args.chunks, 5), max(args.most_seconds, 60.0)
     if args.warm_chunks < 1 or args.chunks < 1:
         raise SystemExit("--warm-chunks and --chunks must be at least 1")
@@ -355,7 +365,8 @@ def main() -> None:
         for policy in args.policies:
             try:
                 asyncio.run(measure_policy(model, policy, args, rows, keep))
-            # too many sessions for the memory, say: earlier measurements are kept
+            # An error, for example too many sessions for the memory, must not lose earlier
+            # measurements.
             except Exception as error:
                 rows.append(
                     {"policy": policy, "held": False, "error": f"{type(error).__name__}: {error}"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Number of live sessions of causal Wan that one GPU holds beside those that it plays.
+"""Measure how many live sessions of causal Wan one GPU can hold in addition to those that play.
 
     # causal Wan 1.3B, 480x832, six sessions that play and four times as many that wait
     python benchmarks/suspended_sessions.py --decoder tiny \\
@@ -7,17 +7,20 @@
     # try it without a GPU
     python benchmarks/suspended_sessions.py --streams 2 --tiny
 
-Random weights at real shapes take the time of real ones. The device may hold the sessions that play
-and `--spare` more, whatever memory it has, so that all others wait in host memory.
+Random weights of the released shapes take the same time as trained weights. The device may hold
+only the playing sessions and `--spare` more, regardless of its memory, so that all other sessions
+wait in host memory. The benchmark has these phases:
 
-1. Sessions play at their rate and nothing waits (`played_alone`).
+1.  Sessions play at their own rate, and no other session exists (`played_alone`).
 2. Sessions that will wait are opened one after the other. Each fills its window.
-3. Each waiting session plays two chunks in turn, while nothing else plays. Only the first one moves
-   the session back to the device, so that the difference of the two times is the cost (`idle`).
-4. The same sessions play as in 1, and once a second a waiting session plays two chunks
+3.  The waiting sessions play two chunks each, one session after the other, while no other session
+   plays. Only the first chunk moves a session back to the device, so the difference between the
+   times of the two chunks is the cost of the move (`idle`).
+4.  The sessions of step 1 play again, and once per second a waiting session plays two chunks
    (`played_beside`, `under_load`).
 
-A session that never waits repeats the chunks of one that did, and their frames must be equal.
+At the end, a session that never waits repeats the chunks of a session that did wait, and the frames
+of both must be equal.
 """
 
 import argparse
@@ -34,7 +37,7 @@ from typing import Any
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-# `limit_sessions` below is sent to the worker
+# This setting allows `limit_sessions` below to be sent to the worker.
 os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -55,10 +58,10 @@ PROMPT = "a coast road in the evening"
 
 
 def limit_sessions(worker: Any, count: int) -> int:
-    """In the worker: let the device hold `count` sessions of the size of the live ones.
+    """Run in the worker: limit the device to `count` sessions of the size of the live sessions.
 
     Returns:
-        Bytes of one session.
+        Size of one session in bytes.
     """
     sessions = worker.model_runner.sessions
     nbytes = sessions.nbytes // len(sessions)
@@ -67,21 +70,21 @@ def limit_sessions(worker: Any, count: int) -> int:
 
 
 def host_bytes(worker: Any) -> int:
-    """In the worker: resident memory of its process in bytes."""
+    """Run in the worker: return the resident memory of its process in bytes."""
     import psutil
 
     return int(psutil.Process().memory_info().rss)
 
 
 class Waiting:
-    """A session that waits between its chunks."""
+    """A session that is idle between its chunks."""
 
     def __init__(self, engine: Any, name: str, seed: int, args: argparse.Namespace) -> None:
         self.name, self.digests = name, list[str]()
         self._engine, self._seed, self._args = engine, seed, args
 
     async def chunk(self) -> float:
-        """Play the next chunk and return its milliseconds."""
+        """Play the next chunk, and return the milliseconds that it took."""
         from vllm_omni.inputs import DiffusionParams
 
         index = len(self.digests)
@@ -102,7 +105,9 @@ class Waiting:
 
 
 class Resumed:
-    """Times of chunks before which a session was moved back, and of the chunks after them."""
+    """Times of the chunks for which a session was moved back to the device, and of the chunks that
+    followed.
+    """
 
     def __init__(self) -> None:
         self.first_ms, self.next_ms = list[float](), list[float]()
@@ -193,7 +198,7 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         loaded, stats = Resumed(), dict[str, Any]()
 
         async def resume_some() -> None:
-            await asyncio.sleep(2.0)  # until the sessions play
+            await asyncio.sleep(2.0)  # wait until the sessions play
             for session in sessions:
                 await asyncio.sleep(1.0)
                 await loaded.play(session)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small LingBot World on a CPU: time and processor time of a chunk, in this process and through
-the real engine.
+"""Measure the elapsed and processor time of chunks of a small LingBot World on a CPU.
+
+Chunks are measured in this process and in the real engine.
 
     # both chunk lengths, both decoders, in process
     python benchmarks/tiny_world_cpu.py
@@ -8,9 +9,10 @@ the real engine.
     python benchmarks/tiny_world_cpu.py --engine
     python benchmarks/tiny_world_cpu.py --model DIR --size 160x96
 
-Without `--model` it writes random weights of the shipped world's sizes, which take the time of
-trained ones. Prints one JSON object. `wall_ms` and `cpu_ms` (all threads) are of steady chunks: the
-window is full, the condition has settled. On a busy machine look at `min` and at `cpu_ms`.
+Without `--model`, the script uses random weights of the shipped world's sizes, which take the same
+time as trained weights. The script prints one JSON object. `wall_ms` and `cpu_ms` (of all threads)
+are measured in the steady state, when the window is full and the conditioning has settled. On a
+busy machine, use `min` and `cpu_ms`.
 """
 
 import argparse
@@ -60,7 +62,7 @@ def write_world(out: Path) -> None:
 
 
 class Clocks:
-    """Wall and processor time of named parts, chunk by chunk."""
+    """Elapsed and processor time of named stages, for each chunk."""
 
     def __init__(self) -> None:
         self.chunks: list[dict[str, list[float]]] = []
@@ -98,7 +100,9 @@ def spread(values: list[float]) -> dict[str, float]:
 def in_process(
     model: Path, size: tuple[int, int], options: dict[str, Any], chunks: int, steady: int
 ) -> dict[str, Any]:
-    """Drive the model as the runner does; chunks of `options` latent frames."""
+    """Run the model in this process in the same way as the runner. `options` are those under
+    `omni.model`.
+    """
     import torch
 
     from vllm_omni.config import OmniConfig
@@ -155,8 +159,8 @@ def in_process(
 async def through_engine(
     model: Path, size: tuple[int, int], options: dict[str, Any], chunks: int, steady: int
 ) -> dict[str, Any]:
-    """One client's chunks, one after the other; `beside` is a request's time beyond the runner's
-    own stages.
+    """Run the chunks of one client in the engine, one after the other. In the result, `beside` is
+    the time of a request in addition to the runner's own stages.
     """
     import torch
 

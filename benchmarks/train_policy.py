@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the policy of `examples/online_serving/train_policy.py` here, and save its numbers.
+"""Train the policy of `examples/online_serving/train_policy.py` on this machine, and save the
+results.
 
     python benchmarks/train_policy.py                    # a few minutes on two quiet CPU cores
 
-The result is the distance in metres that the trained policy and random keys come closer to a
-landmark of the demo world, in new episodes, and the time of the training.
+The result is how many metres closer to a landmark of the demo world the trained policy and random
+keys get in new episodes, and the time of the training.
 """
 
 import runpy

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From an encoded frame to its display in headless Chromium, on one machine: what a transport adds.
+"""Measure the latency of a transport, from an encoded frame to its display in Chromium.
+
+Server and headless browser run on one machine.
 
     python benchmarks/transport_latency.py
 
-The engine is a fake one whose frames are noise, so that frames have the size of a rich scene's.
-Clocks of server and page are compared through the browser's driver. For each frame:
+The engine is a fake one whose frames are noise, so that frames are as large as those of a detailed
+scene. The clocks of server and page are compared through the browser's driver. The following times
+are measured for each frame:
 
-    websocket   from the end of its encoding to the first refresh of the display after its decoding;
-                the page would then hold it in its playback buffer, which is not part of this
-    webrtc      from its first packet (frames are sent at the times at which they play) to the time
-                at which the browser expects to display it, with the browser's own jitter buffer
+    websocket   from the end of the frame's encoding to the first refresh of the display after its
+                decoding. The time in the page's playback buffer, which would follow, is excluded
+    webrtc      from the first packet of the frame (frames are sent when they are due to play) to
+                the time at which the browser expects to display it, including the browser's own
+                jitter buffer
 """
 
 import argparse
@@ -22,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-# helpers of the browser's driver
+# The helpers that drive the browser are in this directory.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "entrypoints" / "webui"))
 import aiortc.rtcrtpsender
@@ -61,8 +65,8 @@ def clock_offset_s(page: Page) -> float:
 
 
 def log_times(times_s: dict[int, float]) -> Callable[[], None]:
-    """Log when frames leave: by frame number for WebSockets, by RTP timestamp for WebRTC. Returns
-    what ends it.
+    """Record when each frame is sent, by frame number for WebSockets and by RTP timestamp for
+    WebRTC. Return a function that stops the recording.
     """
     encode_frame, Packet = H264Encoder._encode_frame, aiortc.rtcrtpsender.RtpPacket
 
@@ -91,7 +95,7 @@ def play_websocket(page: Page, url: str) -> None:
     page.wait_for("document.body.dataset.link === 'up'")
     page.click("#start .main")
     page.wait_for("document.querySelector('#view').classList.contains('has-picture')", 60)
-    page.key("keyDown", "w")  # a page without input rests
+    page.key("keyDown", "w")  # a page without input requests no chunks
     page.run(LISTEN_WEBSOCKET)
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Alternatives for parts of the fused Wan decoder that `vae_kernels.py` compares and the server
+"""Alternative kernels for the fused Wan decoder, which `vae_kernels.py` compares and the server
 does not use.
 
-They are the pass before a convolution with one program per frame, where the served kernel takes
-some pixels through all frames, and the convolution as implicit GEMMs in Triton.
+The alternatives are the pass before a convolution with one Triton program per frame (a program of
+the served kernel processes some pixels of all frames), and the convolution as implicit GEMMs in
+Triton.
 """
 
 # T frames, H rows, W columns, P = H W, C channels, OUT channels of a result; activations are [T, H,
@@ -40,7 +41,7 @@ def _stack_kernel(
     SHUFFLED: tl.constexpr,
 ):
     pixel = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
-    frame = tl.program_id(1).to(tl.int64)  # of past and new ones together
+    frame = tl.program_id(1).to(tl.int64)  # index among past and new frames
     channel = tl.arange(0, BLOCK_C)
     mask = (pixel < P)[:, None] & (channel < C)[None, :]
     at = pixel[:, None] * C + channel[None, :]
@@ -96,11 +97,12 @@ def stack(
     block=4096,
     warps=8,
 ):
-    """SiLU(RMS norm(x + bias + residual)) behind `past`; every frame beside its two predecessors.
+    """Compute SiLU(RMS norm(x + bias + residual)), appended to `past`, and put every frame next to
+    its two predecessors.
 
-    x: [T, H, W, C], or, shuffled, [T, H/2+1, W/2+1, 4C]. past: [2, H, W, C]. Returns out [T, H, W,
-    3C] (slots=3) or [T+2, H, W, C] (slots=1), the last two frames [2, H, W, C], and the sum [T, H,
-    W, C] or None.
+    `x` is [T, H, W, C] or, if shuffled, [T, H/2+1, W/2+1, 4C]. `past` is [2, H, W, C]. Return the
+    result [T, H, W, 3C] (with slots=3) or [T+2, H, W, C] (with slots=1), the last two frames [2, H,
+    W, C], and the sum [T, H, W, C] or None.
     """
     _, height, width, channels = past.shape
     frames = x.shape[0]
@@ -165,8 +167,8 @@ def _conv_kernel(
     BK: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):
-    """Implicit GEMM: x [T+2, H, W, C], w [27 C, O] -> out [T, H, W, O]; tiles of BH x BW pixels
-    of one frame.
+    """Convolution as an implicit GEMM: x [T+2, H, W, C], w [27 C, O] -> out [T, H, W, O]. Each
+    program computes a tile of BH x BW pixels of one frame.
     """
     across = tl.cdiv(W, BW)
     down = tl.cdiv(H, BH)
@@ -236,8 +238,8 @@ def _conv_tma_kernel(
     x_desc, w_desc, bias_ptr, out_ptr, T, H, W, OUT,
     C: tl.constexpr, BH: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """As above; the copy engine fetches each shifted box of pixels and fills what lies outside
-    with zeros.
+    """The same convolution as `_conv_kernel`, but the copy engine (TMA) loads each shifted box of
+    pixels and fills pixels outside the frame with zeros.
     """
     across = tl.cdiv(W, BW)
     down = tl.cdiv(H, BH)
@@ -298,7 +300,7 @@ def conv_tma(x, w_KO, bias, config):
 
 
 def rms_silu(x, gamma):
-    """x: [1, C, T, H, W]."""
+    """Compute SiLU(RMS norm(x)) for `x` of shape [1, C, T, H, W]."""
     return functional.silu(
         functional.normalize(x.float(), dim=1).to(x.dtype)
         * x.shape[1] ** 0.5

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Wan VAE's decode as it is served (`StreamingWanVAE`), alone on one GPU: checked, then timed.
+"""Check and time the Wan VAE's decode as it is served (`StreamingWanVAE`) on one GPU.
+
+The benchmark runs the decoder without an engine.
 
     python benchmarks/vae_decode.py
     python benchmarks/vae_decode.py --release 2.2    # at 704x1280, and the tiny decoder's times
 
-Random weights, bf16, 480x832. Checks of the fused decoder: error against fp32 beside the plain
-decoder's, the same bits however a stream is cut, streams decoded together, two bands of rows (two
-threads in the place of two ranks), and a stream that goes on in the other decoder. Then medians of
-a decode of 12 frames, fused, plain and plain compiled, the kernels of the fused one, and its parts
-beside other ways to compute them (of Wan 2.1). Ends with status 1 if a check fails. On a CPU
-(`--height 48 --width 80 --base-dim 4`) it makes the checks with the kernel's plain version, and no
-times.
+The weights are random, in bf16, and frames have 480x832 pixels. The checks of the fused decoder
+cover its error against fp32 compared with that of the plain decoder, bit-identical results however
+a stream is split, streams that are decoded together, two bands of rows (on two threads instead of
+two ranks), and a stream that continues in the other decoder. The script then measures the median
+time of decoding 12 frames with the fused, the plain and the compiled plain decoder, the kernels of
+the fused decoder, and (for Wan 2.1) its parts next to alternatives. The exit status is 1 if a check
+fails. On a CPU (`--height 48 --width 80 --base-dim 4`), the script runs the checks with the
+kernels' plain versions and measures no times.
 """
 
 import argparse
@@ -42,7 +45,7 @@ START = time.monotonic()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 BAND_ERROR = 2e-2
-"""Most relative error between two ways that round differently."""
+"""Largest accepted relative error between two computations that round differently."""
 
 
 def log(text: str) -> None:
@@ -68,7 +71,7 @@ def fuse(decoder: Any, bands: RowBands | None) -> FusedDecoder | None:
 
 
 def config_of(release: str, base_dim: int | None) -> VAEConfig:
-    """The released network, or one of another width."""
+    """Return the config of the released network, or the same config with another width."""
     config = WAN_2_2_VAE if release == "2.2" else VAEConfig()
     if base_dim is None:
         return config
@@ -83,7 +86,7 @@ def build(
     bands: RowBands | None = None,
     **options: Any,
 ) -> StreamingWanVAE:
-    """A decoder whose random weights depend on `config` alone."""
+    """Return a decoder with random weights that depend only on `config`."""
     with torch.device(DEVICE):
         vae = StreamingWanVAE(
             config,
@@ -97,7 +100,9 @@ def build(
 
 
 def with_random_weights(vae: StreamingWanVAE) -> StreamingWanVAE:
-    """The same numbers whatever the type of its weights: rounded to `DTYPE`."""
+    """Set random weights that are rounded to `DTYPE`, so that they have the same values in every
+    dtype.
+    """
     generator = torch.Generator().manual_seed(0)
     for name, parameter in vae.named_parameters():
         scale = 0.6 / parameter[0].numel() ** 0.5 if parameter.dim() > 1 else 0.3
@@ -124,7 +129,7 @@ def decode(
 
 
 class ThreadBands(RowBands):
-    """Ranks that are threads of this process, on one CUDA stream."""
+    """Row bands for ranks that are threads of this process, on one CUDA stream."""
 
     shared: list[torch.Tensor | None]
     barrier: threading.Barrier
@@ -138,8 +143,8 @@ class ThreadBands(RowBands):
 
 
 class LonelyBands(RowBands):
-    """The first of two ranks, which sees its own rows in the place of the other's: for times
-    without exchanges.
+    """Row bands of the first of two ranks, which uses its own rows in place of the other rank's.
+    Used to measure times without halo exchanges.
     """
 
     def gathered(self, own: torch.Tensor) -> torch.Tensor:
@@ -281,8 +286,8 @@ def time_decode(
     times: dict[str, Any],
     repeats: int = 7,
 ) -> Callable[[], Any]:
-    """12 frames behind a stream's first latent; also the peak of memory beside what was held
-    before. Returns it.
+    """Measure a decode of 12 frames after a stream's first latent, and its peak memory in addition
+    to the memory allocated before. Return the median time.
     """
     latents = stream(vae.config, 4, *size)
     first, rest = latents[:, :, :1], latents[:, :, 1:]
@@ -335,7 +340,7 @@ def kernels(run: Callable[[], Any]) -> list[list[Any]]:
 
 
 def time_parts(args: argparse.Namespace) -> dict[str, Any]:
-    """One layer's parts at each size, other ways to compute them beside the served one."""
+    """Time the operations of a layer at each size, as they are served and in alternative ways."""
     from vae_candidates import stack as a_frame_a_program
 
     from vllm_omni.model_executor.models.wan.vae import stack_kernels
@@ -421,7 +426,7 @@ def time_combined(
     bias: torch.Tensor,
     weight: torch.Tensor,
 ) -> dict[str, float]:
-    """Passes behind and before convolutions of combined frames, and these."""
+    """Time convolutions of combined frames, and the passes before and after them."""
     from vllm_omni.model_executor.models.wan.vae import stack_kernels
 
     found: dict[str, float] = {}
@@ -454,7 +459,7 @@ def add_network_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_network(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The arguments with the defaults of the release, and `config`."""
+    """Parse the arguments, apply the defaults of the release, and add `config`."""
     args = parser.parse_args()
     height, width = (704, 1280) if args.release == "2.2" else (480, 832)
     args.height, args.width = args.height or height, args.width or width
@@ -482,7 +487,7 @@ def main() -> None:
     with torch.inference_mode():
         check(args, checks)
         check_bands(args, checks)
-        if args.release == "2.1":  # streams of 2.2 are decoded one by one
+        if args.release == "2.1":  # streams of Wan 2.2 are decoded one at a time
             check_together(args, checks, times)
         if DEVICE == "cuda":
             time_all(args, times)

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Wan VAE's encode of a start image as it is served (`StreamingWanVAE`), alone on one GPU:
-checked, then timed.
+"""Check and time the Wan VAE's encode of a start image (`StreamingWanVAE`) on one GPU.
+
+The encoder runs as it is served, but without an engine.
 
     python benchmarks/vae_encode.py
     python benchmarks/vae_encode.py --release 2.2    # at 704x1280
     python benchmarks/vae_encode.py --height 48 --width 80 --base-dim 4    # the checks, on a CPU
 
-Random weights, bf16, 480x832: the image and eight grey frames, the three latents of a world's first
-chunk. The fused encoder's error against fp32 beside the plain one's, the medians of both, and the
-kernels of the fused one. Ends with status 1 if its error is more than 1.2 times the plain one's.
+The weights are random, in bf16, and frames have 480x832 pixels. The input is the image and eight
+grey frames, which encode to the three latent frames of a world's first chunk. The result contains
+the errors of the fused and the plain encoder against fp32, the median times of both, and the
+kernels of the fused encoder. The exit status is 1 if the error of the fused encoder is more than
+1.2 times that of the plain encoder.
 """
 
 import argparse
@@ -41,7 +44,7 @@ def fuse(encoder: Any) -> FusedEncoder | None:
 
 
 def build(config: VAEConfig, dtype: torch.dtype = DTYPE, *, fused: bool = False) -> StreamingWanVAE:
-    """An encoder whose random weights depend on `config` alone."""
+    """Return an encoder with random weights that depend only on `config`."""
     with torch.device(DEVICE):
         vae = StreamingWanVAE(
             config,

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of the Wan VAE's decoder computed in several ways (`vae_candidates.py`), side by side on
-one GPU.
+"""Compare several ways to compute layers of the Wan VAE's decoder (`vae_candidates.py`) on one GPU.
 
     python benchmarks/vae_kernels.py --seconds 140 > vae_kernels.json
 
-Random weights of the Wan 2.1 decoder's shapes, bf16, frames of 480x832. Each candidate is compared
-with the plain arithmetic in fp32 before it is timed; medians in ms. `vae_decode.py` measures the
-whole decoder as it is served. On a CPU (TRITON_INTERPRET=1, `--tiny`) it checks the candidates at a
-tiny size and times nothing.
+The weights are random, in bf16, with the shapes of the Wan 2.1 decoder, and frames have 480x832
+pixels. Each candidate is compared with plain arithmetic in fp32 before it is timed. Times are
+medians in milliseconds. `vae_decode.py` measures the whole decoder as it is served. On a CPU
+(TRITON_INTERPRET=1, `--tiny`), the script checks the candidates at a tiny size and measures no
+times.
 """
 
 # T frames, H rows, W columns, P = H W, C channels, O channels of a result; activations are [T, H,
@@ -99,8 +99,8 @@ CONV_CONFIGS: dict[int, list[tuple[str, tuple[int, ...]]]] = {  # BH, BW, BN, BK
 
 
 def convolutions(channels: int, frames: int, height: int, width: int) -> None:
-    """One causal 3x3x3 convolution of a level, norm and SiLU before it included where a line
-    says so.
+    """Compare the candidates for one causal 3x3x3 convolution of a level. Some rows include the
+    norm and SiLU before it, as their names state.
     """
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     name = f"conv {channels}, {frames} frames"
@@ -115,7 +115,7 @@ def convolutions(channels: int, frames: int, height: int, width: int) -> None:
     w_KO = w.permute(2, 3, 4, 1, 0).reshape(27 * channels, channels).contiguous()
     x5, past5 = x.permute(3, 0, 1, 2)[None], past.permute(3, 0, 1, 2)[None]
     flop = 2.0 * 27 * channels * channels * frames * height * width
-    crop = slice(0, min(height, 16))  # the reference needs fp32 on few rows only
+    crop = slice(0, min(height, 16))  # the fp32 reference needs only a few rows
 
     normed = rms_silu(x5, gamma)
     joined = torch.cat((past5, normed), dim=2)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shipped village, or another world, as a player has it: `vllm serve --omni`, headless
-Chromium, keys held.
+"""Measure the shipped village or another world as a player sees it in a browser.
+
+The benchmark uses `vllm serve --omni`, headless Chromium and held keys.
 
     python benchmarks/village_in_browser.py                      # as shipped
     python benchmarks/village_in_browser.py --chunk 3 --decoder wan
@@ -8,19 +9,23 @@ Chromium, keys held.
     vllm-omni make-tiny matrix_game tiny_matrix_game
     python benchmarks/village_in_browser.py --model tiny_matrix_game --size 96x64
 
-Server and browser share the machine, as on a laptop. After `--settle` seconds of walking (the
-window fills, the condition settles, the playback buffer learns) the numbers that the page itself
-shows are read for `--seconds`:
+Server and browser share the machine, as on a laptop. After `--settle` seconds of walking, in which
+the window fills, the conditioning settles and the playback buffer adapts, the values that the page
+itself shows are read for `--seconds`:
 
     shown_fps
-        frames drawn, over the time; the world's own rate is the most there is to show
-    chunk_ms             from asking for a chunk to having it
-    server_fps           frames of a chunk over the median of that: the server's upper bound
-    stages_ms            the server's own timing of the last chunk
+        frames drawn per second, which cannot exceed the world's own rate
+    chunk_ms
+        time from the request for a chunk to its arrival
+    server_fps
+        frames of a chunk divided by the median of `chunk_ms`, which is the server's upper bound
+    stages_ms
+        stage times of the last chunk, as the server reports them
     input_to_photon_ms
-        from a change of keys to the first frame made under it being drawn; a key changes every
-        1.3 s
-    stalls               times that playback waited for a chunk
+        time from a key change to the display of the first frame that depends on it; keys change
+        every 1.3 s
+    stalls
+        number of times that playback waited for a chunk
 """
 
 import argparse
@@ -36,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-# helpers of the browser's driver
+# The helpers that drive the browser are in this directory.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "entrypoints" / "webui"))
 from browser import CHROMIUM, WHY_NOT, Page, running_browser
@@ -44,9 +49,10 @@ from common import add_output_arguments, quantiles, save
 
 PARTS = "import('/omni/js/main.js').then((m) => m.parts)"
 WALK = ("w", "l", "w", "j", "a", "l", "d", "j")
-"""Keys held in turn.
+"""Keys that are held one after the other.
 
-The time of each is no multiple of a chunk's, so changes fall anywhere in a chunk.
+The time for which each key is held is not a multiple of a chunk's time, so key changes occur
+anywhere within a chunk.
 """
 KEY_S = 1.3
 
@@ -62,7 +68,7 @@ READ = f"""{PARTS}.then(({{ app }}) => ({{ ...window.seen, shown: app.player.num
 
 
 def walk(page: Page, seconds: float, keys: "itertools.cycle[str]") -> None:
-    """Hold one key after the other."""
+    """Hold the keys one after the other for `seconds`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         key = next(keys)
@@ -72,7 +78,7 @@ def walk(page: Page, seconds: float, keys: "itertools.cycle[str]") -> None:
 
 
 def measure(page: Page, settle_s: float, seconds: float) -> dict[str, Any]:
-    """Begin the world that the page offers first, and walk."""
+    """Start the first world that the page offers, walk, and return the measurements."""
     page.wait_for("document.body.dataset.link === 'up'", 30)
     started = time.monotonic()
     page.click("#start .main")
@@ -107,8 +113,8 @@ def served_page(model: Path, size: str, options: dict[str, Any]) -> Iterator[Pag
 
     Args:
         model: Checkpoint directory.
-        size: WIDTHxHEIGHT.
-        options: `omni.model`.
+        size: Size of the frames, as WIDTHxHEIGHT.
+        options: Options under `omni.model`.
     """
     from vllm_omni.entrypoints.cli import demo
 

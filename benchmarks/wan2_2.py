@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan 2.2 at full size with random weights, through the real engine: seconds per denoise step,
-decode, memory.
+"""Measure Wan 2.2 at full size with random weights in the real engine: seconds per denoise step,
+decode time and memory.
 
     # TI2V 5B, one GPU, 81 frames of 480x832, 10 steps
     python benchmarks/wan2_2.py
@@ -13,12 +13,13 @@ decode, memory.
     # try it without a GPU
     python benchmarks/wan2_2.py --tiny --size t2v-a14b
 
-Random weights at real shapes take the time of real ones. A step is both branches of guidance. A14B
-changes its expert at a share of the noise, so a few steps meet both; a run of one expert's steps
-would say nothing of the other, and is an error. Step times are device times from the runner; the
-first step of an expert also makes the prompts' keys and values, so medians are over the others
-where there are any. `ideal` is the steps' arithmetic at the measured GEMM rate of the card (790
-TFLOP/s on an H200). `--tiny` runs the tests' small model of the same layout.
+Random weights of the released shapes take the same time as trained weights. A step includes both
+branches of guidance. A14B switches experts at a certain noise level, so a few steps are enough to
+use both. A run that uses only one expert would not measure the other, and is an error. Step times
+are device times that the runner reports. The first step of an expert also computes the keys and
+values of the prompts, so medians exclude it if there are other steps. `ideal` is the arithmetic of
+the steps at the measured GEMM rate of the GPU (790 TFLOP/s on an H200). `--tiny` runs the small
+model of the tests in the same layout.
 """
 
 import argparse
@@ -47,10 +48,10 @@ from common import (
 )
 
 GEMM_FLOPS = 790e12
-"""bf16 matrix products on an H200, measured."""
+"""Measured rate of bf16 matrix products on an H200, in FLOP/s."""
 TEXT_ROWS = 512
 LAYOUTS = {"ti2v-5b": "ti2v", "t2v-a14b": "t2v", "i2v-a14b": "i2v"}
-"""Released model -> layout of `make-tiny wan2_2`."""
+"""Released model -> layout for `make-tiny wan2_2`."""
 
 A14B = {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "num_layers": 40}
 TRANSFORMERS: dict[str, dict[str, Any]] = {
@@ -75,7 +76,7 @@ VAE_5B = {
     "attn_scales": [],
     "temperal_downsample": [False, True, True],
     "dropout": 0.0,
-    "latents_mean": [0.0] * 48,  # the released statistics change values, not times
+    "latents_mean": [0.0] * 48,  # the released statistics do not affect times
     "latents_std": [1.0] * 48,
     "is_residual": True,
     "in_channels": 12,
@@ -87,10 +88,10 @@ VAE_5B = {
 
 
 def write_checkpoint(root: Path, size: str) -> None:
-    """A diffusers directory of a released model without weights (they come from --load-format
-    dummy).
+    """Write a diffusers directory of a released model without weights, for --load-format dummy.
 
-    There is no `text_encoder/`: its sizes are umt5-xxl's then, 5.7 billion parameters.
+    The directory contains no `text_encoder/`. In this case, the text encoder has the sizes of
+    umt5-xxl, 5.7 billion parameters.
     """
     from vllm_omni.model_executor.models.wan.architecture import VAEConfig
     from vllm_omni.testing.tiny.text_tokenizers import write_t5_tokenizer
@@ -128,7 +129,9 @@ def write_checkpoint(root: Path, size: str) -> None:
 
 
 def expert_of_steps(model: Path, steps: int, flow_shift: float | None) -> list[str]:
-    """Which transformer serves each step of a request, by the checkpoint's own schedule."""
+    """Return which transformer computes each step of a request, according to the checkpoint's own
+    schedule.
+    """
     import torch
 
     from vllm_omni.model_executor.models.wan2_2.checkpoint import find_layout
@@ -145,8 +148,8 @@ def expert_of_steps(model: Path, steps: int, flow_shift: float | None) -> list[s
 
 
 def step_flops(config: Any, tokens: int) -> float:
-    """Arithmetic of one step, both branches: linear layers, attention to the video and to the
-    prompt.
+    """Return the FLOPs of one step with both branches of guidance: linear layers, self-attention
+    and cross-attention.
     """
     linear = 2 * tokens * (6 * config.dim**2 + 2 * config.dim * config.ffn_dim) * config.num_layers
     attention = 4 * tokens * (tokens + TEXT_ROWS) * config.dim * config.num_layers
@@ -246,8 +249,8 @@ async def run(model: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def seconds_by_expert(steps_ms: list[list[float]], experts: list[str]) -> dict[str, list[float]]:
-    """Seconds of every step, by expert; an expert's first step in a request is left out if it
-    has others.
+    """Return the seconds of all steps by expert. The first step of an expert in a request is left
+    out if the request has others.
     """
     names = list(dict.fromkeys(experts))
     seconds: dict[str, list[float]] = {}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waypoint 1.5 at full size with random weights, through the real engine: frames a second, first
-frame, stages, memory.
+"""Measure Waypoint 1.5 at full size with random weights in the real engine.
+
+The result contains frames per second, the time to the first frame, stage times and memory.
 
     python benchmarks/waypoint.py                                       # 1.5 at 720x1280, one GPU
     python benchmarks/waypoint.py --model-options '{"cuda_graphs": false}'
@@ -10,12 +11,13 @@ frame, stages, memory.
     # without a GPU
     python benchmarks/waypoint.py --tiny --height 40 --width 64 --eager --chunks 12 --warm-chunks 6
 
-Random weights at real shapes take the time of real ones. Steady state is the median over the chunks
-(four video frames each) after both kinds of rings are full, at latent frame 120, end to end:
-controls in, uint8 frames out; each chunk is asked for while the one before is running. The model's
-own rate is 60 frames a second. `time_to_first_frame_ms` is the first session's;
-`later_first_frames` are of five more on the same engine, one after the other, each with its stages
-and with what of it was `outside` the model.
+Random weights of the released shapes take the same time as trained weights. The steady state is the
+median over all chunks (of four video frames) after both kinds of ring buffers are full, which is
+the case at latent frame 120. Chunks are measured end to end, from the controls to the uint8 frames,
+and each chunk is requested while its predecessor is running. The model's own rate is 60 frames per
+second. `time_to_first_frame_ms` is measured in the first session. `later_first_frames` are measured
+in five more sessions, which run one after the other on the same engine. Each of them also contains
+the stage times and the time spent `outside` the model.
 """
 
 import argparse
@@ -52,25 +54,27 @@ from common import (
 
 NATIVE_FPS = 60.0
 RELEASES = {"v1_5": "waypoint", "v1_5_360p": "waypoint_360p"}
-"""Our names -> those of `vllm-omni plan`."""
+"""Release -> its name in `vllm-omni plan`."""
 
 
 def write_checkpoint(root: Path, release: str) -> None:
-    """A checkpoint directory of a released architecture without weights (they come from
-    --load-format dummy).
+    """Write a checkpoint directory of a released architecture without weights, for --load-format
+    dummy.
     """
     from vllm_omni.model_executor.models.waypoint.releases import GRIDS, WAYPOINT_1_5
 
     root.mkdir()
     height, width = GRIDS[RELEASES[release]]
     sizes = {"height": height, "width": width, "tokens_per_frame": height * width}
-    (root / "config.yaml").write_text(json.dumps({**WAYPOINT_1_5, **sizes}))  # YAML holds JSON
+    (root / "config.yaml").write_text(json.dumps({**WAYPOINT_1_5, **sizes}))  # JSON is valid YAML
 
 
 def session_chunk(
     engine: Any, name: str, args: argparse.Namespace
 ) -> Callable[[int], Coroutine[Any, Any, dict[str, Any]]]:
-    """A session's chunk by its index, as a record: when it was there, its times and frames."""
+    """Return a function that runs a session's chunk by index and returns a record of its arrival
+    time, stage times and frames.
+    """
     import torch
 
     from vllm_omni.actions import ActionFrame
@@ -104,7 +108,7 @@ def session_chunk(
 
 
 async def play(engine: Any, name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run one session's chunks; returns each one's timings and arrival."""
+    """Run the chunks of one session, and return the stage times and the arrival time of each."""
     chunk = session_chunk(engine, name, args)
     start = time.perf_counter()
     pending = [asyncio.create_task(chunk(0))]

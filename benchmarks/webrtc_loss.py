@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""WebRTC in headless Chromium over a bad network: how long does the picture stand still?
+"""Measure how long the video freezes with WebRTC in headless Chromium over a bad network.
 
     python benchmarks/webrtc_loss.py                       # 2 % loss, 50 ms jitter, 4 Mbit/s, 5 min
     python benchmarks/webrtc_loss.py --loss 0.05 --minutes 1
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-# helpers of the browser's driver
+# The helpers that drive the browser are in this directory.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "entrypoints" / "webui"))
 from browser import CHROMIUM, WHY_NOT, running_browser

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worlds as environments: together against one after the other, and over HTTP.
+"""Measure worlds as environments: stepped together or one after the other, and over HTTP.
 
     python benchmarks/world_env.py                           # 8 tiny worlds, random weights, 48x32
     python benchmarks/world_env.py --model DIR --size 160x96 --envs 4
     python benchmarks/world_env.py --remote tiny --size 96x64                # over HTTP, on a CPU
     python benchmarks/world_env.py --remote 1.3B --size 832x480              # over HTTP, on a GPU
 
-Without `--remote`, both arms step the same engine in turn, A B A B ..., so that a change of the
-machine's load meets both. A step is one chunk of every environment. Processor time is this
-process's and the engine's. The result is the median of the pairs' ratios.
+Without `--remote`, the two methods step the same engine in turn (A B A B ...), so that a change in
+the machine's load affects both. A step is one chunk of every environment. Processor time is that of
+this process and the engine. The result is the median of the ratios of all pairs.
 
 With `--remote`, `vllm serve` serves causal Wan at full size with random weights on this machine,
 and a client steps 1, 4 and 16 environments, with frames and with latents as observations. Each
@@ -34,7 +34,7 @@ from common import add_output_arguments, save
 
 
 def processor_s() -> float:
-    """Seconds of processor time of this process and all below it, so far."""
+    """Return the processor seconds so far of this process and all its descendants."""
     import psutil
 
     me = psutil.Process()
@@ -53,7 +53,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def measure(envs: list[Any], actions: list[Any]) -> tuple[float, float]:
-    """(wall, processor) seconds in which every environment makes a step."""
+    """Step every environment once, and return the (elapsed, processor) seconds."""
     wall, processor = time.perf_counter(), processor_s()
     for env, action in zip(envs, actions, strict=True):
         env.step(action)
@@ -197,7 +197,7 @@ def run_remote(args: argparse.Namespace) -> None:
 def step_remote(
     port: int, count: int, kind: dict[str, Any], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Times of the steps of `count` environments on the server."""
+    """Step `count` environments on the server, and return the times of the steps."""
     from vllm_omni.environments.world import WorldVectorEnv
 
     env = WorldVectorEnv.connect(f"http://127.0.0.1:{port}", count, prompt="a coast road", **kind)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write docs/architecture/ar_compatibility.md from the outcomes of tests.
+"""Write the table of docs/architecture/ar_compatibility.md from the outcomes of tests.
 
 The table shows which features of vLLM work with the AR worker's runners.
 
@@ -8,8 +8,9 @@ The table shows which features of vLLM work with the AR worker's runners.
     python scripts/ar_compatibility.py --render  # write the table from the stored outcomes
 
 Tests marked with `@feature` (tests/helpers/ar_compatibility.py) verify the rows. The outcomes are
-stored next to the table, so that a CPU machine and a GPU machine can each add theirs. A test that
-was skipped changes nothing. tests/docs/test_ar_compatibility.py verifies the committed table.
+stored next to the table, so that a CPU machine and a GPU machine can each add their own outcomes. A
+skipped test does not change its stored outcome. tests/docs/test_ar_compatibility.py verifies the
+committed table.
 """
 
 import ast
@@ -55,9 +56,8 @@ class Outcomes:
     """A pytest plugin that collects the outcomes of marked tests, over all parameters of a test.
 
     Args:
-        keep: Called with the outcome of a test as soon as it is known, so that an interrupted
-            run keeps
-            the outcomes it has.
+        keep: Function that is called with the outcome of a test as soon as it is known, so that an
+            interrupted run does not lose outcomes.
     """
 
     def __init__(self, keep: Callable[[dict[str, str]], None]) -> None:
@@ -97,7 +97,7 @@ def read() -> dict[str, str]:
 
 
 def keep(outcomes: dict[str, str]) -> None:
-    """Add to the stored outcomes. Several processes may do so at once."""
+    """Add outcomes to the stored ones. Several processes may do this at the same time."""
     with OUTCOMES.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         retained = {**read(), **outcomes}
@@ -145,8 +145,8 @@ def render(outcomes: dict[str, str]) -> str:
 
 
 def cell(found: list[dict[str, str]], outcomes: dict[str, str]) -> str:
-    """Return a failure if there is one, else success in a real engine, else with mocks, else `not
-    run`.
+    """Return the content of a cell: a failure if there is one, otherwise success in a real engine,
+    otherwise success with mocks, and otherwise `not run`.
     """
     if not found:
         return "no test"

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build the documentation site: `make docs`, or `python scripts/docs_site.py [FOLDER]`.
 
-The default folder is `build/site`. Pages and the links between them stay where they are in the
-repository: guides under docs/, the notes of a model next to its code. MkDocs requires a single
-folder, so the pages and the files that they link to are copied to one. A link to a folder becomes a
-link to its README, or plain text if it has none. tests/docs/test_docs_site.py verifies the result.
+The default folder is `build/site`. Pages remain at their locations in the repository, for example
+guides under docs/ and the notes of a model next to its code. MkDocs requires a single folder, so
+this script copies the pages and the files that they link to into one folder. A link to a folder
+becomes a link to its README, or plain text if the folder has no README.
+tests/docs/test_docs_site.py verifies the result.
 """
 
 import functools
@@ -39,7 +40,7 @@ def pages() -> tuple[Path, ...]:
 
 
 def lay_out(folder: Path) -> None:
-    """Write every page, and every file of the repository that a page links to, below `folder`."""
+    """Copy every page, and every file of the repository that a page links to, into `folder`."""
     for page in pages():
         out = folder / page.relative_to(REPO)
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -52,14 +53,16 @@ def _lines(page: Path, folder: Path) -> Iterator[str]:
 
 
 def links(text: str) -> Iterator[re.Match[str]]:
-    """Return the links of a page to other files of the repository: `text`, `target`, `anchor`."""
+    """Yield the links of a page to other files of the repository, with the groups `text`, `target`
+    and `anchor`.
+    """
     for line, is_prose in _prose(text):
         if is_prose:
             yield from (link for link in _LINK.finditer(line) if _is_file(link["target"]))
 
 
 def _prose(text: str) -> Iterator[tuple[str, bool]]:
-    """Yield each line and whether it is outside fenced code."""
+    """Yield each line of a page, and whether the line is outside fenced code."""
     fenced = False
     for line in text.splitlines(keepends=True):
         fenced ^= line.lstrip().startswith(_FENCE)
@@ -71,7 +74,7 @@ def _is_file(target: str) -> bool:
 
 
 def _linked(link: re.Match[str], page: Path, folder: Path) -> str:
-    """Return a link as it is on the site and copy the linked file."""
+    """Return a link in the form that it has on the site, and copy the linked file."""
     text, target, anchor = link["text"], link["target"], link["anchor"] or ""
     if not _is_file(target):
         return link[0]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw the demo's start image: a path through hills towards the sun.
 
-Deterministic; a few kB as PNG.
+The output is deterministic and takes up a few kB as PNG.
 
 python scripts/draw_start_image.py vllm_omni/entrypoints/cli/data/start.png
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw
 
-WIDTH, HEIGHT, SCALE = 416, 240, 4  # drawn SCALE times larger, then reduced, for smooth edges
+WIDTH, HEIGHT, SCALE = 416, 240, 4  # drawn SCALE times larger and then reduced, for smooth edges
 HORIZON = 120
 
 

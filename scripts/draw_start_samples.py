@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw the web page's sample start images. Deterministic; 20 to 60 kB each as JPEG.
+"""Draw the sample start images of the web page. The output is deterministic, 20 to 60 kB per JPEG.
 
 python scripts/draw_start_samples.py vllm_omni/entrypoints/webui/static/samples
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
-WIDTH, HEIGHT, SCALE = 832, 480, 2  # drawn SCALE times larger, then reduced, for smooth edges
+WIDTH, HEIGHT, SCALE = 832, 480, 2  # drawn SCALE times larger and then reduced, for smooth edges
 
 Colour = tuple[int, int, int]
 
@@ -24,7 +24,9 @@ class Scene:
         self.image = Image.new("RGB", (WIDTH * SCALE, HEIGHT * SCALE))
 
     def gradient(self, top: float, bottom: float, stops: list[tuple[float, Colour]]) -> None:
-        """Fill the rows between `top` and `bottom`. stops: (position in 0..1, colour)."""
+        """Fill the rows between `top` and `bottom` with a gradient. Each stop is (position in 0..1,
+        colour).
+        """
         rows = np.arange(round(top * SCALE), round(bottom * SCALE))
         at = np.linspace(0, 1, len(rows))
         xs, colours = [stop for stop, _ in stops], np.array([colour for _, colour in stops], float)
@@ -53,7 +55,7 @@ class Scene:
         )
 
     def ridge(self, base: float, height: float, roughness: int, colour: Colour) -> None:
-        """Draw a hilly silhouette from edge to edge, filled down to the bottom."""
+        """Draw a hilly silhouette from edge to edge, and fill the image below it."""
         xs = np.linspace(0, WIDTH, 200)
         ys = np.full_like(xs, base)
         for octave in range(roughness):
@@ -67,7 +69,7 @@ class Scene:
         self.polygon([(0, HEIGHT), *points, (WIDTH, HEIGHT)], colour)
 
     def glow(self, x: float, y: float, radius: float, colour: Colour, strength: float) -> None:
-        """Add light that falls off smoothly."""
+        """Add a light around (x, y) that falls off smoothly."""
         ys, xs = np.mgrid[0 : HEIGHT * SCALE, 0 : WIDTH * SCALE] / SCALE
         light = strength * np.exp(-((xs - x) ** 2 + (ys - y) ** 2) / (2 * radius**2))
         pixels = np.asarray(self.image, float)
@@ -75,7 +77,7 @@ class Scene:
         self.image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
 
     def finish(self) -> Image.Image:
-        """Downscale and add slight grain, so that gradients show no bands."""
+        """Downscale the image and add slight grain, so that gradients show no bands."""
         small = self.image.resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS)
         grain = self.random.normal(0, 1.6, (HEIGHT, WIDTH, 1))
         return Image.fromarray((np.asarray(small, float) + grain).clip(0, 255).astype(np.uint8))

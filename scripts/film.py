@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make the film of the README and of the site's home page from the demo's video.
+"""Make the animation of the README and of the site's home page from the demo's video.
 
     vllm-omni demo --once
     python scripts/film.py demo.mp4
 
-writes docs/how_to/walk.webp: every second frame, enlarged three times, at the speed of the walk. A
-second argument names another file.
+The second command writes docs/how_to/walk.webp, which contains every second frame, enlarged three
+times, at the speed of the walk. A second argument names a different output file.
 """
 
 import sys
@@ -19,7 +19,7 @@ FILM = Path(__file__).parents[1] / "docs" / "how_to" / "walk.webp"
 SCALE = 3
 STEP = 2
 QUALITY = 60
-"""Of lossy WebP. The film has less than half a megabyte."""
+"""Quality of lossy WebP. With this value, the animation takes up less than half a megabyte."""
 
 
 def main(video: Path, film: Path = FILM) -> int:

@@ -4,8 +4,8 @@
     python scripts/options.py
 
 The text of an option is the string literal below its field. A class may also document its options
-in its docstring, as "name: text" or "name, other: text". An option without a text that another
-option's text mentions in back quotes refers to that one.
+in its docstring, as "name: text" or "name, other: text". If an option has no text but the text of
+another option mentions it in back quotes, the page refers to that other option.
 """
 
 import ast
@@ -34,8 +34,8 @@ MODELS = {
     "DiffusersOptions",
     "Qwen2.5-Omni": "vllm_omni.model_executor.models.qwen2_5_omni.options:SpeechEngineOptions",
 }
-"""Model family -> class of its `omni.model` options. Options of all streaming models are listed
-once.
+"""Model family -> class of its `omni.model` options. The options that all streaming models share
+are listed only once.
 """
 
 HEAD = """# Options
@@ -77,7 +77,9 @@ def texts(options: type[msgspec.Struct]) -> dict[str, str]:
 
 
 def field_texts(owner: type) -> dict[str, str]:
-    """Return the string literal below each annotated field of a class that is written in Python."""
+    """Return the string literal below each annotated field of a class, which must be written in
+    Python.
+    """
     if not issubclass(owner, msgspec.Struct) or owner is msgspec.Struct:
         return {}
     [definition] = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
@@ -122,7 +124,7 @@ def _bounds(meta: Any) -> str:
 
 
 def rows(options: type[msgspec.Struct]) -> list[tuple[str, str, str, str]]:
-    """Return (name, default, allowed, text) of each option.
+    """Return (name, default, allowed values, text) of each option.
 
     Raises:
         ValueError: An option has no text.
@@ -145,7 +147,7 @@ def _spelled(value: object) -> str:
 
 
 def tables() -> dict[str, list[tuple[str, str, str, str]]]:
-    """Return the rows of each heading."""
+    """Return the rows of the table under each heading."""
     every = rows(load(MODEL))
     streaming = [row for row in rows(load(STREAMING)) if row not in every]
     shared = every + streaming

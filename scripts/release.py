@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build a release: `make release`, or `python scripts/release.py [FOLDER]`.
 
-Writes to `dist/`:
+The script writes these files to `dist/`:
 
     vllm_worlds-VERSION-py3-none-any.whl
     vllm_worlds-VERSION.tar.gz         sdist
@@ -10,9 +10,9 @@ Writes to `dist/`:
     SHA256SUMS                         checksums of the files above, for `sha256sum --check`
 
 The files are built from the committed files of HEAD, not from the working tree, and all times in
-them are the time of that commit. Wheel and sdist therefore have the same bytes wherever they are
-built (tests/test_release.py). The script needs pip's package index for the build back end, and no
-other network access, account or secret. It publishes nothing.
+them are the time of that commit. Wheel and sdist are therefore byte-identical on every machine
+(tests/test_release.py). The script needs pip's package index for the build back end, but no other
+network access, account or secret. The script does not publish the release.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
 EXTRAS = ("cpu", "cuda", "ray", "otel", "webrtc", "env")
-"""Extras for users. The others are for work on the package."""
+"""Extras of the package that are for users. The other extras are for development."""
 SBOM, LICENCES, SUMS = "sbom.cdx.json", "licences.md", "SHA256SUMS"
 _PERMISSIVE = re.compile(
     r"MIT|BSD|Apache|ISC|PSF|Python Software|Unlicense|CC0|Zlib|HPND", re.IGNORECASE
@@ -46,7 +46,7 @@ _EXECUTABLE_MODE = 0o755
 
 
 class ReleaseError(Exception):
-    """The release cannot be built. The message says what to do."""
+    """The release cannot be built. The error message explains what to do."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -76,10 +76,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check_versions(repo: Path) -> str:
-    """Return the version of pyproject.toml, the only place where it is decided.
+    """Return the version in pyproject.toml, which is the only place where it is defined.
 
     Raises:
-        ReleaseError: CITATION.cff or the changelog names another one.
+        ReleaseError: CITATION.cff or the changelog states a different version.
     """
     version = str(tomllib.loads((repo / "pyproject.toml").read_text())["project"]["version"])
     cited = re.search(r"^version: (\S+)$", (repo / "CITATION.cff").read_text(), re.M)
@@ -103,7 +103,7 @@ def build(commit: str, out: Path) -> None:
         run_tool(
             [sys.executable, "-m", "build", "--outdir", str(built), str(source)],
             env={**os.environ, "SOURCE_DATE_EPOCH": str(made_at)},
-            umask=0o022,  # files that setuptools generates are in the wheel with their modes
+            umask=0o022,  # the wheel records the modes of files that setuptools generates
         )
         for path in sorted(built.iterdir()):
             if path.name.endswith(".tar.gz"):
@@ -112,13 +112,14 @@ def build(commit: str, out: Path) -> None:
 
 
 def normalise_sdist(path: Path, made_at: int) -> None:
-    """Rewrite an sdist without what depends on the machine.
+    """Rewrite an sdist without the metadata that depends on the machine.
 
-    setuptools takes times, owners and modes from the file system, unlike in wheels.
+    For an sdist, unlike for a wheel, setuptools copies times, owners and modes from the file
+    system.
 
     Args:
-        path: A `.tar.gz` file.
-        made_at: Time of all members, in seconds since 1970.
+        path: Path of the sdist, a `.tar.gz` file.
+        made_at: Modification time to set for all members, in seconds since 1970.
     """
     packed = io.BytesIO()
     with tarfile.open(path) as old, tarfile.open(fileobj=packed, mode="w") as new:
@@ -132,7 +133,7 @@ def normalise_sdist(path: Path, made_at: int) -> None:
 
 
 def write_sbom(path: Path) -> None:
-    """Write the packages of this environment, in which the tests ran, in CycloneDX's format."""
+    """Write the packages of this environment, in which the tests ran, in the CycloneDX format."""
     run_tool(
         [
             *(sys.executable, "-m", "cyclonedx_py", "environment", sys.executable),
@@ -143,8 +144,8 @@ def write_sbom(path: Path) -> None:
 
 
 def write_licences(path: Path) -> None:
-    """Write the licences of all installed dependencies, including those of `EXTRAS`, and the
-    libraries that they contain.
+    """Write the licences of all installed dependencies, including those of `EXTRAS`, and list the
+    libraries that these packages contain.
     """
     name = str(tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["name"])
     packages = dependencies(name, EXTRAS)
@@ -164,10 +165,12 @@ def write_licences(path: Path) -> None:
 
 
 def licence_tables(packages: list[dict[str, str]]) -> str:
-    """Return the packages whose licence is permissive, after those that a person should read.
+    """Return tables of packages: first those with licences that a person should read, and then
+    those with permissive licences.
 
     Args:
-        packages: Output of pip-licenses. Some packages have their whole licence as its name.
+        packages: Output of pip-licenses. Some packages state the whole text of their licence as its
+            name.
     """
     rows: tuple[list[str], list[str]] = ([], [])
     for package in sorted(packages, key=lambda package: package["Name"].lower()):
@@ -181,7 +184,9 @@ def licence_tables(packages: list[dict[str, str]]) -> str:
 
 
 def bundled_libraries(packages: Iterable[str]) -> dict[str, list[str]]:
-    """Return the names of the shared libraries that auditwheel has copied into wheels."""
+    """Return the names of the shared libraries that auditwheel has copied into each package's
+    wheel.
+    """
     found: dict[str, list[str]] = {}
     for name in packages:
         try:
@@ -208,7 +213,7 @@ def library_table(libraries: dict[str, list[str]]) -> str:
 
 
 def dependencies(name: str, extras: Iterable[str] = ()) -> list[str]:
-    """Return the installed distributions that one requires, directly or indirectly, by name.
+    """Return the names of the installed distributions that `name` requires, directly or indirectly.
 
     Requirements for other machines, and packages that are not installed, are left out.
     """
@@ -254,7 +259,7 @@ def run_tool(command: list[str], **options: Any) -> str:
     """Run a tool of the extra `release` and return its output.
 
     Raises:
-        ReleaseError: It failed.
+        ReleaseError: The tool failed.
     """
     result = subprocess.run(command, capture_output=True, text=True, check=False, **options)
     if result.returncode != 0:

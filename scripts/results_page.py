@@ -6,9 +6,9 @@
     # exit with 1 if one of them differs from what would be written
     python scripts/results_page.py --check
 
-Each file in `benchmarks/results` is one row, or a list of rows with a `name` each, where one
-benchmark measures all of them. A benchmark writes date, command, hardware, versions and `result`. A
-person adds `record`, which says what the row shows:
+Each file in `benchmarks/results` is one row, or a list of named rows if one benchmark measures
+several. A benchmark writes date, command, hardware, versions and `result`. A person adds `record`,
+which defines what the row shows:
 
     "record": {
       "table": "causal_wan",              one of `TABLES`
@@ -19,9 +19,9 @@ person adds `record`, which says what the row shows:
       "values": [{"name": "frames/s", "decimals": 1, "starts": [43.1, 42.9]}]
     }
 
-`starts` has one value per start of the command. A cell shows their median, and the range where
-there are several. tests/docs/test_results_page.py fails when the committed pages differ from the
-generated ones.
+`starts` contains one value per start of the command. A cell shows the median of these values and,
+if there are several, their range. tests/docs/test_results_page.py fails when the committed pages
+differ from the generated ones.
 """
 
 import argparse
@@ -115,7 +115,7 @@ TABLES = {
         "A tiny or an idle model unless the row names another one.",
     ),
 }
-"""Heading and introduction of each table, in the order of the page."""
+"""Heading and introduction of each table, in the order in which the page shows them."""
 
 README_ROWS = (
     "2026-11-27_lingbot_world_fp8_kv_first_kv_in_place",
@@ -139,22 +139,23 @@ CHECKED = {
         ("chunk_interval_ms", "chunk, ms"),
     ),
 }
-"""Benchmarks that `vllm-omni bench --check` repeats, because they take minutes, with the key of the
-number in `result` and its name in `record`."""
+"""Benchmarks that `vllm-omni bench --check` repeats, because they take only minutes -> (key of the
+value in `result`, its name in `record`).
+"""
 
 
 class ResultError(Exception):
-    """A result file without a readable `record`."""
+    """A result file has no valid `record`."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One result of record."""
+    """One result that a table shows."""
 
     name: str
-    """`name` of the row, or else the file name without suffix."""
+    """The `name` of the row or, if it has none, the file name without its suffix."""
     document: dict[str, Any]
-    """Content of the file, or one element of its list."""
+    """Contents of the result file, or one element of its list."""
 
     @property
     def record(self) -> dict[str, Any]:
@@ -162,7 +163,7 @@ class Row:
 
     @property
     def hardware(self) -> str:
-        """The hardware, for example `4 x H200` or `2 CPU cores`."""
+        """Return a description of the hardware, for example `4 x H200` or `2 CPU cores`."""
         hardware, gpus = self.document["hardware"], self.record["gpus"]
         if not gpus:
             cores = hardware["cores"]
@@ -172,15 +173,18 @@ class Row:
 
     @property
     def command(self) -> str:
-        """The command without the name and folder under which a run was saved."""
+        """Return the command without the options for the name and the folder under which the run
+        was saved.
+        """
         return re.sub(r" --(name|traces) \S+", "", self.document["command"]).replace("|", "\\|")
 
 
 def load_rows(folder: Path = RESULTS) -> list[Row]:
-    """Read every result of record, in the order of the page.
+    """Read all results that tables show, in the order of the page.
 
     Raises:
-        ResultError: A file has no `record`, or one of an unknown table or without values.
+        ResultError: A file has no `record`, or its `record` names an unknown table or has no
+            values.
     """
     rows = []
     for path in sorted(folder.glob("*.json")):
@@ -203,7 +207,9 @@ def load_rows(folder: Path = RESULTS) -> list[Row]:
 
 
 def baseline(row: Row) -> dict[str, Any]:
-    """Return a row as it is shipped in the package (`vllm_omni.planning.baselines.Baseline`)."""
+    """Return a row in the form in which the package ships it
+    (`vllm_omni.planning.baselines.Baseline`).
+    """
     hardware, record = row.document["hardware"], row.record
     return {
         "name": row.name,
@@ -223,7 +229,9 @@ def baseline(row: Row) -> dict[str, Any]:
 
 
 def _check(row: Row) -> dict[str, Any] | None:
-    """Return how a row is repeated on one such machine, or None if it cannot be."""
+    """Return how to repeat the measurement of a row on one machine of this kind, or None if this is
+    not possible.
+    """
     command = shlex.split(re.sub(r" --(kernels|name \S+|traces \S+)", "", row.document["command"]))
     if row.record["gpus"] > 1 or command[:1] != ["python"]:
         return None
@@ -235,7 +243,7 @@ def _check(row: Row) -> dict[str, Any] | None:
 
 
 def baselines_text(rows: list[Row]) -> str:
-    """Return vllm_omni/planning/baselines.json, with a line for each row."""
+    """Return the contents of vllm_omni/planning/baselines.json, with one line per row."""
     lines = (json.dumps(baseline(row)) for row in rows)
     return "[\n" + ",\n".join(lines) + "\n]\n"
 
@@ -258,7 +266,7 @@ def format_value(value: dict[str, Any]) -> str:
 
 
 def page_text(rows: list[Row]) -> str:
-    """Return docs/reference/results.md."""
+    """Return the contents of docs/reference/results.md."""
     parts = [INTRODUCTION]
     for key, (heading, introduction) in TABLES.items():
         chosen = [row for row in rows if row.record["table"] == key]
@@ -277,7 +285,7 @@ def page_text(rows: list[Row]) -> str:
 
 
 def readme_table(rows: list[Row]) -> str:
-    """Return README's table, between its markers."""
+    """Return the table of the README, which replaces the text between its markers."""
     by_name = {row.name: row for row in rows}
     lines = ["| model | hardware | speed | first frame |", "|---|---|---|---|"]
     for name in README_ROWS:

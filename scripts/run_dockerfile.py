@@ -3,18 +3,19 @@
 
     sudo python3 scripts/run_dockerfile.py deploy/Dockerfile.cpu FOLDER
 
-For machines with `debootstrap` and root that reach no registry of images. The base image
-`python:VERSION-slim-SUITE` is replaced by Debian's suite with Debian's Python of that version, in
-FOLDER/base, which later runs use again. Each RUN starts in mount and process namespaces of its own
-with 64 MB of /dev/shm, as under Docker. Then the entry point runs as process 1 in a network of its
-own, as the image's user and without capabilities, until the health check passes. `/omni/ready` must
-answer, a video from a start image of the served world must be generated with the API key, and
-SIGTERM must end the server with status 0. `--build-only` ends before that, for example for
-Dockerfile.cuda on a machine without a GPU.
+The script is for machines that have `debootstrap` and root access but cannot reach an image
+registry. The base image `python:VERSION-slim-SUITE` is replaced with the Debian suite and Debian's
+Python of that version, in FOLDER/base, which later runs reuse. Each RUN starts in its own mount and
+process namespaces with 64 MB of /dev/shm, as under Docker. The entry point then runs as process 1
+in its own network, as the image's user and without capabilities, until the health check passes.
+`/omni/ready` must respond, a request with the API key must generate a video from a start image of
+the served world, and SIGTERM must end the server with status 0. With `--build-only`, the script
+stops before starting the entry point, for example for Dockerfile.cuda on a machine without a GPU.
 
-Only the instructions and forms that the Dockerfiles use are implemented. Variables of pip and uv,
-proxies and certificates are passed to the steps, `--bind` shows them files of this machine, and
-`--build-arg` sets an ARG. Standard library only, because it runs outside of the environment.
+Only the instructions and forms that the Dockerfiles use are implemented. The variables of pip and
+uv, and those for proxies and certificates, are passed to the steps. `--bind` makes files of this
+machine available to the steps, and `--build-arg` sets an ARG. The script uses only the standard
+library, because it runs outside the environment.
 """
 
 import argparse
@@ -56,11 +57,13 @@ _API_KEY = "change-me"
 
 
 class StepError(Exception):
-    """A step failed, or the file has an instruction that this script does not implement."""
+    """A step failed, or the Dockerfile contains an instruction that this script does not implement."""
 
 
 class Image:
-    """The state of a build: files, and what ENV, ARG, USER, WORKDIR and others have set."""
+    """State of a build: its files, and the values that ENV, ARG, USER, WORKDIR and other
+    instructions have set.
+    """
 
     def __init__(self, root: Path, binds: Sequence[str], build_args: Mapping[str, str]) -> None:
         self.root = root
@@ -133,7 +136,9 @@ class Image:
         ]
 
     def entered(self, argv: Sequence[str], env: Mapping[str, str]) -> list[str]:
-        """Return the part of a command after `chroot ROOT`: user, variables and folder."""
+        """Return the part of a command that follows `chroot ROOT`: it sets user, variables and
+        working directory, and runs `argv`.
+        """
         record = next(
             (one for one in self.accounts() if self.user in (one[0], one[2])),
             ["", "", self.user, self.user, "", "/"],
@@ -159,7 +164,7 @@ def instructions(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def make_base(image: str, folder: Path) -> None:
-    """Bootstrap Debian with what the base image has at the same paths."""
+    """Bootstrap Debian with the contents that the base image has, at the same paths."""
     if (folder / "etc/image").is_file() and (folder / "etc/image").read_text() == image:
         return
     wanted = re.fullmatch(r"python:3\.11-slim-(bookworm)", image)
@@ -222,11 +227,11 @@ def serve(image: Image) -> None:
                 raise StepError(f"status {code} after {image.last['STOPSIGNAL']}")
             print("== stopped with status 0", flush=True)
         finally:
-            outer.kill()  # --kill-child ends the namespace
+            outer.kill()  # because of --kill-child, this ends the namespace
 
 
 def first_child(process: "subprocess.Popen[bytes]") -> int:
-    """Return the process that `unshare --fork` starts."""
+    """Return the id of the process that `unshare --fork` starts."""
     listed = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     while process.poll() is None:
         with contextlib.suppress(FileNotFoundError):

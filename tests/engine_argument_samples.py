@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For every engine argument that a worker refuses: a value that differs from vLLM's default."""
+"""For every engine argument that a worker refuses, a value that differs from vLLM's default."""
 
 from typing import Any
 
@@ -49,10 +49,10 @@ TOGETHER: dict[str, Any] = {
     "ec_transfer_config": {},
     "weight_transfer_config": {"backend": "nccl"},
 }
-"""Accepted by vLLM up to the config hook, all in one start."""
+"""Arguments that vLLM accepts until it calls the config hook. One start passes all of them."""
 
 LATER: dict[str, Any] = {"sleep_mode_backend": "elsewhere"}
-"""Added to `TOGETHER` where vLLM knows them."""
+"""Arguments that are added to `TOGETHER` if the installed vLLM supports them."""
 
 ALONE: list[dict[str, Any]] = [
     {"hf_config_path": "the checkpoint itself"},
@@ -73,7 +73,9 @@ ALONE: list[dict[str, Any]] = [
     {"attention_config": {"flash_attn_version": 2}},
     {"kernel_config": {"enable_jit_warmup": False}},
 ]
-"""These exclude one another, or something in `TOGETHER`."""
+"""Arguments that exclude each other or an argument in `TOGETHER`, so each is passed in its own
+start.
+"""
 
 FOLDED: dict[str, tuple[dict[str, Any], str]] = {
     "spec_method": ({"spec_method": "ngram", "spec_tokens": 2}, "speculative_config"),
@@ -83,7 +85,7 @@ FOLDED: dict[str, tuple[dict[str, Any], str]] = {
         "enable_return_routed_experts",
     ),
 }
-"""vLLM makes another argument of these: which one is named."""
+"""Arguments that vLLM converts to another argument, with the name of the argument in the error."""
 
 BY_VLLM: dict[str, Any] = {
     "runner": "generate",
@@ -94,7 +96,9 @@ BY_VLLM: dict[str, Any] = {
     "fault_tolerance_config": {},
     "watermark_config": {},
 }
-"""vLLM refuses them for these models, or on this machine, before the hook is asked."""
+"""Arguments that vLLM itself refuses, for these models or on this machine, before it calls the
+config hook.
+"""
 
 UNSEEN = {
     "elastic_ep_max_dp_size": "the size itself; vLLM overwrites it without --enable-elastic-ep, "
@@ -103,4 +107,4 @@ UNSEEN = {
     "request of ours",
     "enable_cumem_allocator": "vLLM refuses it on a CPU",
 }
-"""Not noticed at a start, with the reason why that harms nobody."""
+"""Arguments that are not noticed at a start, with the reason why they do no harm."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The action modality: a model's action space, and the parsing of a request's controls."""
+"""The action modality: the action space of a model, and the parsing of a request's controls."""
 
 import msgspec
 import pytest
@@ -17,7 +17,9 @@ SPACE = ActionSpace(
 
 
 def test_entries_become_rows_and_missing_ones_are_idle() -> None:
-    """A list of names is a frame with those buttons held. Frames without an entry are idle."""
+    """An action is a list of the names of held buttons for one frame. A frame without an entry is
+    idle.
+    """
     rows = read_actions(
         SPACE, [["w"], ActionFrame(buttons=("w", "s"), axes={"yaw": -0.5}, scroll=3)], {}, 3
     )
@@ -29,7 +31,9 @@ def test_entries_become_rows_and_missing_ones_are_idle() -> None:
 
 
 def test_dense_arrays_say_the_same() -> None:
-    """The columns of dense arrays are the buttons and axes of the action space, in its order."""
+    """The columns of a dense array are the buttons and axes of the action space, in the order of
+    the action space.
+    """
     tensors = {
         "buttons": torch.tensor([[1, 0], [0, 1]]),
         "axes": torch.tensor([[0.5], [0.0]], dtype=torch.float64),
@@ -43,14 +47,16 @@ def test_dense_arrays_say_the_same() -> None:
 
 
 def test_rows_of_latent_frames_are_held_over_their_pixel_frames() -> None:
-    """The first latent frame of a stream is one pixel frame; each later one is four."""
+    """A row of a latent frame holds for all its pixel frames: one for the first latent frame of a
+    stream, four for later ones.
+    """
     rows = read_actions(SPACE, [["w"], []], {}, 2)
     assert rows is not None
     assert rows.repeated([1, 4]).buttons_NB[:, 0].tolist() == [True, False, False, False, False]
 
 
 def test_a_request_without_actions_has_none() -> None:
-    """The result is None, so the model may use camera poses instead or stay idle."""
+    """A request without actions is parsed as None, so the model can use camera poses or stay idle."""
     assert read_actions(SPACE, None, {}, 3) is None
 
 
@@ -66,7 +72,9 @@ def test_a_request_without_actions_has_none() -> None:
     ],
 )
 def test_controls_a_model_does_not_take_are_refused(entries: list[ActionEntry], says: str) -> None:
-    """The error lists the controls that the model takes."""
+    """Controls that the model does not accept are refused, and the error lists those that it
+    accepts.
+    """
     with pytest.raises(RequestFailed, match=says) as refused:
         read_actions(SPACE, entries, {}, 3)
     assert refused.value.code == "invalid_action"
@@ -84,7 +92,9 @@ def test_controls_a_model_does_not_take_are_refused(entries: list[ActionEntry], 
 def test_dense_arrays_of_another_shape_or_range_are_refused(
     tensors: dict[str, torch.Tensor], says: str
 ) -> None:
-    """Buttons between zero and one are refused as well."""
+    """A dense array of the wrong shape or range is refused, and so are button values between zero
+    and one.
+    """
     with pytest.raises(RequestFailed, match=says):
         read_actions(SPACE, None, tensors, 3)
 
@@ -101,7 +111,7 @@ def test_a_model_may_take_one_button_at_a_time_and_no_wheel() -> None:
 
 
 def test_typed_frames_travel_in_a_request() -> None:
-    """Lists of names and typed frames survive the conversion to JSON types."""
+    """Lists of names and typed frames stay the same when a request is converted to JSON types."""
     params = DiffusionParams(session_id="a", actions=[["w"], ActionFrame(("s",), {"yaw": 0.25}, 1)])
     sent = {"omni": msgspec.to_builtins(params)}
     assert DiffusionParams.from_extra_kwargs(sent) == params

@@ -195,7 +195,9 @@ def test_what_cannot_work_is_refused(
 def test_what_can_work_is_not_refused(
     checkpoints: dict[str, Path], name: str, omni: dict[str, Any], sizes: dict[str, int]
 ) -> None:
-    """The config hook also sets this package's worker and scheduler."""
+    """A combination that works is accepted, and the config hook sets this package's worker and
+    scheduler.
+    """
     config = configure(checkpoints[name], omni, sizes)
     assert config.parallel_config.world_size == math.prod(sizes.values())
     assert config.parallel_config.worker_cls == WORKER_CLS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm_omni.compat`: the supported versions, and each entry with the installed version."""
+"""`vllm_omni.compat`: the supported versions of vLLM, and each entry with the installed version."""
 
 import ast
 import os
@@ -47,7 +47,9 @@ def test_the_installed_version_is_one_of_them() -> None:
 
 
 def test_the_project_file_says_the_same() -> None:
-    """The CUDA extra allows exactly the supported range; the CPU extra pins a version in it."""
+    """The CUDA extra allows exactly the supported range of versions, and the CPU extra pins a
+    version in this range.
+    """
     extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
@@ -61,7 +63,7 @@ def test_the_project_file_says_the_same() -> None:
 
 
 def test_the_command_line_is_prepared_by_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's function is found wherever the version has it.
+    """vLLM's function that prepares the command line is found in each supported version.
 
     Engines are then started by `spawn`, as vLLM's command does.
     """
@@ -72,7 +74,7 @@ def test_the_command_line_is_prepared_by_vllm(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_profiler_arguments_arrive_or_are_refused() -> None:
-    """A profiler that accepts arguments receives them, even an empty set.
+    """A profiler that accepts arguments receives them, even if there are none.
 
     A profiler that does not accept arguments raises an error instead of ignoring them.
     """
@@ -93,9 +95,10 @@ def test_profiler_arguments_arrive_or_are_refused() -> None:
 def test_a_rank_without_a_memory_node_separate_shares_those_there_are(
     given: list[int] | None, retained: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a machine with a single memory node, vLLM's function finds that node.
+    """A rank without its own memory node uses the existing nodes.
 
-    Nodes that the rank was assigned are kept if any of them exists.
+    On a machine with a single memory node, vLLM's function finds that node. The nodes assigned to a
+    rank are retained if any of them exists.
     """
     monkeypatch.setattr("vllm.utils.cpu_resource_utils.get_memory_affinity", lambda pid=0: [0])
     parallel_config = SimpleNamespace(assigned_physical_gpu_ids=given)
@@ -104,7 +107,9 @@ def test_a_rank_without_a_memory_node_separate_shares_those_there_are(
 
 
 def test_a_wrapped_output_hands_on_the_connectors_part() -> None:
-    """If fetching the output fails, vLLM reads the connector's part of our wrapper."""
+    """The wrapper of an output returns the connector's output, which vLLM reads if fetching the
+    output fails.
+    """
     part = SimpleNamespace()
 
     class Inner(AsyncModelRunnerOutput):
@@ -119,7 +124,7 @@ def test_a_wrapped_output_hands_on_the_connectors_part() -> None:
 
 
 def test_versions_are_requested_for_nowhere_else() -> None:
-    """No other module compares vLLM's version or checks whether a module of vLLM exists."""
+    """Only `vllm_omni.compat` compares vLLM's version or checks whether a module of vLLM exists."""
     asking = {}
     for path in (REPO / "vllm_omni").rglob("*.py"):
         name = str(path.relative_to(REPO))

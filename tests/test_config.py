@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--additional-config '{"omni": {...}}'`: defaults and errors."""
+"""`--additional-config '{"omni": {...}}'`: default values and errors."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from vllm_omni.config import OmniConfig
 
 
 def test_nothing_given_means_all_defaults() -> None:
-    """`additional_config` may be absent."""
+    """If `additional_config` is absent or empty, every option has its default."""
     assert (
         OmniConfig.from_additional_config(None)
         == OmniConfig.from_additional_config({"other": 1})
@@ -32,7 +32,9 @@ def test_nothing_given_means_all_defaults() -> None:
     ],
 )
 def test_mistakes_are_named_with_the_allowed_keys(omni: dict[str, object], reported: str) -> None:
-    """Unknown keys, values out of range and wrong types give one line that names the key."""
+    """An unknown key, a value out of range or a wrong type gives an error of one line that names
+    the key.
+    """
     with pytest.raises(ValueError, match=reported) as error:
         OmniConfig.from_additional_config({"omni": omni})
     assert "allowed keys" in str(error.value) and "\n" not in str(error.value)
@@ -47,7 +49,7 @@ def test_mistakes_are_named_with_the_allowed_keys(omni: dict[str, object], repor
     ],
 )
 def test_an_unknown_name_is_refused_with_the_near_ones(unknown: str, near: str | None) -> None:
-    """The error suggests similar names, if there are any."""
+    """The error for an unknown name suggests similar names, if there are any."""
     with pytest.raises(ValueError, match=f"unknown field `{unknown}`") as error:
         OmniConfig.from_additional_config({"omni": {unknown: 1}})
     assert (
@@ -64,7 +66,7 @@ def test_the_config_is_frozen() -> None:
 
 
 def test_a_process_parses_the_same_options_once() -> None:
-    """Runner, model and scheduler share one parsed configuration.
+    """The runner, the model and the scheduler of a process share one parsed configuration.
 
     If the mapping is changed afterwards, it is parsed again.
     """

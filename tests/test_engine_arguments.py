@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every engine argument of vLLM has an entry, and a refused argument gives an error of one line.
 
-tests/engine/test_engine_arguments_refused.py runs real starts, one per class of refusal.
+tests/engine/test_engine_arguments_refused.py runs real starts, one per type of refusal.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ PIPELINES = (WorkerKind.DIFFUSION, WorkerKind.DIFFUSERS)
 
 
 def known_to(version: str) -> set[str]:
-    """Return the names of the fields in a version of vLLM, for example "0.33.1"."""
+    """Return the names of the fields in a version of vLLM, for example in "0.33.1"."""
     minor = _minor(version)
     return {name for name, since in KNOWN_FIELDS.items() if _minor(since) <= minor}
 
@@ -56,7 +56,7 @@ REFUSED = sorted(
 
 
 class AtTheHook(Exception):
-    """Carries vLLM's configuration at the time of our config hook."""
+    """Raised in our config hook, with the configuration that vLLM passes to the hook."""
 
     def __init__(self, worker: WorkerKind, vllm_config: VllmConfig) -> None:
         self.worker, self.vllm_config = worker, vllm_config
@@ -64,7 +64,9 @@ class AtTheHook(Exception):
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip vLLM's pause of 2 s between two checks for a transformers model in a local directory."""
+    """Skip a pause of 2 s, which vLLM makes between two checks for a transformers model in a local
+    directory.
+    """
     monkeypatch.setattr("vllm.transformers_utils.repo_utils.time.sleep", lambda seconds: None)
 
 
@@ -93,7 +95,9 @@ def configure_engine(model: Path, **arguments: Any) -> VllmConfig:
 
 
 def test_the_table_has_the_fields_of_the_installed_vllm() -> None:
-    """A field that vLLM adds or removes requires a row, or a name in `PLAIN_FIELDS`."""
+    """The table contains the fields of the installed vLLM. A new field requires a row or a name in
+    `PLAIN_FIELDS`.
+    """
     assert {field.name for field in dataclasses.fields(AsyncEngineArgs)} == known_to(
         vllm.__version__
     )
@@ -106,7 +110,7 @@ def test_no_field_has_two_rows() -> None:
 
 
 def test_a_refusal_says_what_to_do_and_a_row_is_needed() -> None:
-    """Each refusal has a reason. A row without a refusal or note belongs in `PLAIN_FIELDS`."""
+    """Every refusal has a reason. A row without a refusal or a note belongs in `PLAIN_FIELDS`."""
     for argument in ARGUMENTS.values():
         assert all(
             verdict.why for verdict in argument.verdicts.values() if verdict.kind == "refused"
@@ -115,7 +119,7 @@ def test_a_refusal_says_what_to_do_and_a_row_is_needed() -> None:
 
 
 def test_every_argument_that_is_refused_is_tried_here() -> None:
-    """A new row requires a sample value, or a reason why its use cannot be detected."""
+    """Every refused argument has a sample value, or a reason why its use cannot be detected."""
     tried = {
         *TOGETHER,
         *FOLDED,
@@ -131,12 +135,14 @@ def test_every_argument_that_is_refused_is_tried_here() -> None:
 
 
 def test_a_plain_start_has_requested_for_nothing(at_the_hook: Any) -> None:
-    """Values that vLLM chooses for the platform or the model do not count as the user's."""
+    """Values that vLLM chooses for the platform or the model do not count as requested by the user."""
     assert requested_in_config(at_the_hook(), REFUSED) == {}
 
 
 def test_vllms_own_defaults_given_by_hand_are_no_wish(at_the_hook: Any) -> None:
-    """Every default is passed explicitly."""
+    """vLLM's defaults do not count as requested by the user, even if all of them are passed
+    explicitly.
+    """
     fields = [
         field
         for field in dataclasses.fields(EngineArgs)
@@ -151,7 +157,7 @@ def test_vllms_own_defaults_given_by_hand_are_no_wish(at_the_hook: Any) -> None:
 
 
 def test_every_argument_is_noticed(at_the_hook: Any) -> None:
-    """All arguments that vLLM accepts together are detected."""
+    """All arguments that vLLM accepts together are detected as requested by the user."""
     known = set(TOGETHER) & known_to(vllm.__version__)
     assert set(requested_in_config(at_the_hook(**TOGETHER), known)) == known
 
@@ -235,14 +241,17 @@ def test_refused_arguments_are_named_in_one_line(at_the_hook: Any, worker: Worke
 def test_a_start_is_refused_with_one_line(
     null_world: Path, arguments: dict[str, Any], line: str
 ) -> None:
-    """The error comes from vLLM's configuration, before any process starts."""
+    """A start with such an argument is refused with one line from vLLM's configuration, before any
+    process starts.
+    """
     with pytest.raises(ValueError, match=f"the diffusion worker does not support {line}"):
         configure_engine(null_world, **arguments)
 
 
 def test_vllm_leaves_it_to_the_family_whether_a_model_takes_adapters() -> None:
-    """vLLM 0.33 refuses `--enable-lora` for a class without `SupportsLoRA` before our
-    check runs.
+    """`StepPipeline` supports LoRA for vLLM, so our own check decides about each model family.
+
+    vLLM 0.33 refuses `--enable-lora` for a class without `SupportsLoRA` before our check runs.
     """
     assert supports_lora(StepPipeline)
 
@@ -255,7 +264,9 @@ def test_adapters_are_refused_for_a_model_that_takes_none(null_world: Path) -> N
 
 
 def test_adapters_do_not_go_with_layers_that_move(causal_wan: Path) -> None:
-    """The adapters' slots would stay on the old rank."""
+    """Adapters are refused together with layers that move between ranks, because the adapters'
+    slots would stay on the old rank.
+    """
     measured = {"omni": {"pipeline_partition": "measured"}}
     with pytest.raises(ValueError, match=r"--enable-lora: .* cannot move layers with adapters"):
         configure_engine(
@@ -282,13 +293,17 @@ def test_fp8_is_refused_where_no_session_keeps_keys_and_values(null_world: Path)
 def test_half_of_a_quantization_is_refused(
     null_world: Path, arguments: dict[str, Any], line: str
 ) -> None:
-    """vLLM ignores the first case and raises a TypeError in the second."""
+    """A quantization method without its configuration, or a configuration without a method, is
+    refused.
+
+    Without our check, vLLM ignores the configuration and raises a TypeError for the method.
+    """
     with pytest.raises(ValueError, match=line):
         configure_engine(null_world, **arguments)
 
 
 def test_values_that_are_honoured_are_not_refused(null_world: Path) -> None:
-    """These are values that the config hook would choose, or that have no alternative."""
+    """Values that the config hook would choose itself, or that have no alternative, are accepted."""
     config = configure_engine(
         null_world,
         load_format="safetensors",
@@ -301,7 +316,9 @@ def test_values_that_are_honoured_are_not_refused(null_world: Path) -> None:
 
 
 def test_an_argument_given_on_the_command_line_is_one_that_differs() -> None:
-    """The parser's namespace contains every default; defaults are not reported."""
+    """The parser's namespace contains every default, but only arguments that differ from the
+    defaults are reported.
+    """
     defaults = {
         field.name: getattr(EngineArgs, field.name, None)
         for field in dataclasses.fields(EngineArgs)
@@ -321,7 +338,9 @@ def script() -> ModuleType:
 
 
 def test_the_page_is_what_the_table_says(script: ModuleType) -> None:
-    """After a change of the table run `python scripts/engine_arguments.py`."""
+    """The page of engine arguments is up to date. After a change of the table, run `python
+    scripts/engine_arguments.py`.
+    """
     assert script.PAGE.read_text() == script.render()
 
 

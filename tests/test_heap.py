@@ -20,8 +20,9 @@ IN_USE = 10_000
 
 
 class Cyclic:
-    """An object in a reference cycle, like a failed task with its traceback; only the collector
-    frees it.
+    """An object in a reference cycle, which only the garbage collector frees.
+
+    For example, a failed task and its traceback form a reference cycle.
     """
 
     alive = 0
@@ -36,7 +37,7 @@ class Cyclic:
 
 @pytest.fixture
 def thresholds() -> Iterator[None]:
-    """Use Python's default thresholds, as a server does."""
+    """Use Python's default thresholds of garbage collection, as a server does."""
     before = gc.get_threshold()
     gc.set_threshold(700, 10, 10)
     yield
@@ -46,12 +47,13 @@ def thresholds() -> Iterator[None]:
 
 
 def most_cycles_alive(app: FastAPI, made: int) -> int:
-    """Create objects in a started server and return the maximum number alive at once.
+    """Create cyclic objects in a started server; return the maximum number that were alive at the
+    same time.
 
-    Each object is in use for a while.
+    Each cyclic object is in use for a while.
     """
     app.state.log_stats = False
-    # long enough to reach the oldest generation
+    # The deque is long enough that objects reach the oldest generation.
     in_use: deque[Cyclic] = deque(maxlen=IN_USE)
     with TestClient(app):
         most = 0
@@ -70,22 +72,26 @@ def test_cycles_do_not_pile_up_in_a_server_that_vllm_froze() -> None:
 
 @pytest.mark.usefixtures("thresholds")
 def test_without_it_they_would() -> None:
-    """If this fails, vLLM or CPython has changed: remove `collect_after_freeze`."""
+    """With vLLM's own lifespan, cyclic objects are not freed.
+
+    If this fails, vLLM or CPython has changed: remove `collect_after_freeze`.
+    """
     assert most_cycles_alive(FastAPI(lifespan=lifespan), made=60_000) > 55_000
 
 
 def test_holes_of_the_heap_go_back_to_the_system() -> None:
-    """Holes that earlier tests left are trimmed first.
+    """Unused memory inside the heap is returned to the system.
 
-    Blocks that fill such holes would take no new memory.
+    Holes that earlier tests left are trimmed first, because blocks that fill such holes would take
+    no new memory.
     """
     process, trim = psutil.Process(), HeapTrim(interval_s=0)
     trim()
     before = process.memory_info().rss
     blocks = [
         torch.ones(16 << 10) for _ in range(3000)
-    ]  # 197 MB; malloc serves 64 KiB from the heap
-    retained = blocks[::50]  # blocks that keep the end of the heap in use
+    ]  # 197 MB in total; malloc allocates blocks of 64 KiB on the heap
+    retained = blocks[::50]  # these blocks keep the end of the heap in use
     del blocks
     with_holes = process.memory_info().rss
     trim()
@@ -111,7 +117,7 @@ def test_not_at_each_session() -> None:
 
 def test_other_c_libraries_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     requested: list[Any] = []
-    # `append` returns None, which has no `malloc_trim`
+    # `append` returns None, which has no attribute `malloc_trim`.
     monkeypatch.setattr("vllm_omni.runtime.heap.ctypes.CDLL", requested.append)
     HeapTrim(interval_s=0)()
-    assert requested == [None]  # the C library of the program, opened once
+    assert requested == [None]  # the program's own C library is opened once

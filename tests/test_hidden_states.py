@@ -54,7 +54,9 @@ def request_output(*completions: CompletionOutput) -> RequestOutput:
     ],
 )
 def test_a_request_survives_extra_args(request_: HiddenStatesRequest) -> None:
-    """The request is the map of `to_extra_args` or the JSON text that `vllm_xargs` allows."""
+    """A request is read from the map of `to_extra_args`, and from the JSON text that `vllm_xargs`
+    allows.
+    """
     extra_args = request_.to_extra_args()
     assert HiddenStatesRequest.from_extra_args(extra_args) == request_
     as_text = {"omni": msgspec.json.encode(extra_args["omni"]).decode()}
@@ -63,7 +65,9 @@ def test_a_request_survives_extra_args(request_: HiddenStatesRequest) -> None:
 
 @pytest.mark.parametrize("extra_args", [None, {}, {"other": 1}])
 def test_no_request_is_none(extra_args: Any) -> None:
-    """Other entries of `extra_args` are ignored."""
+    """Without an entry for hidden states, `extra_args` contain no request. Other entries are
+    ignored.
+    """
     assert HiddenStatesRequest.from_extra_args(extra_args) is None
 
 
@@ -88,7 +92,7 @@ def test_no_request_is_none(extra_args: Any) -> None:
     ],
 )
 def test_a_malformed_request_says_what_is_wrong(requested: Any, named: str) -> None:
-    """The error is `invalid_request` and names the field and the allowed values."""
+    """A malformed request gets error `invalid_request` with the field and the allowed values."""
     with pytest.raises(RequestFailed, match=named) as failed:
         HiddenStatesRequest.from_extra_args({"omni": requested})
     assert failed.value.code == "invalid_request"
@@ -101,7 +105,7 @@ def test_a_malformed_request_says_what_is_wrong(requested: Any, named: str) -> N
 )
 @settings(max_examples=200, deadline=None)
 def test_any_rubbish_is_refused_with_the_one_documented_error(requested: Any) -> None:
-    """Any input of a client raises RequestFailed and no other exception."""
+    """For any input of a client, parsing raises RequestFailed and no other exception."""
     for value in (
         requested,
         {"hidden_states": requested},
@@ -119,8 +123,8 @@ def test_any_rubbish_is_refused_with_the_one_documented_error(requested: Any) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("layers", [(-1,), (0, 7, -1)])
 def test_rows_arrive_bit_for_bit(dtype: torch.dtype, layers: tuple[int, ...]) -> None:
-    """Hidden states that end in zero bytes arrive complete; numpy's byte strings would
-    drop these.
+    """Hidden states that end in zero bytes arrive complete. NumPy's byte strings would drop these
+    bytes.
     """
     rows = torch.randn(5, len(layers), 6).to(dtype)
     rows[1] = 0
@@ -147,7 +151,8 @@ def test_rows_arrive_bit_for_bit(dtype: torch.dtype, layers: tuple[int, ...]) ->
 def test_rows_are_dealt_to_the_tokens_they_came_with(
     num_rows: int, num_tokens: int, counts: list[int]
 ) -> None:
-    """Each new token gets one hidden state, counted from the end; the first token gets the rest.
+    """Each new token gets one hidden state, counted from the end, and the first token gets all that
+    remain.
 
     If a token is cut off, its hidden state is cut off too.
     """
@@ -160,8 +165,8 @@ def test_rows_are_dealt_to_the_tokens_they_came_with(
 
 
 def test_rows_pass_vllms_wire_unchanged() -> None:
-    """The transport from engine core to front end is msgpack with out-of-band buffers, as
-    in vLLM.
+    """Hidden states pass unchanged from the engine core to the front end through msgpack with
+    out-of-band buffers, as in vLLM.
     """
     rows = torch.randn(50, 2, 32)
     mask = encode_hidden_states(rows, (0, -1), range(50), range(50), num_tokens=1)
@@ -172,8 +177,8 @@ def test_rows_pass_vllms_wire_unchanged() -> None:
 
 
 def test_a_slow_reader_of_deltas_loses_no_row() -> None:
-    """vLLM merges deltas that the client has not read; hidden states are merged with their
-    tokens.
+    """A slow reader loses no hidden states. vLLM merges unread deltas, and their hidden states are
+    merged with the tokens.
     """
     rows = torch.randn(4, 1, 8)
     first = request_output(completion(encode_hidden_states(rows[:2], (-1,), [0, 1], [5, 6], 1)))
@@ -195,7 +200,7 @@ def test_a_slow_reader_of_deltas_loses_no_row() -> None:
 
 
 def test_consecutive_deltas_join() -> None:
-    """A streaming client collects deltas with `concat`; deltas without hidden states are None."""
+    """A streaming client joins deltas with `concat`. A delta without hidden states is None."""
     parts = [
         hidden_states_of(
             completion(
@@ -211,8 +216,8 @@ def test_consecutive_deltas_join() -> None:
 
 
 def test_of_a_last_row_only_the_newest_counts() -> None:
-    """With stop strings each step sends its last hidden state; a client receives only the
-    newest.
+    """With stop strings, each step sends its last hidden state, and a client receives only the
+    newest of them.
     """
     rows = [
         encode_hidden_states(torch.full((1, 1, 4), float(i)), (-1,), [i], [i], 1, newest_only=True)
@@ -231,12 +236,16 @@ def test_of_a_last_row_only_the_newest_counts() -> None:
 
 
 def test_an_output_without_rows_is_none() -> None:
-    """The request did not ask for hidden states, or the engine runs without our scheduler."""
+    """An output has no hidden states if the request did not ask for them or the engine runs without
+    our scheduler.
+    """
     assert hidden_states_of(request_output(completion(None))) is None
 
 
 def test_the_reason_of_a_failed_request_is_raised() -> None:
-    """The error leaves the engine as a stop reason and is raised again by the reader."""
+    """The error of a failed request leaves the engine as a stop reason, and the reader raises it
+    again.
+    """
     failed = RequestFailed("too_large", 'the "limit" is 5 bytes')
     output = request_output(completion(None, finish_reason="error", stop_reason=error_text(failed)))
     with pytest.raises(RequestFailed, match="limit") as raised:
@@ -246,7 +255,9 @@ def test_the_reason_of_a_failed_request_is_raised() -> None:
 
 
 def test_a_real_sampling_mask_is_not_read_as_rows() -> None:
-    """vLLM's own sampling masks in the field raise an error."""
+    """A real sampling mask of vLLM in the same output field raises an error instead of being read
+    as hidden states.
+    """
     mask = SamplingMaskLists(np.array([b"123456789012345678901234567890"]), np.array([0, 1]))
     with pytest.raises(ValueError, match="not hidden states"):
         hidden_states_of(completion(mask))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Importing the package changes no attribute of vLLM; registering only adds to registries.
+"""Importing the package changes no attribute of vLLM, and registering only adds to registries.
 
-All modules, including those with Triton kernels, are imported without Triton, as on most machines
-without a GPU.
+The modules, including those with Triton kernels, are imported without Triton, which is missing on
+most machines without a GPU.
 """
 
 import json
@@ -97,7 +97,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def walk() -> dict[str, object]:
-    """Register and import everything in another process and return what changed."""
+    """Register and import everything in another process; return what has changed."""
     output = subprocess.run(
         [sys.executable, "-c", SNAPSHOT + WALK],
         capture_output=True,
@@ -109,7 +109,8 @@ def walk() -> dict[str, object]:
 
 
 def test_importing_every_module_rebinds_nothing_in_vllm(walk: dict[str, Any]) -> None:
-    """Every attribute of every loaded vLLM module and class is the same object after our imports.
+    """Every attribute of every loaded vLLM module and class is still the same object after our
+    imports.
 
     The CPU worker modules are excluded, because they import vLLM's CPU worker, which patches torch.
     """
@@ -121,8 +122,8 @@ def test_registering_touches_four_registries_and_only_adds(walk: dict[str, Any])
     """`register()`, called twice, adds architectures, config hooks, config types and a config
     parser.
 
-    It replaces nothing. Architectures of vLLM without a hook get one that acts only if a worker of
-    this package is selected.
+    No registered entry is replaced. Architectures of vLLM without a hook get one that acts only if
+    a worker of this package is selected.
     """
     assert walk["changed_by_registering"] == [] and walk["replaced"] == []
     assert "Qwen2ForCausalLM" in walk["for_stock_models"]
@@ -135,7 +136,9 @@ def test_registering_touches_four_registries_and_only_adds(walk: dict[str, Any])
 
 
 def test_kernel_files_are_imported_without_triton(walk: dict[str, Any]) -> None:
-    """No module imports Triton except through `triton_or_names`."""
+    """Modules with kernels are imported without Triton, because they import it only through
+    `triton_or_names`.
+    """
     files = [path for path in PACKAGE.rglob("*.py") if "@triton.jit" in path.read_text()]
     names = [".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in files]
     assert len(names) >= 3 and not walk["triton"]
@@ -147,7 +150,7 @@ def test_kernel_files_are_imported_without_triton(walk: dict[str, Any]) -> None:
 def test_importing_the_package_loads_nothing_heavy() -> None:
     """`import vllm_omni`, which every vLLM process runs, imports neither torch nor vLLM.
 
-    The table of families, which commands read, does not either.
+    The same holds for the table of families, which commands read.
     """
     load = "import sys, json, vllm_omni, vllm_omni.model_executor.models.registry"
     script = f"{load}; print(json.dumps([m for m in ('torch', 'vllm') if m in sys.modules]))"
@@ -163,7 +166,9 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 @pytest.mark.parametrize("client", ["world_camera.py", "realtime_video.py"])
 def test_clients_need_no_torch(client: str) -> None:
-    """Clients start in 0.2 s; importing torch would take a second more."""
+    """Clients do not import torch, so they start in 0.2 s. Importing torch would take one more
+    second.
+    """
     path = EXAMPLES / client
     script = (
         f"import sys, runpy; runpy.run_path({str(path)!r}); print('torch' in sys.modules, "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports have no circles, including those for types, and generic modules import no models."""
+"""Imports are free of cycles, including imports for types, and generic modules import no models."""
 
 import ast
 import re
@@ -12,7 +12,9 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "vllm_omni"
 NAMED_MODEL = r"model_executor\.models\.\w+\.\w+"
-"""Modules in the folder of a model. `registry` and `capabilities` are next to the folders."""
+"""Modules in the folder of a model, as a regular expression. `registry` and `capabilities` are next
+to these folders.
+"""
 
 
 def modules(package: Path) -> dict[str, Path]:
@@ -26,16 +28,14 @@ def modules(package: Path) -> dict[str, Path]:
 
 
 def imports(source: str, known: Set[str]) -> set[str]:
-    """Return the modules of `known` that a file imports anywhere: at its top, in functions, for
-    types.
-    """
+    """Return the modules of `known` that a file imports: at its top, in functions, or for types."""
     named = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             named |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
         elif isinstance(node, ast.Import):
             named |= {alias.name for alias in node.names}
-    # `from package import module` imports the module, not a name of the package's `__init__`.
+    # `from package import module` imports the module, not a name from the package's `__init__`.
     return {
         name
         for name in named & known
@@ -44,7 +44,7 @@ def imports(source: str, known: Set[str]) -> set[str]:
 
 
 def circle(graph: Mapping[str, Set[str]]) -> list[str]:
-    """Return a circle of imports through a module, or an empty list."""
+    """Return a cycle of imports, or an empty list if there is none."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -55,14 +55,15 @@ def circle(graph: Mapping[str, Set[str]]) -> list[str]:
 
 @cache
 def graph() -> dict[str, set[str]]:
-    """Return `{module: modules that it imports}` of the package."""
+    """Return `{module: modules that it imports}` for the modules of the package."""
     files = modules(PACKAGE)
     return {name: imports(path.read_text(), files.keys()) - {name} for name, path in files.items()}
 
 
 def arrows(importers: str, imported: str) -> set[tuple[str, str]]:
-    """Return `(importer, imported)` of imports whose names after `vllm_omni.` match two
-    expressions.
+    """Return `(importer, imported)` of the imports that match two regular expressions.
+
+    The expressions are compared with the names after `vllm_omni.`.
     """
     sources, targets = (
         re.compile(rf"vllm_omni\.({importers})\b"),
@@ -87,35 +88,41 @@ def test_there_is_no_circle() -> None:
     "package", ["worker", "core", "entrypoints", "planning", "composition", "session_files"]
 )
 def test_what_serves_models_imports_none(package: str) -> None:
-    """The serving code uses the registry's families."""
+    """The serving code imports no model, because it uses the families in the registry."""
     assert arrows(package, NAMED_MODEL) == set()
 
 
 def test_one_package_outside_models_imports_one() -> None:
-    """The executor without workers imports the family of diffusers pipelines."""
+    """Outside the models, only the executor without workers imports a model family: that of
+    diffusers pipelines.
+    """
     crossing = arrows("(?!testing|model_executor)", NAMED_MODEL)
     assert {name.split(".")[1] for name, _ in crossing} == {"executor"}
     assert {model.split(".")[3] for _, model in crossing} == {"diffusers_pipeline"}
 
 
 def test_parts_that_models_share_import_none_but_wan() -> None:
-    """`wan` is shared by several models."""
+    """Modules that models share import no model except `wan`, which several models share."""
     shared = r"model_executor\.(?!models\b)|model_executor\.models\.(registry|capabilities|wan)"
     assert arrows(shared, NAMED_MODEL.replace(r"\w+", r"(?!wan\b)\w+", 1)) == set()
 
 
 def test_the_executor_without_workers_imports_none_of_them() -> None:
-    """Modules that the executor and the workers need are below both."""
+    """The executor without workers imports no worker module, because modules that both need are
+    below both.
+    """
     assert arrows("executor", "worker") == set()
 
 
 def test_models_import_nothing_that_moves_sessions() -> None:
-    """Models read the saved state (`saved_tensors`), not the snapshot file."""
+    """Models import only `saved_tensors`, which contains the saved state, and not the module of the
+    snapshot file.
+    """
     assert arrows("model_executor", "session_files") == set()
 
 
 def test_what_serves_imports_no_testing_models() -> None:
-    """Only the command `verify` uses `testing`."""
+    """Of the serving code, only the command `verify` imports `testing`."""
     assert {name for name, _ in arrows("(?!testing)", "testing")} == {
         "vllm_omni.entrypoints.cli.checkpoints.verify"
     }
@@ -131,7 +138,7 @@ def test_a_circle_is_seen(line: str) -> None:
 
 
 def test_only_roles_move_a_chunk_on() -> None:
-    """Roles assign `DiffusionRequest.step`; models do not."""
+    """Only roles assign `DiffusionRequest.step`, and models do not."""
     writes = re.compile(r"\b(?:request|chunk)\.step(?:, [\w.]+)* [+-]?= ")
     positions = {
         str(path.relative_to(PACKAGE))

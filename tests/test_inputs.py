@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Request parameters and tensors: transport, validation and errors."""
+"""Request parameters and tensors: their transport, their validation, and errors."""
 
 import ast
 from pathlib import Path
@@ -15,7 +15,9 @@ from vllm_omni.outputs import RequestFailed
 
 
 def test_params_and_tensors_survive_the_wire() -> None:
-    """vLLM's serialiser transports them, as between the front end and the engine."""
+    """vLLM's serialiser transports parameters and tensors unchanged, as between the front end and
+    the engine.
+    """
     from vllm import PoolingParams
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -61,9 +63,10 @@ def test_a_bad_field_is_named(fields: dict[str, object], reported: str) -> None:
 
 
 def test_no_pattern_of_python_accepts_a_trailing_newline() -> None:
-    r"""In Python `$` also matches before a final newline, so patterns end with `\Z`.
+    r"""Patterns end with `\Z`, so they do not accept a trailing newline. In Python, `$` also
+    matches before a final newline.
 
-    Pydantic's own engine differs.
+    Pydantic's own engine does not match `$` before a final newline.
     """
     package = Path(vllm_omni.__file__).parent
     found = []
@@ -98,9 +101,9 @@ def test_arbitrary_bytes_raise_only_the_documented_error(packed: bytes) -> None:
 
 
 def test_only_the_parameters_that_a_model_uses_are_accepted() -> None:
-    """Unused parameters are refused together by name.
+    """Parameters that the model does not use are refused together, each by name.
 
-    Parameters with their default value do not count as sent.
+    A parameter with its default value does not count as sent.
     """
     params = DiffusionParams(session_id="s", prompt="a field", fps=8.0, num_images=2)
     refuse_unused(params, ("prompt", "fps", "num_images"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Request and session ids in log lines, without a server."""
+"""Request ids and session ids in log lines, without a server."""
 
 import asyncio
 import json
@@ -21,7 +21,9 @@ def record(message: str, *args: object) -> logging.LogRecord:
 
 
 def test_a_task_keeps_the_ids_it_started_with() -> None:
-    """A task inherits the ids of its request; tasks started outside have none."""
+    """A task inherits the ids of its request, and a task that is started outside a request has
+    none.
+    """
 
     async def main() -> list[dict[str, str]]:
         async def look() -> dict[str, str]:
@@ -60,7 +62,7 @@ def test_ids_stand_at_the_end_of_a_text_records_first_line() -> None:
     ],
 )
 def test_text_of_clients_starts_no_line_and_moves_no_cursor(text: object) -> None:
-    """Control characters in arguments, such as a path or a close reason, are escaped.
+    """Control characters in log arguments, such as a path or a close reason, are escaped.
 
     This applies to every log line of this package.
     """
@@ -73,7 +75,7 @@ def test_text_of_clients_starts_no_line_and_moves_no_cursor(text: object) -> Non
 
 
 def test_lines_of_other_packages_may_be_several() -> None:
-    """A table that vLLM logs keeps its lines; characters that move the cursor are escaped."""
+    """A table that vLLM logs keeps its lines, but characters that move the cursor are escaped."""
     formatter = ContextFormatter(logging.Formatter("INFO %(message)s"))
     assert formatter.format(record("%s", "a\tb\nc\x1b[2K")) == "INFO a\tb\nc\\x1b[2K"
 
@@ -94,9 +96,9 @@ def test_json_lines_have_ids_as_fields_and_leave_unknown_ones_out() -> None:
 
 
 def test_a_format_of_the_users_own_may_name_the_ids(tmp_path: Path) -> None:
-    """A `dictConfig` names the filter, as the operators' page shows.
+    """A user's own `dictConfig` may name the filter, as the operators' page shows.
 
-    A line without a session shows a dash.
+    A log line without a session shows a dash.
     """
     target = tmp_path / "log"
     name = "omni-own-format"
@@ -147,7 +149,7 @@ def test_handlers_get_ids_once_and_a_users_configuration_is_left_alone(
 def test_only_what_is_known_to_be_noise_is_dropped() -> None:
     """vLLM's warning about an environment variable of this package is dropped.
 
-    Its warnings about a misspelled variable and about a failed warm-up are kept.
+    Its warnings about a misspelled variable and about a failed warm-up are still logged.
     """
     unknown = "Unknown vLLM environment variable detected: %s"
     variables = logs.NOISE["vllm.platforms.interface"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's `multi_modal_data`: allowed values, and their transport to the model."""
+"""vLLM's `multi_modal_data`: the allowed values, and their transport to the model."""
 
 import asyncio
 from pathlib import Path
@@ -53,7 +53,9 @@ def test_images_are_rgb_pixels(image: Any, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("as_array", [False, True])
 def test_transparent_parts_of_an_image_become_white(as_array: bool) -> None:
-    """The colour below a transparent part does not become visible."""
+    """Transparent pixels of an image become white, so the colour below them does not become
+    visible.
+    """
     hidden = Image.new("RGBA", (6, 4), (255, 0, 255, 0))
     assert (parse(image=np.asarray(hidden) if as_array else hidden)["image"] == 255).all()
 
@@ -81,9 +83,9 @@ def test_what_is_no_tensor_is_refused_by_name(data: dict[str, Any], message: str
 
 
 def test_both_ways_in_give_the_same_chunk(null_world: Path) -> None:
-    """A real engine returns the same chunk for tensors and for `multi_modal_data`.
+    """A real engine generates the same chunk from tensors and from `multi_modal_data`.
 
-    The null world's latents depend on the poses, so other poses give another chunk.
+    The null world's latents depend on the poses, so different poses yield a different chunk.
     """
 
     async def scenario() -> None:
@@ -109,7 +111,7 @@ def test_both_ways_in_give_the_same_chunk(null_world: Path) -> None:
 
 
 def test_actions_are_a_modality(null_world: Path) -> None:
-    """A real engine returns the same chunk for dense arrays and for typed frames."""
+    """A real engine generates the same chunk from dense arrays and from typed frames."""
     space = {
         "buttons": [{"name": "w", "title": "forward"}, {"name": "jump", "title": "jump"}],
         "axes": [{"name": "dx", "title": "turn", "unit": "pixels", "kind": "motion", "mouse": "x"}],

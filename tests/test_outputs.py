@@ -31,7 +31,8 @@ shapes = st.lists(st.integers(0, 5), max_size=4)
 )
 @settings(max_examples=60, deadline=None)
 def test_everything_packed_comes_back(specs: list[tuple[str, list[int]]], text: str) -> None:
-    """Every dtype, empty and scalar shapes, and any text in the metadata are preserved.
+    """Unpacking an envelope yields what was packed: every dtype, empty and scalar shapes, and any
+    text in the metadata.
 
     Payloads are aligned to 64 bytes.
     """
@@ -52,7 +53,7 @@ def test_everything_packed_comes_back(specs: list[tuple[str, list[int]]], text: 
 
 
 def test_unpacking_copies_nothing() -> None:
-    """The tensors are views: they change with the envelope."""
+    """Unpacked tensors are views of the envelope, so they change with it."""
     envelope = pack({}, {"x": torch.zeros(4, dtype=torch.uint8)})
     view = unpack(envelope)[1]["x"]
     envelope.fill_(7)
@@ -61,7 +62,10 @@ def test_unpacking_copies_nothing() -> None:
 
 @pytest.mark.parametrize("long_meta", [False, True])
 def test_a_result_tensor_is_packed_without_a_copy(long_meta: bool) -> None:
-    """`empty_result` reserves room for the header. A header that does not fit causes a copy."""
+    """A tensor from `empty_result`, which reserves room for the header, is packed without a copy.
+
+    If the header does not fit, the tensor is copied.
+    """
     frames = empty_result((2, 3, 4, 3), torch.uint8)
     frames.copy_(torch.arange(72, dtype=torch.uint8).view(2, 3, 4, 3))
     meta = {"text": "x" * (5000 if long_meta else 10)}
@@ -79,7 +83,7 @@ def test_strided_tensors_are_packed_in_logical_order() -> None:
 
 
 def test_an_error_envelope_raises_what_was_packed() -> None:
-    """Code and message are preserved."""
+    """Unpacking an error envelope raises an error with the packed code and message."""
     with pytest.raises(RequestFailed) as failure:
         unpack(pack_error("capacity", "full"))
     assert (failure.value.code, failure.value.message) == ("capacity", "full")
@@ -90,7 +94,7 @@ def test_an_error_envelope_raises_what_was_packed() -> None:
 
 @pytest.mark.parametrize("write", [pack, pack_bytes])
 def test_dtypes_without_a_name_are_refused_when_packing(write: Callable[..., object]) -> None:
-    """Complex numbers are not part of the format."""
+    """Packing a dtype without a name, such as complex numbers, is refused."""
     with pytest.raises(
         TypeError, match=r"tensor 'x' has dtype torch.complex64; allowed: uint8, int8, .*, float64$"
     ):
@@ -100,9 +104,10 @@ def test_dtypes_without_a_name_are_refused_when_packing(write: Callable[..., obj
 @given(st.data())
 @settings(max_examples=300, deadline=None)
 def test_mutated_envelopes_raise_only_documented_errors(data: st.DataObject) -> None:
-    """Bytes are changed or cut off.
+    """For an envelope with changed or missing bytes, `unpack` returns, or raises ValueError or
+    RequestFailed.
 
-    `unpack` returns, or raises ValueError or RequestFailed and no other exception.
+    No other exception is raised.
     """
     original = bytes(
         pack(
@@ -133,7 +138,9 @@ def test_mutated_envelopes_raise_only_documented_errors(data: st.DataObject) -> 
     ],
 )
 def test_lying_headers_are_refused_before_anything_is_read(entry: list[object]) -> None:
-    """Unknown dtypes, impossible shapes and payloads outside the buffer are refused."""
+    """A header with an unknown dtype, an impossible shape or a payload outside the buffer is
+    refused before data is read.
+    """
     with pytest.raises(ValueError, match="envelope"):
         unpack(envelope_of({"meta": {}, "tensors": [entry]}))
 
@@ -141,7 +148,7 @@ def test_lying_headers_are_refused_before_anything_is_read(entry: list[object]) 
 def envelope_of(
     header: Any, magic: bytes = b"VOMN", version: int = 1, header_bytes: int | None = None
 ) -> torch.Tensor:
-    """Return an envelope of at least 256 bytes as another program may have written it."""
+    """Return an envelope of at least 256 bytes that another program could have written."""
     text = json.dumps(header).encode()
     raw = (
         struct.pack("<4sIQ", magic, version, len(text) if header_bytes is None else header_bytes)
@@ -154,9 +161,10 @@ EMPTY: dict[str, Any] = {"meta": {}, "tensors": []}
 
 
 def test_an_envelope_of_another_writer_is_read() -> None:
-    """The envelope follows the layout at the top of outputs.py.
+    """An envelope of another program is read if it follows the layout at the top of outputs.py.
 
-    It has two views of one payload, an entry without bytes, and one with eight dimensions.
+    The test's envelope contains two views of one payload, an entry without bytes, and an entry with
+    eight dimensions.
     """
     entries = [
         ["x", "int16", [2], 192],
@@ -224,7 +232,9 @@ def test_a_malformed_envelope_is_refused_with_its_reason(envelope: torch.Tensor,
 
 
 def test_a_header_or_payload_may_fill_the_envelope_to_its_end() -> None:
-    """The bounds are inclusive: 240 bytes of header after the prefix, a payload up to the end."""
+    """A header or payload may extend to the end of the envelope. In this test, the header has 240
+    bytes after the prefix.
+    """
     padding = 240 - len(json.dumps({"meta": {"t": ""}, "tensors": []}))
     full = envelope_of({"meta": {"t": "x" * padding}, "tensors": []})
     assert full.numel() == 256 and len(unpack(full)[0]["t"]) == padding
@@ -241,7 +251,9 @@ def test_what_an_error_lacks_is_said_to_be_none() -> None:
 
 
 def test_a_part_of_a_result_tensor_is_copied() -> None:
-    """Only the whole tensor of `empty_result` becomes the envelope without a copy."""
+    """A slice of a tensor from `empty_result` is copied. Only the whole tensor becomes the envelope
+    without a copy.
+    """
     whole = empty_result((4, 6), torch.int16)
     whole.copy_(torch.arange(24).view(4, 6))
     for part in (whole[:2], whole[2:], whole.T, whole[:, :3]):
@@ -255,7 +267,9 @@ def test_a_part_of_a_result_tensor_is_copied() -> None:
 
 @pytest.mark.parametrize(("spare", "in_place"), [(1, True), (0, True), (-1, False)])
 def test_a_header_may_fill_the_room_before_a_result_tensor(spare: int, in_place: bool) -> None:
-    """The room is 4096 bytes, including the prefix."""
+    """The header may fill the room before a result tensor, which is 4096 bytes, including the
+    prefix.
+    """
     result = empty_result((3,), torch.float32)
     entries = [["x", "float32", [3], 4096]]
     used = 16 + len(json.dumps({"meta": {"t": ""}, "tensors": entries}))
@@ -265,7 +279,9 @@ def test_a_header_may_fill_the_room_before_a_result_tensor(spare: int, in_place:
 
 
 def test_what_is_between_header_and_payloads_is_zero() -> None:
-    """Padding contains no bytes of the process's memory, so equal results are equal envelopes."""
+    """Padding is zero and contains no bytes of the process's memory, so equal results have equal
+    envelopes.
+    """
     for make in (
         lambda: pack({"k": 1}, {"x": torch.ones(3), "y": torch.ones(2)}),
         lambda: in_place(),
@@ -289,7 +305,9 @@ def test_numbers_that_json_lacks_are_refused_when_packing(value: float) -> None:
 
 
 def test_arrays_are_views_too() -> None:
-    """`unpack_arrays` returns NumPy views of the envelope and refuses bfloat16 by name."""
+    """`unpack_arrays` returns NumPy views of the envelope, and refuses bfloat16 with an error that
+    names it.
+    """
     frames = torch.arange(72, dtype=torch.uint8).view(2, 3, 4, 3)
     envelope = pack({"n": 1}, {"frames": frames, "pose": torch.eye(4), "none": torch.zeros(0, 3)})
     meta, arrays = unpack_arrays(envelope)

@@ -17,11 +17,11 @@ TOPOLOGY = {
     "num_stages",
     "world_size",
 }
-"""Attributes that give the position of a rank in the topology."""
+"""Attributes that describe the position of a rank in the topology."""
 
 
 def code_lines(path: Path) -> int:
-    """Return the number of lines of a module without its docstrings and the texts below fields."""
+    """Return the number of lines of a module, without docstrings and the docstrings of fields."""
     source = path.read_text()
     texts = sum(
         node.end_lineno - node.lineno + 1
@@ -55,7 +55,7 @@ def test_no_function_of_the_package_is_long() -> None:
 
 
 def test_the_runner_is_short_and_knows_no_topology() -> None:
-    """The runner does not read the topology, which belongs to the roles."""
+    """The runner is short and does not read the topology, which belongs to the roles."""
     source = RUNNER.read_text()
     assert code_lines(RUNNER) <= RUNNER_LINES
     named = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`omni.model.preset`: what a preset sets, what overrides it, and where it is refused.
+"""`omni.model.preset`: the options that a preset sets, what overrides them, and where a preset is
+refused.
 
 tests/worker/test_degradations.py runs models with the preset `realtime`.
 """
@@ -27,7 +28,7 @@ VILLAGE = Path(__file__).parents[1] / "vllm_omni" / "worlds" / "village"
 
 
 def configure(model: Path, options: dict[str, Any], **arguments: Any) -> VllmConfig:
-    """Create the engine configuration of a server or `LLM`."""
+    """Create the engine configuration as a server or `LLM` does."""
     return EngineArgs(
         model=str(model),
         config_format="omni",
@@ -53,7 +54,10 @@ def test_an_option_that_is_set_overrides_the_preset() -> None:
 
 
 def test_a_preset_overrides_the_release_and_keeps_its_noise_levels() -> None:
-    """CausVid was trained with three steps: the first and the last remain."""
+    """A preset overrides the number of steps of a release but uses its noise levels.
+
+    CausVid was trained with three steps, of which the first and the last remain.
+    """
     checkpoint = {"release": "causvid"}
     release = CausalWanOptions.of_checkpoint(checkpoint, {})
     fast = CausalWanOptions.of_checkpoint(checkpoint, {"preset": "realtime"})
@@ -62,7 +66,9 @@ def test_a_preset_overrides_the_release_and_keeps_its_noise_levels() -> None:
 
 
 def test_a_world_description_overrides_the_preset() -> None:
-    """The village was trained for one step, and says so."""
+    """A world description overrides the preset: the village was trained for one step and declares
+    this.
+    """
     description = read_description(VILLAGE)
     given = {"omni": {"model": {"preset": "realtime", "decoder": "wan"}}}
     omni = OmniConfig.from_additional_config(with_defaults(given, description))
@@ -93,7 +99,9 @@ def test_weights_are_quantized_where_it_saves_time_or_memory(
 def test_the_precision_reaches_the_engine_unless_the_user_sets_it(
     lingbot_world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The start logs the preset in one line."""
+    """The preset's precision reaches the engine unless the user sets it. The start logs the preset
+    in one line.
+    """
     small = {"preset": "small", "fp8": True}
     lines: list[str] = []
     monkeypatch.setattr(
@@ -126,7 +134,9 @@ def test_the_precision_reaches_the_engine_unless_the_user_sets_it(
 def test_a_preset_that_cannot_work_is_refused(
     lingbot_world: Path, options: dict[str, Any], dtype: str, reason: str
 ) -> None:
-    """In the engine's configuration, and in one line by `vllm serve --omni`."""
+    """A preset that cannot work is refused by the engine's configuration, and in one line by `vllm
+    serve --omni`.
+    """
     with pytest.raises(ValueError, match=reason):
         configure(lingbot_world, options, dtype=dtype)
     flags = [f"--additional-config.omni.model.{name} {value}" for name, value in options.items()]
@@ -148,7 +158,7 @@ def test_a_gpu_without_fp8_is_refused_unless_the_user_insists() -> None:
 def test_a_missing_tiny_decoder_is_refused_before_anything_starts(
     lingbot_world: Path, tmp_path: Path
 ) -> None:
-    """Unless the weights are random."""
+    """A missing tiny decoder is refused before a process starts, unless the weights are random."""
     world = tmp_path / "world"
     shutil.copytree(lingbot_world, world)
     (world / "taew2_1.pth").unlink()

@@ -45,7 +45,9 @@ if __name__ == "__main__":
 def tree(
     tmp_path: "os.PathLike[str]", request: pytest.FixtureRequest
 ) -> "Iterator[dict[str, list[int]]]":
-    """Start a server, its engine core and a worker; yield name -> result of `engine_processes`."""
+    """Start a server, its engine core and a worker; yield the result of `engine_processes` for each
+    by name.
+    """
     script = os.path.join(tmp_path, "tree.py")
     with open(script, "w") as file:
         file.write(TREE)
@@ -64,33 +66,42 @@ def tree(
 
 
 def test_they_know_each_other(tree: dict[str, list[int]]) -> None:
-    """A worker also reports its engine core; an engine core does not report the server."""
+    """A worker reports its engine core, and an engine core does not report the server."""
     server, core, worker = (tree[name][0] for name in ("server", "core", "worker"))
     assert tree == {"server": [server], "core": [core], "worker": [worker, core]}
 
 
 @pytest.mark.parametrize("tree", [[], ["loading"]], indirect=True, ids=["serving", "loading"])
 def test_all_end_with_the_server(tree: dict[str, list[int]]) -> None:
-    """This includes a worker that is still loading, before its engine core watches the server."""
+    """When the server ends, all its processes end.
+
+    A worker that is still loading ends too, before its engine core watches the server.
+    """
     os.kill(tree["server"][0], signal.SIGKILL)
     wait_until(lambda: has_ended(tree["worker"][0]), 3)
 
 
 def test_a_worker_ends_with_its_engine_core(tree: dict[str, list[int]]) -> None:
-    """The server stays alive, because it must notify its clients."""
+    """When the engine core ends, its worker ends, and the server stays alive because it must notify
+    its clients.
+    """
     os.kill(tree["core"][0], signal.SIGKILL)
     wait_until(lambda: has_ended(tree["worker"][0]), 3)
     assert psutil.Process(tree["server"][0]).status() != psutil.STATUS_ZOMBIE
 
 
 def test_a_process_that_no_one_started_watches_no_one() -> None:
-    """An engine in the user's process outlives the shell that started it."""
+    """A process that was not started by a server watches no parent, so an engine in a user's
+    process outlives its shell.
+    """
     end_with_parent()
     assert engine_processes()["pids"] == [os.getpid()]
 
 
 def test_a_stopped_process_is_notified_from_a_sleeping_one() -> None:
-    """`is_stopped` is false for sleeping processes and for processes that have ended."""
+    """`is_stopped` is true for a stopped process, and false for a sleeping one and for one that has
+    ended.
+    """
     with subprocess.Popen(["sleep", "60"]) as process:
         assert not is_stopped(process.pid)
         process.send_signal(signal.SIGSTOP)

@@ -51,7 +51,9 @@ def recording(tmp_path: Path, *chunks: RecordedChunk) -> Path:
 
 
 def test_typed_actions_are_read_as_they_were_sent(tmp_path: Path) -> None:
-    """Axes keep every bit, so that a replay generates the same frames."""
+    """Typed actions are read exactly as they were sent. Axes keep every bit, so a replay generates
+    the same frames.
+    """
     actions = [
         ["w"],
         ActionFrame(("jump",), {"dx": 0.1 + 0.2, "dy": -1e-9}, -1.0),
@@ -64,7 +66,7 @@ def test_typed_actions_are_read_as_they_were_sent(tmp_path: Path) -> None:
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    """Header, parameters, arrays and outcomes are preserved."""
+    """Reading a recording returns the header, parameters, arrays and outcomes that were written."""
     header, chunks, whole = read_recording(recording(tmp_path, chunk(0), chunk(None), chunk(1)))
     assert header == HEADER
     assert whole
@@ -74,7 +76,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 
 def test_a_recording_that_ends_within_a_record_is_good_up_to_there(tmp_path: Path) -> None:
-    """A killed server leaves an incomplete last record."""
+    """A recording is readable up to an incomplete last record, which a killed server leaves."""
     path = recording(tmp_path, chunk(0), chunk(1))
     path.write_bytes(path.read_bytes()[:-5])
     _, chunks, whole = read_recording(path)
@@ -85,7 +87,9 @@ def test_a_recording_that_ends_within_a_record_is_good_up_to_there(tmp_path: Pat
     "content", [b"", b"\x80\x04K\x01.", MAGIC, MAGIC + b"\xff" * 7, MAGIC + bytes(16)]
 )
 def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
-    """These are an empty file, a pickle, a file without a header, and noise."""
+    """A file that is not a recording is refused in one line: an empty file, a pickle, noise, or a
+    file without a header.
+    """
     path = tmp_path / "a.recording"
     path.write_bytes(content)
     with pytest.raises(ValueError, match="recording"):
@@ -96,32 +100,32 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes) -> 
     ("outcomes", "expected"),
     [
         ([0, 1, 2], [(0, "0"), (1, "1"), (2, "2")]),
-        # cancelled before it was finished: chunk 1 was made anew
+        # Chunk 1 was cancelled before it was finished, and was generated again.
         ([0, None, 1], [(0, "0"), (1, "2")]),
-        # cancelled too late: it is part of the session
+        # Chunk 1 was cancelled too late, so it is part of the session.
         ([0, None, 2], [(0, "0"), (1, "1"), (2, "2")]),
         ([None, 1], [(0, "0"), (1, "1")]),
         ([0, None], [(0, "0")]),
-        # the later of two attempts at one chunk
+        # The session contains the second of two attempts at chunk 1.
         ([0, None, None, 2], [(0, "0"), (1, "2"), (2, "3")]),
         ([], []),
     ],
 )
 def test_which_requests_made_the_session(outcomes: list[int | None], expected: list[Any]) -> None:
-    """The indices of finished chunks show whether a cancelled chunk became part of the session."""
+    """The indices of finished chunks show whether a cancelled chunk has become part of the session."""
     chunks = [chunk(index, str(number)) for number, index in enumerate(outcomes)]
     assert [(index, one.params.prompt) for index, one in committed_chunks(chunks)] == expected
 
 
 @pytest.mark.parametrize("outcomes", [[0, 2], [1, 2], [0, 1, 5]])
 def test_a_gap_is_named(outcomes: list[int]) -> None:
-    """A session that was not recorded completely cannot be replayed."""
+    """A session that was not recorded completely cannot be replayed, and the error names the gap."""
     with pytest.raises(ValueError, match=r"missing|starts at"):
         list(committed_chunks([chunk(index) for index in outcomes]))
 
 
 def test_a_digest_sees_every_byte_and_the_shape() -> None:
-    """This includes arrays that are not contiguous."""
+    """A digest depends on every byte and on the shape, even for arrays that are not contiguous."""
     frames = np.zeros((2, 4, 6, 3), np.uint8)
     other = frames.copy()
     other[1, 3, 5, 2] = 1

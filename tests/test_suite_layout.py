@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any selection of test folders can run together in any order."""
+"""Any selection of test folders can run together and in any order."""
 
 import ast
 from collections import Counter
@@ -10,12 +10,12 @@ from pathlib import Path
 TESTS = Path(__file__).parent
 SHARED = {TESTS, TESTS / "helpers"}
 VIRTUAL_TIME = "import run_in_virtual_time"
-"""Files with this import sleep by a virtual clock."""
+"""Import of files that use a virtual clock, so their sleeps take no time."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The modules that a file imports anywhere, and the lines of its bare sleeps."""
+    """The modules that a test file imports anywhere, and the line numbers of its bare sleeps."""
 
     imported: frozenset[str]
     bare_sleeps: tuple[int, ...]
@@ -37,7 +37,7 @@ def info(path: Path) -> Facts:
 
 
 def is_bare_sleep(call: ast.Call) -> bool:
-    """Return whether a call sleeps for a constant other than 0, alone or in an expression."""
+    """Return whether a call sleeps for a constant other than 0, which may be part of an expression."""
     if (
         ast.unparse(call.func) not in ("time.sleep", "asyncio.sleep", "sleep")
         or len(call.args) != 1
@@ -52,7 +52,9 @@ def imported(path: Path) -> frozenset[str]:
 
 
 def test_names_of_test_files_and_helpers_are_unique() -> None:
-    """pytest puts every folder on one path, so a second module of the same name is never
+    """Names of test files and helpers are unique.
+
+    pytest puts every folder on one path, so a second module with the same name would never be
     imported.
     """
     names = Counter(path.name for path in TESTS.rglob("*.py") if path.name != "conftest.py")
@@ -60,14 +62,19 @@ def test_names_of_test_files_and_helpers_are_unique() -> None:
 
 
 def test_no_one_imports_a_conftest() -> None:
-    """There are several, and the import would depend on the order of the folders."""
+    """No file imports a conftest, because there are several and the result would depend on the
+    order of the folders.
+    """
     assert [
         str(path.relative_to(TESTS)) for path in TESTS.rglob("*.py") if "conftest" in imported(path)
     ] == []
 
 
 def test_what_several_folders_import_is_in_helpers() -> None:
-    """A test file can import from its own folder, `tests` and `tests/helpers` only."""
+    """Modules that several folders import are in tests/helpers.
+
+    A test file may import only from its own folder, `tests` and `tests/helpers`.
+    """
     folders = {path.stem: path.parent for path in TESTS.rglob("*.py") if path.parent not in SHARED}
     other_package = {
         f"{path.relative_to(TESTS)} imports {name}"
@@ -79,8 +86,9 @@ def test_what_several_folders_import_is_in_helpers() -> None:
 
 
 def test_waits_are_in_one_unit() -> None:
-    """A bare sleep is too short on a slow machine and too long on others; use
-    tests/helpers/waits.py.
+    """Tests contain no bare sleeps, which are too short on a slow machine and too long on others.
+
+    Use tests/helpers/waits.py instead.
     """
     files = [path for path in TESTS.rglob("*.py") if path != TESTS / "helpers" / "waits.py"]
     found = [
@@ -90,8 +98,10 @@ def test_waits_are_in_one_unit() -> None:
 
 
 def test_parallel_runs_keep_files_whole() -> None:
-    """Without it each process starts the engines of every file: pytest-xdist splits files, and
-    with pytest 9.2 also its groups.
+    """Parallel runs assign whole files to processes, because otherwise each process starts the
+    engines of every file.
+
+    pytest-xdist splits files by default and, with pytest 9.2, also its groups.
     """
     runs = [line for line in (TESTS.parent / "Makefile").read_text().splitlines() if " -n " in line]
     parallel = [line for line in runs if "-m pytest" in line]

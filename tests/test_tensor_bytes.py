@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading and writing tensors at positions of a file, for every layout, dtype and device."""
+"""Tensors are written and read at positions of a file, for every layout, dtype and device."""
 
 import os
 from collections.abc import Iterator
@@ -18,7 +18,9 @@ DEVICES = ["cpu", "cpu, staged", pytest.param("cuda", marks=[pytest.mark.cuda, N
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The device of the tensors. `staged`: host memory that takes the path of device memory."""
+    """The device of the tensors. With `staged`, tensors in host memory are copied like those in
+    device memory.
+    """
     name, _, staged = request.param.partition(", ")
     if staged:
         monkeypatch.setattr(file_io, "_passes_staging", lambda tensor: True)
@@ -33,7 +35,7 @@ def descriptor(tmp_path: Path) -> Iterator[int]:
 
 
 def layouts(device: str) -> dict[str, torch.Tensor]:
-    """Return tensors of every kind that sessions contain, with different values."""
+    """Return tensors with every layout that sessions contain, filled with different values."""
     values = torch.arange(4 * 2 * 12 * 3 * 5, dtype=torch.float32, device=device).view(
         4, 2, 12, 3, 5
     )
@@ -52,7 +54,7 @@ def layouts(device: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("gap", [0, 64])
 def test_every_layout_comes_back(descriptor: int, device: str, gap: int) -> None:
-    """Files contain the logical order.
+    """A tensor of every layout is written in its logical order and read back.
 
     Tensors are read into memory of the same layout, with and without gaps between them.
     """
@@ -72,7 +74,7 @@ def test_every_layout_comes_back(descriptor: int, device: str, gap: int) -> None
 
 
 def test_rows_of_a_larger_tensor_are_filled_in_place(descriptor: int, device: str) -> None:
-    """Frames are read into their slots of a window; other slots do not change."""
+    """Frames are read directly into their slots of a window, and other slots do not change."""
     frames = torch.arange(4 * 2 * 3 * 5, dtype=torch.int32, device=device).view(4, 2, 3, 5)
     write_at(descriptor, [(0, frames)])
     window = torch.full((4, 2, 9, 5), -1, dtype=torch.int32, device=device)
@@ -84,7 +86,9 @@ def test_rows_of_a_larger_tensor_are_filled_in_place(descriptor: int, device: st
 def test_more_parts_and_bytes_than_one_call_takes(
     descriptor: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There are more parts than a system call accepts and more bytes than the staging buffer."""
+    """A transfer may have more segments than a system call accepts, and more bytes than the staging
+    buffer.
+    """
     monkeypatch.setattr(file_io, "_STAGING_BYTES", 100)
     rows = torch.arange(1500 * 2 * 4 * 2, dtype=torch.int16, device=device).view(1500, 2, 4, 2)[
         :, :, 1:3
@@ -98,7 +102,9 @@ def test_more_parts_and_bytes_than_one_call_takes(
 def test_calls_that_move_less_than_requested_are_repeated(
     descriptor: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel may stop anywhere, even inside a row."""
+    """A system call that transfers fewer bytes than requested is repeated, because the kernel may
+    stop anywhere.
+    """
     write, read = os.pwritev, os.preadv
     monkeypatch.setattr(os, "pwritev", lambda fd, arrays, at: write(fd, [arrays[0][:7]], at))
     monkeypatch.setattr(os, "preadv", lambda fd, arrays, at: read(fd, [arrays[0][:5]], at))
@@ -110,7 +116,7 @@ def test_calls_that_move_less_than_requested_are_repeated(
 
 
 def test_a_file_that_ends_too_early_is_an_error(descriptor: int) -> None:
-    """A tensor is never left half filled without an error."""
+    """A file that ends too early is an error, so a tensor is never left half filled silently."""
     write_at(descriptor, [(0, torch.arange(4))])
     with pytest.raises(EOFError):
         read_at(descriptor, [(8, torch.zeros(4, dtype=torch.int64))])
@@ -119,7 +125,8 @@ def test_a_file_that_ends_too_early_is_an_error(descriptor: int) -> None:
 def test_tensors_in_any_order_and_in_small_parts_are_staged_in_any_number_of_loads(
     descriptor: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Staging buffers have sizes from one byte up.
+    """Tensors are staged in any order and in any number of loads. Staging buffers have sizes from
+    one byte upwards.
 
     Loads end within tensors, and transposed tensors are read in between.
     """
@@ -140,7 +147,9 @@ def test_tensors_in_any_order_and_in_small_parts_are_staged_in_any_number_of_loa
 def test_an_error_on_the_way_of_device_memory_is_raised(
     descriptor: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This includes an error of the last of several writes, and a file that is too short."""
+    """An error in the transfer of device memory is raised, also for the last of several writes and
+    for a file that is too short.
+    """
     monkeypatch.setattr(file_io, "_STAGING_BYTES", 64)
     values = torch.arange(100, dtype=torch.int64, device=device)
     write_at(descriptor, [(0, values)])

@@ -19,9 +19,10 @@ pytestmark = [pytest.mark.nightly, pytest.mark.engine]
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Python of a new environment with the wheel. Its other packages are links to those of this
-    environment, so that nothing is downloaded twice. Like after an installation, vLLM's CPU build
-    has no second name yet.
+    """The Python of a new environment in which the wheel is installed.
+
+    Its other packages are links to those of this environment, so that nothing is downloaded twice.
+    As after a normal installation, vLLM's CPU build does not have its second name yet.
     """
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -39,7 +40,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(command: list[str], cwd: Path = REPO, limit_s: float = 600) -> str:
-    # a checkout on PYTHONPATH would hide the wheel
+    # A checkout on PYTHONPATH would hide the wheel.
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     result = subprocess.run(
         command,
@@ -67,7 +68,7 @@ def test_both_commands_start(python: Path, tmp_path: Path) -> None:
 
 
 def test_the_demo_walks(python: Path, tmp_path: Path) -> None:
-    """The demo of the wheel repairs the installation and writes its video, and its server uses the
+    """The demo of the wheel repairs the installation and writes its video, and its server runs the
     wheel's code.
     """
     [packages] = python.parents[1].glob("lib/python*/site-packages")
@@ -76,5 +77,5 @@ def test_the_demo_walks(python: Path, tmp_path: Path) -> None:
     assert "running `vllm-omni doctor --fix`" in run(command, tmp_path)
     assert [*packages.glob("vllm-*+cpu.dist-info")]
     assert (tmp_path / "demo.mp4").stat().st_size > 0
-    # the dependencies may be in an environment inside of the checkout
+    # The dependencies may be in an environment inside the checkout.
     assert f"{REPO}/vllm_omni" not in (tmp_path / "demo_server.log").read_text()

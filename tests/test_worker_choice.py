@@ -32,7 +32,9 @@ def configure(model: Path, worker_cls: str, **arguments: str) -> VllmConfig:
 
 @pytest.mark.parametrize("worker_cls", [*AR_PATHS, *STOCK])
 def test_a_world_refuses_workers_of_language_models(null_world: Path, worker_cls: str) -> None:
-    """The error comes before any process starts, instead of at the first request."""
+    """A world model refuses the workers of language models before any process starts, instead of at
+    the first request.
+    """
     reason = (
         f"--worker-cls {worker_cls} runs language models; this checkpoint needs "
         f"{WORKER_CLS}: "
@@ -57,9 +59,10 @@ def test_a_language_model_refuses_workers_of_diffusion_models(
 
 @pytest.mark.parametrize("worker_cls", [*DIFFUSION_PATHS, "my.Worker"])
 def test_a_world_takes_its_worker_and_a_users_own(null_world: Path, worker_cls: str) -> None:
-    """Each of the worker's paths is sufficient; the config hook sets the rest.
+    """A world model accepts its worker under each of the worker's paths, and the config hook sets
+    the other arguments.
 
-    A class of the user's is not checked.
+    A user's own worker class is not checked.
     """
     config = configure(null_world, worker_cls)
     assert config.parallel_config.worker_cls == worker_cls
@@ -70,9 +73,10 @@ def test_a_world_takes_its_worker_and_a_users_own(null_world: Path, worker_cls: 
 def test_the_worker_of_language_models_brings_its_scheduler(
     tiny_language_model: Path, worker_cls: str
 ) -> None:
-    """Without our scheduler, requests for hidden states would return only text.
+    """The worker of language models selects our scheduler, because without it requests for hidden
+    states return only text.
 
-    Other starts keep vLLM's scheduler.
+    Starts with another worker use vLLM's scheduler.
     """
     assert (
         configure(tiny_language_model, worker_cls).scheduler_config.scheduler_cls
@@ -84,7 +88,9 @@ def test_the_worker_of_language_models_brings_its_scheduler(
 def test_the_worker_of_every_checkpoint_is_accepted_for_a_pipeline_without_worker(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """One command serves every directory that this package writes."""
+    """One command serves every checkpoint that this package writes: the worker is also accepted for
+    a pipeline without one.
+    """
     from vllm_omni.entrypoints.cli.checkpoints.make_tiny import write_tiny
 
     folder = tmp_path_factory.mktemp("pipeline") / "flux"

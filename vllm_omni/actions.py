@@ -2,8 +2,9 @@
 """The action modality: controls of a model (`ActionSpace`) and of one request (`ActionFrame`).
 
 A model family declares its controls in `ModelFamily.action_space`. Endpoints, the web page,
-environments and the model read all properties from there, for example which buttons exist and
-whether a session has a prompt and a start image. A request carries one entry per latent frame in
+environments and the model read all properties of the controls from this declaration, for example
+which buttons exist and whether a session has a prompt and a start image. A request carries one
+entry per latent frame in
 `DiffusionParams.actions`, or dense arrays in the tensors `buttons`, `axes` and `scroll` (offline:
 `multi_modal_data={"actions": {...}}`). `read_actions` converts both to `ActionFrames`.
 """
@@ -28,23 +29,23 @@ MAX_IMAGES: Final = 16
 """Maximum number of named images of a session."""
 _IMAGES: Final = "images."
 MAX_HELD: Final = 256
-"""Maximum number of buttons of a frame: the number of virtual-key codes of a keyboard."""
+"""Maximum number of buttons held in one frame: the number of virtual-key codes of a keyboard."""
 _LARGEST: Final = 1e6
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=32)]
 Value = Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
 Use = Literal["none", "optional", "required"]
 NamedSources = Annotated[dict[Name, Any], msgspec.Meta(max_length=MAX_IMAGES)]
-"""Named images of a client's message, as files or `data:` URLs."""
+"""Named images in a client's message, given as files or `data:` URLs."""
 
 
 class Button(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A control that is either held or released."""
 
     name: Name
-    """Name in requests."""
+    """Name of the button in requests."""
     title: str
-    """Effect in one or two words, for display."""
+    """Effect of the button in one or two words, shown to the user."""
     codes: tuple[str, ...] = ()
     """Browser inputs that press the button on the web page: key codes (KeyW, ArrowUp) or mouse
     buttons (Mouse0).
@@ -55,39 +56,40 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A control with a continuous value."""
 
     name: Name
-    """Name in requests."""
+    """Name of the axis in requests."""
     title: str
-    """Effect in one or two words, for display."""
+    """Effect of the axis in one or two words, shown to the user."""
     unit: str
-    """Unit of the values."""
+    """Unit of the axis's values."""
     kind: Literal["rate", "motion"] = "rate"
-    """`rate` is a value per frame that holds until it changes, like a stick. `motion` is a movement
-    since the last frame, accumulated until a frame consumes it, like a mouse."""
+    """How frames read the axis. A `rate` axis has a value that applies to every frame until it
+    changes, like the position of a stick. A `motion` axis accumulates movement until a frame
+    consumes it, like a mouse."""
     low: float = -_LARGEST
-    """Minimum value of one frame, in `unit`."""
+    """Smallest value of the axis that one frame may carry, in `unit`."""
     high: float = _LARGEST
-    """Maximum value of one frame, in `unit`."""
+    """Largest value of the axis that one frame may carry, in `unit`."""
     mouse: Literal["x", "y"] | None = None
-    """Direction of mouse motion that moves the axis while the web page captures the mouse; right
-    and down are positive.
+    """Direction of mouse motion that moves the axis while the web page captures the mouse. Motion
+    to the right and down is positive.
     """
     scale: float = 1.0
-    """Units per pixel of mouse motion."""
+    """Change of the axis per pixel of mouse motion, in `unit`."""
 
 
 class NamedImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An image that a session takes in addition to its start image."""
 
     name: Name
-    """Name in requests: letters, digits and underscores."""
+    """Name of the image in requests: letters, digits and underscores."""
     title: str
-    """What the image shows, for display."""
+    """What the image shows, as displayed to the user."""
     use: Literal["optional", "required"] = "optional"
-    """Whether the first request of a session needs it."""
+    """Whether the first request of a session must include the image."""
 
 
 def image_tensor(name: str) -> str:
-    """Return the name of a named image's tensor in requests to the engine."""
+    """Return the tensor name under which requests to the engine carry the named image `name`."""
     return f"{_IMAGES}{name}"
 
 
@@ -105,11 +107,11 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     pose: bool = False
     """Whether camera poses may steer the model instead of buttons."""
     prompt: Use = "required"
-    """Whether the first request of a session needs a prompt; `none` means the model has no
-    prompt."""
+    """Whether the first request of a session needs a prompt; `none` means the model does not take
+    prompts."""
     image: Use = "required"
-    """Whether the first request of a session needs a start image; `none` means the model has
-    none."""
+    """Whether the first request of a session needs a start image; `none` means the model does not
+    take start images."""
     images: tuple[NamedImage, ...] = ()
     """Additional images that the first request of a session may include, each under its name."""
 
@@ -137,8 +139,8 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def button_of_key(self, key: str) -> str | None:
         """Return the button for a camera key (`CAMERA_KEYS`).
 
-        This is the button with this name, otherwise the button to which the web page maps the key,
-        otherwise None.
+        A button whose name is the key takes precedence over a button to which the web page maps the
+        key. The result is None if there is neither.
         """
         code, found = f"Key{key.upper()}", None
         for button in self.buttons:
@@ -151,7 +153,7 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def describe(self) -> str:
         """Describe the actions in one line, for error messages.
 
-        Lists at most `_MOST_LISTED` names of a kind.
+        The description lists at most `_MOST_LISTED` buttons and as many axes.
         """
         pressed = (
             sorted(self.buttons, key=_habit) if len(self.buttons) > _MOST_LISTED else self.buttons
@@ -167,7 +169,7 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return "; ".join([*parts, *(["scroll"] if self.scroll else [])]) or "no actions"
 
     def as_json(self) -> dict[str, Any]:
-        """Return all fields as JSON types, for clients. Ranges and scales are floats."""
+        """Return all fields as JSON types, for clients. `low`, `high` and `scale` are floats."""
         numbers = ("low", "high", "scale")
         reported = msgspec.to_builtins(self)
         axes = [
@@ -188,16 +190,18 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 _MOST_LISTED: Final = 36
-"""Maximum number of names of each kind in an error message.
+"""Maximum number of button names, and of axis names, in an error message.
 
-Large enough for the letters, space, mouse buttons, arrow keys, shift and control.
+The limit is large enough for the letters, space, mouse buttons, arrow keys, shift and control.
 """
 _HABITS: Final = ("Key", "Space", "Mouse", "Arrow", "Shift", "Control", "")
 
 
 def _habit(button: Button) -> int:
-    """Sort key of long button lists: the key that triggers the button on the web page. Buttons
-    without a key are last.
+    """Return the sort key of a button in a long list.
+
+    Buttons are sorted by the kind of key that triggers them on the web page. Buttons without a key
+    are last.
     """
     return next(
         (
@@ -237,14 +241,14 @@ class ActionFrame(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
     buttons: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_HELD)] = ()
     """Names of the held buttons."""
     axes: dict[Name, Value] = msgspec.field(default_factory=dict)
-    """Values by axis name. Missing axes are 0."""
+    """Values by axis name. The value of a missing axis is 0."""
     scroll: Value = 0.0
-    """Scroll motion; only its sign is used."""
+    """Scroll motion of the mouse wheel; only its sign is used."""
 
 
 ActionEntry = list[Name] | ActionFrame
-"""Controls of one frame. A list of names stands for a frame in which only these buttons are
-held.
+"""Controls of one frame. A list of names stands for a frame in which exactly the named buttons are
+held and nothing else is used.
 """
 
 
@@ -253,11 +257,11 @@ class ActionFrames:
     """Controls of a chunk as dense tensors, one row per frame."""
 
     buttons_NB: torch.Tensor
-    """Held buttons, bool."""
+    """Whether each button is held in each frame, bool."""
     axes_NA: torch.Tensor
-    """Axis values, float32."""
+    """Value of each axis in each frame, float32."""
     scroll_N: torch.Tensor
-    """Scroll direction, float32: -1, 0 or 1."""
+    """Scroll direction in each frame, float32: -1, 0 or 1."""
 
     def held(self, space: ActionSpace) -> list[tuple[str, ...]]:
         """Return the names of the buttons held in each frame."""
@@ -285,12 +289,14 @@ def read_actions(
 
     Args:
         space: Controls of the model.
-        entries: `DiffusionParams.actions`. Missing entries at the end are idle frames.
-        tensors: Tensors of the request. The names in `ACTION_TENSORS` are the dense form.
-        num_frames: Number of latent frames of the chunk.
+        entries: `DiffusionParams.actions`. If there are fewer entries than frames, the remaining
+            frames are idle.
+        tensors: Tensors of the request. The tensors named in `ACTION_TENSORS` are the dense form of
+            the controls.
+        num_frames: Number of latent frames in the chunk.
 
     Returns:
-        `num_frames` rows, or None if the request has no controls.
+        Controls of `num_frames` frames, or None if the request contains no controls.
 
     Raises:
         RequestFailed: `invalid_action`; the message lists the model's controls.
@@ -332,7 +338,7 @@ def as_frame(entry: ActionEntry) -> ActionFrame:
 
 
 def as_entry(frame: ActionFrame) -> ActionEntry:
-    """Return a frame in its shortest form: a list of names if it contains only buttons."""
+    """Return the shortest form of a frame: a list of names if the frame contains only buttons."""
     return frame if frame.axes or frame.scroll else list(frame.buttons)
 
 
@@ -345,7 +351,8 @@ def check_frame(
         space: Controls of the model.
         frame: Controls to check.
         where: Name of the frame in error messages.
-        summed: Whether `motion` axes are partial sums, which are not limited in range.
+        summed: Whether the values of `motion` axes are partial sums. Partial sums may exceed the
+            range of the axis.
 
     Raises:
         RequestFailed: `invalid_action`; the message lists the model's controls.
@@ -396,14 +403,14 @@ def _from_tensors(
 @dataclass(frozen=True)
 class _Columns:
     buttons: dict[str, int]
-    """Column of each button."""
+    """Column of each button in dense arrays."""
     axes: dict[str, int]
-    """Column of each axis."""
+    """Column of each axis in dense arrays."""
 
 
 @lru_cache(maxsize=16)
 def _columns(space: ActionSpace) -> _Columns:
-    """Return the indices of the named columns in dense arrays."""
+    """Return the column of each button and axis in dense arrays."""
     buttons, axes = (
         {name: n for n, name in enumerate(names)}
         for names in (space.button_names, space.axis_names)

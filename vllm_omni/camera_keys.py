@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of the free camera. A separate module, so that clients can import it without torch."""
+"""Keys of the free camera. The keys have their own module so that clients need not import torch."""
 
 from typing import Final
 
 CAMERA_KEYS: Final = "wasdijkl"
-"""`w s a d` move forward, back, left, right; `i k` look up and down, `j l` left and right."""
+"""`w`, `s`, `a` and `d` move forward, back, left and right. `i`, `k`, `j` and `l` look up, down,
+left and right."""

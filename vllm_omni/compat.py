@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differences between the supported vLLM versions. Each entry states its reason and when it can be
-removed.
+"""Differences between the supported vLLM versions. Each function or class in this module states why
+it exists and when it can be removed.
 
-The last two minor versions are supported: `MIN_VLLM` inclusive to `NEXT_VLLM` exclusive, as in
-pyproject.toml. Code that would otherwise check a version or the existence of an attribute belongs
-here; no other module of the package does such checks. Code that works with both versions needs no
-entry, for example a method that only the newer version calls, or a parameter with a default that
-only the newer version passes. docs/architecture/compatibility.md lists such code and describes how
-the versions were tested. Nothing in vLLM is modified.
+The package supports the last two minor versions of vLLM: `MIN_VLLM` inclusive to `NEXT_VLLM`
+exclusive, as in pyproject.toml. Code that would otherwise check the version of vLLM, or whether an
+attribute exists, belongs in this module; no other module makes such checks. Code that works with
+both versions needs no entry, for example a method that only the newer version calls, or a parameter
+with a default that only the newer version passes. docs/architecture/compatibility.md lists this
+code and describes how the versions were tested. This module does not modify vLLM.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from typing import Any
 
 MIN_VLLM = (0, 32)
 NEXT_VLLM = (0, 34)
-"""First minor version that has not been tested."""
+"""First minor version of vLLM that has not been tested."""
 
 
 def is_supported(version: str) -> bool:
@@ -32,12 +32,11 @@ def supported_range() -> str:
 
 
 def cli_env_setup() -> None:
-    """Prepare this process in the same way as vLLM's command line does before it parses its
-    arguments.
+    """Prepare this process as vLLM's command line does before it parses its arguments.
 
-    Why: `cli_env_setup` is in `entrypoints.common.startup` in 0.33 and in
-    `entrypoints.serve.utils.api_utils` in 0.32. When 0.32 is no longer supported, import the
-    function directly at its call site.
+    Why: vLLM 0.33 has `cli_env_setup` in `entrypoints.common.startup`; vLLM 0.32 has it in
+    `entrypoints.serve.utils.api_utils`. When vLLM 0.32 is no longer supported, import the function
+    directly at its call site.
     """
     try:
         module = importlib.import_module("vllm.entrypoints.common.startup")
@@ -49,15 +48,15 @@ def cli_env_setup() -> None:
 def set_profiler_kwargs(profiler: Any, profiler_kwargs: dict[str, Any] | None) -> None:
     """Pass the arguments of one profiling session to vLLM's worker profiler.
 
-    Why: 0.33 passes `profiler_kwargs` when profiling starts and has a setter for it; 0.32 has
-    neither. When 0.32 is no longer supported, call the method directly.
+    Why: vLLM 0.33 passes `profiler_kwargs` when profiling starts, and its profiler has a setter for
+    them; vLLM 0.32 has neither. When vLLM 0.32 is no longer supported, call the setter directly.
 
     Args:
         profiler: vLLM's worker profiler.
         profiler_kwargs: Arguments of the session, if any.
 
     Raises:
-        RuntimeError: This version of vLLM would drop the arguments.
+        RuntimeError: Arguments are given, but the installed version of vLLM does not support them.
     """
     setter = getattr(profiler, "set_profiler_kwargs", None)
     if setter is not None:
@@ -71,11 +70,11 @@ def set_profiler_kwargs(profiler: Any, profiler_kwargs: dict[str, Any] | None) -
 def share_memory_nodes(parallel_config: Any) -> None:
     """Let a data-parallel CPU rank use any memory node if its assigned nodes do not exist.
 
-    Call it before vLLM's CPU worker is set up.
+    Call this function before vLLM's CPU worker is set up.
 
-    Why: vLLM assigns node n to rank n. The CPU worker of 0.33 uses only that node and fails with
-    IndexError if there are more ranks than nodes; 0.32 does not read the assignment.
-    Remove when vLLM's CPU worker starts on such a machine.
+    Why: vLLM assigns memory node n to rank n. In vLLM 0.33 the CPU worker uses only that node and
+    fails with IndexError if there are more ranks than nodes; vLLM 0.32 does not read the
+    assignment. Remove this function when vLLM's CPU worker can start with more ranks than nodes.
     """
     from vllm.utils.cpu_resource_utils import get_memory_affinity
 
@@ -87,10 +86,12 @@ def share_memory_nodes(parallel_config: Any) -> None:
 class WrapsAsyncOutput:
     """Mixin for `AsyncModelRunnerOutput` wrappers that forwards the output of the KV connector.
 
-    The wrapper holds the wrapped output in `_inner` and lists this class first.
+    The wrapper class lists this mixin as its first base class and stores the wrapped output in
+    `_inner`.
 
-    Why: in 0.33 `get_kv_connector_output` is abstract and is called when `get_output` fails; 0.32
-    has no such method. When 0.32 is no longer supported, define the method in the wrapper.
+    Why: in vLLM 0.33 `get_kv_connector_output` is abstract and is called when `get_output` fails;
+    vLLM 0.32 does not have this method. When vLLM 0.32 is no longer supported, define the method in
+    the wrapper.
     """
 
     _inner: Any

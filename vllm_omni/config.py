@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`OmniConfig`: the options of `--additional-config '{"omni": {...}}'`.
 
-The options are parsed once per process, frozen, and never written back. An unknown key or a value
-out of range raises an error that lists the allowed values and similar names. The options of one
-model live under `omni.model`; the model's own frozen dataclass parses them.
+The options are parsed once per process and never change afterwards. An unknown key or a value out
+of range raises an error that lists the allowed values and similar names. Options of a single model
+are given under `omni.model` and are parsed by a frozen dataclass of that model.
 """
 
 import re
@@ -14,10 +14,11 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 DEFAULT_HEIGHT, DEFAULT_WIDTH = 480, 832
-"""Default video size in pixels if neither the user, the world description nor the model sets
-one."""
+"""Height and width of a video in pixels that are used if neither the user, the world description
+nor the model specifies a size."""
 SERVER_NAME = r"^[A-Za-z0-9-]{1,63}\Z"
-"""Server names follow the rules of host names, so that they need no quoting in URLs and ids."""
+"""Pattern of a server name: the rules for host names, so that a server name needs no quoting in
+URLs and ids."""
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Degradation = Literal["fewer_steps", "tiny_vae"]
 T = TypeVar("T", bound=msgspec.Struct)
@@ -40,125 +41,127 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     after the model has been loaded.
     """
     kv_growth: bool = False
-    """Allocate the K/V window of a session as it fills, and count only the allocated memory, so
-    that more short sessions fit than full windows would. If no memory is left when a window must
-    grow, the session continues with its current window, and its results report the degradation
+    """Allocate the K/V window of a session as it fills, and count only the allocated memory. More
+    sessions fit as long as some of them are short. If no memory is left when a window must grow,
+    the session continues with its current window, and its results report the degradation
     `short_window` (docs/how_to/serving.md). If false, every session counts as a full window from
     the start. Requires a single pipeline stage and a model whose sessions can choose their window.
     """
     session_idle_s: Annotated[float, msgspec.Meta(gt=0)] = 300.0
     """Seconds without a request after which a session may be closed to make room for another."""
     suspend_idle_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] | None = None
-    """Seconds without a request after which a session may move to host memory if another one needs
-    its memory on the device. It moves back before its next chunk, so that `max_sessions` may be
-    larger than the number of sessions that the device holds. Requires a single rank. Default:
-    sessions stay on the device."""
+    """Seconds without a request after which a session may be suspended to host memory if another
+    session needs its memory on the device. A suspended session moves back before its next chunk, so
+    `max_sessions` may exceed the number of sessions that fit on the device. Requires a single rank.
+    Default: sessions stay on the device."""
     max_suspended_bytes: Positive = 16 << 30
-    """Maximum total size of the sessions in host memory, in bytes, with `suspend_idle_s`."""
+    """Maximum total size of all suspended sessions in host memory, in bytes. Only used with
+    `suspend_idle_s`."""
     suspend_dir: str | None = None
-    """Directory on a disk for suspended sessions beyond `max_suspended_bytes`. The sessions that
-    have been idle longest are moved first. A session is loaded again before its next chunk. The
-    directory appears empty, because the files have no names, and they disappear with the process.
-    Requires `suspend_idle_s`. Default: suspended sessions stay in host memory.
+    """Directory on a disk for suspended sessions that exceed `max_suspended_bytes`. The sessions
+    that have been idle longest are written to disk first. A session on disk is loaded again before
+    its next chunk. The directory appears empty, because the files have no names; the files are
+    deleted when the process ends. Requires `suspend_idle_s`. Default: suspended sessions stay in
+    host memory.
     """
     max_requests_per_step: Positive = 4
     """Maximum number of requests that run a denoise step in one engine step."""
     batch_invariant: bool = True
-    """Run the forward passes of a step's requests one by one, so that the results of a session are
-    bit-identical regardless of the other sessions in the batch. If false, requests of equal shape
-    share one forward pass: results agree within float tolerance, and small models run faster.
-    Models with thousands of tokens per request gain little, because they are compute-bound.
+    """Run one forward pass per request, so that the results of a session are bit-identical
+    regardless of the other sessions in the batch. If false, requests of equal shape share a forward
+    pass: small models run faster, and results agree within floating-point tolerance. Models with
+    thousands of tokens per request gain little from sharing, because they are compute-bound.
     """
     overlap_decode: bool | None = None
-    """Decode a finished chunk while the session's next chunk is denoised. The result is then
-    returned by a later engine step. Default: true on CUDA with several ranks. On a single GPU the
-    default is false, because denoising already saturates it: the gain would be small, and the
-    second chunk needs memory.
+    """Decode a finished chunk while the session's next chunk is denoised. A later engine step
+    returns the decoded chunk. Default: true on CUDA with several ranks. On a single GPU the default
+    is false, because denoising already saturates the GPU: overlapping would gain little time, and
+    the second chunk would need additional memory.
     """
     vae_stage: bool = False
-    """Reserve the last of the `--pipeline-parallel-size` stages for the VAE. The VAE stage holds no
-    transformer layers and decodes while the other stages denoise the next chunk.
+    """Reserve the last of the `--pipeline-parallel-size` stages for the VAE. The VAE stage runs no
+    transformer layers and decodes a chunk while the other stages denoise the next one.
     """
     pipeline_partition: tuple[Positive, ...] | Literal["measured"] | None = None
-    """Number of transformer layers of each pipeline stage that holds layers. `measured` times
-    layers and decode at startup and minimizes the time of the slowest stage. Default: as even as
-    possible.
+    """Number of transformer layers in each pipeline stage, excluding a VAE stage. With `measured`,
+    the engine times layers and decode at startup and minimizes the time of the slowest stage.
+    Default: layers are distributed as evenly as possible.
     """
     vae_parallel: bool = False
     """Split the decode of each frame into horizontal bands, one per rank of
-    `--tensor-parallel-size` (Ulysses ranks included). If false, the first rank decodes alone, and
+    `--tensor-parallel-size` (Ulysses ranks included). If false, only the first rank decodes, and
     frames are bit-identical to those of a single GPU."""
     scheduling: Literal["fifo", "deadline"] = "fifo"
-    """Scheduling policy. `fifo` runs chunks in order of arrival. `deadline` runs the next denoise
-    step of the request with the earliest deadline, and limits the batch size so that deadlines are
+    """Scheduling policy. `fifo` runs chunks in order of arrival. `deadline` runs requests in order
+    of their deadlines, one denoise step at a time, and limits the batch size so that deadlines are
     met (docs/how_to/scheduling.md).
     """
     target_fps: Annotated[float, msgspec.Meta(gt=0, le=240)] | None = None
-    """Frame rate of the realtime endpoints for clients that do not request one, in frames per
-    second. A stream whose rate cannot be sustained is refused with `capacity`. Default: no target.
-    Requires `scheduling` `deadline`.
+    """Frame rate, in frames per second, that the realtime endpoints use for clients that do not
+    request one. A stream whose rate cannot be sustained is refused with `capacity`. Default: no
+    target. Requires `scheduling` `deadline`.
     """
     degradations: tuple[Degradation, ...] = ()
-    """Quality reductions allowed for a chunk that would otherwise miss its deadline, in the order
-    of their use: list the one with the smallest quality loss first. Requires `scheduling`
-    `deadline`.
+    """Quality reductions allowed for a chunk that would otherwise miss its deadline. The reductions
+    are applied in the given order, so list the one with the smallest quality loss first. Requires
+    `scheduling` `deadline`.
     """
     chunks_in_flight: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
-    """Maximum number of chunks of a session in flight. Each runs one denoise step after its
-    predecessor. Requires a noise-matched K/V cache: a chunk attends to earlier chunks at its own
-    noise level (docs/how_to/parallelism.md)."""
+    """Maximum number of chunks of a session in flight. Each chunk runs one denoise step behind its
+    predecessor. Requires a model with a noise-matched K/V cache, in which a chunk attends to
+    earlier chunks at its own noise level (docs/how_to/parallelism.md)."""
     pipeline: Literal["blocks", "temporal"] = "blocks"
-    """Work of each `--pipeline-parallel-size` stage: `blocks` assigns each stage a part of the
-    transformer's layers, `temporal` one of the denoise steps with all layers.
+    """How `--pipeline-parallel-size` divides the work. With `blocks`, each stage runs some of the
+    transformer's layers. With `temporal`, each stage runs one of the denoise steps with all layers.
     """
     snapshot_dir: str | None = None
     """Directory for session snapshots that are being sent to or received from clients. Every rank
     must be able to read and write it. Default: the system's directory for temporary files.
     """
     record_dir: str | None = None
-    """Directory in which every session of the realtime endpoints is recorded, for
-    `vllm-omni replay`. Default: sessions are not recorded."""
+    """Directory in which every session of the realtime endpoints is recorded.
+    `vllm-omni replay` replays the recordings. Default: sessions are not recorded."""
     rank_timeout_s: Annotated[float, msgspec.Meta(ge=2, le=3600)] | None = 6.0
-    """Time in seconds for which a process may be stopped, or a rank silent, before its engine is
-    reported dead and all its processes exit. Detects a stopped process (SIGSTOP) and, with several
-    ranks, a rank that was killed or lost its network connection. If none, vLLM's own timeouts
-    apply.
+    """Time in seconds after which an engine is reported dead and all its processes exit because one
+    of its processes is stopped or one of its ranks is silent. Detects a stopped process (SIGSTOP)
+    and, with several ranks, a rank that was killed or lost its network connection. If none, only
+    vLLM's own timeouts apply.
     """
     drain_timeout_s: Annotated[float, msgspec.Meta(ge=0, le=86_400)] = 25.0
-    """Time in seconds that a server may spend on finishing the chunks in flight after SIGTERM. 0
-    stops it immediately.
+    """Maximum time in seconds that a server spends on finishing the chunks in flight after SIGTERM.
+    With 0 the server stops immediately.
     """
     drain_snapshot_dir: str | None = None
     """Directory for session snapshots written at shutdown and restored at the next start. Default:
     sessions are discarded."""
     quotas: str | None = None
-    """Path of a TOML file with limits per API key (docs/how_to/operators.md). Default: all keys
-    share the capacity."""
+    """Path of a TOML file with limits per API key (docs/how_to/operators.md). Default: all API keys
+    share the server's capacity."""
     server_name: Annotated[str, msgspec.Meta(pattern=SERVER_NAME)] | None = None
     """Name of this server behind a reverse proxy: up to 63 letters, digits and hyphens. Ids that
-    are valid on one server only, for example of videos, contain this name, so that the proxy can
-    route requests (docs/how_to/data_parallel.md). Default: ids contain no name.
+    are valid on only one server, such as video ids, contain this name, so that the proxy can route
+    requests (docs/how_to/data_parallel.md). Default: ids do not contain a server name.
     """
     fleet: str | None = None
-    """Path of a TOML file with the servers between which sessions may move
-    (docs/how_to/fleet.md). Requires `server_name` and the variable `VLLM_OMNI_OPERATOR_KEY`.
-    Default: sessions do not move."""
+    """Path of a TOML file that lists the servers between which sessions may move
+    (docs/how_to/fleet.md). Requires `server_name` and the environment variable
+    `VLLM_OMNI_OPERATOR_KEY`. Default: sessions do not move."""
     snapshot_period_s: Annotated[float, msgspec.Meta(ge=0.1, le=86_400)] | None = None
-    """Interval in seconds between periodic snapshots of each session that has changed. After a
-    crash, a server restores its sessions from them. The interval grows if snapshots would take more
-    than 1.5 % of the engine's time. Requires `drain_snapshot_dir`. Default: snapshots only at
-    shutdown.
+    """Interval in seconds between periodic snapshots of each session that has changed. A server
+    that restarts after a crash restores its sessions from these snapshots. The interval grows if
+    snapshots would take more than 1.5 % of the engine's time. Requires `drain_snapshot_dir`.
+    Default: sessions are saved only at shutdown.
     """
     dequantize: bool = False
-    """Convert quantized weights to `--dtype` while they are loaded, for formats that the device
-    cannot compute in (docs/how_to/quantization.md)."""
+    """Convert quantized weights to `--dtype` while they are loaded. Use it for a quantization
+    format in which the device cannot compute (docs/how_to/quantization.md)."""
     max_hidden_states_bytes: Positive = 256 << 20
-    """Maximum size of the hidden states that one request of a language model may return, in
-    bytes."""
+    """Maximum size, in bytes, of the hidden states that a single request to a language model may
+    return."""
     hidden_state_layers: tuple[Annotated[int, msgspec.Meta(ge=0, le=1024)], ...] = ()
     """Layers whose hidden states clients may request, in addition to the last one."""
     model: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Options of the model; see the tables of the model families."""
+    """Options of the model; see the options of each model family."""
 
     def __post_init__(self) -> None:
         if self.scheduling == "fifo" and (self.target_fps is not None or self.degradations):
@@ -181,15 +184,16 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @property
     def partition(self) -> tuple[int, ...]:
-        """Layers of each stage as loaded. Empty if layers are distributed as evenly as
-        possible."""
+        """Number of layers of each stage at load time. The tuple is empty if the user gives no
+        numbers; layers are then distributed as evenly as possible."""
         return self.pipeline_partition if isinstance(self.pipeline_partition, tuple) else ()
 
     @property
     def ahead(self) -> str | None:
-        """Option that starts a session's next chunk before the current one has finished.
+        """The option, as a user would write it, that starts a session's next chunk before the
+        current chunk has finished.
 
-        It is spelled as a user would write it. None if no such option is set.
+        None if no option does so.
         """
         if self.pipeline == "temporal":
             return "pipeline 'temporal'"
@@ -249,30 +253,32 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @classmethod
     def from_additional_config(cls, additional_config: Any) -> "OmniConfig":
-        """Parse `additional_config["omni"]`. All options have their default values if the key is
-        missing.
+        """Parse `additional_config["omni"]`. If the key is missing, all options have their
+        defaults.
 
         Args:
-            additional_config: vLLM's option of that name: a mapping or None. vLLM passes it to the
-                runner, the model and the scheduler separately; the parsed options are cached, so
-                that they share one object per process.
+            additional_config: vLLM's option `--additional-config`: a mapping or None. vLLM passes
+                it to the runner, the model and the scheduler separately. The parsed options are
+                cached, so all three share one object per process.
 
         Raises:
-            ValueError: An option is unknown or out of range; the message names it and the range.
+            ValueError: An option is unknown or out of range. The message names the option and the
+                allowed values.
         """
         omni = additional_config.get("omni", {}) if isinstance(additional_config, Mapping) else {}
         try:
             key = msgspec.msgpack.encode(omni, order="deterministic")
-        except (TypeError, ValueError):  # a value no option can have: the parser's error names it
+        except (TypeError, ValueError):  # invalid for every option: the parser's error names it
             return parse_options(cls, omni, "additional_config['omni']")
         if key not in _PARSED:
-            copy = msgspec.msgpack.decode(key)  # the caller may change its own object later
+            copy = msgspec.msgpack.decode(key)  # because the caller may modify its own object later
             _PARSED[key] = parse_options(cls, copy, "additional_config['omni']")
         return _PARSED[key]
 
 
 _PARSED: dict[bytes, OmniConfig] = {}
-"""Parsed options of the engines in this process, by the options' MessagePack encoding."""
+"""Parsed options of the engines in this process. The keys are the options encoded as
+MessagePack."""
 
 
 def parse_options(cls: type[T], options: Mapping[str, Any], where: str) -> T:
@@ -281,7 +287,7 @@ def parse_options(cls: type[T], options: Mapping[str, Any], where: str) -> T:
     Args:
         cls: Struct type that declares the options.
         options: Values by option name.
-        where: Origin of the options, for error messages.
+        where: Where the options come from, for error messages.
 
     Raises:
         ValueError: An option is invalid. The message contains the rejected value, the allowed
@@ -296,14 +302,16 @@ def parse_options(cls: type[T], options: Mapping[str, Any], where: str) -> T:
 
 
 def _near_names(names: list[str], error: str) -> str:
-    """Return a suffix for the error of an unknown option that suggests similar names, or ""."""
+    """Return a suffix that suggests similar names for an unknown option, or "" if there are
+    none."""
     unknown = re.search(r"unknown field `([^`]+)`\Z", error)
     near = get_close_matches(unknown[1], names) if unknown else []
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def _named_values(cls: type[msgspec.Struct], error: str) -> str:
-    """Return a suffix for an error message that lists the allowed names of the field, or ""."""
+    """Return a suffix that lists the allowed names of the rejected field, or "" if names do not
+    apply."""
     position = re.search(r"`\$\.(\w+)(\[\d+\])?`\Z", error)
     field = next(
         (field for field in msgspec.structs.fields(cls) if position and field.name == position[1]),

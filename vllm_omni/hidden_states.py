@@ -2,11 +2,11 @@
 """Hidden states of autoregressive requests: request parameters, results and wire format.
 
 A client requests hidden states in `SamplingParams.extra_args` (`HiddenStatesRequest.to_extra_args`)
-and reads them from the stock `RequestOutput` (`hidden_states_of`), offline and streamed. They are
-stored in `CompletionOutput.sampling_mask`, because it is the only stock field with data per
-generated token that vLLM collects, merges for a slow reader and truncates at a stop string together
-with the tokens. Only `encode_hidden_states` and `_decode` depend on the format of an entry. This
-module contains no scheduler and no worker.
+and reads them from vLLM's `RequestOutput` (`hidden_states_of`), both offline and when streaming.
+Hidden states are transported in `CompletionOutput.sampling_mask`, because this is the only field of
+vLLM with data per generated token that vLLM collects, merges for a slow reader, and truncates at a
+stop string together with the tokens. Only `encode_hidden_states` and `_decode` depend on the format
+of an entry. The scheduler and the worker for hidden states are in other modules.
 """
 
 import json
@@ -26,16 +26,18 @@ if TYPE_CHECKING:
 
 EXTRA_ARGS_KEY: Final = "omni"
 FINAL: Final = -1
-"""Index of the last layer: the input of the model's output head, after the final norm."""
+"""Index of the last layer. The hidden states of the last layer are the input of the model's output
+head, after the final norm."""
 
 _ERROR_PREFIX: Final = "hidden_states: "
 _MAGIC: Final = b"VOHS"
-# Magic, position, token id, dtype, whether the entry replaces earlier ones, number of layers;
-# the hidden size and the layer indices follow.
+# The fields are: magic, position, token id, dtype, whether the entry replaces earlier entries, and
+# number of layers. The hidden size and the layer indices follow the header.
 _HEADER: Final = struct.Struct("<4sIIB?H")
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _END: Final = 1
-"""Last byte of every entry, because NumPy strips trailing zeros from byte strings."""
+"""Last byte of every entry. Entries must not end with zero, because NumPy strips trailing zeros
+from byte strings."""
 
 LayerIndex = Annotated[int, msgspec.Meta(ge=-1024, le=1024)]
 
@@ -44,14 +46,14 @@ class HiddenStatesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     """Specifies the hidden states that a request returns: which tokens and which layers."""
 
     hidden_states: Literal["all", "generated", "last"]
-    """Tokens: `all` tokens that were processed by the model (prompt and generated), only
-    `generated` ones, or only the `last` one. The last sampled token has no hidden state, because it
-    was never fed back to the model.
+    """Tokens whose hidden states are returned: `all` tokens that the model has processed (prompt
+    and generated), only the `generated` tokens, or only the `last` token. The token that was
+    sampled last has no hidden state, because it was never fed back to the model.
     """
     layers: Annotated[tuple[LayerIndex, ...], msgspec.Meta(min_length=1, max_length=64)] = (FINAL,)
-    """Layer indices as in transformers' `output_hidden_states`: 0 is the input embeddings, k the
-    output of block k, -1 (or the number of blocks) the output of the final norm. Layers other than
-    the last must be enabled at startup with `omni.hidden_state_layers`.
+    """Layer indices as in transformers' `output_hidden_states`: 0 is the input embeddings, k is the
+    output of block k, and -1 (or the number of blocks) is the output of the final norm. Layers
+    other than the last must be enabled at startup with `omni.hidden_state_layers`.
     """
 
     def to_extra_args(self) -> dict[str, Any]:
@@ -60,17 +62,17 @@ class HiddenStatesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
     @classmethod
     def from_extra_args(cls, extra_args: Mapping[str, Any] | None) -> "HiddenStatesRequest | None":
-        """Parse the request of `SamplingParams.extra_args`.
+        """Parse the request for hidden states in `SamplingParams.extra_args`.
 
         Args:
-            extra_args: Arguments of the request. The value may also be a JSON string, because
-                `vllm_xargs` of the HTTP API does not support nested objects.
+            extra_args: `SamplingParams.extra_args`. The request in it may also be a JSON string,
+                because `vllm_xargs` of the HTTP API does not support nested objects.
 
         Returns:
-            The request, or None if it does not ask for hidden states.
+            The request, or None if `extra_args` does not ask for hidden states.
 
         Raises:
-            RequestFailed: `invalid_request`.
+            RequestFailed: The request is malformed (code `invalid_request`).
         """
         requested = (extra_args or {}).get(EXTRA_ARGS_KEY)
         if requested is None:
@@ -96,14 +98,15 @@ class HiddenStatesRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
 
 class HiddenStates(Mapping[int, torch.Tensor]):
-    """Hidden states of one completion, by layer index as requested.
+    """Hidden states of one completion. The keys are the layer indices in the request.
 
     Each value is a tensor `[num_rows, hidden_size]` on the CPU, in the model's dtype.
 
     Attributes:
-        positions: int64 `[num_rows]`, index of each row's token in prompt + completion, strictly
+        positions: Index of each row's token in prompt + completion, int64 `[num_rows]`, strictly
             increasing.
-        token_ids: int64 `[num_rows]`, the tokens; 0 for a prompt given as embeddings.
+        token_ids: Token id of each row, int64 `[num_rows]`. The id is 0 if the prompt was given as
+            embeddings.
         newest_only: Whether this is the streamed result of a `last` request, which a later delta
             may replace.
     """
@@ -151,14 +154,14 @@ def hidden_states_of(
     """Return the hidden states of a completion.
 
     Args:
-        output: Result of `LLM.generate` or `AsyncLLM.generate`. A streamed delta has the hidden
-            states of the delta's tokens; the first delta has all hidden states of the prompt.
-            `CUMULATIVE` and `FINAL_ONLY` outputs contain all hidden states once, when the request
-            has finished.
+        output: Result of `LLM.generate` or `AsyncLLM.generate`. A streamed delta contains the
+            hidden states of its own tokens; the first delta also contains all hidden states of the
+            prompt. With `CUMULATIVE` and `FINAL_ONLY`, only the output of the finished request
+            contains hidden states, and it contains all of them.
         index: Index of the completion among the `n` completions.
 
     Returns:
-        The hidden states, or None if the output has none.
+        The hidden states, or None if the output contains none.
 
     Raises:
         RequestFailed: The request failed because of its hidden states.
@@ -173,7 +176,7 @@ def hidden_states_of(
         raise failed
     if completion.sampling_mask is None:
         return None
-    per_token: Any = completion.sampling_mask.token_ids  # token ids if vLLM filled the field
+    per_token: Any = completion.sampling_mask.token_ids  # these are ids if vLLM filled the field
     states = [state for states in per_token for state in states]
     return _decode(states) if states else None
 
@@ -182,7 +185,8 @@ def concat(parts: Sequence[HiddenStates | None]) -> HiddenStates | None:
     """Join the hidden states of consecutive deltas.
 
     Returns:
-        All hidden states (for a `last` request: the newest), or None if no delta has any.
+        All hidden states, or only the newest ones for a `last` request. None if no delta contains
+        hidden states.
     """
     found = [part for part in parts if part is not None]
     if len(found) < 2 or found[-1].newest_only:
@@ -195,7 +199,8 @@ def concat(parts: Sequence[HiddenStates | None]) -> HiddenStates | None:
 
 
 def to_safetensors(states: HiddenStates) -> bytes:
-    """Return a safetensors file with tensors `layer.<index>`, `positions` and `token_ids`."""
+    """Return the bytes of a safetensors file with the tensors `layer.<index>`, `positions` and
+    `token_ids`."""
     from safetensors.torch import save
 
     layers = {f"layer.{layer}": token_states.contiguous() for layer, token_states in states.items()}
@@ -203,7 +208,8 @@ def to_safetensors(states: HiddenStates) -> bytes:
 
 
 def from_safetensors(data: bytes) -> HiddenStates:
-    """Parse a file written by `to_safetensors`. For clients of the HTTP API."""
+    """Parse the bytes of a file that `to_safetensors` wrote. Clients of the HTTP API use this
+    function."""
     from safetensors.torch import load
 
     tensors = load(data)
@@ -216,12 +222,12 @@ def from_safetensors(data: bytes) -> HiddenStates:
 
 
 def error_text(failed: RequestFailed) -> str:
-    """Return the stop reason of a request that the engine ends with an error."""
+    """Return the text that becomes the stop reason of a request that fails with an error."""
     return f"{_ERROR_PREFIX}{json.dumps([failed.code, failed.message])}"
 
 
 def error_of(stop_reason: int | str | None) -> RequestFailed | None:
-    """Parse `error_text`. Return None for other stop reasons."""
+    """Parse a stop reason written by `error_text`. The result is None for other stop reasons."""
     if not isinstance(stop_reason, str) or not stop_reason.startswith(_ERROR_PREFIX):
         return None
     code, message = json.loads(stop_reason.removeprefix(_ERROR_PREFIX))
@@ -238,14 +244,15 @@ def encode_hidden_states(
 ) -> "SamplingMaskLists":
     """Pack hidden states for transport to the client.
 
-    Each of the last entries is attached to one newly sampled token, and all others to the first of
-    these, so that truncating tokens at the end also truncates their hidden states.
+    The last rows are attached to the newly sampled tokens, one row per token. All earlier rows are
+    attached to the first of these tokens. If tokens at the end are truncated, their hidden states
+    are therefore truncated, too.
 
     Args:
         states: Hidden states `[num_rows, len(layers), hidden_size]` on the CPU.
-        layers: Layer indices as requested.
-        positions: Position of each row.
-        token_ids: Token of each row.
+        layers: Layer indices in the request.
+        positions: Position of each row's token.
+        token_ids: Token id of each row.
         num_tokens: Number of newly sampled tokens.
         newest_only: Whether the client keeps only the newest row.
     """

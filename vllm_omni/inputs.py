@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters and tensors of a diffusion request, and how stock vLLM transports them.
 
-Scalars and text travel as JSON types in `PoolingParams.extra_kwargs["omni"]`, tensors as the bytes
-of an envelope in `extra_kwargs["omni_tensors"]` (a NumPy array there would crash the engine,
-because vLLM cannot serialize it). This channel works with every stock entry point: `LLM.encode`,
-`AsyncLLM.encode` and Ray. Clients, endpoints and examples build requests with this module, and the
-runner parses them with it.
+Scalars and text are sent as JSON types in `PoolingParams.extra_kwargs["omni"]`. Tensors are sent as
+the bytes of an envelope in `extra_kwargs["omni_tensors"]`; vLLM cannot serialize a NumPy array
+there, and the engine would crash. `extra_kwargs` works with every entry point of vLLM:
+`LLM.encode`, `AsyncLLM.encode` and Ray. Clients, endpoints and examples build requests with this
+module, and the runner parses requests with it.
 """
 
 import functools
@@ -48,7 +48,7 @@ class UsedLora(Lora, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A LoRA adapter that was applied to a chunk."""
 
     digest: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
-    """Hash of the tensors and strengths in the adapter's files and of the storage dtype."""
+    """Hash that covers the tensors and strengths in the adapter's files, and the storage dtype."""
 
 
 Loras = Annotated[list[Lora], msgspec.Meta(max_length=16)]
@@ -60,38 +60,40 @@ class DiffusionParams(
 ):
     """All parameters of a diffusion request except tensors.
 
-    Image and video models use `negative_prompt`, `num_frames`, `num_inference_steps`,
-    `guidance_scale`, `num_images` and `fps`, which default to the model's values. A model refuses
+    `negative_prompt`, `num_frames`, `num_inference_steps`, `guidance_scale`, `num_images` and `fps`
+    are for image and video models; their defaults are the model's values. A model refuses
     parameters that it does not use (`refuse_unused`).
     """
 
     session_id: SessionId
-    """Session to which the request belongs."""
+    """Id of the session to which the request belongs."""
     op: Literal["generate", "reset", "close", "fork"] = "generate"
-    """`generate` runs the next chunk. `reset`, `close` and `fork` change the session and return
-    only metadata."""
+    """Operation of the request. `generate` generates the next chunk. `reset`, `close` and `fork`
+    change the session and return only metadata."""
     chunk_index: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """Index that the client expects the next chunk to have. None accepts any."""
+    """Index that the client expects the next chunk to have, or None to accept any index."""
     prompt: Text | None = None
-    """Text prompt. Required for the first chunk of a session. In later chunks, it replaces the
-    prompt from that chunk on.
+    """Text prompt. Required for the first chunk of a session. A prompt in a later chunk replaces
+    the session's prompt, starting with that chunk.
     """
     seed: Seed | None = None
     """Seed of the noise."""
     height: Pixels | None = None
-    """Height in pixels. The value of the first chunk applies to the whole session."""
+    """Height of the frames in pixels. The value of the first chunk applies to the whole session."""
     width: Pixels | None = None
-    """Width in pixels. The value of the first chunk applies to the whole session."""
+    """Width of the frames in pixels. The value of the first chunk applies to the whole session."""
     actions: Annotated[list[ActionEntry], msgspec.Meta(max_length=MAX_ENTRIES)] | None = None
     """Controls of the chunk, one entry per latent frame: names of held buttons, or an
     `ActionFrame`. The model's `ActionSpace` lists the controls. Mutually exclusive with a `poses`
     tensor."""
     output: Output = "rgb"
-    """`rgb` returns uint8 frames `[T, H, W, 3]`, `latents` the unmodified latents of the model,
-    `both` returns both and requires a streaming model."""
+    """Which tensors the result contains: `rgb` returns uint8 frames `[T, H, W, 3]`, `latents`
+    returns the unmodified latents of the model, and `both` returns both. `both` requires a
+    streaming model."""
     trajectory: bool = False
-    """Also return the latents before each denoise step and the log-probabilities of the sampler's
-    draws. Requires a model that implements `SupportsTrajectory` and whose sampler is stochastic.
+    """Whether the result also contains the latents before each denoise step and the
+    log-probabilities of the sampler's draws. Requires a model that implements `SupportsTrajectory`
+    and has a stochastic sampler.
     """
     window_frames: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
     """Attention window of a chunk in latent frames, including the chunk and the sink frames. The
@@ -99,14 +101,15 @@ class DiffusionParams(
     Requires a model that implements `SupportsSessionWindows`.
     """
     sink_frames: Annotated[int, msgspec.Meta(ge=0, le=4096)] | None = None
-    """Number of latent frames at the start of the session that remain in the window. Fixed and
-    limited like `window_frames`.
+    """Number of latent frames at the start of the session that remain in the window. The value of
+    the first chunk applies to the whole session. Default: the server's value. Requires a model that
+    implements `SupportsSessionWindows`.
     """
     fork_to: SessionId | None = None
-    """Id of the new session, for `op="fork"`."""
+    """Id of the new session that `op="fork"` creates."""
     one_shot: bool = False
-    """Create the session for this request only and close it afterwards, even after a failure. Used
-    for a single image or a single video.
+    """Whether to create the session for this request only and close it afterwards, even after a
+    failure. Used for a single image or a single video.
     """
     negative_prompt: Text | None = None
     """Text that classifier-free guidance steers away from."""
@@ -125,25 +128,26 @@ class DiffusionParams(
     with deadline scheduling (`omni.scheduling`).
     """
     chunk_period_s: Seconds | None = None
-    """Seconds between two chunks of the stream. Used only if the server schedules by deadline."""
+    """Seconds between two consecutive chunks of the stream. Used only with deadline scheduling
+    (`omni.scheduling`)."""
     lora: Loras | None = None
-    """LoRA adapters from this chunk on; several may be active at once. An empty list removes all.
-    None keeps the session's adapters; a new session has none.
+    """LoRA adapters to use, starting with this chunk; several adapters may be active at once. An
+    empty list removes all adapters. None keeps the session's adapters; a new session has none.
     """
     options: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Options of the model, which validates them."""
+    """Options that are specific to the model. The model validates them."""
 
     def __post_init__(self) -> None:
-        if self.seed is not None:  # later chunks have none, so skip a call
+        if self.seed is not None:  # requests for later chunks have no seed and can skip the check
             check_seed(self.seed)
 
     def to_pooling_params(
         self, tensors: Mapping[str, torch.Tensor] | None = None
     ) -> "PoolingParams":
-        """Return stock `PoolingParams` that contain this request.
+        """Return vLLM's `PoolingParams` with this request in them.
 
         Args:
-            tensors: Input tensors on the CPU, by name. They are copied.
+            tensors: Input tensors on the CPU, by name. Their data is copied.
         """
         extra_kwargs: dict[str, Any] = {PARAMS_KEY: msgspec.to_builtins(self)}
         if tensors:
@@ -152,10 +156,11 @@ class DiffusionParams(
 
     @classmethod
     def from_extra_kwargs(cls, extra_kwargs: Mapping[str, Any] | None) -> "DiffusionParams":
-        """Parse the request of `PoolingParams.extra_kwargs`.
+        """Parse the request in `PoolingParams.extra_kwargs`.
 
         Raises:
-            RequestFailed: `invalid_request`; the message names the field and its range.
+            RequestFailed: The request is invalid (code `invalid_request`). The message names the
+                field and its range.
         """
         if not extra_kwargs or PARAMS_KEY not in extra_kwargs:
             raise RequestFailed(
@@ -181,18 +186,19 @@ _CONTENT = (
     ),
     *("guidance_scale", "num_images", "fps"),
 )
-"""Fields of `DiffusionParams` that determine the result."""
+"""Fields of `DiffusionParams` that determine the content of the result."""
 
 
 def refuse_unused(params: DiffusionParams, used: Collection[str]) -> None:
     """Refuse parameters that a client sent and the model would ignore.
 
     Args:
-        params: The request.
+        params: Parameters of the request.
         used: Fields of `_CONTENT` that the model supports.
 
     Raises:
-        RequestFailed: `invalid_request`; the message names the ignored fields.
+        RequestFailed: The client has sent unsupported fields (code `invalid_request`). The message
+            names them.
     """
     defaults = {"num_images": 1}
     sent = [
@@ -207,7 +213,7 @@ def refuse_unused(params: DiffusionParams, used: Collection[str]) -> None:
 
 
 def engine_prompt() -> Any:
-    """Return the engine prompt of every diffusion request: one token for vLLM to schedule.
+    """Return the prompt that every diffusion request has in vLLM: one token for vLLM to schedule.
 
     The content of the request is in its pooling parameters.
     """
@@ -216,8 +222,8 @@ def engine_prompt() -> Any:
 
 @functools.cache
 def _stock() -> "tuple[type[PoolingParams], Callable[..., Any]]":
-    """Import the parts of vLLM that a request needs. The result is cached, because even a repeated
-    import takes a microsecond.
+    """Import the names of vLLM that are needed to build a request. The result is cached, because
+    even a repeated import takes a microsecond.
     """
     from vllm.inputs import tokens_input
     from vllm.pooling_params import PoolingParams
@@ -228,11 +234,12 @@ def _stock() -> "tuple[type[PoolingParams], Callable[..., Any]]":
 def request_tensors(extra_kwargs: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
     """Return the tensors of a request by name.
 
-    Tensors of dtype uint8 (images and videos) share the request's memory and must not be written
-    to: they are large, and models convert them first. All other tensors are copies.
+    Tensors of dtype uint8 (images and videos) share the request's memory and must not be modified.
+    Images and videos are not copied, because they are large and models convert them anyway. All
+    other tensors are copies.
 
     Raises:
-        RequestFailed: `invalid_request`: the envelope is malformed.
+        RequestFailed: The envelope is malformed (code `invalid_request`).
     """
     packed = (extra_kwargs or {}).get(_TENSORS_KEY)
     if packed is None:

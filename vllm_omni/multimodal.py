@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`multi_modal_data` of stock vLLM as input tensors of a diffusion request.
+"""Input tensors of a diffusion request in vLLM's `multi_modal_data`.
 
     data = {"image": image, "camera": {"poses": poses_N44, "intrinsics": intrinsics_N4}}
     llm.encode({"prompt_token_ids": [0], "multi_modal_data": data},
@@ -8,8 +8,8 @@
 The value of a modality is one tensor, or a mapping of several named tensors, for example `camera`
 above. `actions` is a mapping of `buttons` [N, B], `axes` [N, A] and `scroll` [N], with one row per
 latent frame, for B buttons and A axes (vllm_omni/actions.py). The tensors reach the worker
-unchanged: they are not tokenized, hashed or cached, because the camera of a chunk never repeats.
-`inputs.request_tensors` is the other way to send tensors.
+unchanged. Tensors are not tokenized, hashed or cached, because the camera path of a chunk never
+repeats. Tensors can also be sent in the request's pooling parameters (`inputs.request_tensors`).
 """
 
 import uuid
@@ -40,19 +40,19 @@ from vllm.multimodal.processing import (
 from vllm_omni.actions import ACTION_TENSORS
 
 MODALITIES: Final = ("image", "video", "audio", "camera", "actions", "tensors")
-"""Keys of `multi_modal_data`, one item of each per request. `tensors` maps a model's other
-tensors."""
+"""Keys of `multi_modal_data`. A request has at most one item of each. `tensors` is a mapping of all
+tensors of a model that belong to no other key."""
 
 
 def rgb_image(image: Image.Image) -> Image.Image:
     """Convert an image to mode RGB as image viewers display it.
 
-    The EXIF rotation is applied. Transparent parts are composited on white, as vLLM does for
-    language models; otherwise the hidden colour below them would become visible. 16-bit grey is
-    scaled to 8 bits.
+    The EXIF rotation is applied. Transparent areas are composited on white, as vLLM does for
+    language models; otherwise the colour that is hidden by transparency would become visible.
+    16-bit grey is scaled to 8 bits.
     """
     image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I"):  # Pillow would clip 16-bit grey to 255
+    if image.mode.startswith("I"):  # because Pillow would clip 16-bit grey to 255
         values_HW = np.asarray(image).astype(np.int64)
         grey_HW = (values_HW >> 8).clip(0, 255).astype(np.uint8)
         if "transparency" in image.info:
@@ -66,7 +66,7 @@ def rgb_image(image: Image.Image) -> Image.Image:
 
 
 class NamedTensors(ModalityDataItems[dict[str, torch.Tensor], dict[str, torch.Tensor]]):
-    """The tensors of one modality, as one item."""
+    """All tensors of one modality, as a single item of vLLM."""
 
     def get_count(self) -> int:
         return 1
@@ -86,7 +86,8 @@ class NamedTensorsParser(MultiModalDataParser):
         """Parse `multi_modal_data`.
 
         Raises:
-            ValueError: A modality is unknown or a value is not an array. The message names it.
+            ValueError: A modality is unknown, or a value is not an array. The message names the
+                modality.
         """
         items = MultiModalDataItems()
         for modality, value in mm_data.items():
@@ -116,11 +117,11 @@ class NamedTensorsInfo(BaseProcessingInfo):
     def get_mm_max_tokens_per_item(
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> Mapping[str, int]:
-        return dict.fromkeys(mm_counts, 1)  # items have no tokens, but vLLM requires at least one
+        return dict.fromkeys(mm_counts, 1)  # vLLM requires one, although an item has no tokens
 
 
 class NoDummyInputs(BaseDummyInputsBuilder[NamedTensorsInfo]):
-    """Minimal input with which vLLM warms up processors."""
+    """Minimal dummy input, with which vLLM warms up processors."""
 
     def get_dummy_text(self, mm_counts: Mapping[str, int]) -> str:
         return ""
@@ -141,7 +142,7 @@ class NamedTensorsProcessor(BaseMultiModalProcessor[NamedTensorsInfo]):
         return []
 
     def apply(self, inputs: ProcessorInputs, timing_ctx: TimingContext) -> MultiModalInput:
-        """Return an engine input with one prompt token and the unchanged tensors."""
+        """Return an engine input with one prompt token and the unmodified tensors."""
         field = MultiModalBatchedField()
         items = {
             modality: [

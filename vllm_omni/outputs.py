@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The result envelope: one uint8 tensor that carries metadata and several tensors.
+"""The result envelope: one uint8 tensor that contains metadata and several tensors.
 
 vLLM transfers exactly one tensor per pooling request from a worker to a client, so everything that
 a request returns (frames, latents, timings, or an error) is packed into one tensor. This module
@@ -45,12 +45,12 @@ _ARRAY_DTYPES = {name: np.dtype(name) for name in _DTYPES if name != "bfloat16"}
 
 
 class RequestFailed(Exception):
-    """A request failed. Its session and the engine continue.
+    """A request failed. The session of the request and the engine continue.
 
     Attributes:
         code: Short stable identifier for programs, for example `invalid_camera`, `capacity` or
             `non_finite`.
-        message: Explanation for people. It contains no path, address or traceback.
+        message: Explanation for people, which contains no path, address or traceback.
     """
 
     def __init__(self, code: str, message: str):
@@ -68,13 +68,15 @@ def empty_result(
 ) -> torch.Tensor:
     """Return an uninitialised CPU tensor that `pack` turns into an envelope without a copy.
 
-    Its storage reserves space for the header in front of the data. `pack` takes over the storage
-    and must be called with only this tensor, which must not be used for anything else.
+    The storage of the tensor reserves space for the header in front of the data. `pack` takes over
+    the storage. The tensor must be the only tensor in the call of `pack`, and must not be used for
+    anything else.
 
     Args:
         shape: Shape of the tensor.
         dtype: Dtype of the tensor.
-        pin_memory: Allocate page-locked memory, which a CUDA device can copy into asynchronously.
+        pin_memory: Whether to allocate page-locked memory, into which a CUDA device can copy
+            asynchronously.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     storage = torch.empty(_HEADER_ROOM + nbytes, dtype=torch.uint8, pin_memory=pin_memory)
@@ -85,8 +87,8 @@ def _pack_in_place(meta: Mapping[str, Any], name: str, tensor: torch.Tensor) -> 
     """Turn the storage of an `empty_result` tensor into an envelope.
 
     Returns:
-        The envelope, or None if the storage was not created by `empty_result` or the header does
-        not fit.
+        The envelope. None if the storage was not created by `empty_result`, or if the header does
+        not fit into the reserved space.
     """
     storage = tensor.untyped_storage()
     made_for_it = (
@@ -113,8 +115,8 @@ def pack(
 
     Args:
         meta: JSON-serialisable metadata.
-        tensors: Tensors by name. CUDA tensors are copied directly into the envelope, which is then
-            allocated in page-locked memory.
+        tensors: Tensors by name. If there are CUDA tensors, the envelope is allocated in
+            page-locked memory, and they are copied directly into it.
 
     Raises:
         TypeError: A tensor has a dtype that envelopes do not support.
@@ -143,7 +145,7 @@ def pack_bytes(meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> 
     """Pack metadata and CPU tensors into the bytes of an envelope, with one copy of each tensor.
 
     Raises:
-        TypeError: As `pack`.
+        TypeError: A tensor has a dtype that envelopes do not support.
     """
     _check_dtypes(tensors)
     prefix, offsets, total = _layout(meta, tensors)
@@ -167,7 +169,8 @@ def _layout(
     meta: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> tuple[bytes, list[int], int]:
     """Return an envelope's prefix and header, the offset of each payload, and its size in bytes."""
-    # The header contains the offsets, which depend on its length: reserve the largest length.
+    # The header contains the offsets, and the offsets depend on the length of the header. Therefore
+    # reserve the largest possible length.
     entries: list[list[Any]] = [
         [name, _NAMES[t.dtype], list(t.shape), 0] for name, t in tensors.items()
     ]
@@ -186,34 +189,34 @@ def _header(meta: Mapping[str, Any], entries: list[list[Any]]) -> bytes:
 
 
 def pack_error(code: str, message: str) -> torch.Tensor:
-    """Pack a failure, which `unpack` raises as `RequestFailed(code, message)`."""
+    """Pack a failure. `unpack` raises it as `RequestFailed(code, message)`."""
     return pack({"error": {"code": code, "message": message}})
 
 
 def opaque(envelope: torch.Tensor) -> torch.Tensor:
-    """Return the same bytes with a dtype that only `unpack` supports.
+    """Return the bytes of an envelope as a tensor of a dtype that only `unpack` supports.
 
-    None of the encodings of vLLM's `/pooling` supports this dtype, so the endpoint returns status
-    500. Otherwise it would return the bytes of an error as data, with status 200. Do not use it for
-    messages between processes that are pickled.
+    No encoding of vLLM's `/pooling` endpoint supports this dtype, so the endpoint returns status
+    500. With a uint8 tensor, it would return the bytes of an error as data, with status 200. The
+    result must not be used in messages between processes that are pickled.
     """
     return envelope.view(torch.bits8)
 
 
 class _Payload(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Header entry of one tensor."""
+    """Entry of one tensor in the header of an envelope."""
 
     name: str
     """Name of the tensor."""
     dtype: str
-    """Dtype of the tensor, a key of `_DTYPES`."""
+    """Name of the tensor's dtype, a key of `_DTYPES`."""
     shape: list[int]
-    """Shape of the tensor, at most 8 dimensions."""
+    """Shape of the tensor, with at most 8 dimensions."""
     offset: int
-    """Offset of the payload from the start of the envelope in bytes, a multiple of 64."""
+    """Offset of the payload in bytes from the start of the envelope, a multiple of 64."""
 
     def num_bytes(self, total: int) -> int:
-        """Return the size of the payload.
+        """Return the size of the payload in bytes.
 
         Raises:
             ValueError: The payload is not inside an envelope of `total` bytes.
@@ -238,7 +241,7 @@ class _Header(msgspec.Struct):
     meta: dict[str, Any]
     """Metadata of the result."""
     tensors: list[_Payload]
-    """Entry of each tensor."""
+    """Entries of the tensors in the envelope."""
 
 
 _decode_header = msgspec.json.Decoder(_Header).decode
@@ -267,7 +270,7 @@ def unpack_arrays(envelope: torch.Tensor) -> tuple[dict[str, Any], dict[str, np.
     """
     _, buffer, header = _opened(envelope)
     arrays = {}
-    for payload in header.tensors:  # runs for every chunk: a comprehension would add a call
+    for payload in header.tensors:  # not a comprehension, which would add a call for every chunk
         arrays[payload.name] = _array(buffer, payload)
     return header.meta, arrays
 

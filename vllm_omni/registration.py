@@ -67,13 +67,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm." + __name__)
 
 IN_PROCESS_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""The full name is used, because on a CPU vLLM replaces the short name `uni` by `mp`."""
+"""Full name of vLLM's in-process executor. The short name `uni` cannot be used, because vLLM
+replaces it by `mp` on a CPU."""
 ONLINE_METHOD = "fp8_per_channel"
 """Method that `--quantization fp8` selects for a checkpoint that is not stored quantized."""
 THREADS_BIND = "VLLM_CPU_OMP_THREADS_BIND"
-"""vLLM's environment variable for the cores of each rank."""
+"""vLLM's environment variable for the CPU cores of each rank."""
 SPIN_COUNT, SPINS = "GOMP_SPINCOUNT", "3000"
-"""Environment variable of libgomp: spins of a waiting thread before it sleeps. 3000 take 0.1 ms."""
+"""Environment variable of libgomp, and its value: how often a waiting thread spins before it
+sleeps. 3000 spins take 0.1 ms."""
 
 
 class OmniPipelineConfig(PreTrainedConfig):
@@ -85,7 +87,8 @@ class OmniPipelineConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Read the checkpoint directory that transformers passes.
 
-        Its `config.json` only declares that the checkpoint belongs to this package.
+        `config.json` is not sufficient, because it only declares that the checkpoint belongs to
+        this package.
         """
         folder = kwargs.get("name_or_path", "")
         if "omni_family" in config_dict or not Path(folder).is_dir():
@@ -98,13 +101,14 @@ _CONFIG_CLASSES: dict[str, type[OmniPipelineConfig]] = {
     name: type(OmniPipelineConfig.__name__, (OmniPipelineConfig,), {"model_type": name})
     for name in MODEL_TYPES
 }
-"""A config class per model type, because transformers requires distinct classes."""
+"""Config class of each model type. The classes are distinct, because transformers requires it."""
 
 
 class OmniConfigParser(ConfigParserBase):
     """Config parser of `--config-format omni`.
 
-    It accepts every checkpoint layout of the registered families; no `config.json` is needed.
+    The parser accepts every checkpoint layout of the registered families. The checkpoint needs no
+    `config.json`.
     """
 
     def parse(
@@ -136,7 +140,8 @@ def read_checkpoint(path: Path) -> OmniPipelineConfig:
 class OmniModelConfig(VerifyAndUpdateConfig):
     """Config hook of every architecture of this package.
 
-    It sets defaults, so that `vllm serve DIR` needs few flags, and refuses unsupported arguments.
+    The hook sets defaults, so that `vllm serve DIR` needs few flags, and refuses unsupported
+    arguments.
     """
 
     @staticmethod
@@ -203,14 +208,14 @@ class OmniModelConfig(VerifyAndUpdateConfig):
         check_chunks_ahead(omni, stages=stages, by_step=by_step)
         vllm_config.cache_config.enable_prefix_caching = False
         if vllm_config.model_config.multimodal_config is not None:
-            # A camera path never repeats, so the processor cache would not have a hit.
+            # A camera path never repeats, so the processor cache would never have a hit.
             vllm_config.model_config.multimodal_config.mm_processor_cache_gb = 0
 
 
 class LanguageModelConfig(VerifyAndUpdateConfig):
     """Config hook for stock architectures that have no config hook.
 
-    It has an effect only if `--worker-cls` names a worker of this package.
+    The hook has an effect only if `--worker-cls` names a worker of this package.
     """
 
     @staticmethod
@@ -228,9 +233,9 @@ def world_description(hf_config: PreTrainedConfig) -> WorldDescription | None:
 
 
 def heed_executor(model_config: "ModelConfig", backend: Any) -> None:
-    """Assign the checkpoint to the family whose executor the user has requested.
+    """Assign the checkpoint to the model family whose executor the user has requested.
 
-    The config parser cannot do this, because it does not receive the executor.
+    The config parser cannot make this assignment, because it does not receive the executor.
 
     Raises:
         ValueError: The family does not support the checkpoint directory.
@@ -245,7 +250,7 @@ def heed_executor(model_config: "ModelConfig", backend: Any) -> None:
 
 
 def choose_executor(parallel: "ParallelConfig", executor_cls: str) -> None:
-    """Select the executor of a family that has no workers.
+    """Select the executor of a model family that has no workers.
 
     Raises:
         ValueError: The user has requested a backend that requires workers.
@@ -261,12 +266,12 @@ def apply_preset(vllm_config: "VllmConfig", family: ModelFamily, omni: OmniConfi
     preset.
 
     Args:
-        vllm_config: Updated in place.
-        family: Family of the model. It must have presets.
+        vllm_config: Configuration of the engine, which is updated in place.
+        family: Model family, which must have presets.
         omni: Options of this package.
 
     Raises:
-        ValueError: The device does not support the precision.
+        ValueError: The device does not support the precision of the preset.
     """
     from vllm.platforms import current_platform  # the import probes for devices
 
@@ -297,12 +302,12 @@ def resolve_quantization(model_config: "ModelConfig", omni: OmniConfig, *, cpu: 
     `fp8` names a stored format.
 
     Args:
-        model_config: Updated in place.
+        model_config: Configuration of the model, which is updated in place.
         omni: Options of this package.
         cpu: Whether the model runs on a CPU.
 
     Raises:
-        ValueError: The combination is not supported; the message gives the reason.
+        ValueError: The quantization is not supported; the message gives the reason.
     """
     stored = getattr(model_config.hf_config, "quantization_config", None)
     has_config = model_config.quantization_config is not None
@@ -321,13 +326,13 @@ def resolve_quantization(model_config: "ModelConfig", omni: OmniConfig, *, cpu: 
 def use_quantization_kernel(custom_ops: list[str]) -> None:
     """Select vLLM's CUDA kernel for quantizing the inputs of linear layers by default.
 
-    vLLM's default is the PyTorch implementation where models are compiled as a whole, because
-    Inductor then fuses it with neighbouring ops. This package compiles only the pointwise ops
-    between layers, so quantization would become a separate, slower kernel.
+    For models that are compiled as a whole, vLLM's default is the PyTorch implementation, because
+    Inductor fuses it with neighbouring ops. This package compiles only the pointwise ops between
+    layers, so quantization would become a separate, slower kernel.
 
     Args:
-        custom_ops: `custom_ops` of the compilation config. Updated in place, unless the user has
-            chosen an implementation.
+        custom_ops: `custom_ops` of the compilation config. The list is updated in place, unless the
+            user has chosen an implementation.
     """
     if not {"+quant_fp8", "-quant_fp8"} & set(custom_ops):
         custom_ops.append("+quant_fp8")
@@ -336,9 +341,9 @@ def use_quantization_kernel(custom_ops: list[str]) -> None:
 def stay_in_process(parallel: "ParallelConfig") -> None:
     """Run a single CPU rank in the engine's own process, unless the user has chosen otherwise.
 
-    By default vLLM would start a worker process and reserve a core for the engine process, which
-    polls while it waits. On two cores that is half of the machine. `DiffusionCPUWorker` sets the
-    number of threads.
+    By default, vLLM would start a worker process and reserve a core for the engine process, which
+    polls while it waits. On a machine with two cores, the reserved core is half of the machine.
+    `DiffusionCPUWorker` sets the number of threads.
     """
     from vllm.platforms import current_platform  # the import probes for devices
 
@@ -353,11 +358,12 @@ def stay_in_process(parallel: "ParallelConfig") -> None:
 def let_threads_sleep() -> None:
     """Shorten the time that waiting OpenMP threads spin, unless the user has set a wait policy.
 
-    By default they spin for 10 ms. This uses up their share of a core on which another program
-    runs; a thread without a share is preempted during the next small matmul, and all other threads
-    wait for it. As a result, even one busy low-priority program would slow small models down by an
-    order of magnitude (`benchmarks/served_attacks.py --attack program`). The variable applies to
-    processes that start later, because libgomp reads its variables once.
+    By default, waiting threads spin for 10 ms. If another program runs on the same core, spinning
+    uses up the thread's share of the core. The thread is then preempted during the next small
+    matmul, and all other threads wait for it. As a result, even one busy low-priority program would
+    slow small models down by an order of magnitude (`benchmarks/served_attacks.py --attack
+    program`). The variable affects only processes that start later, because libgomp reads its
+    environment variables once.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault(SPIN_COUNT, SPINS)
@@ -367,7 +373,7 @@ def check_options(hf_config: PreTrainedConfig, additional_config: Any) -> OmniCo
     """Parse and check the options of this package.
 
     Raises:
-        ValueError: An option is invalid; the message names it.
+        ValueError: An option is invalid; the message names the option.
     """
     omni = OmniConfig.from_additional_config(additional_config)
     family = get_family(hf_config.omni_family)
@@ -377,14 +383,15 @@ def check_options(hf_config: PreTrainedConfig, additional_config: Any) -> OmniCo
 
 
 def steps_one_at_a_time(vllm_config: "VllmConfig") -> bool:
-    """Whether the scheduler runs one denoise step per engine step. Stock schedulers run chunks."""
+    """Return whether the scheduler runs one denoise step per engine step. vLLM's own schedulers run
+    a whole chunk per engine step."""
     from vllm_omni.core.sched import StreamBatchScheduler
 
     return issubclass(vllm_config.scheduler_config.get_scheduler_cls(), StreamBatchScheduler)
 
 
 def register_with_vllm() -> None:
-    quiet_start()  # must precede vLLM's first read of the environment, shortly after this call
+    quiet_start()  # must precede vLLM's first read of the environment, which follows this call
     wait_for_output_threads_at_exit()
     hint_at_exit()
     for architecture, qualname in ARCHITECTURES.items():

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seeds of all endpoints: an integer from 0 to 2**64 - 1, or -1 for a random seed.
 
-ComfyUI generates unsigned 64-bit seeds, and `torch.Generator` accepts them. An endpoint that
-receives -1 generates the seed itself, so that its response and the recording contain the seed and a
-replay gives the same result. An engine request never contains -1.
+The range includes unsigned 64-bit seeds, because ComfyUI generates them and `torch.Generator`
+accepts them. An endpoint that receives -1 generates a seed itself. The response and the recording
+then contain the actual seed, so a replay gives the same result. An engine request never contains
+-1.
 """
 
 import secrets
@@ -15,9 +16,10 @@ MAX_SEED: Final = 2**64 - 1
 RANDOM_SEED: Final = -1
 
 Seed = Annotated[int, msgspec.Meta(ge=0)]
-"""Seed of an engine request. `check_seed` checks the upper bound, which exceeds msgspec's int64."""
+"""Seed in an engine request. The upper bound exceeds msgspec's int64, so `check_seed` checks it."""
 RequestedSeed = Annotated[int, msgspec.Meta(ge=RANDOM_SEED)]
-"""Seed of a client's request. `check_seed` checks the upper bound."""
+"""Seed in a client's request, where -1 requests a random seed. `check_seed` checks the upper
+bound."""
 
 
 def check_seed(seed: int | None) -> None:
@@ -31,24 +33,22 @@ def check_seed(seed: int | None) -> None:
 
 
 def draw_seed() -> int:
-    """Return a random seed of 32 bits, which JavaScript represents exactly."""
+    """Return a random seed of 32 bits, because JavaScript can represent it exactly."""
     return secrets.randbits(32)
 
 
 def chosen_seed(seed: int | None) -> int | None:
-    """Return the seed of a request. For -1, a random seed is generated. None is returned unchanged
-    and selects the model's default.
+    """Return the seed of a request, or a random seed if the request's seed is -1. None is returned
+    unchanged; it selects the model's default.
     """
     return draw_seed() if seed == RANDOM_SEED else seed
 
 
 def definite_seed(seed: int | None) -> int:
-    """Return the seed of a request, for endpoints that also generate a seed if the request has
-    none.
-    """
+    """Return the seed of a request, or a random seed if the request's seed is -1 or None."""
     return draw_seed() if seed is None or seed == RANDOM_SEED else seed
 
 
 def nth_seed(seed: int, number: int) -> int:
-    """Return the seed of result `number` of a request with several results. Wraps around to 0."""
+    """Return the seed of result `number` of a request with several results. Seeds wrap around to 0."""
     return (seed + number) % (MAX_SEED + 1)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time other engines and this one side by side on one GPU: `python -m benchmarks.peers`."""
+"""Times other engines and this project side by side on one GPU: `python -m benchmarks.peers`."""

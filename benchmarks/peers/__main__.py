@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time other engines and this one side by side on one GPU, with random weights.
+"""Time other engines and this project side by side on one GPU, with random weights.
 
 python -m benchmarks.peers prepare                        # their wheels, into .peers
 python -m benchmarks.peers run sglang_best ours_bf16 --out DIR
 python -m benchmarks.peers table DIR
 
-README.md in this folder lists the parts, what is replaced in each, and how fair that is.
+README.md in this folder lists the parts of the comparison, what is replaced in each part, and how
+fair that is.
 """
 
 import argparse

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of the comparison, and the packages that each one needs."""
+"""Defines the parts of the comparison, and the packages that each part needs."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,14 @@ OURS = "ours"
 
 @dataclass(frozen=True)
 class Package:
-    """What `prepare` puts into the Python path of a peer, in addition to `common`."""
+    """Packages that `prepare` puts into the Python path of a peer, in addition to `common`."""
 
     left_out: tuple[str, ...] = ()
-    """Files of its wheels that no part needs, as patterns of `fnmatch`. They take most of the
-    space."""
+    """Patterns (for `fnmatch`) of the files in the wheels that no part needs. The matching files
+    take up most of the space.
+    """
     source: str | None = None
-    """Where to get a package that no registry has."""
+    """Instructions for getting a package that is in no registry."""
 
 
 PACKAGES = {
@@ -54,17 +55,17 @@ PACKAGES = {
 
 @dataclass(frozen=True)
 class Part:
-    """One measurement in a process of its own."""
+    """One measurement, which runs in a separate process."""
 
     model: str
-    """Parts of one model are compared with each other."""
+    """Model that the part runs. Parts with the same model are compared with each other."""
     package: str
-    """Row of `PACKAGES`, or `OURS`."""
+    """Key in `PACKAGES`, or `OURS`."""
     script: str
-    """Driver of a peer, or one of this project's benchmarks."""
+    """Script that is run: the driver of a peer, or one of this project's benchmarks."""
     options: tuple[str, ...] = ()
     limit_s: int = 150
-    """Time limit of the process: the start, compilation and chunks."""
+    """Time limit of the process in seconds, including start, compilation and all chunks."""
 
 
 FP8 = ("--quantization", "fp8_per_channel", "--kv-cache-dtype", "fp8")
@@ -89,7 +90,7 @@ PARTS = {
     "sglang_causal_wan": peer_part("causal_wan", "sglang", "causal_wan", 200),
 }
 BASELINES = {"lingbot_world": "ours_bf16", "causal_wan": "ours_causal_wan"}
-"""Part of each model by which the others are divided."""
+"""Part of each model to which the other parts are compared as a ratio."""
 OURS_TINY = {
     "lingbot_world.py": ("--tiny", "--height", "64", "--width", "96", "--eager", "--chunks", "8"),
     "streaming_wan.py": (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Download the packages of each peer into a folder of its own, and pack them for another host."""
+"""Downloads the packages of each peer into a separate folder, and packs them for another host."""
 
 import fnmatch
 import re
@@ -13,7 +13,9 @@ from benchmarks.peers.parts import PACKAGES
 
 REQUIREMENTS = Path(__file__).parent / "requirements"
 GLIBC_MINORS = (17, 24, 26, 27, 28, 31, 34, 35)
-"""glibc 2.x of the wheels that are accepted, because pip accepts only those that are named."""
+"""Minor versions of glibc 2 for which wheels are accepted. All of them must be listed, because pip
+accepts only listed versions.
+"""
 PLATFORMS = (
     *("linux_x86_64", "manylinux1_x86_64", "manylinux2014_x86_64"),
     *(f"manylinux_2_{minor}_x86_64" for minor in GLIBC_MINORS),
@@ -23,7 +25,7 @@ PLATFORMS = (
 def prepare(names: list[str], folder: Path, python_version: str) -> None:
     """Put the wheels of `common` and of the named peers into `folder`, a Python path per name.
 
-    An existing path is left as it is. Delete it to prepare it again.
+    An existing path is left unchanged. Delete the path to prepare it again.
     """
     for name in ["common", *names]:
         target = folder / name
@@ -49,13 +51,15 @@ def unpack_wheel(wheel: Path, target: Path, left_out: tuple[str, ...]) -> None:
         for name in archive.namelist():
             if not any(fnmatch.fnmatch(name, pattern) for pattern in left_out):
                 archive.extract(name, target)
-    if wheel.name.startswith("fa3_fwd"):  # it imports its configuration by another name
+    if wheel.name.startswith("fa3_fwd"):  # fa3_fwd imports its configuration under another name
         content = (target / "fa3_fwd_config.py").read_bytes()
         (target / "flash_attn_config.py").write_bytes(content)
 
 
 def pack(names: list[str], folder: Path, limit_mib: int) -> None:
-    """Write `common` and the named peers as one archive, in pieces `packs/N/piece-N-of-M`."""
+    """Write `common` and the named peers as one archive, which is split into files
+    `packs/N/piece-N-of-M`.
+    """
     packs = folder / "packs"
     packs.mkdir(parents=True, exist_ok=True)
     archive = packs / "all.tar.xz"
@@ -74,10 +78,10 @@ def pack(names: list[str], folder: Path, limit_mib: int) -> None:
 
 
 def unpack(folder: Path) -> None:
-    """Join the pieces in `folder/packs` and unpack them into `folder`.
+    """Join the files in `folder/packs` and unpack the archive into `folder`.
 
     Raises:
-        SystemExit: Pieces are missing.
+        SystemExit: Files of the archive are missing.
     """
     pieces = {int(re.split("-", p.name)[1]): p for p in (folder / "packs").glob("*/piece-*-of-*")}
     total = int(next(iter(pieces.values())).name.rsplit("-", 1)[1]) if pieces else 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run parts in processes of their own, and write one result file for each."""
+"""Runs each part in a separate process, and writes one result file per part."""
 
 import contextlib
 import datetime
@@ -20,30 +20,36 @@ from benchmarks.peers.parts import OURS, OURS_TINY, PARTS, Part
 REPO = Path(__file__).parents[2]
 DRIVERS = Path(__file__).parent / "drivers"
 SMALL_GPU_MIB = 100_000
-"""Below this, the text encoder of LingBot World in bf16 stays on the CPU: 80 GB do not hold it."""
+"""GPU memory below which LingBot World's text encoder remains on the CPU in bf16 runs, because it
+does not fit into 80 GB.
+"""
 LOG_LINES = 12
 OURS_SETTINGS = (
     *("model_options", "omni_options", "dtype", "quantization", "kv_cache_dtype", "eager"),
     *("stages_ms", "steps_ms"),
 )
-"""Fields of this project's benchmarks that a result keeps, if the benchmark writes them."""
+"""Fields that are copied from the result of this project's benchmarks, if the benchmark writes
+them.
+"""
 
 
 @dataclass(frozen=True)
 class PartRunner:
     out: Path
-    """Folder of results and logs."""
+    """Folder for results and logs."""
     folder: Path
-    """Python paths of the peers."""
+    """Folder that contains the Python paths of the peers."""
     python: str | None
-    """Interpreter of the peers' processes. Default: this one."""
+    """Interpreter that runs the peers. Default: the interpreter of this process."""
     commit: str | None
-    """Commit of this project. Default: that of the checkout, if git knows one."""
+    """Commit of this project. Default: the commit of the checkout, if it is a git repository."""
     tiny: bool = False
-    """Run narrow models on the CPU."""
+    """Whether to run narrow models on the CPU."""
 
     def run(self, name: str, limit_s: int | None = None, again: bool = False) -> bool:
-        """Measure a part unless it has a result, and return whether it has one afterwards."""
+        """Measure a part unless it already has a result, and return whether it has a result
+        afterwards.
+        """
         result = self.out / f"{name}.json"
         if result.exists() and not again:
             print(f"{name}: {result} exists, skipped (--again repeats it)")
@@ -65,7 +71,9 @@ class PartRunner:
         return True
 
     def command(self, part: Part, scratch: Path) -> tuple[list[str], dict[str, str]]:
-        """Return the command of a part and its environment. It writes a JSON file to `scratch`."""
+        """Return the command and the environment of a part. The command writes a JSON file to
+        `scratch`.
+        """
         environment = os.environ | {
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
@@ -88,7 +96,9 @@ class PartRunner:
         return command, environment
 
     def document(self, name: str, part: Part, measured: dict[str, Any]) -> dict[str, Any]:
-        """Return the result file of a part, in the form of the files in `benchmarks/results`."""
+        """Return the contents of a part's result file, in the form of the files in
+        `benchmarks/results`.
+        """
         found = measured["result"]
         if part.package == OURS:
             found = result_of_ours(found) | {"fast_paths": measured.get("fast_paths")}
@@ -108,7 +118,9 @@ class PartRunner:
 
 
 def run_limited(command: list[str], environment: dict[str, str], log: Path, limit_s: float) -> str:
-    """Run a command with its output in `log`, and kill its process group at the time limit."""
+    """Run a command with its output in `log`. The process group of the command is killed at the
+    time limit.
+    """
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, env=environment, stdout=output, stderr=output, start_new_session=True
@@ -120,7 +132,7 @@ def run_limited(command: list[str], environment: dict[str, str], log: Path, limi
             status = f"killed at the limit of {limit_s:.0f} s (--seconds sets it)"
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # workers that outlive their parent
+                os.killpg(process.pid, signal.SIGKILL)  # ends remaining workers
             process.wait()
     return status
 
@@ -145,7 +157,9 @@ def result_of_ours(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Return name, UUID and MiB of the visible GPUs, without a CUDA context in this process."""
+    """Return name, UUID and MiB of the visible GPUs, without creating a CUDA context in this
+    process.
+    """
     fields = ("name", "uuid", "memory.total")
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of a comparison: one row per part, with its ratio to this project on the same GPU."""
+"""Writes the table of a comparison: one row per part, with its ratio to this project on the same
+GPU.
+"""
 
 import json
 import statistics
@@ -13,11 +15,11 @@ HEAD = ("part", "engine", "chunk, ms", "ratio to ours", "frames/s", "first chunk
 
 
 class TableError(Exception):
-    """Results that may not be compared."""
+    """Raised for results that cannot be compared with each other."""
 
 
 def load(folders: list[Path]) -> dict[str, list[dict[str, Any]]]:
-    """Read the results of each part; several folders are several starts.
+    """Read the results of each part. Each folder contains the results of one start.
 
     Raises:
         TableError: There are no results, or they come from more than one GPU.
@@ -41,14 +43,18 @@ def load(folders: list[Path]) -> dict[str, list[dict[str, Any]]]:
 
 
 def gpu_of(document: dict[str, Any]) -> str:
-    """Return the name and the identity of the GPU: two GPUs of one model differ in speed."""
+    """Return the name and the identity of the GPU, because two GPUs of the same model can differ in
+    speed.
+    """
     hardware = document["hardware"]
     gpus = zip(hardware["gpus"], hardware["gpu_ids"], strict=True)
     return ", ".join(f"{name} ({identity})" for name, identity in gpus) or "CPU"
 
 
 def table_text(starts: dict[str, list[dict[str, Any]]]) -> str:
-    """Return the Markdown table, a heading per model and rows in the order of their speed."""
+    """Return the comparison as Markdown, with one heading and table per model and the fastest rows
+    first.
+    """
     medians = {
         part: statistics.median(found["result"]["chunk_ms"] for found in documents)
         for part, documents in starts.items()
@@ -84,7 +90,7 @@ def row_text(
 
 
 def chunk_range(results: list[dict[str, Any]]) -> str:
-    """Return the range over chunks of a start, or over the medians of several starts."""
+    """Return the range over the chunks of a single start, or over the medians of several starts."""
     ends = results[0]["chunk_ms_range"]
     if len(results) > 1:
         ends = [result["chunk_ms"] for result in results]

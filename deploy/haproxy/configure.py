@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write `haproxy.cfg`, beside this script, for other servers than its two examples.
+"""Write a configuration like `haproxy.cfg`, which is next to this script, for your own servers.
 
     python3 deploy/haproxy/configure.py a=127.0.0.1:8001 b=127.0.0.1:8002 > /etc/haproxy/haproxy.cfg
 
-Each argument is a server's `omni.server_name` and its address. The script needs only Python.
+Each argument is the `omni.server_name` of a server and its address. The script uses only Python's
+standard library.
 """
 
 import argparse
@@ -18,12 +19,12 @@ _EXAMPLE = re.compile(r"^    server a \S+(?P<options>.*)\n    server b .*\n", re
 
 
 def configure(template: str, servers: Mapping[str, str], options: str = "") -> str:
-    """Return a configuration for these servers.
+    """Return the HAProxy configuration for the given servers.
 
     Args:
-        template: Content of `haproxy.cfg`.
-        servers: `host:port` of each server by its name.
-        options: HAProxy's options of all servers, for example `resolvers cluster`.
+        template: Contents of `haproxy.cfg`.
+        servers: Address (`host:port`) of each server, by name.
+        options: HAProxy options that apply to all servers, for example `resolvers cluster`.
     """
 
     def lines(example: re.Match[str]) -> str:

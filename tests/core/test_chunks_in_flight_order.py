@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of steps with several chunks of a session in flight (`omni.chunks_in_flight`)."""
+"""The order of steps when several chunks of a session are in flight (`omni.chunks_in_flight`)."""
 
 import math
 
@@ -14,7 +14,7 @@ STEPS = 4
 
 
 def streams(limit: int, session: str = "s") -> ScheduledStreams:
-    """Return streams with an established session that has committed its first chunk."""
+    """Return streams with one session that has committed its first chunk."""
     found = ScheduledStreams(10.0, chunks_in_flight=limit)
     found.add_request("first", RequestFields(session, 0), 0.0)
     found.mark_stepped("first")
@@ -50,7 +50,9 @@ def runnable_ids(found: ScheduledStreams, busy: tuple[str, ...] = ()) -> list[st
 def test_a_chunk_keeps_its_distance_to_its_predecessor(
     limit: int, after: int, steps: list[int | None], expected: list[int]
 ) -> None:
-    """Each chunk keeps `lag_steps` steps of distance to its predecessor."""
+    """A chunk may take its next step only if it stays at least `lag_steps` steps behind its
+    predecessor.
+    """
     found = streams(limit)
     found.order.lag_steps = after
     for chunk, step in enumerate(steps, 1):
@@ -64,8 +66,8 @@ def test_a_chunk_keeps_its_distance_to_its_predecessor(
 
 
 def test_steps_in_flight_count() -> None:
-    """Batches reach every stage in order, so a step of chunk 2 may be sent before that of chunk 1
-    returns.
+    """A step of chunk 2 may be sent before the step of chunk 1 returns, because batches reach every
+    stage in order.
     """
     found = streams(2)
     for chunk in (1, 2):
@@ -99,8 +101,10 @@ def test_a_session_operation_runs_alone(position: str) -> None:
 @settings(max_examples=150, deadline=None)
 @given(limit=st.integers(1, 5), after=st.integers(1, 3), data=st.data())
 def test_no_chunk_overtakes_and_all_chunks_end(limit: int, after: int, data: st.DataObject) -> None:
-    """For any choice of runnable chunks and some aborts, order, distance and number hold and all
-    chunks end.
+    """Chunks stay in order, at their distance and within the limit for any choice of runnable
+    chunks.
+
+    Some chunks are aborted, and all chunks end.
     """
     found = streams(limit)
     found.order.lag_steps = after

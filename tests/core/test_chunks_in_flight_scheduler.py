@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StreamBatchScheduler` with several chunks of a session in flight (`omni.chunks_in_flight`)."""
+"""`StreamBatchScheduler` with several chunks of each session in flight (`omni.chunks_in_flight`)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,12 +15,14 @@ STEPS = 3
 
 @pytest.fixture(params=["fifo", "deadline"])
 def new_harness(request: pytest.FixtureRequest, null_world: Path) -> Callable[..., Harness]:
-    """Both policies behave the same without deadlines."""
+    """Return a factory of harnesses with one of the two scheduling policies, which behave the same
+    without deadlines.
+    """
     return partial(Harness, null_world, scheduling=request.param)
 
 
 class Worker:
-    """A mocked worker. Every chunk takes `steps` steps."""
+    """A mocked worker on which every chunk takes `steps` steps."""
 
     def __init__(self, harness: Harness, steps: int = STEPS) -> None:
         self.harness, self.steps = harness, steps
@@ -45,7 +47,7 @@ class Worker:
 
 
 def test_chunks_follow_one_step_apart(new_harness: Callable[..., Harness]) -> None:
-    """The first chunk of the session runs alone. Later chunks follow one step apart, up to the
+    """The first chunk of a session runs by itself. Later chunks follow one step apart, up to the
     limit.
     """
     harness = new_harness(chunks_in_flight=2)
@@ -65,7 +67,9 @@ def test_chunks_follow_one_step_apart(new_harness: Callable[..., Harness]) -> No
 
 
 def test_a_chunk_closer_than_the_lag_waits(new_harness: Callable[..., Harness]) -> None:
-    """The worker reports the distance of chunks. A running chunk that is closer waits."""
+    """A running chunk waits while it is closer to its predecessor than the distance that the worker
+    reports.
+    """
     harness = new_harness(chunks_in_flight=2)
     worker = Worker(harness, steps=5)
     for chunk in range(3):
@@ -80,7 +84,9 @@ def test_a_chunk_closer_than_the_lag_waits(new_harness: Callable[..., Harness]) 
 def test_a_small_batch_starves_no_session(
     new_harness: Callable[..., Harness], max_requests_per_step: int
 ) -> None:
-    """Two sessions have three chunks in flight each, which exceeds the batch."""
+    """Every chunk finishes when two sessions have three chunks in flight each, more than a batch
+    can contain.
+    """
     harness = new_harness(max_requests_per_step=max_requests_per_step, chunks_in_flight=3)
     worker = Worker(harness)
     for chunk in range(5):
@@ -95,7 +101,9 @@ def test_a_small_batch_starves_no_session(
 
 
 def test_successors_of_an_aborted_chunk_end(new_harness: Callable[..., Harness]) -> None:
-    """The runner's errors end the successors. A chunk that is sent again starts immediately."""
+    """When a chunk is aborted, its successors end with the runner's errors. If the chunk is sent
+    again, it starts immediately.
+    """
     harness = new_harness(chunks_in_flight=3)
     worker = Worker(harness)
     for chunk in range(4):

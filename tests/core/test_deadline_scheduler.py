@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StreamBatchScheduler` with omni.scheduling 'deadline': vLLM runs the batch that the policy
-chooses.
+"""`StreamBatchScheduler` with omni.scheduling 'deadline': vLLM runs the batch that the scheduling
+policy chooses.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ from vllm_omni.core.step_protocol import SchedulerNote
 
 
 def harness(model: Path, costs: StepCosts = StepCosts(size_s=0.2), **omni: Any) -> Harness:  # noqa: B008 (frozen)
-    """Return a harness with given costs. A request has size 1 until the worker reports another."""
+    """Return a harness with the given costs. A request has size 1 until the worker reports a size."""
     made = Harness(model, scheduling="deadline", **omni)
     made.scheduler._cost_model.costs = costs
     made.scheduler._cost_model.observe = lambda *args: None  # type: ignore[method-assign]
@@ -31,7 +31,7 @@ def note(run: Harness, name: str) -> SchedulerNote:
 
 
 def test_an_urgent_request_runs_first(null_world: Path) -> None:
-    """An urgent request that arrives last runs first. The others continue afterwards."""
+    """An urgent request that arrives last runs first, and the other requests continue afterwards."""
     run = harness(null_world)
     run.add("a", "a", deadline_s=60.0)
     assert run.step() == ["a"]
@@ -45,8 +45,8 @@ def test_an_urgent_request_runs_first(null_world: Path) -> None:
 
 
 def test_requests_outside_the_batch_keep_their_order(null_world: Path) -> None:
-    """Running requests outside the batch stay running and new ones stay waiting, both in their
-    order.
+    """Requests outside the batch keep their order: running ones stay running, and new ones stay
+    waiting.
     """
     run = harness(null_world, max_requests_per_step=1)
     for number, name in enumerate("abc"):
@@ -59,7 +59,9 @@ def test_requests_outside_the_batch_keep_their_order(null_world: Path) -> None:
 
 
 def test_an_abort_while_the_step_is_in_flight(null_world: Path) -> None:
-    """Two batches are in flight, as with two pipeline stages."""
+    """A request can be aborted while its step is in flight and, as with two pipeline stages, a
+    second batch follows.
+    """
     run = harness(null_world, stages=2)
     run.add("a", "a", deadline_s=60.0)
     run.add("b", "b", deadline_s=60.0)
@@ -73,7 +75,9 @@ def test_an_abort_while_the_step_is_in_flight(null_world: Path) -> None:
 
 
 def test_more_sessions_than_vllm_may_run(null_world: Path) -> None:
-    """With all running slots taken, an urgent request waits and the others continue."""
+    """When all of vLLM's running slots are taken, an urgent request waits and the running requests
+    continue.
+    """
     run = harness(null_world, max_requests_per_step=2)
     run.scheduler.max_num_active_reqs = 2
     run.add("a", "a", deadline_s=60.0)
@@ -85,8 +89,8 @@ def test_more_sessions_than_vllm_may_run(null_world: Path) -> None:
 
 
 def test_a_pause_lets_running_requests_end(null_world: Path) -> None:
-    """With `PAUSED_NEW` nothing new starts, and a more urgent request does not stop the running
-    one.
+    """In state `PAUSED_NEW`, running requests continue and no new request starts, even a more
+    urgent one.
     """
     run = harness(null_world)
     run.add("a", "a", deadline_s=60.0)
@@ -99,7 +103,9 @@ def test_a_pause_lets_running_requests_end(null_world: Path) -> None:
 
 
 def test_a_refused_stream_receives_a_note_and_ends(null_world: Path) -> None:
-    """The refused request is in one batch to receive its error. Its session is removed with it."""
+    """A refused stream is scheduled in one batch to receive its error, and its session is removed
+    with the request.
+    """
     run = harness(null_world, target_fps=16)
     run.add("s0", "s", 0, deadline_s=60.0, chunk_period_s=0.5)
     _, output = run.schedule()
@@ -113,7 +119,10 @@ def test_a_refused_stream_receives_a_note_and_ends(null_world: Path) -> None:
 
 @pytest.mark.parametrize("ended", ["done", "denoised"])
 def test_a_stream_between_chunks_counts_for_refusals(null_world: Path, ended: str) -> None:
-    """Its next chunk is expected. Two streams refused together receive errors and are removed."""
+    """A live stream between two chunks counts for refusals, because its next chunk is expected.
+
+    Two streams that are refused in the same step both receive errors and are removed.
+    """
     run = harness(null_world, target_fps=16)
     run.add("s0", "s", 0, deadline_s=60.0, chunk_period_s=0.5)
     _, output = run.schedule()
@@ -139,8 +148,10 @@ def test_a_chunk_that_would_be_late_is_degraded(null_world: Path) -> None:
 
 
 def test_the_cost_of_the_end_of_a_chunk_is_measured_per_level(null_world: Path) -> None:
-    """The cost model receives the sizes that ended at each level or above: chunk 0 at none, chunk 1
-    at both.
+    """The cost model receives the sizes of the chunks that ended at each degradation level or
+    above.
+
+    Chunk 0 runs at full quality and counts for neither level. Chunk 1 counts for both.
     """
     run = harness(null_world, degradations=["fewer_steps", "tiny_vae"])
     reported: list[tuple[float, ...]] = []
@@ -162,8 +173,10 @@ DEFAULT_COSTS = StepCosts()
 def observed(
     model: Path, costs: StepCosts = DEFAULT_COSTS, **omni: Any
 ) -> tuple[Harness, list[tuple[Any, ...]]]:
-    """Return a harness and the calls of its cost model: the sizes of a batch, of chunks that start
-    and end in it, and its duration.
+    """Return a harness and the list of calls of its cost model.
+
+    Each call contains the sizes of a batch, of the chunks that start in it and of those that end in
+    it, and the duration.
     """
     run, reported = harness(model, costs, **omni), []
     run.scheduler._cost_model.observe = lambda *args: reported.append(args)  # type: ignore[method-assign, func-returns-value]
@@ -171,7 +184,7 @@ def observed(
 
 
 def test_sizes_of_started_and_ended_chunks_are_measured(null_world: Path) -> None:
-    """A chunk ends with its last step although its result is pending."""
+    """A chunk ends with its last denoising step, although its result is still pending."""
     run, reported = observed(null_world)
     run.add("a", "a", deadline_s=60.0)
     _, output = run.schedule()
@@ -182,7 +195,9 @@ def test_sizes_of_started_and_ended_chunks_are_measured(null_world: Path) -> Non
 
 
 def test_steps_of_a_stock_worker_are_measured(null_world: Path) -> None:
-    """Steps are timed by the clock. A request has ended if the engine has removed it."""
+    """Steps of a stock worker are timed by the clock, and a request counts as ended once the engine
+    has removed it.
+    """
     run, reported = observed(null_world)
     run.add("a", "a", deadline_s=60.0)
     for done in ((), ("a",)):
@@ -191,7 +206,7 @@ def test_steps_of_a_stock_worker_are_measured(null_world: Path) -> None:
 
 
 def test_device_times_are_matched_to_earlier_steps(null_world: Path) -> None:
-    """The sizes of a batch are stored until its duration arrives with a later output."""
+    """The sizes of a batch are stored until its duration arrives with the output of a later step."""
     run, reported = observed(null_world, degradations=["fewer_steps"])
     run.add("a", "a", deadline_s=60.0)
     _, output = run.schedule()
@@ -209,8 +224,10 @@ def test_device_times_are_matched_to_earlier_steps(null_world: Path) -> None:
 def test_the_end_of_the_running_step_is_predicted(
     null_world: Path, unfinished: bool, own_s: float
 ) -> None:
-    """If the host is ahead, the end is predicted from the sizes of the batch, here three new
-    requests.
+    """If the host is ahead of the device, the end of the running step is predicted from the sizes
+    of its batch.
+
+    In this test, the batch has three new requests.
     """
     run, _ = observed(null_world, StepCosts(step_s=0.1, size_s=0.2, first_s=0.01, last_s=0.05))
     for name in "abc":
@@ -226,7 +243,7 @@ def test_the_end_of_the_running_step_is_predicted(
 
 
 def note_of_last(run: Harness) -> list[str]:
-    """Return the degradations in the note of the new request of the last batch."""
+    """Return the degradations in the scheduler's note on the new request of the last batch."""
     assert run.last is not None
     params = run.last.scheduled_new_reqs[0].pooling_params
     assert params is not None
@@ -242,7 +259,9 @@ def test_a_client_cannot_forge_the_note(null_world: Path) -> None:
 
 
 def test_step_costs_are_measured(null_world: Path) -> None:
-    """After ten steps of 10 ms the cost is known within the jitter of the machine."""
+    """After ten steps of 10 ms, the measured cost of a step is correct within the jitter of the
+    machine.
+    """
     run = Harness(null_world, scheduling="deadline")
     run.add("a", "a", deadline_s=60.0)
     for step in range(1, 11):

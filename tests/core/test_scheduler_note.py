@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's note on a request keeps the fields of the client."""
+"""The scheduler's note on a request leaves the client's fields unchanged."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def params(extra: dict[str, Any] | None) -> PoolingParams:
 
 
 def test_a_note_is_added_to_the_fields_of_the_client() -> None:
-    """The note is added to a copy; the client's object does not change."""
+    """The note is added to a copy of the request's fields, and the client's object does not change."""
     sent = params({"omni": {"session_id": "s"}, "omni_tensors": b"x"})
     noted = SchedulerNote(refused="full", degradations=["fewer_steps"]).attach_to_params(sent)
     assert sent.extra_kwargs == {"omni": {"session_id": "s"}, "omni_tensors": b"x"}
@@ -29,7 +29,7 @@ def test_a_note_is_added_to_the_fields_of_the_client() -> None:
 
 @pytest.mark.parametrize("extra", [None, {}, {"omni": {"session_id": "s"}}])
 def test_params_without_a_note_are_not_copied(extra: dict[str, Any] | None) -> None:
-    """No copy is made, and an empty note is read."""
+    """Parameters without a note are not copied, and reading them yields an empty note."""
     sent = params(extra)
     assert without_note(sent) is sent and SchedulerNote.read_extra_kwargs(extra) == SchedulerNote()
     noted = SchedulerNote(degradations=["a"]).attach_to_params(sent)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The deadline policy as decision tables, and compared with its definition on random queues."""
+"""The deadline policy, tested with decision tables and against its definition on random queues."""
 
 import dataclasses
 import random
@@ -137,8 +137,8 @@ def test_requests_that_share_the_next_step(
 def test_a_request_without_a_deadline_does_not_starve(
     num_streams: int, most: int, patience_s: float
 ) -> None:
-    """Streams are always late, and each step of a request without a deadline still runs soon after
-    it is due.
+    """A request without a deadline does not starve while all streams are late: each of its steps
+    runs soon after it is due.
     """
     costs, now_s, arrivals = StepCosts(size_s=0.1), 0.0, num_streams
     waiting = live("w", patience_s, 3, has_deadline=False, order=-1)
@@ -147,7 +147,8 @@ def test_a_request_without_a_deadline_does_not_starve(
         batch = choose_batch(now_s, [waiting, *others], costs, most)
         now_s += costs.step_s + sum(costs.of_step(request) for request in batch)
         if waiting in batch:
-            # Earlier requests end first: at most one chunk of each stream.
+            # Requests with an earlier deadline run first, which is at most one chunk of each
+            # stream.
             assert now_s <= waiting.deadline_s + 0.1 * (2 * num_streams + most) + 0.2
             waiting.deadline_s, waiting.steps_left = now_s + patience_s, waiting.steps_left - 1
         for request in batch:
@@ -208,14 +209,15 @@ def test_a_chunk_is_degraded_only_to_be_in_time(
 def chosen_by_definition(
     requests: list[LiveRequest], costs: StepCosts, most: int
 ) -> list[LiveRequest]:
-    """Return the batch by the definition of `choose_batch`, computed for every batch size. Values
-    such as 3/8 make the result exact.
+    """Return the batch by the definition of `choose_batch`, computed for every batch size.
+
+    The result is exact for binary fractions such as 3/8.
     """
     queue = sorted(requests, key=lambda r: (r.deadline_s, r.order))
     most = min(most, len(queue))
     if costs.step_s <= 0 and costs.size_s <= 0:
         return queue[:most]
-    slacks: list[float | None] = []  # None: it has no deadline
+    slacks: list[float | None] = []  # None for a request without a deadline
     clock = 0.0
     for r in queue:
         alone = (
@@ -231,7 +233,7 @@ def chosen_by_definition(
     best, best_wait = 1, 0.0
     for k in range(1, most + 1):
         together = costs.step_s + sum(costs.of_step(r) for r in queue[:k])
-        # Delay of each request's step compared with one-by-one service.
+        # Delay of each request's step, compared with running the requests one at a time.
         later = [
             together - sum(one_step(r, costs) for r in queue[: min(i, k - 1) + 1])
             for i in range(len(queue))
@@ -256,8 +258,10 @@ def one_step(request: LiveRequest, costs: StepCosts) -> float:
 
 @pytest.mark.parametrize("tight", [0.5, 1.0, 8.0])
 def test_the_batch_equals_its_definition(tight: float) -> None:
-    """One thousand random queues have deadlines of on average `tight` times the work. All sums are
-    exact. Costs of a start and an end may be negative because they are fitted to measurements.
+    """For one thousand random queues, `choose_batch` returns the batch that its definition gives.
+
+    Deadlines are on average `tight` times the work. All sums are exact. The costs of starting and
+    ending a chunk may be negative, because they are fitted to measurements.
     """
     rng = random.Random(int(tight * 8))
     sizes = set()
@@ -308,7 +312,7 @@ def test_the_batch_equals_its_definition(tight: float) -> None:
 def test_costs_of_a_request_at_its_level(
     costs: StepCosts, level: int, steps_left: int, started: bool, step_s: float, chunk_s: float
 ) -> None:
-    """The request has size 0.5. Its next step and its remaining steps are costed."""
+    """The cost of the next step and of the remaining steps is correct for a request of size 0.5."""
     request = live("a", 9, steps_left, started=started, size=0.5, level=level)
     assert costs.of_step(request) == step_s
     assert costs.of_chunk(steps_left, 0.5, started, level) == chunk_s
@@ -318,7 +322,9 @@ def test_costs_of_a_request_at_its_level(
 
 
 def test_the_end_is_predicted_from_earlier_requests() -> None:
-    """Earlier chunks with a deadline count to their end and others with one step."""
+    """In a prediction, an earlier request with a deadline counts until its end, and one without a
+    deadline counts for one step.
+    """
     costs = StepCosts(1, 2, 4, 8, (16,))
     requests = [
         live("a", 1, 2, level=1),
@@ -334,7 +340,9 @@ def test_the_end_is_predicted_from_earlier_requests() -> None:
 
 
 def test_a_refusal_contains_the_loads() -> None:
-    """The message contains the load of the stream, the load of others, the limit and a remedy."""
+    """A refusal's message contains the load of the stream, the load of the other streams, the limit
+    and a remedy.
+    """
     assert refuses([StreamDemand(0.5, 0.1), StreamDemand(1.0, 0.25)], StreamDemand(0.75, 0.6)) == (
         "a chunk every 0.75 s would take 80% of the engine's time, 2 live streams take 45%, and at "
         "most 95% "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step cost model: it finds the costs of synthetic steps and is robust to outliers."""
+"""The step cost model learns the costs of synthetic steps and is robust to outliers."""
 
 import random
 
@@ -33,7 +33,9 @@ def show(
 
 
 def test_the_parts_of_a_step_are_found() -> None:
-    """Steps have 2 % noise. A chunk's cost is within 5 % and each part within 25 %."""
+    """With 2 % noise on the steps, the cost of a chunk is learnt within 5 % and each of its
+    components within 25 %.
+    """
     model = StepCostModel()
     show(model, TRUE, 200, random.Random(0))
     found = model.costs
@@ -49,7 +51,7 @@ def test_after_one_step_costs_are_proportional_to_size() -> None:
 
 
 def test_outliers_do_not_change_the_costs() -> None:
-    """One step in twenty takes 3 s longer. The prediction stays within 15 %."""
+    """When one step in twenty takes 3 s longer, the prediction stays within 15 %."""
     model, rng = StepCostModel(), random.Random(1)
     for _ in range(20):
         show(model, TRUE, 19, rng)
@@ -58,7 +60,7 @@ def test_outliers_do_not_change_the_costs() -> None:
 
 
 def test_a_lasting_change_is_learnt() -> None:
-    """All steps become twice as slow, which is learnt within two windows."""
+    """When all steps become twice as slow, the model learns the new cost within two windows."""
     model, rng = StepCostModel(), random.Random(3)
     show(model, TRUE, 200, rng)
     slow = StepCosts(2 * TRUE.step_s, 2 * TRUE.size_s, 2 * TRUE.first_s, 2 * TRUE.last_s)
@@ -67,7 +69,9 @@ def test_a_lasting_change_is_learnt() -> None:
 
 
 def test_unobserved_costs_keep_their_values() -> None:
-    """The costs of shared steps stay after hours with a single stream."""
+    """The learnt cost of steps with several streams stays the same after hours with a single
+    stream.
+    """
     model, rng = StepCostModel(), random.Random(4)
     show(model, TRUE, 200, rng)
     before = duration_s(model.costs, 400.0, 0.0, 0.0)
@@ -76,8 +80,8 @@ def test_unobserved_costs_keep_their_values() -> None:
 
 
 def show_ladder(model: StepCostModel, chunks: int, rng: random.Random, level: int) -> None:
-    """Observe chunks of five steps at `level`. From level 2 on the end of a chunk takes 10 ms, not
-    150.
+    """Observe chunks of five steps at `level`. From level 2 onwards the end of a chunk takes 10 ms
+    instead of 150 ms.
     """
     for _ in range(chunks):
         for step in range(5):
@@ -88,8 +92,8 @@ def show_ladder(model: StepCostModel, chunks: int, rng: random.Random, level: in
 
 
 def test_the_cost_of_a_level_is_learnt() -> None:
-    """Within ten chunks the cost of a level is learnt. Before, it equals that of the next better
-    level.
+    """The cost of a level is learnt within ten chunks. Until then it equals the cost of the next
+    better level.
     """
     model, rng = StepCostModel(num_levels=3), random.Random(5)
     show_ladder(model, 20, rng, level=0)
@@ -102,7 +106,7 @@ def test_the_cost_of_a_level_is_learnt() -> None:
 
 
 def test_the_cost_of_full_quality_is_kept_during_overload() -> None:
-    """After a thousand degraded chunks the cost of full quality is still known."""
+    """After a thousand degraded chunks, the model still predicts the cost of full quality."""
     model, rng = StepCostModel(num_levels=3), random.Random(6)
     show_ladder(model, 20, rng, level=0)
     show_ladder(model, 1000, rng, level=2)
@@ -123,7 +127,9 @@ def test_invalid_steps_are_ignored(bad: tuple[float, float, float, float]) -> No
 
 @pytest.mark.parametrize("scale", [1.0, 64.0, 0.25])
 def test_costs_do_not_depend_on_the_unit_of_size(scale: float) -> None:
-    """Steps have no noise. Each part is within 5 % for every unit of size."""
+    """The learnt costs are within 5 % of the true ones for every unit of size, if the steps have no
+    noise.
+    """
     true = StepCosts(step_s=0.2, size_s=0.5 / scale, first_s=0.8 / scale, last_s=0.3 / scale)
     model, rng = StepCostModel(), random.Random(7)
     for _ in range(400):
@@ -135,7 +141,10 @@ def test_costs_do_not_depend_on_the_unit_of_size(scale: float) -> None:
 
 
 def test_one_slow_step_of_the_first_three_is_an_outlier() -> None:
-    """A slow first step still has a weight of a ninth until more steps are observed."""
+    """If one of the first three steps is slow, it is treated as an outlier.
+
+    A slow first step still has a weight of a ninth until more steps are observed.
+    """
     for position in range(3):
         model = StepCostModel()
         for step in range(3):
@@ -145,7 +154,7 @@ def test_one_slow_step_of_the_first_three_is_an_outlier() -> None:
 
 
 def test_the_smallest_step_is_observed() -> None:
-    """A size below one and a duration of zero are observed."""
+    """The model accepts a step with a size below one and a duration of zero."""
     model = StepCostModel()
     model.observe(0.5, 0.0, 0.0, 0.0)
     assert model.num_observed == 1

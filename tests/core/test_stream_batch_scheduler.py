@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StreamBatchScheduler`: one step in flight per request, session order, batch limit, and
-distribution over pipeline stages.
+"""`StreamBatchScheduler`: steps in flight, the order within a session, the batch limit and pipeline
+stages.
 """
 
 from collections.abc import Callable
@@ -19,12 +19,14 @@ from vllm_omni.inputs import DiffusionParams
 
 @pytest.fixture(params=["fifo", "deadline"])
 def new_harness(request: pytest.FixtureRequest, null_world: Path) -> Callable[..., Harness]:
-    """Both policies behave the same without deadlines."""
+    """Return a factory of harnesses with one of the two scheduling policies, which behave the same
+    without deadlines.
+    """
     return partial(Harness, null_world, scheduling=request.param)
 
 
 def test_a_request_is_scheduled_until_it_has_a_result(new_harness: Callable[..., Harness]) -> None:
-    """Each step is scheduled once, and none after the result."""
+    """A request is scheduled once per step until it has a result, and not after that."""
     harness = new_harness()
     harness.add("r", "s")
     assert [harness.step(), harness.step(), harness.step(done="r"), harness.step()] == [
@@ -36,7 +38,9 @@ def test_a_request_is_scheduled_until_it_has_a_result(new_harness: Callable[...,
 
 
 def test_a_request_never_has_two_steps_in_flight(new_harness: Callable[..., Harness]) -> None:
-    """While its output is pending, the request is not scheduled again. Others may be."""
+    """While the output of a request is pending, the request is not scheduled again, but other
+    requests may be.
+    """
     harness = new_harness(stages=2)
     harness.add("a", "a")
     harness.add("b", "b")
@@ -51,7 +55,9 @@ def test_a_request_never_has_two_steps_in_flight(new_harness: Callable[..., Harn
 
 
 def test_max_num_batched_tokens_limits_the_batch(new_harness: Callable[..., Harness]) -> None:
-    """One step counts as one token of `--max-num-batched-tokens`. The smaller limit applies."""
+    """Each request's step counts as one token of `--max-num-batched-tokens`, and the smaller limit
+    applies.
+    """
     for max_tokens, expected in ((2, 2), (9, 3), (0, 3)):
         harness = new_harness(max_requests_per_step=3, max_tokens=max_tokens)
         for name in "abcd":
@@ -62,7 +68,9 @@ def test_max_num_batched_tokens_limits_the_batch(new_harness: Callable[..., Harn
 def test_chunks_of_a_session_run_in_the_order_of_their_index(
     new_harness: Callable[..., Harness],
 ) -> None:
-    """Chunk 2 arrived before chunk 1. Other sessions are not delayed."""
+    """If chunk 2 of a session arrives before chunk 1, chunk 1 still runs first, and other sessions
+    are not delayed.
+    """
     harness = new_harness()
     harness.add("s2", "s", 2)
     harness.add("s1", "s", 1)
@@ -76,7 +84,7 @@ def test_chunks_of_a_session_run_in_the_order_of_their_index(
 def test_aborting_a_chunk_starts_the_next_one(
     new_harness: Callable[..., Harness], aborted: str
 ) -> None:
-    """The aborted chunk may be running or waiting."""
+    """When a chunk is aborted, running or waiting, the next chunk of its session starts."""
     harness = new_harness()
     harness.add("s1", "s", 1)
     harness.add("s2", "s", 2)
@@ -88,7 +96,7 @@ def test_aborting_a_chunk_starts_the_next_one(
 
 
 def test_requests_are_spread_over_the_stages(new_harness: Callable[..., Harness]) -> None:
-    """Four sessions on two stages run as two batches of two. Waiting chunks do not count."""
+    """Four sessions on two pipeline stages run as two batches of two. Waiting chunks do not count."""
     harness = new_harness(stages=2)
     for name in "abcd":
         harness.add(name, name, 0)
@@ -101,7 +109,9 @@ def test_requests_are_spread_over_the_stages(new_harness: Callable[..., Harness]
 def test_the_next_chunk_starts_while_a_result_is_pending(
     new_harness: Callable[..., Harness],
 ) -> None:
-    """A request that only delivers its result does not count for the batch limit."""
+    """A request that only has to deliver its result does not count towards the batch limit, so the
+    next chunk starts.
+    """
     harness = new_harness(max_requests_per_step=1)
     for index in range(3):
         harness.add(f"s{index}", "s", index)
@@ -115,7 +125,7 @@ def test_the_next_chunk_starts_while_a_result_is_pending(
 
 
 def test_stock_worker_outputs_are_accepted(new_harness: Callable[..., Harness]) -> None:
-    """A stock output without a result schedules another step."""
+    """If a stock worker's output has no result for a request, the request is scheduled again."""
     harness = new_harness()
     harness.add("a", "a")
     for done, left in ((), ["a"]), (("a",), []):
@@ -137,7 +147,7 @@ def test_an_aborted_chunk_in_its_last_step_is_removed(
 
 
 def test_malformed_requests_reach_the_runner(new_harness: Callable[..., Harness]) -> None:
-    """The runner reports fields of the wrong type; the scheduler ignores them."""
+    """The scheduler ignores request fields of the wrong type, because the runner reports them."""
     harness = new_harness()
     for number, extra in enumerate(
         ({}, {"omni": 1}, {"omni": {"session_id": 3, "chunk_index": "x"}})
@@ -158,8 +168,9 @@ def test_malformed_requests_reach_the_runner(new_harness: Callable[..., Harness]
 def test_a_request_without_params_makes_pooling_fail(
     new_harness: Callable[..., Harness],
 ) -> None:
-    """vLLM's `/pooling` sends such requests and would return 200 with the bytes of an error as
-    data.
+    """A `/pooling` request without our parameters fails.
+
+    vLLM would otherwise return status 200 with the bytes of an error as data.
     """
     harness = new_harness()
     harness.add("ours", "s")

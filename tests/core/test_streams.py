@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ScheduledStreams`: order within a session, due times, predicted steps and sizes, degradation
-levels, and refusals.
+"""`ScheduledStreams`: order within a session, due times, predicted steps and sizes, levels and
+refusals.
 """
 
 import math
@@ -32,7 +32,9 @@ def finish(
 
 
 def test_one_request_of_a_session_at_a_time_by_chunk_index() -> None:
-    """One chunk of a session runs at a time, by index; a started one is not overtaken."""
+    """A session runs one chunk at a time in the order of the index, and no chunk overtakes one that
+    has started.
+    """
     streams = ScheduledStreams(10.0)
     for chunk in (2, 1):
         streams.add_request(f"s{chunk}", fields("s", chunk), 0.0)
@@ -64,8 +66,10 @@ def test_a_closed_stream_no_longer_counts() -> None:
 
 
 def test_the_first_level_that_is_in_time_is_chosen() -> None:
-    """A chunk takes 4 x 0.1 s and 0.3 s at its end. Of three levels the second saves nothing and
-    the third 0.25 s.
+    """A chunk runs at the first level at which it meets its deadline.
+
+    The chunk takes 4 x 0.1 s, and its end takes 0.3 s. Of three levels, the second saves nothing
+    and the third saves 0.25 s.
     """
     costs = StepCosts(size_s=0.1, last_s=0.3, degraded_last_s=(0.3, 0.05))
     streams = ScheduledStreams(10.0, num_levels=3)
@@ -81,8 +85,9 @@ def test_the_first_level_that_is_in_time_is_chosen() -> None:
 
 
 def test_a_degraded_chunk_counts_with_its_reduced_cost() -> None:
-    """The other chunk takes 0.2 s instead of 0.5 s, so the next one (0.5 s, due in 0.75 s) is not
-    degraded.
+    """A degraded chunk counts with its reduced cost when the level of another chunk is chosen.
+
+    One chunk takes 0.2 s instead of 0.5 s, so the next one (0.5 s, due in 0.75 s) is not degraded.
     """
     costs = StepCosts(size_s=0.1, last_s=0.3, degraded_last_s=(0.0,))
     streams = ScheduledStreams(10.0, num_levels=2)
@@ -121,7 +126,7 @@ def test_a_degraded_chunk_counts_with_its_reduced_cost() -> None:
 def test_invalid_request_fields_are_ignored(
     extra: dict[str, object] | None, expected: RequestFields
 ) -> None:
-    """Fields of the wrong type are ignored; the runner reports them."""
+    """Request fields of the wrong type are ignored, because the runner reports them."""
     assert RequestFields.read_extra_kwargs("r", extra) == expected
 
 
@@ -132,8 +137,10 @@ def only(streams: ScheduledStreams, name: str) -> LiveRequest:
 
 
 def test_expected_steps_and_size_before_the_first_step() -> None:
-    """A chunk with a deadline is expected to equal the stream's last one at its level, a chunk
-    without one has full quality, and an operation takes one step.
+    """Before its first step, the steps and the size of a request are predicted.
+
+    A chunk with a deadline is expected to equal the stream's last chunk at its level. A chunk
+    without a deadline is expected at full quality. An operation takes one step.
     """
     streams = ScheduledStreams(10.0, num_levels=2)
     streams.add_request("s0", fields("s", 0, deadline_s=5.0), 0.0)
@@ -167,8 +174,10 @@ def test_expected_steps_and_size_before_the_first_step() -> None:
 
 
 def test_progress_updates_steps_and_size() -> None:
-    """The worker reports the progress. Without a report one step is subtracted, at least one
-    remains, and sizes are at least one.
+    """The worker reports the progress of a chunk. Without a report, one step is subtracted from
+    those left.
+
+    At least one step remains, and sizes are at least one.
     """
     streams = ScheduledStreams(10.0)
     streams.add_request("s0", fields("s"), 0.0)
@@ -205,7 +214,9 @@ def test_operations_do_not_change_expected_chunks() -> None:
 
 
 def test_a_stream_is_removed_with_its_last_operation() -> None:
-    """A stream is kept while a chunk waits after a `reset`, and after the end of a chunk."""
+    """A stream is retained while a chunk waits after a `reset` and after a chunk ends, and removed
+    with its last operation.
+    """
     streams = ScheduledStreams(10.0)
     streams.add_request("reset", RequestFields("s", 0, is_chunk=False), 0.0)
     streams.add_request("s0", fields("s", 1), 0.0)
@@ -219,7 +230,9 @@ def test_a_stream_is_removed_with_its_last_operation() -> None:
 
 
 def test_the_least_recently_used_stream_is_evicted() -> None:
-    """A new stream replaces the least recently used one that has no waiting request."""
+    """At the limit, a new stream replaces the least recently used stream that has no waiting
+    request.
+    """
     streams = ScheduledStreams(10.0)
     for number in range(4096):
         streams.add_request(str(number), fields(f"s{number}"), 0.0)
@@ -236,8 +249,10 @@ def test_the_least_recently_used_stream_is_evicted() -> None:
 
 
 def test_steps_without_a_deadline_are_due_one_after_the_other() -> None:
-    """Due times count from the last such step, or from the first arrival. Requests with a deadline
-    do not affect them.
+    """Steps without a deadline are due one after another, starting from the last such step or the
+    first arrival.
+
+    Requests with a deadline do not affect these due times.
     """
     streams = ScheduledStreams(2.0)
     streams.add_request("a", fields("a"), 100.0)
@@ -265,7 +280,11 @@ def test_steps_without_a_deadline_are_due_one_after_the_other() -> None:
 def test_a_stream_counts_for_three_of_its_periods_and_at_least_a_second(
     period_s: float, silent_s: float, live: bool
 ) -> None:
-    """The time counts from the last result. A stream with a waiting chunk always counts."""
+    """A stream counts as live for three of its periods, and at least a second, after its last
+    result.
+
+    A stream with a waiting chunk always counts as live.
+    """
     streams = ScheduledStreams(10.0)
     streams.add_request("s0", fields("s", period_s=period_s), 0.0)
     new = fields("new", math.inf, period_s=0.15)
@@ -287,7 +306,9 @@ def test_a_stream_counts_for_three_of_its_periods_and_at_least_a_second(
     ],
 )
 def test_requests_that_start_a_stream(requested: RequestFields, refused: bool) -> None:
-    """A first chunk, or one without an index, of an unknown session with a rate starts a stream."""
+    """A request starts a stream if its session is unknown, it has a rate, and it is a first chunk
+    or has no index.
+    """
     streams = ScheduledStreams(10.0)
     streams.add_request("s0", fields("s"), 0.0)
     finish(streams, "s0", num_steps=2)
@@ -295,7 +316,9 @@ def test_requests_that_start_a_stream(requested: RequestFields, refused: bool) -
 
 
 def test_refusals_assume_full_quality() -> None:
-    """Before any measurement every stream is accepted. A cheaper level does not add capacity."""
+    """Refusals assume full quality, so a cheaper level adds no capacity. Before any measurement,
+    every stream is accepted.
+    """
     streams = ScheduledStreams(10.0, num_levels=2)
     new = fields("new", period_s=0.05)
     assert streams.refusal(new, 0.0, StepCosts(size_s=100.0)) is None

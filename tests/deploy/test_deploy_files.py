@@ -46,7 +46,7 @@ KNOWN = {
     "ENTRYPOINT",
     "CMD",
 }
-"""Docker instructions that these files use."""
+"""Docker instructions that the Dockerfiles in this repository use."""
 
 
 def lines(path: Path) -> list[str]:
@@ -56,7 +56,7 @@ def lines(path: Path) -> list[str]:
 
 
 def unit() -> dict[str, list[str]]:
-    """Return every `Name=value` of the unit, regardless of its section."""
+    """Return every `Name=value` of the systemd unit, regardless of its section."""
     found: dict[str, list[str]] = {}
     for line in lines(UNIT):
         name, equals, value = line.partition("=")
@@ -111,9 +111,10 @@ def test_the_unit_starts_a_server_again_after_what_operations_calls_a_death_and_
 
 
 def test_the_unit_lets_the_server_finish() -> None:
-    """SIGTERM is sent only to the server, which stops its engine.
+    """systemd gives the server time to drain.
 
-    systemd kills the rest later than the server's drain can take.
+    SIGTERM is sent only to the server, which stops its engine itself. systemd kills the remaining
+    processes only after the longest time that the server's drain can take.
     """
     command = shlex.split(only("ExecStart"))
     omni = OmniConfig.from_additional_config(
@@ -139,7 +140,9 @@ def test_every_variable_is_one_that_someone_reads() -> None:
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 def test_systemd_takes_the_unit(tmp_path: Path) -> None:
-    """`systemd-analyze verify` also checks that the command exists, so the test replaces it."""
+    """`systemd-analyze verify` accepts the unit. The test replaces the unit's command, because
+    systemd checks that it exists.
+    """
     copy = tmp_path / UNIT.name
     copy.write_text(
         UNIT.read_text().replace(
@@ -183,7 +186,8 @@ def test_a_dockerfiles_commands_flags_and_paths_exist(path: Path) -> None:
     parse([*json.loads(by_name["ENTRYPOINT"]), *json.loads(by_name["CMD"])])
     (probe,) = re.findall(r"http://127\.0\.0\.1:(\d+)(/[a-z/]+)", by_name["HEALTHCHECK"])
     assert probe[0] == by_name["EXPOSE"] and probe[1] in OPEN_PATHS
-    # a number, because Kubernetes cannot tell from a name that it is not root
+    # The user must be a number, because Kubernetes cannot tell from a name whether the user is
+    # root.
     assert (
         int(by_name["USER"]) > 0
         and f"--uid {by_name['USER']} " in ran
@@ -192,7 +196,9 @@ def test_a_dockerfiles_commands_flags_and_paths_exist(path: Path) -> None:
 
 
 def test_the_build_context_is_what_the_dockerfiles_copy() -> None:
-    """The context has no virtual environment, whose links would break, and no large results."""
+    """The Docker build context excludes virtual environments, because their links would break, and
+    large results.
+    """
     rules = lines(REPO / ".dockerignore")
     assert rules[0] == "*"
     retained = {rule.removeprefix("!") for rule in rules if rule.startswith("!")}
@@ -207,7 +213,9 @@ def test_the_build_context_is_what_the_dockerfiles_copy() -> None:
 
 @pytest.mark.nightly
 def test_hadolint_accepts_the_dockerfiles() -> None:
-    """Rules that do not apply are ignored in the file, with the reason."""
+    """hadolint accepts the Dockerfiles. A rule that does not apply is ignored in the file, with the
+    reason.
+    """
     hadolint = Path(sys.executable).with_name("hadolint")
     if not hadolint.exists():
         pytest.skip("needs the extra `release`")
@@ -216,7 +224,9 @@ def test_hadolint_accepts_the_dockerfiles() -> None:
 
 
 def test_every_docker_run_makes_room_for_the_engines_messages() -> None:
-    """With Docker's default /dev/shm of 64 MB a server ends with a bus error."""
+    """Every `docker run` command raises the size of /dev/shm, because with Docker's default of 64
+    MB a server dies with a bus error.
+    """
     texts = [*DOCKERFILES, REPO / "docs/how_to/operators.md"]
     ran = [
         line for path in texts for line in re.findall(r"docker run (?:.*\\\n)*.*", path.read_text())

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`deploy/haproxy/haproxy.cfg` in the real HAProxy, with small servers that return their names."""
+"""The real HAProxy with `deploy/haproxy/haproxy.cfg`, in front of small servers that return their
+names.
+"""
 
 import asyncio
 import contextlib
@@ -29,7 +31,7 @@ ECHO = "/v1/realtime/echo"
 
 
 class ProxiedServers:
-    """A proxy, its servers `a`, `b` and so on, and a client."""
+    """A proxy, its servers (`a`, `b` and so on) and an HTTP client."""
 
     def __init__(
         self, proxy: Proxy, servers: list[EchoServer], client: aiohttp.ClientSession
@@ -37,7 +39,9 @@ class ProxiedServers:
         self.proxy, self.url, self.servers, self.client = proxy, proxy.url, servers, client
 
     async def checked(self, up: int, total: int | None = None) -> None:
-        """Wait until the proxy knows that `up` servers have room, and that `total` are alive."""
+        """Wait until the proxy's health checks have found `up` servers with room and `total` live
+        servers.
+        """
         await asyncio.to_thread(self.proxy.wait_until_checked, up, total)
 
     async def who(self, path: str = "/v1/images/generations", **headers: str) -> str:
@@ -55,7 +59,7 @@ class ProxiedServers:
     async def socket(
         self, query: str = "", **headers: str
     ) -> AsyncIterator[tuple[aiohttp.ClientWebSocketResponse, str]]:
-        """Open a socket; yields `(socket, name of the server)`."""
+        """Open a WebSocket; yields `(socket, name of the server)`."""
         async with self.client.ws_connect(
             f"{self.url}{ECHO}{query}",
             headers=headers,
@@ -66,7 +70,7 @@ class ProxiedServers:
             yield socket, await socket.receive_str()
 
     async def home(self, query: str = "", **headers: str) -> str:
-        """Return the server of a new socket."""
+        """Return the name of the server on which a new WebSocket opens."""
         async with self.socket(query, **headers) as (_, name):
             return name
 
@@ -79,7 +83,7 @@ async def proxied(
     for server in servers:
         await server.start()
     addresses = {server.name: server.address for server in servers}
-    # The servers run in this event loop, so whatever waits for them runs on a thread.
+    # The servers run in this event loop, so blocking calls that wait for them run on a thread.
     proxy = await asyncio.to_thread(Proxy, folder, addresses, edits)
     try:
         async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as client:
@@ -93,8 +97,10 @@ async def proxied(
 
 
 def test_requests_pass_through_unchanged(tmp_path: Path) -> None:
-    """Method, path, query, body, status and headers are unchanged, and the server gets the client's
-    address, which a client cannot forge.
+    """The proxy changes neither the method, path, query, body and status nor the headers of a
+    request.
+
+    The server also receives the client's address, which a client cannot forge.
     """
 
     async def scenario() -> None:
@@ -128,8 +134,10 @@ def test_streams_arrive_as_they_are_made(tmp_path: Path) -> None:
 
 
 def test_requests_without_a_session_spread(tmp_path: Path) -> None:
-    """The next request goes to the server with the fewest, and a full server gets none while
-    another has room. A client that leaves ends its request.
+    """A request without a session goes to the server with the fewest requests.
+
+    A full server receives none while another server has room. When a client disconnects, its
+    request ends.
     """
 
     async def scenario() -> None:
@@ -151,8 +159,10 @@ def test_requests_without_a_session_spread(tmp_path: Path) -> None:
 
 
 def test_a_named_session_returns_to_its_server(tmp_path: Path) -> None:
-    """The session is in the query, a header or the path, of sockets and requests, and its server
-    may be full.
+    """A request or WebSocket that names a session reaches the session's server, even if that server
+    is full.
+
+    The session can be named in the query, in a header or in the path.
     """
 
     async def scenario() -> None:
@@ -167,7 +177,7 @@ def test_a_named_session_returns_to_its_server(tmp_path: Path) -> None:
                 assert await cluster.who(**{SESSION_HEADER: session}) == home
                 for path in (f"/v1/sessions/{session}/snapshot", f"/omni/sessions/{session}/x"):
                     assert await cluster.who(path) == home
-            # A new name starts nowhere, because there is no room.
+            # A new session is refused, because no server has room.
             with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
                 await cluster.home("?session=another")
             assert refused.value.status == 503
@@ -186,7 +196,9 @@ def test_a_new_name_starts_on_a_server_with_room(tmp_path: Path) -> None:
 
 
 def test_a_restarted_proxy_chooses_the_same_server(tmp_path: Path) -> None:
-    """For a name that is new to it, every proxy computes the same server."""
+    """All proxies compute the same server for a session name that they have not seen, also after a
+    restart.
+    """
 
     async def scenario() -> None:
         async with proxied(tmp_path, 4) as cluster:
@@ -197,7 +209,7 @@ def test_a_restarted_proxy_chooses_the_same_server(tmp_path: Path) -> None:
             await cluster.checked(4)
             assert cluster.proxy.table("named") == 0
             assert [await cluster.home(name) for name in names] == homes
-            # The loss of a server moves only its own sessions.
+            # When a server dies, only its own sessions move to another server.
             await asyncio.to_thread(cluster.proxy.restart)
             await cluster.servers[2].die()
             await cluster.checked(3)
@@ -208,7 +220,9 @@ def test_a_restarted_proxy_chooses_the_same_server(tmp_path: Path) -> None:
 
 
 def test_a_reload_keeps_the_servers_of_sessions_and_the_sockets(tmp_path: Path) -> None:
-    """The old process serves its sockets until they end; the new one knows every name."""
+    """After a reload, the old process serves its WebSockets until they close, and the new process
+    has the table of sessions.
+    """
 
     async def scenario() -> None:
         async with (
@@ -235,7 +249,7 @@ def test_a_reload_keeps_the_servers_of_sessions_and_the_sockets(tmp_path: Path) 
 
 
 def test_proxies_share_the_servers_of_sessions(tmp_path: Path) -> None:
-    """A session that moved to another server is found there through each proxy."""
+    """A session that has moved to another server is found there through every proxy."""
 
     async def scenario() -> None:
         servers = [EchoServer(name) for name in "ab"]
@@ -261,12 +275,15 @@ def test_proxies_share_the_servers_of_sessions(tmp_path: Path) -> None:
         for server in servers:
             await server.runner.cleanup()
 
-    # `running_proxy` waits for health checks of servers in this loop only in `checked`.
+    # `running_proxy` does not wait for health checks of the servers in this loop. Only `checked`
+    # does.
     asyncio.run(scenario())
 
 
 def test_a_client_returns_to_the_server_of_its_handshake(tmp_path: Path) -> None:
-    """Programs use a header or the query, and browsers a cookie."""
+    """A client returns to the server of its handshake: programs send a header or a query parameter,
+    browsers a cookie.
+    """
 
     async def scenario() -> None:
         async with proxied(tmp_path, 4) as cluster:
@@ -282,7 +299,8 @@ def test_a_client_returns_to_the_server_of_its_handshake(tmp_path: Path) -> None
                 assert response.headers["Set-Cookie"].startswith(
                     f"{COOKIE}={response.headers[SERVER_HEADER]};"
                 )
-            # Other responses set no cookie, and the cookie does not bind image requests.
+            # Responses to other requests set no cookie, and the cookie does not bind image requests
+            # to a server.
             async with cluster.client.post(cluster.url + "/v1/images/generations") as response:
                 assert "Set-Cookie" not in response.headers
             spread = {await cluster.who(Cookie=f"{COOKIE}={name}") for _ in range(8)}
@@ -292,7 +310,11 @@ def test_a_client_returns_to_the_server_of_its_handshake(tmp_path: Path) -> None
 
 
 def test_a_request_addresses_exactly_one_server(tmp_path: Path) -> None:
-    """Even if it is full, or its session belongs elsewhere. Another server never answers."""
+    """A request that names a server reaches only that server, even if it is full or the session
+    belongs elsewhere.
+
+    If the server is dead, the request fails instead of reaching another server.
+    """
 
     async def scenario() -> None:
         async with proxied(tmp_path, 3) as cluster:
@@ -316,7 +338,9 @@ def test_a_request_addresses_exactly_one_server(tmp_path: Path) -> None:
 
 
 def test_a_session_that_moved_is_found_on_its_new_server(tmp_path: Path) -> None:
-    """A request that names the session and the server moves the name for all later requests."""
+    """A request that names a session and a server assigns the session to that server for all later
+    requests.
+    """
 
     async def scenario() -> None:
         async with proxied(tmp_path, 3) as cluster:
@@ -333,7 +357,9 @@ def test_a_session_that_moved_is_found_on_its_new_server(tmp_path: Path) -> None
 
 
 def test_an_id_leads_to_the_server_that_made_it(tmp_path: Path) -> None:
-    """Videos, files, WebRTC connections and sessions whose ids the server chose."""
+    """An id that a server created leads to that server: ids of videos, files, WebRTC connections
+    and sessions.
+    """
 
     async def scenario() -> None:
         async with proxied(tmp_path, 3) as cluster:
@@ -360,7 +386,9 @@ def test_an_id_leads_to_the_server_that_made_it(tmp_path: Path) -> None:
 
 
 def test_sockets_pass_everything_both_ways(tmp_path: Path) -> None:
-    """Text, large binaries, pings, the chosen subprotocol, and close codes of either side."""
+    """WebSockets carry text, large binary messages, pings, the chosen subprotocol and the close
+    codes of either side.
+    """
 
     async def scenario() -> None:
         async with proxied(tmp_path) as cluster:
@@ -393,7 +421,11 @@ def test_sockets_pass_everything_both_ways(tmp_path: Path) -> None:
 
 
 def test_a_dead_server_ends_only_its_own_sockets(tmp_path: Path) -> None:
-    """They end at once, its sessions start on another server, and it may come back."""
+    """When a server dies, its WebSockets close immediately, and its sessions start on another
+    server.
+
+    The server receives requests again once it has returned.
+    """
 
     async def scenario() -> None:
         async with proxied(tmp_path) as cluster:
@@ -407,7 +439,7 @@ def test_a_dead_server_ends_only_its_own_sockets(tmp_path: Path) -> None:
                 assert message.type in (WSMsgType.CLOSED, WSMsgType.ERROR)
                 await retained.send_str("still here")
                 assert await retained.receive_str() == "still here"
-            # Before the next health check, too.
+            # This holds even before the next health check.
             assert await cluster.home("?session=s") == "b"
             assert {await cluster.who() for _ in range(4)} == {"b"}
             await cluster.checked(1, 1)
@@ -419,7 +451,7 @@ def test_a_dead_server_ends_only_its_own_sockets(tmp_path: Path) -> None:
                 )
             await cluster.servers[0].start()
             await cluster.checked(2)
-            assert await cluster.home("?session=s") == "b"  # its new session is there
+            assert await cluster.home("?session=s") == "b"  # The new session is on server b.
             assert {await cluster.who() for _ in range(4)} == {"a", "b"}
             async with cluster.client.get(cluster.url + "/omni/ready") as response:
                 assert (await response.json())["servers_with_room"] == 2
@@ -428,7 +460,9 @@ def test_a_dead_server_ends_only_its_own_sockets(tmp_path: Path) -> None:
 
 
 def test_a_request_that_reached_a_server_is_not_repeated(tmp_path: Path) -> None:
-    """If the server dies, the client gets 502. A chunk must not be generated twice."""
+    """If a server dies during a request, the client gets 502, because repeating the request could
+    generate a chunk twice.
+    """
 
     async def scenario() -> None:
         async with proxied(tmp_path) as cluster:
@@ -446,7 +480,10 @@ def test_a_request_that_reached_a_server_is_not_repeated(tmp_path: Path) -> None
 
 
 def test_a_server_that_stopped_answering_is_disconnected(tmp_path: Path) -> None:
-    """A frozen process or a machine without power keeps its connections open, but fails checks."""
+    """A server that fails its health checks is disconnected.
+
+    For example, a frozen process or a machine without power keeps its connections open.
+    """
 
     async def scenario() -> None:
         edits = {"timeout check 5s": "timeout check 200ms"}
@@ -465,7 +502,7 @@ def test_a_server_that_stopped_answering_is_disconnected(tmp_path: Path) -> None
 
 
 def test_a_draining_server_keeps_its_sockets(tmp_path: Path) -> None:
-    """It finishes its chunks, and a client of one of its sessions still reaches it."""
+    """A draining server finishes its chunks, and clients of its sessions still reach it."""
 
     async def scenario() -> None:
         async with proxied(tmp_path) as cluster, cluster.socket("?session=s&server=a") as (held, _):
@@ -481,8 +518,10 @@ def test_a_draining_server_keeps_its_sockets(tmp_path: Path) -> None:
 
 
 def test_frames_that_arrive_with_the_handshake_reach_the_server(tmp_path: Path) -> None:
-    """RFC 6455 forbids them, but a proxy that parses no frames loses none. The server limits
-    them.
+    """The proxy forwards frames that arrive together with the handshake.
+
+    RFC 6455 forbids such frames, but the proxy does not parse frames and therefore loses none. The
+    server limits them.
     """
     head = (
         f"GET {ECHO.replace('echo', 'slow')} HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\n"
@@ -492,9 +531,9 @@ def test_frames_that_arrive_with_the_handshake_reach_the_server(tmp_path: Path) 
 
     def send(port: int) -> bytes:
         with socket.create_connection(("127.0.0.1", port), timeout=seconds(10)) as raw:
-            raw.sendall(head + b"\x89\x80\0\0\0\0")  # an empty ping
+            raw.sendall(head + b"\x89\x80\0\0\0\0")  # an empty ping frame
             response = b""
-            while not response.endswith(b"\x8a\0"):  # its pong
+            while not response.endswith(b"\x8a\0"):  # the pong to the empty ping
                 part = raw.recv(1 << 16)
                 assert part, response
                 response += part
@@ -510,7 +549,9 @@ def test_frames_that_arrive_with_the_handshake_reach_the_server(tmp_path: Path) 
 
 
 def test_without_any_server_requests_get_503(tmp_path: Path) -> None:
-    """`/health` is 200 while a server lives, and `/omni/ready` while one has room."""
+    """`/health` returns 200 while any server is alive, and `/omni/ready` returns 200 while any
+    server has room.
+    """
 
     async def scenario() -> None:
         async with proxied(tmp_path) as cluster:
@@ -538,7 +579,11 @@ def test_without_any_server_requests_get_503(tmp_path: Path) -> None:
 
 
 def test_metrics_and_operators_routes_are_for_private_networks(tmp_path: Path) -> None:
-    """Prometheus reads one server by its name, and the proxy's own metrics at another port."""
+    """`/metrics` and the operators' routes return 403 outside private networks.
+
+    In private networks, Prometheus reads the metrics of one server by its name, and those of the
+    proxy at another port.
+    """
 
     async def scenario() -> None:
         edits: dict[str, Any] = {"src 127.0.0.0/8 10.0.0.0/8": "src 10.0.0.0/8"}
@@ -563,7 +608,7 @@ def test_metrics_and_operators_routes_are_for_private_networks(tmp_path: Path) -
 
 
 def test_http_2_carries_requests_and_websockets(tmp_path: Path) -> None:
-    """Several of them share one connection, and each finds its server."""
+    """Several requests and WebSockets share one HTTP/2 connection, and each reaches its own server."""
 
     def talk(proxy: Proxy) -> None:
         with http2_client(proxy.tls_port, proxy.client_tls("h2", "http/1.1")) as client:

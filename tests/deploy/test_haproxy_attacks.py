@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attacks on HAProxy with `deploy/haproxy/haproxy.cfg`, of which its servers see nothing.
+"""Attacks on HAProxy with `deploy/haproxy/haproxy.cfg`, none of which reaches the servers.
 
-Each test also verifies that another client is served meanwhile.
+Most tests also verify that another client is served during the attack.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ HANDSHAKE = (
 
 
 class Edge:
-    """A proxy with servers in another thread, so that attacks may block."""
+    """A proxy with servers that run in another thread, so that an attack may block its own thread."""
 
     def __init__(self, proxy: Proxy, servers: list[EchoServer]) -> None:
         self.proxy, self.servers = proxy, servers
@@ -54,7 +54,9 @@ class Edge:
         return raw
 
     def ask(self, request: bytes, source: str = ATTACKER) -> bytes:
-        """Send bytes, and return all bytes until the proxy closes or is silent for a second."""
+        """Send bytes, and return all bytes received until the proxy closes or is silent for a
+        second.
+        """
         with self.dial(source) as raw:
             with contextlib.suppress(OSError):
                 raw.sendall(request)
@@ -97,7 +99,9 @@ def edge(
 
 @contextlib.contextmanager
 def served_neighbour(target: Edge) -> Iterator[None]:
-    """Verify that a WebSocket stays open and is answered, and that new requests are answered."""
+    """Verify that during an attack a WebSocket stays open and is served, and that new requests are
+    served.
+    """
     with target.websocket() as neighbour:
         assert neighbour.recv(timeout=seconds(10)) == "a"
         yield
@@ -115,7 +119,7 @@ def read_all(raw: socket.socket) -> bytes:
 
 
 def is_closed(raw: socket.socket) -> bool:
-    """Read what there is; return whether the other side has closed."""
+    """Read all available bytes; return whether the other side has closed the connection."""
     raw.setblocking(False)
     try:
         while raw.recv(1 << 16):
@@ -137,8 +141,10 @@ def is_complete(reply: bytes) -> bool:
 
 
 def test_silent_clients_are_cut_off(tmp_path: Path) -> None:
-    """Sockets that send nothing, half a request line, half of the headers, or half of a second
-    request (50 of each). A header line now and then does not extend the time.
+    """A client that does not finish its request in time is disconnected.
+
+    The clients send nothing, half a request line, half of the headers, or half of a second request
+    (50 of each). A client that sends a header line from time to time gets no more time.
     """
     with edge(tmp_path, QUICK_TIMEOUTS) as target, served_neighbour(target):
         opened_s = time.monotonic()
@@ -176,8 +182,8 @@ def test_a_silent_tls_handshake_is_cut_off(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("expects", [False, True], ids=["plain", "expect"])
 def test_slow_bodies_end_with_408(tmp_path: Path, expects: bool) -> None:
-    """A body of a usual size must arrive in 10 s, however many parts it has. The server never
-    learns of it.
+    """A body of a usual size must arrive in 10 s, in any number of packets. If it is late, the
+    server never receives the request.
     """
     with edge(tmp_path, QUICK_TIMEOUTS) as target, served_neighbour(target):
         before = target.requests_seen()
@@ -204,7 +210,10 @@ def test_slow_bodies_end_with_408(tmp_path: Path, expects: bool) -> None:
 
 
 def test_a_long_body_that_stops_is_ended_by_the_server(tmp_path: Path) -> None:
-    """HAProxy has no limit after the first 16 KiB; it delivers the server's 408."""
+    """The server ends a long body that stops, and the proxy delivers the server's 408.
+
+    HAProxy itself has no time limit for a body after its first 16 KiB.
+    """
     app = FastAPI()
 
     @app.get("/omni/ready")
@@ -232,7 +241,7 @@ def test_a_long_body_that_stops_is_ended_by_the_server(tmp_path: Path) -> None:
 
 
 def test_a_client_that_sends_all_before_it_reads_gets_its_response(tmp_path: Path) -> None:
-    """A server refuses a body without reading it, and the proxy still delivers the refusal."""
+    """The proxy delivers a server's refusal to a client that sends its whole body before it reads."""
     with edge(tmp_path) as target:
         length = 16 << 20
         for _ in range(5):
@@ -242,7 +251,11 @@ def test_a_client_that_sends_all_before_it_reads_gets_its_response(tmp_path: Pat
 
 
 def test_headers_are_bounded_on_every_request_of_a_connection(tmp_path: Path) -> None:
-    """600 MB of headers, as a first and as a second request, and one endless line."""
+    """HAProxy bounds the headers of the first and of every later request on a connection.
+
+    The clients try to send 600 MB of headers in a first request, in a second request, and in one
+    endless line.
+    """
     lines = b"".join(b"X-%07d: " % number + b"a" * 1000 + b"\r\n" for number in range(1000))
     with edge(tmp_path) as target, served_neighbour(target):
         before = target.proxy.memory_bytes
@@ -262,13 +275,15 @@ def test_headers_are_bounded_on_every_request_of_a_connection(tmp_path: Path) ->
 
 
 def test_a_hundred_thousand_names_of_sessions_are_forgotten(tmp_path: Path) -> None:
-    """Names of 8 KB each, from one client. Memory is bounded, and a session that is in use is still
-    found on the server to which it moved.
+    """HAProxy evicts old session names, so 110,000 names of 8 KB from one client use a bounded
+    amount of memory.
+
+    A session that is in use is still found on the server to which it has moved.
     """
     total, size = 110_000, 8000
     with edge(tmp_path, num_servers=2) as target:
         homes = {}
-        for number in range(20):  # on the server that the hash does not choose
+        for number in range(20):  # The session moves to the server that the hash does not choose.
             path = f"/v1/models?session=used-{number}"
             other = {"a": "b", "b": "a"}[home_of(target, path)]
             assert home_of(target, f"{path}&server={other}") == other
@@ -302,7 +317,7 @@ def test_a_hundred_thousand_names_of_sessions_are_forgotten(tmp_path: Path) -> N
 
 
 def home_of(target: Edge, path: str) -> str:
-    """Return the server of a request."""
+    """Return the name of the server that serves a request for `path`."""
     with target.dial(NEIGHBOUR) as raw:
         head = f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
         raw.sendall(head.encode())
@@ -311,7 +326,9 @@ def home_of(target: Edge, path: str) -> str:
 
 
 def test_absolute_urls_are_served_or_refused(tmp_path: Path) -> None:
-    """A server gets the path only, and a URL of another host than `Host` is refused."""
+    """An absolute URL reaches the server as a path. A URL with a host that differs from `Host` is
+    refused.
+    """
     with edge(tmp_path) as target:
         reply = target.ask(b"GET http://x/v1/models?a=1 HTTP/1.1\r\nHost: x\r\n\r\n")
         assert reply.startswith(b"HTTP/1.1 201 ")
@@ -351,7 +368,7 @@ SMUGGLED = b"0\r\n\r\nGET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n"
     ],
 )
 def test_malformed_requests_get_no_status_5xx(tmp_path: Path, request_bytes: bytes) -> None:
-    """They are refused, or one server gets one valid request."""
+    """A malformed request is refused, or exactly one server receives one valid request."""
     with edge(tmp_path) as target, served_neighbour(target):
         seen = target.requests_seen()
         reply = target.ask(request_bytes)
@@ -363,7 +380,9 @@ def test_malformed_requests_get_no_status_5xx(tmp_path: Path, request_bytes: byt
 
 
 def test_a_body_in_two_lengths_is_one_request(tmp_path: Path) -> None:
-    """With both lengths, the chunks count (RFC 9112, 6.3), and the connection is closed."""
+    """If a request has both a content length and chunks, the chunks count (RFC 9112, 6.3), and the
+    connection is closed.
+    """
     head = POST + b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n"
     with edge(tmp_path) as target:
         reply = target.ask(head + SMUGGLED)
@@ -372,7 +391,7 @@ def test_a_body_in_two_lengths_is_one_request(tmp_path: Path) -> None:
 
 
 def test_websockets_that_reconnect_are_limited_by_address(tmp_path: Path) -> None:
-    """A client that reconnects without end gets 429; another address is served."""
+    """A client that keeps reconnecting gets 429, and clients at other addresses are served."""
     edits = {"sc0_gpc0_rate gt 200": "sc0_gpc0_rate gt 20"}
     with edge(tmp_path, edits) as target, served_neighbour(target):
         replies = [target.ask(HANDSHAKE + b"\x88\x80\0\0\0\0") for _ in range(50)]
@@ -386,7 +405,9 @@ def test_websockets_that_reconnect_are_limited_by_address(tmp_path: Path) -> Non
 
 
 def test_connections_are_limited_by_address(tmp_path: Path) -> None:
-    """The connections beyond the limit are closed at once, and others of the address stay."""
+    """Connections beyond the limit of an address are closed immediately, and the earlier
+    connections of the address stay open.
+    """
     with edge(tmp_path) as target, served_neighbour(target):
         held = [target.dial() for _ in range(300)]
         wait_until(lambda: num_open(held) <= 260)
@@ -398,7 +419,9 @@ def test_connections_are_limited_by_address(tmp_path: Path) -> None:
 
 
 def test_a_client_that_does_not_read_is_disconnected(tmp_path: Path) -> None:
-    """The proxy buffers little, and the server's connection ends."""
+    """A client that does not read is disconnected, because the proxy buffers little. The server's
+    connection ends too.
+    """
     with edge(tmp_path, {"timeout tunnel 60s": "timeout tunnel 1s"}) as target:
         before = grown = target.proxy.memory_bytes
         with target.dial() as raw:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifests in `deploy/kubernetes` satisfy the API's schemas, and agree with the server, with
-each other and with HAProxy's configuration.
+"""The manifests in `deploy/kubernetes` satisfy the schemas of the API and match each other, the
+server and HAProxy.
 """
 
 import re
@@ -46,14 +46,14 @@ def arguments() -> list[str]:
 
 
 def omni() -> OmniConfig:
-    """The options of a server as it parses them."""
+    """Return the options of the server in the manifests, parsed as the server parses them."""
     words = [word for word in arguments() if word != "--omni"]
     args = serve_parser().parse_args(["serve", *words])
     return OmniConfig.from_additional_config(args.additional_config)
 
 
 def servers_of_readme() -> dict[str, str]:
-    """Servers in the command that writes HAProxy's configuration."""
+    """Return the servers in the README's command that writes HAProxy's configuration."""
     command = re.search(r"^python3 deploy/haproxy/configure\.py --.*$", README.read_text(), re.M)
     assert command is not None
     words = shlex.split(command[0])
@@ -62,7 +62,9 @@ def servers_of_readme() -> dict[str, str]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_api_accepts_every_manifest(version: str) -> None:
-    """`strict` refuses unknown fields. The schemas are in the package, so no network is needed."""
+    """Every manifest passes a strict check, which refuses unknown fields. The package contains the
+    schemas, so no network is needed.
+    """
     kinds = []
     for each in manifests():
         kubernetes_validate.validate(each, version, strict=True)
@@ -83,12 +85,14 @@ def test_a_server_accepts_its_arguments_and_variables() -> None:
 
     assert omni().server_name == "vllm-omni-0"
     names = {each["name"] for each in container("StatefulSet")["env"]} - {"POD_NAME"}
-    for name in names - {"FORWARDED_ALLOW_IPS"}:  # uvicorn's own
+    for name in names - {"FORWARDED_ALLOW_IPS"}:  # `FORWARDED_ALLOW_IPS` belongs to uvicorn.
         assert name in envs.environment_variables or name in known_variables()
 
 
 def test_a_stopping_server_has_time_to_drain() -> None:
-    """Its sessions are written to its volume, which the next pod of its name has too."""
+    """A stopping server has time to drain. It writes its sessions to its volume, which the next pod
+    of the same name mounts.
+    """
     spec = manifest("StatefulSet")
     pod = spec["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] > omni().drain_timeout_s + 10
@@ -104,7 +108,9 @@ def test_a_stopping_server_has_time_to_drain() -> None:
     ("kind", "name"), [("StatefulSet", "vllm-omni"), ("Deployment", "vllm-omni-proxy")]
 )
 def test_probes_need_no_key(kind: str, name: str) -> None:
-    """A full server stays alive and ready for its own sessions."""
+    """Probes need no key, and a full server stays alive and ready, because its own sessions must
+    still reach it.
+    """
     probes = [value for key, value in container(kind, name).items() if key.endswith("Probe")]
     paths = {probe["httpGet"]["path"] for probe in probes if "httpGet" in probe}
     assert paths == {"/health"} <= OPEN_PATHS
@@ -131,7 +137,9 @@ def test_everything_selects_its_pods(kind: str, name: str) -> None:
 
 
 def test_the_number_of_servers_follows_their_sessions() -> None:
-    """By a metric that servers have, below the number that a server accepts."""
+    """The autoscaler uses a metric that servers export, with a target below the number of sessions
+    that a server accepts.
+    """
     scaler = manifest("HorizontalPodAutoscaler")
     assert scaler["scaleTargetRef"]["kind"] == "StatefulSet"
     ((metric),) = scaler["metrics"]
@@ -142,7 +150,9 @@ def test_the_number_of_servers_follows_their_sessions() -> None:
 
 
 def test_haproxy_knows_every_server() -> None:
-    """The command in the README names as many servers as there may be, by their names in DNS."""
+    """HAProxy's configuration contains every server: the README's command lists the maximum number
+    of servers by DNS name.
+    """
     service, spec = manifest("Service"), manifest("StatefulSet")
     assert spec["serviceName"] == service["metadata"]["name"] and service["clusterIP"] == "None"
     name, port = spec["metadata"]["name"], service["ports"][0]["port"]

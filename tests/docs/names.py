@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find names in back quotes that do not exist in this package, its tests and tools, or vLLM.
 
-A name exists if code defines or uses it, or contains it as a string. Docstrings and comments do not
+A name exists if code defines it, uses it or contains it as a string. Docstrings and comments do not
 count.
 """
 
@@ -24,7 +24,7 @@ FENCE = re.compile(r"^([ ]*)(`{3,}).*?^\1\2[ ]*$", re.M | re.S)
 
 
 def quoted(text: str) -> list[str]:
-    """Return the names and paths in back quotes, once each, outside fenced blocks.
+    """Return the names and paths in back quotes outside fenced blocks, without duplicates.
 
     Other quoted text, such as commands and values, is ignored.
     """
@@ -45,8 +45,8 @@ def missing(names: list[str], alongside: Path, private: frozenset[str] = frozens
     """Return the names that do not exist.
 
     A path is relative to the repository, the package, or `alongside`, the folder of the page. A
-    private name requires its class, because many classes have a `_close`, unless it is in
-    `private`, the names that the docstring's own module defines.
+    private name must be qualified by its class, because many classes have a `_close`. The
+    exceptions are the names in `private`, which the docstring's own module defines.
     """
     return [name for name in names if name not in private and not _exists(name, alongside)]
 
@@ -69,8 +69,8 @@ def _exists(name: str, alongside: Path) -> bool:
 def _word_exists(word: str) -> bool:
     """Return whether a word exists.
 
-    A word may also be the environment variable of a limit (`VLLM_OMNI_IDLE_TIMEOUT_S` of
-    `idle_timeout_s`) or a counter.
+    A word may also be a counter, or the environment variable of a limit, for example
+    `VLLM_OMNI_IDLE_TIMEOUT_S` for `idle_timeout_s`.
     """
     variable = word.removeprefix("VLLM_OMNI_").lower() if word.isupper() else word
     return any(
@@ -103,7 +103,9 @@ def _files() -> list[Path]:
 
 @cache
 def trees() -> dict[Path, ast.Module]:
-    """Parse the package and its tools. `_of_tests` reads the names that tests define."""
+    """Return the parsed modules of the package and its tools. `_of_tests` reads the names that
+    tests define.
+    """
     return {
         path: ast.parse(path.read_text())
         for path in _files()
@@ -116,14 +118,16 @@ def _is_a_test(path: Path) -> bool:
 
 
 def _of_tests() -> Iterator[str]:
-    """Return the functions of the tests, found by their lines because parsing takes seconds."""
+    """Return the names of the tests' functions. They are found by matching lines, because parsing
+    all tests takes seconds.
+    """
     for path in _files():
         if path.suffix == ".py" and _is_a_test(path):
             yield from re.findall(r"^ *def (\w+)", path.read_text(), re.M)
 
 
 def _strings_of(tree: ast.AST) -> Iterator[str]:
-    """Return the strings of a module without docstrings and texts below fields."""
+    """Return the strings of a module, except docstrings and the docstrings of fields."""
     documentation = {
         id(node.value)
         for node in ast.walk(tree)
@@ -178,7 +182,7 @@ def _strings() -> str:
 
 @cache
 def _classes() -> dict[str, tuple[set[str], list[str]]]:
-    """Return class of this package -> its own members and the names of its bases."""
+    """Return a map from each class of this package to its own members and the names of its bases."""
     found: dict[str, tuple[set[str], list[str]]] = {}
     for path, tree in trees().items():
         if path.is_relative_to(REPO / "vllm_omni"):
@@ -222,8 +226,8 @@ def _in_module(parts: list[str]) -> bool:
 
 @cache
 def _of_vllm() -> frozenset[str]:
-    """Return all words of vLLM's source (40 MB), read as bytes because that takes a third of the
-    time.
+    """Return all words of vLLM's source (40 MB). The source is read as bytes, which takes a third
+    of the time.
     """
     [root] = importlib.util.find_spec("vllm").submodule_search_locations  # type: ignore[union-attr, misc]
     apart = re.sub(rb"\W", b" ", bytes(range(256)))

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Extract fenced blocks and shell commands from documentation, with a check for each kind of
-command.
+"""Extract fenced blocks and shell commands from the documentation, and check each kind of command.
 
 An unknown kind of command is a failure, so that no untested command is added by accident.
-`vllm-omni` commands run in processes that are forked with the libraries imported
+`vllm-omni` commands run in processes that are forked after the libraries have been imported
 (`rank_processes`). tests/entrypoints/cli/test_demo.py starts the installed script, and
 test_doctor.py runs `doctor`.
 """
@@ -46,7 +45,7 @@ NOT_RUN = {
     "torchrun": "needs several ranks",
     "ray": "needs a cluster",
 }
-"""Commands that are not run, with the reason."""
+"""Commands that the tests do not run, each with the reason."""
 
 _FENCE = re.compile(
     r"^(?P<indent>[ ]*)(?P<ticks>`{3,})(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)(?P=ticks)[ ]*$",
@@ -57,12 +56,12 @@ _LINK = re.compile(r"\[[^\]]*\]\((?!https?://|#|mailto:)([^)#\s]+)[^)]*\)")
 
 
 class DocsError(AssertionError):
-    """A snippet that does not work."""
+    """A snippet of the documentation does not work."""
 
 
 @dataclass(frozen=True)
 class Snippet:
-    """A fenced block: its page and line, language and text."""
+    """A fenced block of a page: the page and line, the language and the text."""
 
     path: Path
     line: int
@@ -75,7 +74,7 @@ class Snippet:
 
 
 def documents() -> list[Path]:
-    """Return README, docs/, and the pages next to code and examples."""
+    """Return the README, the pages in docs/, and the pages next to code and examples."""
     patterns = (
         "*.md",
         "docs/**/*.md",
@@ -96,7 +95,7 @@ def snippets(path: Path) -> Iterator[Snippet]:
 
 
 def links(path: Path) -> list[str]:
-    """Return relative link targets outside fenced blocks."""
+    """Return the targets of relative links outside fenced blocks."""
     return _LINK.findall(_FENCE.sub("", path.read_text()))
 
 
@@ -121,9 +120,9 @@ def commands(script: str) -> list[list[str]]:
 
 
 def blocked_commands(script: str) -> list[list[str]]:
-    """Return commands after one that keeps running.
+    """Return the commands that cannot run because an earlier command of the block keeps running.
 
-    Further lines that serve are alternatives to it.
+    A further command that starts a server is an alternative to the first one and is not returned.
     """
     serving = False
     for line in script.replace("\\\n", " ").splitlines():
@@ -141,7 +140,9 @@ def blocked_commands(script: str) -> list[list[str]]:
 
 
 def check_command(command: list[str], runs_in: Path, *, execute: bool = True) -> None:
-    """Check a command by its kind; run it in `runs_in` if that is cheap and `execute` is set."""
+    """Check a command according to its kind, and run it in `runs_in` if it is cheap and `execute`
+    is set.
+    """
     while command and _ASSIGNMENT.match(command[0]):
         command = command[1:]
     if not command:
@@ -212,7 +213,7 @@ def _check_vllm_omni(arguments: list[str], runs_in: Path, execute: bool) -> None
 
 @cache
 def _run_once(arguments: tuple[str, ...]) -> None:
-    """Run a command whose result does not depend on the folder only once."""
+    """Run a command only once if its result does not depend on the folder."""
     _run(list(arguments), REPO)
 
 
@@ -229,7 +230,7 @@ def _run(arguments: list[str], runs_in: Path) -> None:
 def _check_python(arguments: list[str]) -> None:
     if arguments[:2] in (["-m", "pytest"], ["-m", "venv"]) or arguments[:1] == ["-c"]:
         return
-    if arguments[:1] == ["-m"]:  # a package of this repository, by the parser of its __main__.py
+    if arguments[:1] == ["-m"]:  # checked by the parser of its __main__.py
         arguments = [f"{arguments[1].replace('.', '/')}/__main__.py", *arguments[2:]]
     path = REPO / (arguments[0] if arguments else "")
     if not path.is_file():
@@ -296,13 +297,13 @@ STAND_INS = {
     '{"hidden_state_layers": [12]}': '{"hidden_state_layers": [1]}',
     "(12, -1)": "(1, -1)",
 }
-"""Text of snippets that requires downloads -> text for the tiny model of the same page."""
+"""Replacements for text that would require a download, by equivalents for the page's tiny model."""
 
 _FILE_OF_READER = re.compile(r"# ((?:vllm_omni|tests|examples)/[\w/]+\.py)\n")
 
 
 def file_of_reader(snippet: Snippet) -> str | None:
-    """Return the file that a tutorial's block is written to, which its first line names.
+    """Return the file that a block of a tutorial is written to, as its first line says.
 
     Returns None for other blocks.
     """
@@ -315,13 +316,14 @@ _STARTS_ENGINES = ("LLM(", "WorldVectorEnv.load(")
 
 
 def snippet_kind(snippet: Snippet) -> str:
-    """How a Python block is run.
+    """Return how a Python block is run.
 
     Returns:
         `file`: a file of a tutorial, which tests/docs/test_tutorials.py writes and runs.
-        `fragment`: not run, because it uses names that it does not define. `plain`: needs neither
-        engine nor server, or only defines functions. `engine`: starts an engine. `client`: calls
-        the server of its page.
+        `fragment`: not run, because it uses names that it does not define.
+        `plain`: needs neither an engine nor a server, or only defines functions.
+        `engine`: starts an engine.
+        `client`: calls the server of its page.
     """
     if file_of_reader(snippet) is not None:
         return "file"
@@ -355,7 +357,9 @@ def snippet_kind(snippet: Snippet) -> str:
 
 
 def write_script(snippet: Snippet, folder: Path, port: int | None = None) -> Path:
-    """Write a block as a script, changed by `STAND_INS` and the port of the page's server."""
+    """Write a block as a script, with the replacements in `STAND_INS` and the port of the page's
+    server.
+    """
     text = snippet.text
     for shown, stand_in in STAND_INS.items():
         text = text.replace(shown, stand_in)
@@ -367,7 +371,7 @@ def write_script(snippet: Snippet, folder: Path, port: int | None = None) -> Pat
 
 
 def server_command(page: Path, folder: Path, port: int) -> list[str]:
-    """Return the page's first `vllm serve` command with a model in `folder`, with another port."""
+    """Return the page's first `vllm serve` command, with its model in `folder` and with `port`."""
     for snippet in snippets(page):
         for command in (
             commands(snippet.text) if snippet.language in ("bash", "sh", "shell") else []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The AR compatibility table matches the outcomes of its tests, which exist."""
+"""The AR compatibility table matches the outcomes of its tests, and those tests exist."""
 
 from pathlib import Path
 from types import ModuleType
@@ -16,19 +16,25 @@ def script() -> ModuleType:
 
 
 def test_the_table_is_what_the_outcomes_say(script: ModuleType) -> None:
-    """After adding or renaming a marked test run `python scripts/ar_compatibility.py` (or
+    """The AR compatibility table is up to date.
+
+    After adding or renaming a marked test, run `python scripts/ar_compatibility.py` (or
     `--render`).
     """
     assert script.TABLE.read_text() == script.render(script.read())
 
 
 def test_outcomes_are_of_tests_that_exist(script: ModuleType) -> None:
-    """The outcome of a renamed or deleted test must be deleted."""
+    """Every recorded outcome belongs to an existing test, so the outcome of a renamed or deleted
+    test must be deleted.
+    """
     assert set(script.read()) <= {mark["test"] for mark in script.marks()}
 
 
 def test_every_row_the_worker_promises_has_a_test(script: ModuleType) -> None:
-    """The features are those of the issue that requested the worker."""
+    """Every feature that the AR worker promises has a test. The features are those of the issue
+    that requested the worker.
+    """
     names = " ".join(mark["name"] for mark in script.marks())
     for wanted in (
         "chunked prefill",

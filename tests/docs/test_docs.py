@@ -25,7 +25,7 @@ ALL = [snippet for path in docs.documents() for snippet in docs.snippets(path)]
 
 
 TUTORIALS = docs.REPO / "docs" / "tutorials"
-"""Pages whose files and commands depend on each other; test_tutorials.py runs them in order."""
+"""Pages with files and commands that depend on each other. test_tutorials.py runs them in order."""
 
 
 def of(*languages: str) -> pytest.MarkDecorator:
@@ -40,7 +40,7 @@ def of(*languages: str) -> pytest.MarkDecorator:
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Callable[[docs.Snippet], Path]:
-    """Return the folder that a page's commands share, in order, like a fresh checkout."""
+    """Return the folder that all commands of a page share, which looks like a fresh checkout."""
 
     @cache
     def folder_for(page: Path) -> Path:
@@ -54,14 +54,18 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Callable[[docs.Snippet],
 
 @of(*SHELL)
 def test_commands_are_real(snippet: docs.Snippet, reader: Callable[[docs.Snippet], Path]) -> None:
-    """Each command runs, or its program parses it, or there is a reason not to run it."""
+    """Each command runs, is parsed by its program, or has an entry with the reason why it is not
+    run.
+    """
     for command in docs.commands(snippet.text):
         docs.check_command(command, reader(snippet))
 
 
 @of("python", "py")
 def test_code_compiles_and_its_imports_exist(snippet: docs.Snippet) -> None:
-    """This finds names that were renamed or removed."""
+    """The code of a snippet compiles and its imports exist, so no snippet uses a name that was
+    renamed or removed.
+    """
     docs.check_python_code(snippet.text)
 
 
@@ -78,7 +82,7 @@ def of_kind(kind: str) -> list[object]:
 def test_a_complete_snippet_runs(
     snippet: docs.Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The snippet runs as a script in the reader's folder."""
+    """A complete snippet runs as a script in the reader's folder."""
     monkeypatch.chdir(tmp_path)
     ended = run_python(docs.write_script(snippet, tmp_path), limit_s=600)
     assert ended.returncode == 0, ended.stderr[-2000:]
@@ -103,16 +107,18 @@ def prepare(page: Path, folder: Path) -> None:
 
 
 def printed_environment() -> dict[str, str]:
-    """Return the environment without the memory limit of the suite's engines."""
+    """Return this process's environment without the memory limit of the suite's engines."""
     return {name: value for name, value in os.environ.items() if name != "VLLM_CPU_KVCACHE_SPACE"}
 
 
-@pytest.mark.nightly  # an engine each, 30 to 60 s
+@pytest.mark.nightly  # starts an engine for each snippet, 30 to 60 s
 @pytest.mark.parametrize("snippet", of_kind("engine"))
 def test_a_snippet_with_an_engine_runs(
     snippet: docs.Snippet, reader: Callable[[docs.Snippet], Path]
 ) -> None:
-    """The snippet uses the models that its page creates and no environment variables."""
+    """A snippet with an engine runs with the models that its page creates and without environment
+    variables.
+    """
     folder = reader(snippet)
     prepare(snippet.path, folder)
     script = docs.write_script(snippet, folder)
@@ -128,12 +134,12 @@ def test_a_snippet_with_an_engine_runs(
     assert ended.returncode == 0, (ended.stdout + ended.stderr)[-3000:]
 
 
-@pytest.mark.nightly  # a server each, 30 to 90 s
+@pytest.mark.nightly  # starts a server for each snippet, 30 to 90 s
 @pytest.mark.parametrize("snippet", of_kind("client"))
 def test_a_snippet_of_a_client_runs(
     snippet: docs.Snippet, reader: Callable[[docs.Snippet], Path]
 ) -> None:
-    """The snippet uses the server that its page starts."""
+    """A snippet of a client runs against the server that its page starts."""
     folder, port = reader(snippet), port_for_a_server()
     prepare(snippet.path, folder)
     arguments = docs.server_command(snippet.path, folder, port)
@@ -155,12 +161,14 @@ def test_a_snippet_of_a_client_runs(
 
 @of("json")
 def test_json_is_json(snippet: docs.Snippet) -> None:
-    """JSON options can be pasted."""
+    """JSON blocks are valid JSON, so readers can paste JSON options."""
     docs.check_json(snippet.text)
 
 
 def test_every_block_names_its_language() -> None:
-    """A block without a language would not be tested; plain text has the language `text`."""
+    """Every fenced block names its language, because a block without one would not be tested. Plain
+    text is `text`.
+    """
     known = {
         *SHELL,
         "python",
@@ -192,12 +200,15 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 @of(*SHELL)
 def test_a_block_can_be_pasted(snippet: docs.Snippet) -> None:
-    """A command that keeps running is the last of its block, except for alternatives to it."""
+    """A block can be pasted: a command that keeps running is the last one, except for alternatives
+    to it.
+    """
     assert docs.blocked_commands(snippet.text) == []
 
 
 def test_no_text_installs_the_other_project_of_this_name() -> None:
-    """The package index has another `vllm-omni`, and does not have `vllm-worlds` yet.
+    """No page installs `vllm-omni` from the package index, which is another project, or
+    `vllm-worlds`, which is not there yet.
 
     Extras are installed from the checkout: `pip install ".[env]"`.
     """
@@ -216,7 +227,9 @@ def test_no_text_installs_the_other_project_of_this_name() -> None:
 
 
 def test_the_readme_shows_the_two_commands() -> None:
-    """A newcomer requires only `make demo` and `make test`."""
+    """The README shows `make demo` and `make test`, because a newcomer requires only these two
+    commands.
+    """
     shown = [
         command
         for s in ALL
@@ -228,7 +241,9 @@ def test_the_readme_shows_the_two_commands() -> None:
 
 
 def test_the_readme_names_the_weights_whose_licence_must_be_accepted() -> None:
-    """The row of these weights names the option without which no file is fetched."""
+    """The README's table row of weights with a licence names the option that is required to
+    download them.
+    """
     table = (docs.REPO / "README.md").read_text().partition("| weights | licence |")[2]
     accepted = [
         re.sub(r"[^a-z0-9]", "", name.lower())
@@ -250,7 +265,7 @@ def test_the_readme_names_the_weights_whose_licence_must_be_accepted() -> None:
 
 
 def released(family: str, name: str) -> HubSource | None:
-    """Return the source of released weights. None: the family has none."""
+    """Return the source of released weights, or None if the family has none."""
     try:
         return hub_source(family, name)
     except ValueError:
@@ -261,12 +276,12 @@ def released(family: str, name: str) -> HubSource | None:
     "folder", ["vllm_omni", "benchmarks", "scripts", "deploy", "examples", "docs"]
 )
 def test_tests_that_are_named_exist(folder: str) -> None:
-    """Docstrings and pages name tests that exist."""
+    """Tests that docstrings and pages name exist."""
     texts = [
         path
         for suffix in ("*.py", "*.md")
         for path in (docs.REPO / folder).rglob(suffix)
-        if path.name != "results.md"  # commands of earlier commits, as recorded
+        if path.name != "results.md"  # results.md contains commands of earlier commits.
     ]
     assert texts
     named = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make docs`: every page is in the navigation once, and linked files are copied."""
+"""`make docs`: every page appears in the navigation once, and linked files are copied."""
 
 import json
 import re
@@ -45,8 +45,9 @@ def test_what_a_page_links_to_is_laid_out(tmp_path: Path) -> None:
 
 
 def test_the_film_is_one_that_its_script_writes(tmp_path: Path) -> None:
-    """scripts/film.py halves the frames of the demo's video and enlarges them. The README's film
-    has the size of the shipped world.
+    """The film in the README has the size of the shipped world.
+
+    scripts/film.py halves the frames of the demo's video and enlarges them.
     """
     film = load_script(docs.REPO / "scripts" / "film.py")
     frames_THWC = np.random.default_rng(0).integers(0, 256, (5, 96, 160, 3), np.uint8)
@@ -71,7 +72,9 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 
 def pages_with(word: str, site: Path) -> list[str]:
-    """Return the addresses that the search of the site finds. Parts of paths are words."""
+    """Return the addresses of the pages that the site's search finds for a word. The components of
+    paths are words.
+    """
     index = json.loads((site / "search" / "search_index.json").read_text())
     return [
         entry["location"]

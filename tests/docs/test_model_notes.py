@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README of a model folder describes each file.
+"""The README of a model folder describes each file of the folder.
 
-The README of a folder of golden tensors states their origin.
+The README of a folder of golden tensors states where the tensors come from.
 """
 
 import re
@@ -15,7 +15,7 @@ NOTES = sorted((docs.REPO / "vllm_omni" / "model_executor" / "models").glob("*/R
 
 @pytest.mark.parametrize("notes", NOTES, ids=lambda path: path.parent.name)
 def test_the_table_of_files_is_complete(notes: Path) -> None:
-    """The table lists every module, and every listed file exists."""
+    """The table of files in a model's README lists every module, and every listed file exists."""
     table = [
         line for line in notes.read_text().splitlines() if re.match(r"\| `[\w/]+(\.py|/)`", line)
     ]
@@ -32,8 +32,10 @@ GOLDEN = sorted(path for path in (docs.REPO / "tests" / "golden").iterdir() if p
 
 @pytest.mark.parametrize("folder", GOLDEN, ids=lambda path: path.name)
 def test_recorded_tensors_state_their_origin(folder: Path) -> None:
-    """Source repository, commit, sizes, seed and changes to the source, or that they are
-    unknown.
+    """A folder of golden tensors states the source repository, commit, sizes, seed and changes to
+    the source.
+
+    If one of these is unknown, the README says so.
     """
     _, heading, section = (folder / "README.md").read_text().partition("\n## Recorded from\n")
     assert heading
@@ -43,7 +45,9 @@ def test_recorded_tensors_state_their_origin(folder: Path) -> None:
 
 @pytest.mark.parametrize("folder", GOLDEN, ids=lambda path: path.name)
 def test_recorded_tensors_cite_files_that_exist(folder: Path) -> None:
-    """Links and paths of the README are relative to its folder or to the repository."""
+    """Links and paths in the README of golden tensors lead to files, relative to its folder or to
+    the repository.
+    """
     page = folder / "README.md"
     paths = re.findall(
         r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|md))`",

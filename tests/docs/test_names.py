@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names in back quotes in pages and docstrings of the package exist."""
+"""Names in back quotes exist, in pages and in docstrings of the package."""
 
 import argparse
 import re
@@ -46,7 +46,7 @@ ELSEWHERE = {
     "VOMN": "the first bytes of an envelope",
     "rank0.kv.frame3": "an example: names in a snapshot are put together",
 }
-"""Names that belong neither to this package nor to vLLM -> their origin."""
+"""Names that belong neither to this package nor to vLLM, with their origin."""
 
 PAGES = docs.documents()
 MODULES = sorted((docs.REPO / "vllm_omni").rglob("*.py"))
@@ -66,7 +66,8 @@ def unknown(text: str, alongside: Path, private: frozenset[str] = frozenset()) -
     ids=lambda path: str(path.relative_to(docs.REPO)),
 )
 def test_names_in_a_page_exist(path: Path) -> None:
-    """Classes, functions, options, environment variables, error codes and files are checked.
+    """Classes, functions, options, environment variables, error codes and files that a page names
+    exist.
 
     The changelog is excluded, because it may describe earlier versions.
     """
@@ -74,7 +75,7 @@ def test_names_in_a_page_exist(path: Path) -> None:
 
 
 def test_names_in_docstrings_exist() -> None:
-    """All docstrings of the package are checked."""
+    """Names in all docstrings of the package exist."""
     found = {}
     for path in MODULES:
         tree = names.trees()[path]
@@ -85,7 +86,7 @@ def test_names_in_docstrings_exist() -> None:
 
 
 def test_every_exception_is_needed() -> None:
-    """Every name in `ELSEWHERE` is still in use."""
+    """Every name in `ELSEWHERE` is still in use, so no exception is left over."""
     written = {name for path in PAGES for name in names.quoted(path.read_text())}
     written |= {
         name for path in MODULES for name in names.quoted(names.docstrings(names.trees()[path]))
@@ -97,8 +98,8 @@ def test_every_exception_is_needed() -> None:
 def flags() -> frozenset[str]:
     """Return the options of all programs that pages name.
 
-    These are `vllm serve` with and without `--omni`, `vllm-omni`, this repository's scripts, pip,
-    uv, Ray, Docker, kubectl and pytest.
+    The programs are `vllm serve` with and without `--omni`, `vllm-omni`, this repository's scripts,
+    pip, uv, Ray, Docker, kubectl and pytest.
     """
     parsers: list[argparse.ArgumentParser] = [serve_parser(), docs._stock_parser(), make_parser()]
     found = {
@@ -112,9 +113,9 @@ def flags() -> frozenset[str]:
     }
     found |= {"--rm", "--gpus", "--dist", "--durations", "--store-durations"}
     found |= {"--from-file", "--from-literal"}
-    found |= {"--mode", "--dimension"}  # of VBench
-    found |= {"--torch-backend", "--find-links"}  # of uv and pip
-    # of every supported version of vLLM
+    found |= {"--mode", "--dimension"}  # options of VBench
+    found |= {"--torch-backend", "--find-links"}  # options of uv and pip
+    # vLLM's arguments in all supported versions
     found |= {"--" + name.strip("_").replace("_", "-") for name in KNOWN_FIELDS}
     while parsers:
         for action in parsers.pop()._actions:
@@ -149,5 +150,5 @@ def unknown_flags(text: str) -> list[str]:
     ids=lambda path: str(path.relative_to(docs.REPO)),
 )
 def test_flags_in_a_page_exist(path: Path) -> None:
-    """Sentences and tables are included, where no command is parsed."""
+    """Options that a page names exist, even in sentences and tables, where no command is parsed."""
     assert unknown_flags(path.read_text()) == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of options, environment variables and error codes are complete, with the real defaults."""
+"""Tables of options, environment variables and error codes are complete and show the real defaults."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -42,7 +42,7 @@ def rows(page: str, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def shown_number(text: str) -> float | None:
-    """Return the number in a cell, or None if the cell has words or is empty."""
+    """Return the number in a cell, or None if the cell contains words or is empty."""
     match = re.fullmatch(r"([\d.]+)(?: (MiB|GiB|Mi|Mpx))?", text)
     return float(match[1]) * UNITS.get(match[2], 1) if match else None
 
@@ -58,7 +58,7 @@ def wrong_numbers(page: str, prefix: str, fields: Mapping[str, Any]) -> dict[str
 
 
 def test_the_serving_page_names_every_option() -> None:
-    """The table has exactly the `omni.*` options."""
+    """The table on the serving page lists exactly the `omni.*` options."""
     assert {name for name, _ in rows("how_to/serving.md", "")} == set(defaults(OmniConfig))
 
 
@@ -77,7 +77,7 @@ def test_the_serving_page_names_every_option() -> None:
 def test_defaults_are_those_that_hold(
     page: str, prefix: str, structs: list[type[msgspec.Struct]]
 ) -> None:
-    """Numbers in the tables are compared with the defaults."""
+    """The numbers in the tables equal the defaults of the options."""
     assert wrong_numbers(page, prefix, defaults(*structs)) == {}
 
 
@@ -94,7 +94,7 @@ def test_every_bound_of_the_endpoints_is_in_a_table() -> None:
 
 
 def test_codes_that_clients_switch_on_are_in_the_guide() -> None:
-    """The guide has the retryable error codes and every close code."""
+    """The guide lists the retryable error codes and every close code."""
     page = (DOCS / "reference" / "realtime_world_camera.md").read_text()
     again = page.split("\n- try again: ")[1].split("\n- ")[0]
     assert set(re.findall(r"`([a-z_]+)`", again)) - {"retry_after_ms"} == RETRYABLE

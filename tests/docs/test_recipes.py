@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipes of CONTRIBUTING.md list files that exist for the most recent change of each kind."""
+"""For the most recent change of each kind, the files that the recipes of CONTRIBUTING.md list
+exist.
+"""
 
 import re
 from pathlib import Path
@@ -22,11 +24,11 @@ LAST_ADDED = {
     "Add a role": "vae",
     "Support a version of vLLM": "0.33",
 }
-"""Recipe -> `<name>` of the most recent change of this kind."""
+"""Name of the most recent change of each kind, by the title of its recipe."""
 
 
 def recipe(title: str) -> list[str]:
-    """Return the first column of a recipe's table: files and folders."""
+    """Return the first column of a recipe's table, which lists files and folders."""
     section = CONTRIBUTING.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
     return [
         match[1] for line in section.splitlines() if (match := re.match(r"\| `([^`]+)` \|", line))
@@ -40,7 +42,7 @@ def test_every_recipe_is_held() -> None:
 
 @pytest.mark.parametrize("title", LAST_ADDED)
 def test_the_files_of_a_recipe_are_there(title: str) -> None:
-    """Paths of folders end with a slash."""
+    """The files and folders of a recipe exist. A path of a folder ends with a slash."""
     paths = [path.replace("<name>", LAST_ADDED[title]) for path in recipe(title)]
     assert len(paths) >= 4
     positions = {path: docs.REPO / path for path in paths}
@@ -52,7 +54,8 @@ def test_the_files_of_a_recipe_are_there(title: str) -> None:
 
 
 def test_a_family_is_its_folder_a_tiny_module_and_two_lines_of_the_registry() -> None:
-    """The first recipe says so.
+    """A model family consists of its folder, a tiny module and two lines of the registry, as the
+    first recipe says.
 
     The null models are in `testing/`, because users cannot serve them.
     """
@@ -64,7 +67,7 @@ def test_a_family_is_its_folder_a_tiny_module_and_two_lines_of_the_registry() ->
     assert null == {"null_world", "null_image"}
     families = set(family_names())
     assert {path.parent.name for path in models.glob("*/family.py")} == families - null
-    # Several families share `wan`.
+    # Several families share the folder `wan`.
     assert {path.parent.name for path in models.glob("*/__init__.py")} - {"wan"} == families - null
     assert families <= {path.stem for path in testing.glob("tiny/*.py")}
     packages = {position.split(":")[0].rsplit(".", 2)[1] for position in ARCHITECTURES.values()}
@@ -72,7 +75,9 @@ def test_a_family_is_its_folder_a_tiny_module_and_two_lines_of_the_registry() ->
 
 
 def test_a_model_is_in_the_pages_that_its_recipe_lists() -> None:
-    """The navigation has the notes of every served family, and the README's table its folder."""
+    """The navigation contains the notes of every served family, and the README's table contains its
+    folder.
+    """
     served = [
         name
         for name in family_names()
@@ -85,7 +90,7 @@ def test_a_model_is_in_the_pages_that_its_recipe_lists() -> None:
 
 
 def test_an_endpoint_is_in_the_pages_that_its_recipe_lists() -> None:
-    """README and the reference contain every WebSocket path of the table of endpoints."""
+    """The README and the reference contain every WebSocket path in the table of endpoints."""
     pages = {
         path.name: path.read_text() for path in (docs.REPO / "docs" / "reference").glob("*.md")
     }
@@ -104,7 +109,9 @@ def test_an_endpoint_is_in_the_pages_that_its_recipe_lists() -> None:
 
 
 def test_an_http_endpoint_is_in_the_pages_and_tests_that_its_recipe_lists(tmp_path: Path) -> None:
-    """Every route with an OpenAPI description is in a page and in the test of methods."""
+    """Every route with an OpenAPI description is documented on a page and covered by the test of
+    methods.
+    """
     pages = "".join(path.read_text() for path in (docs.REPO / "docs").rglob("*.md"))
     pages = re.sub(r"\{\w+\}", "{id}", pages)
     app, classes = FastAPI(), set()

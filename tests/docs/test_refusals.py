@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every sentence of pages and option texts about a refusal has an entry here that verifies it.
+"""Every sentence about a refusal, in pages and in texts of options, has an entry here that verifies
+it.
 
-`AT_START` has combinations of options that must raise before any process starts, configured as
-`vllm serve` does. `HELD_BY` has refusals of requests, files and readers with the test that verifies
-each.
+`AT_START` contains combinations of options that must raise before any process starts, when they are
+configured as by `vllm serve`. `HELD_BY` maps refusals of requests, files and readers to the tests
+that verify them.
 """
 
 import ast
@@ -34,7 +35,7 @@ PAGES = [
 ]
 
 Case = tuple[str, dict[str, Any], dict[str, Any]]
-"""Model, options under `omni`, arguments of vLLM's engine."""
+"""A model, options under `omni`, and arguments of vLLM's engine."""
 
 PP2, PP3, TP2, TP3 = (
     {"pipeline_parallel_size": 2},
@@ -52,7 +53,7 @@ TWO_CHUNKS = {"chunks_in_flight": 2}
 TEMPORAL = {"pipeline": "temporal", "chunks_in_flight": 2}
 BANDS = {"vae_parallel": True}
 COARSE = {"height": 64, "width": 96}
-"""A size for models that take multiples of 32 pixels."""
+"""A frame size for models that accept only multiples of 32 pixels."""
 
 
 def ladder(*rungs: str) -> dict[str, Any]:
@@ -180,7 +181,7 @@ AT_START: dict[str, list[Case]] = {
     ],
     "**Async scheduling is refused.**": [("null_world", {}, {"async_scheduling": True})],
 }
-"""Part of a sentence or table row -> configurations that must be refused."""
+"""Configurations that must be refused, by an excerpt of the sentence or table row that says so."""
 
 HELD_BY = {
     # releasing.md
@@ -503,11 +504,13 @@ HELD_BY = {
     ),
     "Every other combination is refused before any process starts": "tests/test_combinations.py",
 }
-"""Part of a sentence -> the test that verifies it."""
+"""The test that verifies a refusal, by an excerpt of the sentence that describes it."""
 
 
 def sentences(path: Path) -> Iterator[str]:
-    """Return the sentences of a page or of a module's docstrings; a table row is one sentence."""
+    """Yield the sentences of a page or of a module's docstrings. A table row counts as one
+    sentence.
+    """
     text = (
         names.docstrings(ast.parse(path.read_text())) if path.suffix == ".py" else path.read_text()
     )
@@ -520,7 +523,7 @@ def sentences(path: Path) -> Iterator[str]:
 
 
 def refusals(path: Path) -> list[str]:
-    """Return the sentences that describe a refusal, and rows of the table of further refusals.
+    """Return the sentences that describe a refusal, and the rows of the table of further refusals.
 
     Generated pages are excluded. tests/test_engine_arguments.py checks the rows of engine
     arguments, and the options page quotes docstrings, which are included.
@@ -560,7 +563,7 @@ def configure(model: Path, omni: dict[str, Any], arguments: dict[str, Any]) -> V
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(docs.REPO)))
 def test_every_sentence_about_a_refusal_is_held(path: Path) -> None:
-    """A new sentence requires an entry here."""
+    """Every sentence about a refusal has an entry in this file."""
     known = [*AT_START, *HELD_BY, "the same, refusing", "a snapshot taken with another split"]
     assert [
         sentence for sentence in refusals(path) if not any(part in sentence for part in known)
@@ -568,7 +571,7 @@ def test_every_sentence_about_a_refusal_is_held(path: Path) -> None:
 
 
 def test_no_entry_is_left_over() -> None:
-    """The entry of a changed sentence must change too."""
+    """Every entry matches a sentence. If a sentence changes, its entry must change too."""
     written = [sentence for path in PAGES for sentence in refusals(path)]
     assert [
         part for part in (*AT_START, *HELD_BY) if not any(part in sentence for sentence in written)
@@ -577,7 +580,9 @@ def test_no_entry_is_left_over() -> None:
 
 @pytest.mark.parametrize("part", [part for part, cases in AT_START.items() if cases])
 def test_what_a_page_calls_refused_is_refused(part: str, folder: Path) -> None:
-    """The error gives a reason before any process starts."""
+    """A configuration that a page calls refused raises an error with a reason before any process
+    starts.
+    """
     for model, omni, arguments in AT_START[part]:
         with pytest.raises(ValueError, match=r"omni|parallel|async") as refused:
             configure(checkpoint(folder, model), omni, arguments)
@@ -598,7 +603,9 @@ def test_what_a_page_calls_refused_is_refused(part: str, folder: Path) -> None:
     ids=str,
 )
 def test_what_is_close_to_it_and_works_is_not_refused(case: Case, folder: Path) -> None:
-    """A similar valid configuration works, so the refusal has no other cause."""
+    """A valid configuration that is similar to a refused one works, so the refusal has no other
+    cause.
+    """
     model, omni, arguments = case
     config = configure(checkpoint(folder, model), omni, arguments)
     assert {name: getattr(config.parallel_config, name) for name in arguments} == arguments
@@ -606,7 +613,7 @@ def test_what_is_close_to_it_and_works_is_not_refused(case: Case, folder: Path) 
 
 
 def test_the_tests_that_hold_refusals_exist() -> None:
-    """The entries name existing files and functions."""
+    """The tests named in the entries exist: both the file and the function."""
     gone = []
     for held in HELD_BY.values():
         file, _, name = held.partition("::")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The committed tables of measured results equal the generated ones."""
+"""The committed tables of results and scores equal the generated ones."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,9 @@ results_page = load_script(docs.REPO / "scripts" / "results_page.py")
 
 
 def test_the_committed_tables_are_generated_from_the_results() -> None:
-    """`make results` writes docs/reference/results.md and the README's table."""
+    """The tables of results are up to date. `make results` writes docs/reference/results.md and the
+    README's table.
+    """
     rows = results_page.load_rows()
     assert results_page.PAGE.read_text() == results_page.page_text(rows)
     assert results_page.readme_table(rows) in results_page.README.read_text()
@@ -22,12 +24,14 @@ def test_the_committed_tables_are_generated_from_the_results() -> None:
 
 
 def test_the_committed_quality_page_is_generated_from_the_scores() -> None:
-    """`python -m training.tiny_world.quality` writes docs/reference/quality.md."""
+    """The quality page is up to date. `python -m training.tiny_world.quality` writes
+    docs/reference/quality.md.
+    """
     assert quality.PAGE.read_text() == quality.page_text()
 
 
 def test_a_result_without_a_record_is_refused(tmp_path: Path) -> None:
-    """A result that no page shows may not stay in the tree."""
+    """A result file that no page shows is refused, so that none is left in the tree."""
     (tmp_path / "run.json").write_text(
         json.dumps({"date": "2026-01-01", "command": "python run.py"})
     )

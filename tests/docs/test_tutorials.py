@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tutorials work as printed: the tests write their files, apply their changes and run their
+"""Tutorials work as printed. The tests write their files, apply their changes and run their
 commands.
 """
 
@@ -26,8 +26,8 @@ CHANGE = "## 6. Now change it"
 
 
 class Checkout:
-    """A checkout that a reader edits: links to the files of this one, and the reader's own
-    files.
+    """A checkout that a reader edits. It consists of links to the files of this checkout, and the
+    reader's own files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -40,14 +40,16 @@ class Checkout:
         self.environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
 
     def write_file(self, name: str, text: str) -> None:
-        """Write a file of the page. Fails if this repository has it already."""
+        """Write a file that the page prints. Fails if this repository already has the file."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("x") as file:
             file.write(text + "\n")
 
     def apply_change(self, text: str) -> None:
-        """Apply one `diff` block: `--- FILE`, then lines that start with a space, `-` or `+`."""
+        """Apply a `diff` block, which contains `--- FILE` and then lines that start with a space,
+        `-` or `+`.
+        """
         name, *lines = text.splitlines()
         path = self.folder / name.removeprefix("--- ")
         old = "".join(f"\n{line[1:]}" for line in lines if line[0] != "+")
@@ -58,9 +60,7 @@ class Checkout:
         path.write_text(content.replace(old, new)[1:])
 
     def run_command(self, command: list[str], port: int = 0) -> subprocess.CompletedProcess[str]:
-        """Run one command of the page to its end, against the server at `port` if it is a
-        client.
-        """
+        """Run one command of the page to its end. A client's command uses the server at `port`."""
         if command[0] == "vllm-omni":
             command = [sys.executable, "-m", "vllm_omni.entrypoints.cli.main", *command[1:]]
         else:
@@ -78,7 +78,7 @@ class Checkout:
 
     @contextmanager
     def serve(self, command: list[str]) -> Iterator[int]:
-        """Run `vllm serve` of the page on a free port.
+        """Run the page's `vllm serve` command on a free port.
 
         Yields the port when the server accepts sessions.
         """
@@ -98,7 +98,9 @@ class Checkout:
 
 
 def parts(*, changed: bool) -> list[docs.Snippet]:
-    """Return the blocks of the page before its change, or of the change."""
+    """Return the blocks of the page's change if `changed` is set, and otherwise the blocks before
+    it.
+    """
     line = PAGE.read_text().split(CHANGE)[0].count("\n")
     return [snippet for snippet in docs.snippets(PAGE) if (snippet.line > line) == changed]
 
@@ -124,9 +126,10 @@ def checkout(tmp_path: Path) -> Checkout:
 
 
 def test_the_model_of_the_tutorial_is_known_after_its_edits(checkout: Checkout) -> None:
-    """This holds before and after the change.
+    """The family of the tutorial is registered after the reader's edits, before and after the
+    change.
 
-    `make-tiny` writes a checkpoint, which its own family detects.
+    `make-tiny` writes a checkpoint, which this family detects.
     """
     make_tiny = commands(changed=False)[0]
     edit(checkout, changed=False)
@@ -160,9 +163,11 @@ def walked(checkout: Checkout, client: list[str], port: int) -> np.ndarray:
     return frames_THWC
 
 
-@pytest.mark.nightly  # two servers, 30 to 60 s each
+@pytest.mark.nightly  # starts two servers, 30 to 60 s each
 def test_the_tutorial_works_as_printed(checkout: Checkout) -> None:
-    """The tiny world is served and moves by its keys. Only after the change it runs."""
+    """The tutorial's world is served and responds to its keys. The world supports `run` only after
+    the change.
+    """
     edit(checkout, changed=False)
     make_tiny, serve, walk = commands(changed=False)
     serve_again, run = commands(changed=True)
@@ -173,8 +178,9 @@ def test_the_tutorial_works_as_printed(checkout: Checkout) -> None:
         refused = checkout.run_command(run, port)
     assert refused.returncode != 0 and "run" in refused.stdout + refused.stderr
     assert len(frames) == 1 + 4 * 11 and frames.shape[1:] == (96, 160, 3)
-    # Frame 20 is the last one that moves to the right, five latent frames after frame 0. Tolerance:
-    # H.264 is lossy; the difference was 0.7, and at least 40 at any other position.
+    # Frame 20 is the last frame that moves to the right, five latent frames after frame 0. The
+    # tolerance allows for the loss of H.264: the measured difference was 0.7, and at least 40 at
+    # any other position.
     assert np.abs(moved(frames[0], columns=5) - frames[20]).mean() < 8
     edit(checkout, changed=True)
     with checkout.serve(serve_again) as port:
@@ -183,15 +189,15 @@ def test_the_tutorial_works_as_printed(checkout: Checkout) -> None:
 
 
 def moved(frame: np.ndarray, columns: int) -> np.ndarray:
-    """Return the frame after `columns` steps of 8 pixels to the right. The floor repeats
-    after 64.
+    """Return the frame after the camera has moved `columns` steps of 8 pixels to the right. The
+    floor repeats after 64.
     """
     longer = np.concatenate([frame, frame[:, 32:96]], axis=1)
     return longer[:, np.arange(160) + columns * 8 % 64].astype(np.float64)
 
 
 def test_the_page_is_all_run() -> None:
-    """Every command of the page is run by the tests above."""
+    """The tests above run every command of the page."""
     assert [command[0] for command in commands(changed=False)] == ["vllm-omni", "vllm", "python"]
     assert [command[0] for command in commands(changed=True)] == ["vllm", "python"]
     assert re.search(r"^" + re.escape(CHANGE) + "$", PAGE.read_text(), re.M)

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An AsyncLLM on CUDA with either runner generation, and tolerances for hidden states in bf16.
+"""An AsyncLLM on CUDA with either generation of vLLM's model runner, and tolerances for hidden
+states in bf16.
 
 bf16 rounds after every operation, and the error grows with depth: transformers' own bf16 hidden
 states of this tiny model differ by up to 13 % from its fp32 ones. The reference is therefore the
-fp32 forward pass, and bf16 hidden states may be at most 1.5 times as far from it as those of
-transformers. Hidden states of other tokens would be many times as far.
+fp32 forward pass. The error of the engine's bf16 hidden states may be at most 1.5 times that of
+transformers. The hidden states of a wrong token would differ many times as much.
 
-An engine in fp32 is compared directly. Attention in fp32 on CUDA is vLLM's Triton kernel, which
-multiplies in TF32 (10 bits of mantissa) by default. That alone moves the last hidden states by 0.2
-to 0.4 % (emulated in transformers on a CPU; 0.3 to 0.5 % on an H200) and can change a close choice
-of token between batches. `Engine` therefore requests IEEE products from Triton.
+An engine in fp32 is compared directly. Attention in fp32 on CUDA uses vLLM's Triton kernel, which
+by default multiplies in TF32 (10 bits of mantissa). This changes the last hidden states by 0.2 to
+0.4 % (emulated in transformers on a CPU; 0.3 to 0.5 % on an H200) and can change which token is
+chosen in a close decision. `Engine` therefore requests IEEE products from Triton.
 """
 
 import asyncio
@@ -29,14 +30,16 @@ from vllm.sampling_params import RequestOutputKind
 from vllm_omni.hidden_states import hidden_states_of
 
 SHARED_GPU = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 28}
-"""No memory is measured at startup, so that engines of several tests can share a GPU."""
+"""Engine arguments that skip the memory measurement at startup, so that engines of several tests
+can share a GPU.
+"""
 FP32_ERROR = 1e-3
-"""Relative error in fp32, because sums have another order.
+"""Relative tolerance in fp32, because sums are computed in a different order.
 
-TF32 is 2 to 5 times as far, hidden states of a wrong token 1000 times.
+The error with TF32 is 2 to 5 times as large, and the error for a wrong token 1000 times.
 """
 IEEE_PRODUCTS = {"TRITON_F32_DEFAULT": "ieee"}
-"""Environment of the worker that makes Triton multiply fp32 values in fp32."""
+"""Environment variable of the worker that makes Triton multiply fp32 values in fp32."""
 WIDTH = 256
 """Hidden size of `write_model`."""
 PROMPTS = [
@@ -62,7 +65,7 @@ def write_model(out: Path, **config: Any) -> Path:
 
 
 class Engine:
-    """AsyncLLM with async scheduling, chunked prefill and prefix caching. `runner` is V1 or V2."""
+    """An AsyncLLM with async scheduling, chunked prefill and prefix caching. `runner` is V1 or V2."""
 
     def __init__(
         self, model: Path, runner: str, omni: dict[str, Any] | None = None, **engine_args: Any
@@ -96,8 +99,8 @@ class Engine:
     def run(
         self, *requests: tuple[str, SamplingParams] | tuple[str, SamplingParams, Any]
     ) -> list[list[Any]]:
-        """Run all requests (prompt, parameters, optional LoRA adapter) at once; return all outputs
-        of each.
+        """Run all requests concurrently and return all outputs of each. A request consists of a
+        prompt, parameters and optionally a LoRA adapter.
         """
 
         async def stream(prompt: str, sampling: SamplingParams, adapter: Any = None) -> list[Any]:
@@ -117,7 +120,7 @@ class Engine:
 
     def stop(self) -> None:
         self.engine.shutdown()
-        self.loop.run_until_complete(pause_task(0.1))  # let the engine's tasks end
+        self.loop.run_until_complete(pause_task(0.1))  # lets the engine's tasks end
         for name in self._environment:
             os.environ.pop(name, None)
 
@@ -129,11 +132,11 @@ class Engine:
 
 
 class Reference:
-    """Hidden states of transformers for the same tokens, in fp32 and in bf16.
+    """Hidden states that transformers computes for the same tokens, in fp32 and in bf16.
 
     Args:
-    change: Applied to both models.
-    dtype: Dtype of the engine that it is compared with.
+        change: Function that is applied to both models.
+        dtype: Dtype of the engine that is compared with this reference.
     """
 
     def __init__(
@@ -160,8 +163,8 @@ class Reference:
     def check(
         self, output: Any, mode: str = "all", layers: tuple[int, ...] = (-1,), index: int = 0
     ) -> None:
-        """Check that completion `index` has all hidden states, of the right tokens, within the
-        tolerance.
+        """Check that completion `index` contains the hidden states of the right tokens, completely
+        and within the tolerance.
         """
         token_ids = [*output.prompt_token_ids, *output.outputs[index].token_ids]
         num_prompt = len(output.prompt_token_ids)
@@ -184,13 +187,13 @@ class Reference:
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the distance relative to the norm of `expected`."""
+    """Return the distance between two tensors, relative to the norm of `expected`."""
     return float((found - expected).norm() / expected.norm())
 
 
 def check_ngram_drafts(model: Path, reference: Reference, runner: str) -> None:
-    """Check ngram drafts on the GPU: hidden states of accepted tokens only, equal to
-    transformers'.
+    """Check with ngram drafts on the GPU that only accepted tokens have hidden states and that
+    these equal transformers'.
     """
     speculative = {
         "method": "ngram_gpu",
@@ -206,7 +209,7 @@ def check_ngram_drafts(model: Path, reference: Reference, runner: str) -> None:
 
 
 def write_adapter(model: Path, folder: Path, rank: int = 8) -> Callable[[Any], None]:
-    """Save a random LoRA adapter of q_proj and v_proj; return a function that adds it to a
+    """Save a random LoRA adapter of q_proj and v_proj; return a function that adds the adapter to a
     model.
     """
     config = json.loads((model / "config.json").read_text())

@@ -8,14 +8,18 @@ import torch
 from safetensors.torch import save_file
 
 BLOCKS = 8
-"""Number of blocks for which the three layers of a drafter differ."""
+"""Number of decoder blocks of the target model. With eight blocks, a drafter reads three different
+layers.
+"""
 DRAFTER_LAYERS = (2, 4, 5)
-"""Layers that vLLM's Qwen2 with eight blocks sends to an EAGLE-3 drafter."""
+"""Layers whose hidden states vLLM's Qwen2 with eight blocks sends to an EAGLE-3 drafter."""
 
 
 def write_eagle3_drafter(model: Path, out: Path) -> Path:
-    """Write one block over [embedding, three layers of `model`] with its own head and shared
-    embeddings.
+    """Write a random EAGLE-3 drafter for `model` to `out`.
+
+    The drafter is one block over the embedding and three layers of `model`. It has its own head and
+    uses the embeddings of `model`.
     """
     target = json.loads((model / "config.json").read_text())
     width, inner = target["hidden_size"], target["intermediate_size"]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real autoregressive engine with this package's worker and scheduler, and its reference."""
+"""A real autoregressive engine with this package's worker and scheduler, and the reference for its
+hidden states.
+"""
 
 import contextlib
 import os
@@ -20,7 +22,9 @@ PROMPTS = ["the red bird sings in the big tree", "a small blue house", "sea"]
 def params(
     mode: str | None = "all", layers: Sequence[int] = (-1,), **fields: Any
 ) -> SamplingParams:
-    """Return greedy parameters for eight tokens with hidden states of `mode` (None: without)."""
+    """Return greedy sampling parameters for eight tokens. `mode` selects the hidden states; None
+    requests none.
+    """
     requested = (
         HiddenStatesRequest(hidden_states=mode, layers=tuple(layers)).to_extra_args()
         if mode
@@ -35,13 +39,13 @@ def params(
 def running_llm(
     model: Path, omni: dict[str, Any] | None = None, **engine_args: Any
 ) -> Iterator[LLM]:
-    """Run an `LLM` on `model` with small sizes and shut it down."""
+    """Run a small `LLM` on `model`, and shut it down at the end."""
     ranks = engine_args.get("tensor_parallel_size", 1) * engine_args.get(
         "pipeline_parallel_size", 1
     )
     cores = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(ranks))
     before = os.environ.get("VLLM_CPU_OMP_THREADS_BIND")
-    if ranks > 1:  # otherwise vLLM requires a NUMA node for each
+    if ranks > 1:  # Without this variable, vLLM requires a NUMA node for each rank.
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores
     try:
         arguments = {
@@ -68,7 +72,9 @@ def running_llm(
 
 
 class Reference:
-    """A transformers forward pass over whole sequences."""
+    """Reference hidden states from transformers, computed in one forward pass over each whole
+    sequence.
+    """
 
     def __init__(self, model: Path, loader: Any = None) -> None:
         from transformers import AutoModelForCausalLM
@@ -94,8 +100,10 @@ def states_of(output: RequestOutput) -> HiddenStates:
 def assert_hidden_states(
     output: RequestOutput, reference: Reference, mode: str = "all", layers: Sequence[int] = (-1,)
 ) -> None:
-    """Check the hidden states of `mode`: the right tokens, equal to transformers' within 1e-4,
-    because fp32 sums have another order.
+    """Check that an output has the hidden states of `mode` for the right tokens.
+
+    The hidden states must equal transformers' within 1e-4, because fp32 sums are computed in a
+    different order.
     """
     token_ids = [*(output.prompt_token_ids or []), *output.outputs[0].token_ids]
     num_prompt = len(output.prompt_token_ids or [])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A language model under torchrun: two ranks with an engine each run a script that checks its
+"""Run a language model under torchrun: two ranks with an engine each run a script that checks its
 results.
 
-The script calls `step(...)` after each part, so that the output of a script that times out shows
-its progress, and `report_success()` at its end.
+The script calls `step(...)` after each check, so the output of a script that times out shows its
+progress. The script calls `report_success()` at its end.
 """
 
 import os
@@ -20,7 +20,7 @@ _Started_S = time.monotonic()
 def run_two_ranks(
     script: str, folder: Path, arguments: list[str], limit_s: float, **environment: str
 ) -> None:
-    """Run `script` on two ranks, which can import modules of this folder, within `limit_s`."""
+    """Run `script` on two ranks within `limit_s`. The script can import the modules of this folder."""
     path = folder / "ranks.py"
     path.write_text(script)
     torchrun = [
@@ -38,7 +38,7 @@ def run_two_ranks(
 
 
 def step(done: str) -> None:
-    """Print the time since the import of this module, in a rank."""
+    """Print `done` and the time since this module was imported. A rank's script calls this."""
     print(
         f"rank {os.environ['RANK']}: {done} after {time.monotonic() - _Started_S:.0f} s", flush=True
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny random Qwen2-VL in transformers' layout, and the comparison of its hidden states."""
+"""A tiny random Qwen2-VL in transformers' layout, and a check of its hidden states."""
 
 from pathlib import Path
 from typing import Any
@@ -84,8 +84,10 @@ def write_tiny_qwen2_vl(out: Path) -> Path:
 
 
 def check_image_request(model: Path, tolerance: float = 1e-4, **engine_args: Any) -> None:
-    """Compare hidden states with transformers: two requests with the image, one of them without
-    hidden states, and one without the image. `tolerance` is absolute and relative, in fp32.
+    """Check that hidden states of requests with an image equal those of transformers.
+
+    Two requests have the image, one of them without hidden states, and one request has no image.
+    `tolerance` is absolute and relative, in fp32.
     """
     from transformers import AutoProcessor, Qwen2VLForConditionalGeneration
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine on the null world for all tests with default options, because a start takes most of a
-test's time.
+"""An engine on the null world that all tests with default options share.
+
+The engine is shared because starting one takes most of a test's time.
 """
 
 from collections.abc import Iterator
@@ -18,6 +19,6 @@ def _null_engine(null_world: Path) -> Iterator[SharedEngine]:
 
 @pytest.fixture
 def null_engine(_null_engine: SharedEngine) -> Iterator[SharedEngine]:
-    """The shared engine without sessions."""
+    """The shared engine on the null world, without any open session."""
     yield _null_engine
     _null_engine.clear()

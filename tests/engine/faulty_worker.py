@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers for `--worker-cls`: a model that fails on one rank or produces NaN for a given prompt,
-and slow pipeline stages.
+"""Workers for `--worker-cls` that simulate faults.
+
+A model fails on one rank or produces NaN for a given prompt, or the pipeline stages are slow.
 """
 
 import time
@@ -12,17 +13,17 @@ AT_STEP = 2
 
 
 def fault(rank: int, method: str) -> str:
-    """Return the prompt for which `method` fails on `rank`; `denoise_step` fails from its third
-    step on.
+    """Return the prompt that makes `method` fail on `rank`. `denoise_step` fails in its third step
+    and later ones.
     """
     return f"rank {rank} fails in {method}"
 
 
 NAN = "latents that are not finite"
-"""Prompt for which the last step of a chunk produces NaN on the rank that runs it."""
+"""Prompt for which the rank that runs the last step of a chunk produces NaN."""
 
 SLOW_STEP_S = 0.2
-"""Longer than a step of a tiny model on a busy machine."""
+"""Duration of a slow step, which is longer than a step of a tiny model on a busy machine."""
 
 
 class FaultyWorker(SharedGPUWorker):

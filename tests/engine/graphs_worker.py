@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker for `--worker-cls` that replays captured forward passes also without CUDA."""
+"""A worker for `--worker-cls` that captures and replays forward passes even without CUDA."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ class GraphsWorker(SharedGPUWorker):
         self._transformer.graphs = ForwardGraphs(capture=hold)
 
     def graph_counts(self) -> list[int]:
-        """Return the numbers of captured graphs and of pooled ring buffers, for
+        """Return the numbers of captured graphs and of pooled ring buffers. Tests call this through
         `collective_rpc`.
         """
         return [len(self._transformer.graphs), len(self._transformer.graphs.pool)]

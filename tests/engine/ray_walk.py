@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program that runs an engine over Ray and checks or stores its results.
+"""A program that runs an engine over Ray and checks or stores the results.
 
 `ray_walk.py diffusion MODEL OUT.safetensors '{"tensor_parallel_size": 2}'` stores the latents of
-three sessions; `ray_walk.py ar MODEL - ARGS` compares hidden states with a transformers forward
-pass. Both print the Ray node of each worker as JSON. It is a separate process because vLLM selects
-its platform when it is first imported, as a test process already has.
+three sessions. `ray_walk.py ar MODEL - ARGS` compares hidden states with a transformers forward
+pass. Both commands print the Ray node of each worker as JSON. The program runs in a separate
+process because vLLM selects its platform when it is first imported, which has already happened in a
+test process.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ CHUNKS, SESSIONS = 3, 3
 
 
 def worker_nodes() -> list[str]:
-    """Return the Ray node of every placed worker."""
+    """Return the Ray node of each worker that Ray has placed."""
     import ray
 
     ray.init(log_to_driver=False, ignore_reinit_error=True)

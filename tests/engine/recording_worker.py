@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker for `--worker-cls` that records the order of exchanges with other ranks' devices."""
+"""A worker for `--worker-cls` that records the order in which a rank exchanges tensors with other
+ranks.
+"""
 
 import json
 import os
@@ -15,8 +17,9 @@ from vllm_omni.model_executor.models.wan.vae import split_decode
 from vllm_omni.worker import SharedGPUWorker
 
 FOLDER = "OMNI_TEST_EXCHANGES"
-"""Environment variable with the directory in which each rank writes `rank{N}.jsonl`, with a line
-[kind, partners, group] for each exchange.
+"""Environment variable with the directory of the records.
+
+Each rank writes `rank{N}.jsonl` with a line [kind, partners, group] for each exchange.
 """
 
 
@@ -45,13 +48,13 @@ class RecordingWorker(SharedGPUWorker):
             recorded(dist, name, "recv")
         for name in ("all_to_all_single", "all_gather", "all_reduce", "broadcast"):
             recorded(dist, name, "all")
-        recorded(split_decode, "_all_gather", "all")  # another name, for several releases of torch
+        recorded(split_decode, "_all_gather", "all")  # named by the torch release
         self._record_transfer("isend_tensor_dict", "send", lambda pp: pp.next_rank)
         self._record_transfer("irecv_tensor_dict", "recv", lambda pp: pp.prev_rank)
 
     def _record_transfer(self, name: str, kind: str, partner: Callable[[Any], int]) -> None:
-        """Record sends of hidden states, which vLLM's ranks on one host's CPUs exchange without
-        torch.
+        """Record the transfer of hidden states, which ranks on the CPUs of one host exchange
+        without torch.
         """
         pp = get_pp_group()
         original = getattr(pp, name)

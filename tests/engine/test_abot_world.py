@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ABot-World-0 (tiny) through the real engine: keys, references, prompts, refusals, two ranks,
-FP8.
-"""
+"""ABot-World-0 (tiny) in the real engine: keys, references, prompts, refusals, two ranks and FP8."""
 
 import asyncio
 from collections.abc import Iterator
@@ -17,7 +15,8 @@ from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
 
 TOLERANCE = 1e-4
-"""For fp32 latents of order 1, because several ranks sum in another order."""
+"""Absolute tolerance for fp32 latents of order 1, because several ranks sum in a different order.
+"""
 OMNI = {"height": 32, "width": 64}
 HELD: list[Any] = [[["w", "l"]] * 3, [["a"], [], ["i"]], None, None]
 
@@ -36,7 +35,7 @@ REFERENCES = images("head", "left", "right", "front", "back")
 
 
 async def play(client: EngineClient, name: str, start: Any = None, **fields: Any) -> torch.Tensor:
-    """Return the latents of a session with a chunk for each entry of `HELD`."""
+    """Return the latents of a session that runs one chunk for each entry of `HELD`."""
     latents = []
     for index, actions in enumerate(HELD):
         tensors = (REFERENCES if start is None else start) if index == 0 else None
@@ -76,8 +75,11 @@ def alone(one_rank: SharedEngine) -> torch.Tensor:
 
 
 def test_a_world_is_played_through_the_engine(one_rank: SharedEngine, alone: torch.Tensor) -> None:
-    """Concurrent sessions at first and later chunks equal single ones. References and prompts have
-    an effect, forks and resets are exact, and refusals affect no session."""
+    """Concurrent sessions equal sessions that run by themselves, at first and at later chunks.
+
+    References and prompts have an effect, forks and resets are exact, and refusals affect no
+    session.
+    """
     client = one_rank.client
 
     async def scenario() -> None:
@@ -109,7 +111,7 @@ def test_a_world_is_played_through_the_engine(one_rank: SharedEngine, alone: tor
 
 @pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_two_ranks_agree_with_one(checkpoint: Path, alone: torch.Tensor, parallel: str) -> None:
-    """A pipeline computes the same sums."""
+    """Two ranks return the latents of one rank. Pipeline stages compute exactly the same sums."""
     difference = (played(checkpoint, **{parallel: 2}) - alone).abs().max()
     assert difference <= (0.0 if parallel == "pipeline_parallel_size" else TOLERANCE)
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The AR worker in a real engine: text as in stock vLLM, hidden states as in transformers.
+"""The AR worker in a real engine returns the text of stock vLLM and the hidden states of
+transformers.
 
-One engine serves the whole file: chunked prefill with a budget of 16 tokens, prefix caching, and
-retained layers 0 and 2.
+All tests of this file share one engine with chunked prefill (a budget of 16 tokens) and prefix
+caching. It retains layers 0 and 2.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ MAX_BYTES = 250 * 64 * 4
 
 
 class Engine:
-    """AsyncLLM with its own event loop."""
+    """An AsyncLLM with its own event loop."""
 
     def __init__(self, model: Path) -> None:
         self.loop = asyncio.new_event_loop()
@@ -61,7 +62,7 @@ class Engine:
         ]
 
     def run(self, *requests: tuple[str, SamplingParams]) -> list[list[RequestOutput]]:
-        """Run all requests at once; return all outputs of each."""
+        """Run all requests concurrently and return all outputs of each."""
 
         async def together() -> Any:
             return await asyncio.gather(*(self._stream(*request) for request in requests))
@@ -79,18 +80,21 @@ class Engine:
 @pytest.fixture(scope="module")
 def engine(tiny_language_model: Path) -> Iterator[Engine]:
     with pytest.MonkeyPatch.context() as patch:
-        # vLLM would compile a function for log probabilities also for an eager model, in 13 s.
+        # For log probabilities, vLLM would compile a function even with an eager model, which takes
+        # 13 s.
         patch.setenv("TORCHDYNAMO_DISABLE", "1")
         running = Engine(tiny_language_model)
     yield running
     running.engine.shutdown()
-    running.loop.run_until_complete(pause_task(0.1))  # let the engine's tasks end
+    running.loop.run_until_complete(pause_task(0.1))  # lets the engine's tasks end
 
 
 @feature("chunked prefill")
 @pytest.mark.parametrize("mode", ["all", "generated", "last"])
 def test_a_prompt_in_chunks(engine: Engine, mode: str) -> None:
-    """50 tokens in four steps yield the hidden states of every chunk once, in order."""
+    """A prompt of 50 tokens in four prefill steps yields the hidden states of every step once, in
+    order.
+    """
     output = engine.final(f"{PROMPTS[0]} and the {mode} one", params(mode, (-1, 0, 2)))
     assert len(output.prompt_token_ids or []) > 3 * 16
     assert_hidden_states(output, engine.reference, mode, (-1, 0, 2))
@@ -98,8 +102,9 @@ def test_a_prompt_in_chunks(engine: Engine, mode: str) -> None:
 
 @feature("mixed batches")
 def test_requests_without_hidden_states_are_unchanged(engine: Engine) -> None:
-    """In one batch with requests for hidden states, other requests have the text of a single run
-    and no hidden states.
+    """A request without hidden states is not affected by requests with hidden states in its batch.
+
+    The request has the text of a run by itself and no hidden states.
     """
     alone = [engine.final(prompt, params(None)).outputs[0] for prompt in PROMPTS]
     requested = [
@@ -124,8 +129,8 @@ def test_requests_without_hidden_states_are_unchanged(engine: Engine) -> None:
 
 @feature("prefix caching")
 def test_mode_all_computes_cached_tokens_again(engine: Engine) -> None:
-    """`all` skips the prefix cache and is complete; `generated` and `last` use it and are complete
-    too.
+    """Mode `all` skips the prefix cache, and modes `generated` and `last` use it. The hidden states
+    are complete in every mode.
     """
     prompt = "the small bird sleeps in the green tree by the sea and flies over the road"
     first, second = (engine.final(prompt, params(None)) for _ in range(2))
@@ -141,8 +146,10 @@ def test_mode_all_computes_cached_tokens_again(engine: Engine) -> None:
 
 @feature("streaming")
 def test_deltas_carry_the_new_hidden_states(engine: Engine) -> None:
-    """The first delta has the prompt's hidden states and later ones those of their tokens. All
-    deltas together are complete.
+    """With deltas, the first output has the hidden states of the prompt, and later ones those of
+    their tokens.
+
+    Together the outputs are complete.
     """
     [outputs] = engine.run(
         (PROMPTS[0], params("all", max_tokens=60, output_kind=RequestOutputKind.DELTA))
@@ -160,7 +167,9 @@ def test_deltas_carry_the_new_hidden_states(engine: Engine) -> None:
 
 @feature("streaming")
 def test_a_slow_reader_receives_all_hidden_states(engine: Engine) -> None:
-    """vLLM merges outputs that have not been read."""
+    """A slow reader receives all hidden states, although vLLM merges outputs that have not been
+    read.
+    """
 
     async def slow() -> list[Any]:
         parts = []
@@ -185,7 +194,7 @@ def test_cumulative_outputs_carry_all_hidden_states_at_the_end(engine: Engine) -
 
 @feature("several completions (n)")
 def test_each_completion_has_its_own_hidden_states(engine: Engine) -> None:
-    """n=3 sampled completions of one prompt."""
+    """With n=3 sampled completions of one prompt, each completion has its own hidden states."""
     output = engine.final(PROMPTS[1], params("generated", n=3, temperature=1.0))
     assert len({tuple(completion.token_ids) for completion in output.outputs}) == 3
     for i, completion in enumerate(output.outputs):
@@ -200,7 +209,9 @@ def test_each_completion_has_its_own_hidden_states(engine: Engine) -> None:
 @feature("stop strings")
 @pytest.mark.parametrize("mode", ["all", "last"])
 def test_a_stop_string_cuts_hidden_states_with_tokens(engine: Engine, mode: str) -> None:
-    """The front end detects the stop string. The last kept token has no hidden states."""
+    """The front end detects a stop string and cuts tokens and hidden states. The last token that
+    remains has no hidden state.
+    """
     free = engine.final(PROMPTS[0], params(None, max_tokens=30, ignore_eos=True))
     stop = next(part for part in free.outputs[0].text[2:] if part.isascii() and part.isprintable())
     output = engine.final(PROMPTS[0], params(mode, max_tokens=30, stop=[stop]))
@@ -211,7 +222,9 @@ def test_a_stop_string_cuts_hidden_states_with_tokens(engine: Engine, mode: str)
 @feature("grammar masks (structured outputs)")
 @pytest.mark.parametrize("mode", ["all", "generated"])
 def test_structured_outputs_with_hidden_states(engine: Engine, mode: str) -> None:
-    """The constrained text equals that of a request without hidden states."""
+    """With structured outputs, the text of a request with hidden states equals the text of one
+    without.
+    """
     grammar = {
         "structured_outputs": StructuredOutputsParams(regex="(yes|no) (red|blue)"),
         "ignore_eos": False,
@@ -243,7 +256,9 @@ def test_other_sampling_options_are_unchanged(engine: Engine) -> None:
 
 @feature("size limit")
 def test_the_byte_limit_fails_only_its_request(engine: Engine) -> None:
-    """The limit is 250 hidden states. Other requests of the batch are unaffected."""
+    """Exceeding the limit of 250 hidden states fails only the request that does so, not the other
+    requests of its batch.
+    """
     long = "the sea is blue " * 17
     kinds = {"output_kind": RequestOutputKind.FINAL_ONLY}
     outputs = engine.run(
@@ -272,7 +287,7 @@ def test_the_byte_limit_fails_only_its_request(engine: Engine) -> None:
     ],
 )
 def test_an_invalid_request_fails_with_the_reason(engine: Engine, omni: Any, code: str) -> None:
-    """Another request of the batch is unaffected."""
+    """An invalid request fails with the reason, and another request of its batch is unaffected."""
     kinds = {"output_kind": RequestOutputKind.FINAL_ONLY}
     bad = params(None, extra_args={"omni": omni}, **kinds)
     failed_outputs, good = engine.run((PROMPTS[0], bad), (PROMPTS[0], params("all", **kinds)))
@@ -287,7 +302,9 @@ def test_an_invalid_request_fails_with_the_reason(engine: Engine, omni: Any, cod
 def test_only_requested_hidden_states_are_copied(
     engine: Engine, mode: str | None, num_states: int
 ) -> None:
-    """Copied bytes are tokens x layers x width x 4, and none for other requests."""
+    """The engine copies tokens x layers x width x 4 bytes for a request with hidden states, and
+    none for other requests.
+    """
     before = engine.rpc("hidden_states_stats")["bytes_copied"]
     engine.final(PROMPTS[1], params(mode, (0, -1)))
     assert len(PROMPTS[1]) == 18

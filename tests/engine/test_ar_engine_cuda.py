@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The AR worker on CUDA: both runner generations, async scheduling, CUDA graphs, speculative
-decoding, adapters.
+"""The AR worker on CUDA: both runner generations, async scheduling, CUDA graphs, speculation and
+adapters.
 
-The file starts five engines because a start takes most of a test's time. test_ar_features_cuda.py
-covers features that need further engines.
+The file starts only five engines, because a start takes most of a test's time.
+test_ar_features_cuda.py covers the features that need further engines.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ pytestmark = [
 
 FINAL = RequestOutputKind.FINAL_ONLY
 MAX_BYTES = 260 * 3 * WIDTH * 2
-"""Limit of the shared engines: 260 hidden states of three layers."""
+"""Byte limit of the shared engines: 260 hidden states of three layers."""
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,9 @@ def engine(request: pytest.FixtureRequest, model: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def exact(model: Path) -> Iterator[Engine]:
-    """V2 in fp32, so that tokens and hidden states of different runs can be compared."""
+    """An engine with runner V2 in fp32, in which tokens and hidden states of different runs can be
+    compared.
+    """
     with Engine(model, "V2", dtype="float32") as running:
         yield running
 
@@ -71,7 +73,9 @@ def exact_reference(model: Path) -> Reference:
 
 @feature("async scheduling", "V2")
 def test_hidden_states_arrive_with_the_chosen_runner(engine: Engine, reference: Reference) -> None:
-    """Hidden states of a mixed batch equal transformers' with the selected runner generation."""
+    """The hidden states of a mixed batch equal those of transformers with the selected runner
+    generation.
+    """
     stats = engine.stats()
     assert stats["delivers"] and ("V2" in stats["runner"]) == (engine.runner == "V2")
     assert engine.engine.vllm_config.scheduler_config.async_scheduling
@@ -99,7 +103,9 @@ def test_deltas_join_to_all_hidden_states(engine: Engine, reference: Reference) 
 @feature("chunked prefill", "V2")
 @feature("prefix caching", "V2")
 def test_cached_and_chunked_prompts_are_complete(engine: Engine, reference: Reference) -> None:
-    """204 tokens in chunks of 64 run twice: `all` skips the prefix cache, `generated` uses it."""
+    """A prompt of 204 tokens runs twice in chunks of 64. Mode `all` skips the prefix cache and mode
+    `generated` uses it.
+    """
     for mode in ("all", "all", "generated"):
         [[output]] = engine.run((PROMPTS[3], params(mode, max_tokens=6, output_kind=FINAL)))
         assert bool(output.num_cached_tokens) == (mode == "generated")
@@ -119,7 +125,9 @@ def test_structured_outputs_with_hidden_states(engine: Engine, reference: Refere
 
 @feature("bytes copied = bytes asked for", "V2")
 def test_only_requested_hidden_states_are_copied(engine: Engine) -> None:
-    """An async engine may compute one further token, so at most one more hidden state is copied."""
+    """The engine copies only requested hidden states, and at most one more, because it may compute
+    one further token.
+    """
     before = engine.stats()["bytes_copied"]
     engine.run((PROMPTS[1], params(None, max_tokens=10, output_kind=FINAL)))
     assert engine.stats()["bytes_copied"] == before
@@ -141,7 +149,9 @@ def test_an_invalid_request_affects_no_other(engine: Engine, reference: Referenc
 
 @feature("torch.compile", "V2", note="on CUDA together with CUDA graphs, as vLLM does by default")
 def test_a_compiled_model_with_cuda_graphs(engine: Engine, reference: Reference) -> None:
-    """Retained layers are outputs of the compiled graph; decode steps replay CUDA graphs."""
+    """With a compiled model, retained layers are outputs of the compiled graph, and decode steps
+    replay CUDA graphs.
+    """
     compilation = engine.engine.vllm_config.compilation_config
     assert compilation.mode == CompilationMode.VLLM_COMPILE
     assert compilation.cudagraph_mode != CUDAGraphMode.NONE
@@ -153,7 +163,7 @@ def test_a_compiled_model_with_cuda_graphs(engine: Engine, reference: Reference)
 
 @feature("several completions (n)", "V2")
 def test_each_completion_has_its_own_hidden_states(engine: Engine, reference: Reference) -> None:
-    """n=3 sampled completions of one prompt."""
+    """With n=3 sampled completions of one prompt, each completion has its own hidden states."""
     [[output]] = engine.run(
         (PROMPTS[1], params("generated", n=3, temperature=1.0, output_kind=FINAL))
     )
@@ -164,8 +174,9 @@ def test_each_completion_has_its_own_hidden_states(engine: Engine, reference: Re
 
 @feature("size limit", "V2")
 def test_the_byte_limit_fails_only_its_request(engine: Engine, reference: Reference) -> None:
-    """The limit is 260 hidden states. One request exceeds it in the prompt and one while
-    generating; others are unaffected.
+    """Exceeding the limit of 260 hidden states fails only the request that does so.
+
+    One request exceeds the limit in its prompt and one while generating.
     """
     long, layers = "the sea is blue " * 17, (0, 2, -1)
     outputs = engine.run(
@@ -187,8 +198,8 @@ def test_the_byte_limit_fails_only_its_request(engine: Engine, reference: Refere
 def test_hidden_states_in_fp32_equal_transformers(
     exact: Engine, exact_reference: Reference
 ) -> None:
-    """Hidden states of two layers equal transformers' within 1e-3, for prompts and generated
-    tokens.
+    """In fp32, the hidden states of two layers equal transformers' within 1e-3, for prompts and
+    generated tokens.
     """
     requested = params("all", (2, -1), max_tokens=12, output_kind=FINAL)
     for [output] in exact.run((PROMPTS[0], requested), (PROMPTS[3], requested)):
@@ -199,8 +210,9 @@ def test_hidden_states_in_fp32_equal_transformers(
 def test_requests_without_hidden_states_are_unchanged(
     exact: Engine, exact_reference: Reference
 ) -> None:
-    """In one batch with requests for hidden states, other requests have the tokens of a single run
-    and no hidden states.
+    """A request without hidden states is not affected by requests with hidden states in its batch.
+
+    The request has the tokens of a run by itself and no hidden states.
     """
     alone = [
         exact.run((prompt, params(None, output_kind=FINAL)))[0][0].outputs[0].token_ids
@@ -227,7 +239,7 @@ def test_requests_without_hidden_states_are_unchanged(
 
 @feature("logprobs, penalties, seeds", "V2")
 def test_other_sampling_options_are_unchanged(exact: Engine, exact_reference: Reference) -> None:
-    """A seeded request with all options, split into four chunks, has the same tokens and
+    """A seeded request with all sampling options, split into four chunks, has the same tokens and
     probabilities.
     """
     options: dict[str, Any] = {"temperature": 0.8, "seed": 3, "logprobs": 2, "prompt_logprobs": 1}
@@ -255,7 +267,9 @@ def test_other_sampling_options_are_unchanged(exact: Engine, exact_reference: Re
 def test_a_stop_string_cuts_hidden_states_with_tokens(
     exact: Engine, exact_reference: Reference, mode: str
 ) -> None:
-    """The front end detects the stop string. The last kept token has no hidden states."""
+    """The front end detects a stop string and cuts tokens and hidden states. The last token that
+    remains has no hidden state.
+    """
     [[free]] = exact.run((PROMPTS[0], params(None, max_tokens=30, output_kind=FINAL)))
     stop = next(part for part in free.outputs[0].text[2:] if part.isascii() and part.isprintable())
     [[output]] = exact.run(
@@ -272,8 +286,9 @@ def test_rejected_drafts_have_no_hidden_states(model: Path, reference: Reference
 
 @feature("speculative decoding (EAGLE-3, its layers)", "V2")
 def test_a_drafter_and_requests_read_the_same_layers(tmp_path: Path) -> None:
-    """Hidden states of accepted tokens, of layers that the drafter reads too, are correct. fp32
-    shows wrong ones.
+    """The hidden states of accepted tokens are correct for layers that the drafter reads too.
+
+    The engine runs in fp32, in which wrong hidden states are visible.
     """
     model = write_model(tmp_path / "model", num_hidden_layers=BLOCKS)
     drafter = write_eagle3_drafter(model, tmp_path / "drafter")
@@ -291,8 +306,8 @@ def test_a_drafter_and_requests_read_the_same_layers(tmp_path: Path) -> None:
 def test_hidden_states_include_the_adapter(
     model: Path, reference: Reference, tmp_path: Path
 ) -> None:
-    """Requests with and without an adapter in one batch each equal their transformers model and not
-    the other.
+    """In a batch of requests with and without an adapter, the hidden states of each equal those of
+    its own transformers model.
     """
     adapted = Reference(model, write_adapter(model, tmp_path / "adapter"))
     request = LoRARequest("adapter", 1, str(tmp_path / "adapter"))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The AR worker with features of vLLM that need a separate engine. Hidden states equal
-transformers'.
+"""The AR worker with features of vLLM that each need their own engine.
+
+The hidden states equal those of transformers.
 """
 
 import sys
@@ -21,15 +22,15 @@ from vllm_omni.hidden_states import hidden_states_of
 pytestmark = pytest.mark.nightly
 
 LIMIT_S = 400
-"""Timeout of a program with two engines."""
+"""Timeout in seconds of a program with two engines."""
 REPEATING = "the sea the sea the sea the sea the sea the sea"
 
 
 def check_all_modes(
     llm: Any, reference: Reference, layers: tuple[int, ...] = (-1,), **fields: Any
 ) -> None:
-    """Check requests with and without hidden states in one batch: equal text, correct hidden
-    states.
+    """Check that in a batch of requests with and without hidden states, texts are equal and hidden
+    states are correct.
     """
     modes: list[Any] = ["all", None, "generated", "last"]
     prompts = [PROMPTS[0], PROMPTS[0], REPEATING, PROMPTS[2]]
@@ -47,8 +48,9 @@ def check_all_modes(
 
 @feature("speculative decoding (ngram)")
 def test_rejected_drafts_have_no_hidden_states(tiny_language_model: Path) -> None:
-    """Some drafts are accepted and most rejected, because the model is random. Every accepted token
-    has one hidden state.
+    """Every accepted token has one hidden state, and a rejected draft has none.
+
+    The model is random, so some drafts are accepted and most are rejected.
     """
     speculative = {
         "method": "ngram",
@@ -78,8 +80,9 @@ def test_rejected_drafts_have_no_hidden_states(tiny_language_model: Path) -> Non
 
 @feature("speculative decoding (EAGLE-3, its layers)")
 def test_a_drafter_and_requests_read_the_same_layers(tmp_path: Path) -> None:
-    """Most tokens of a random drafter are rejected. Accepted ones have correct hidden states of the
-    layers that the drafter reads.
+    """The hidden states of accepted tokens are correct for layers that the drafter reads too.
+
+    Most tokens of a random drafter are rejected.
     """
     from vllm_omni.testing.tiny.language_model import write_tiny_language_model
 
@@ -99,7 +102,7 @@ def test_a_drafter_and_requests_read_the_same_layers(tmp_path: Path) -> None:
 
 @feature("tensor parallelism (TP 2)")
 def test_two_tensor_ranks(tiny_language_model: Path) -> None:
-    """Only the rank that returns outputs copies."""
+    """With two tensor-parallel ranks, only the rank that returns outputs copies hidden states."""
     with running_llm(
         tiny_language_model, {"hidden_state_layers": [0, 2]}, tensor_parallel_size=2
     ) as llm:
@@ -111,8 +114,9 @@ def test_two_tensor_ranks(tiny_language_model: Path) -> None:
 @feature("pipeline parallelism (PP 2)")
 @pytest.mark.parametrize("layers", [(), (0, 1, 3)], ids=["last layer", "layers of both stages"])
 def test_two_stages(tiny_language_model: Path, layers: tuple[int, ...]) -> None:
-    """The last stage returns hidden states; layers of the first stage are sent as intermediate
-    tensors.
+    """With two pipeline stages, the last stage returns the hidden states.
+
+    Hidden states of layers on the first stage are sent as intermediate tensors.
     """
     with running_llm(
         tiny_language_model,
@@ -128,7 +132,9 @@ def test_two_stages(tiny_language_model: Path, layers: tuple[int, ...]) -> None:
     note="on a CPU, stock vLLM needs `max_loras` above the adapters in use, see the test's control",
 )
 def test_hidden_states_include_the_adapter(tiny_language_model: Path, tmp_path: Path) -> None:
-    """Requests with and without an adapter in one batch each equal their transformers model."""
+    """In a batch of requests with and without an adapter, the hidden states of each equal those of
+    its own transformers model.
+    """
     adapted = write_adapter(tiny_language_model, tmp_path)
     reference = Reference(tiny_language_model)
     with running_llm(tiny_language_model, {"hidden_state_layers": [2]}, **LORA, max_loras=2) as llm:
@@ -149,9 +155,11 @@ def test_hidden_states_include_the_adapter(tiny_language_model: Path, tmp_path: 
 def test_stock_vllm_gives_a_cpu_request_without_adapter_the_last_slot(
     tiny_language_model: Path, tmp_path: Path
 ) -> None:
-    """This control of the test above uses stock vLLM only and explains its free slot. A request
-    without an adapter has slot -1, which `vllm/lora/ops/torch_ops` uses as the last one. If this
-    test fails, vLLM is fixed: remove `max_loras` above and the note of the feature.
+    """Stock vLLM on a CPU applies the adapter in the last slot to a request without an adapter.
+
+    A request without an adapter has slot -1, which `vllm/lora/ops/torch_ops` uses as an index. This
+    test explains the free slot in the test above. If this test fails, vLLM is fixed: remove
+    `max_loras` above and the note of the feature.
     """
     write_adapter(tiny_language_model, tmp_path)
     free_slot, no_free_slot = (
@@ -166,7 +174,7 @@ LORA = {"enable_lora": True, "max_lora_rank": 8}
 
 
 def write_adapter(model: Path, folder: Path) -> Reference:
-    """Save a random adapter; return transformers' model with it."""
+    """Save a random adapter; return the transformers model with the adapter."""
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -184,8 +192,9 @@ def adapter(folder: Path) -> LoRARequest:
 
 
 def stock_logprobs(model: Path, request: LoRARequest, max_loras: int) -> dict[str, torch.Tensor]:
-    """Return log-probabilities of a prompt without an adapter on stock vLLM, alone and in a batch
-    with an adapter.
+    """Return log-probabilities of a prompt without an adapter on stock vLLM.
+
+    The prompt runs by itself, and then in a batch with a request that uses an adapter.
     """
     sampling = params(None, prompt_logprobs=1)
     with running_llm(
@@ -212,7 +221,7 @@ def stock_logprobs(model: Path, request: LoRARequest, max_loras: int) -> dict[st
     "data parallelism (DP 2)", note="dense model: engines independent, no padding between them"
 )
 def test_two_engines(tiny_language_model: Path, tmp_path: Path) -> None:
-    """Requests of both engines have their hidden states."""
+    """With two data-parallel engines, requests on both engines receive their hidden states."""
     script = tmp_path / "two_engines.py"
     script.write_text(DP_SCRIPT)
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "PYTHONPATH": str(Path(__file__).parent)}
@@ -223,7 +232,9 @@ def test_two_engines(tiny_language_model: Path, tmp_path: Path) -> None:
 
 @feature("external launcher (torchrun, TP 2)")
 def test_torchrun_tensor_parallel(tiny_language_model: Path, tmp_path: Path) -> None:
-    """Every rank is an engine and returns the same hidden states."""
+    """Under torchrun with tensor parallelism, every rank is an engine and returns the same hidden
+    states.
+    """
     torchrun(tiny_language_model, tmp_path, "tensor_parallel_size")
 
 
@@ -231,13 +242,17 @@ def test_torchrun_tensor_parallel(tiny_language_model: Path, tmp_path: Path) -> 
     "external launcher (torchrun, PP 2)", note="stock V2 has none: vLLM takes V1 there by itself"
 )
 def test_torchrun_pipeline_parallel(tiny_language_model: Path, tmp_path: Path) -> None:
-    """The last stage broadcasts its hidden states to the first, which also has a scheduler."""
+    """Under torchrun with pipeline parallelism, the last stage broadcasts hidden states to the
+    first, which has a scheduler too.
+    """
     torchrun(tiny_language_model, tmp_path, "pipeline_parallel_size")
 
 
 @feature("worker without the scheduler")
 def test_the_worker_brings_its_scheduler(tiny_language_model: Path) -> None:
-    """Without a scheduler's name, hidden states arrive, and the text is that of other requests."""
+    """The worker selects its scheduler, so hidden states arrive without `scheduler_cls`. The text
+    equals that of other requests.
+    """
     with running_llm(tiny_language_model, scheduler_cls=None) as llm:
         outputs = llm.generate([PROMPTS[0]] * 2, [params("all"), params(None)], use_tqdm=False)
         assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
@@ -254,8 +269,8 @@ def test_without_the_worker_requests_get_their_text(tiny_language_model: Path) -
 
 @feature("torch.compile")
 def test_a_compiled_model(tiny_language_model: Path) -> None:
-    """vLLM compiles on a CPU without --enforce-eager. Retained layers are part of the compiled
-    graph.
+    """Retained layers are outputs of the compiled graph. vLLM compiles on a CPU without
+    --enforce-eager.
     """
     with running_llm(tiny_language_model, {"hidden_state_layers": [2]}, enforce_eager=False) as llm:
         check_all_modes(llm, Reference(tiny_language_model), (2, -1))
@@ -263,7 +278,9 @@ def test_a_compiled_model(tiny_language_model: Path) -> None:
 
 @feature("M-RoPE and multimodal inputs (Qwen2-VL)")
 def test_images(tmp_path: Path) -> None:
-    """Hidden states of image placeholders and text of a tiny Qwen2-VL equal transformers'."""
+    """For a tiny Qwen2-VL, hidden states of image placeholders and of text equal those of
+    transformers.
+    """
     from ar_vision import check_image_request, write_tiny_qwen2_vl
 
     model = write_tiny_qwen2_vl(tmp_path / "qwen2_vl")

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The AR worker on CUDA with features that need a separate engine: V1, images, and several GPUs."""
+"""The AR worker on CUDA with features that each need their own engine: V1, images, and several
+GPUs.
+"""
 
 import asyncio
 from pathlib import Path
@@ -17,7 +19,7 @@ from vllm_omni.hidden_states import hidden_states_of
 
 TORCHRUN_LIMIT_S = 120
 LIMIT_S = 180
-"""Timeout of a test with an engine that compiles."""
+"""Timeout in seconds of a test with an engine that compiles."""
 
 pytestmark = [
     pytest.mark.cuda,
@@ -43,7 +45,9 @@ def reference(model: Path) -> Reference:
 def check_all_modes(
     engine: Engine, reference: Reference, layers: tuple[int, ...] = (0, 2, -1)
 ) -> None:
-    """Check requests with and without hidden states in one batch, with chunked prompts."""
+    """Check requests with and without hidden states in one batch, with prompts that are split into
+    chunks.
+    """
     modes = ["all", None, "generated", "last"]
     requests = [
         (PROMPTS[3], params(mode, layers, max_tokens=12, output_kind=FINAL)) for mode in modes
@@ -66,19 +70,20 @@ def test_hidden_states_in_fp32_equal_transformers_on_v1(model: Path) -> None:
 
 @feature("M-RoPE and multimodal inputs (Qwen2-VL)", "V2")
 def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hidden states of image placeholders and text of a tiny Qwen2-VL in fp32 equal
-    transformers'.
+    """For a tiny Qwen2-VL in fp32, hidden states of image placeholders and of text equal those of
+    transformers.
     """
     from ar_vision import check_image_request, write_tiny_qwen2_vl
 
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    # 1e-2, because attention kernels may multiply fp32 in TF32 (10 bits) and values have size 1.
+    # The tolerance is 1e-2, because attention kernels may multiply fp32 in TF32 (10 bits) and the
+    # values are of order 1.
     check_image_request(write_tiny_qwen2_vl(tmp_path / "qwen2_vl"), tolerance=1e-2, **SHARED_GPU)
 
 
 @feature("worker without the scheduler", "V2")
 def test_the_worker_brings_its_scheduler(model: Path) -> None:
-    """Without a scheduler's name, hidden states arrive."""
+    """The worker selects its scheduler, so hidden states arrive without `scheduler_cls`."""
     with Engine(model, "V2", scheduler_cls=None, enforce_eager=True) as running:
         requested, plain = running.run(
             *((PROMPTS[0], params(mode, output_kind=FINAL)) for mode in ("all", None))
@@ -99,7 +104,7 @@ def test_without_the_worker_requests_get_their_text(model: Path) -> None:
 @two_gpus
 @feature("tensor parallelism (TP 2)", "V2")
 def test_two_tensor_ranks(model: Path, reference: Reference) -> None:
-    """Only the rank that returns outputs copies."""
+    """With two tensor-parallel ranks, only the rank that returns outputs copies hidden states."""
     with Engine(model, "V2", tensor_parallel_size=2) as running:
         check_all_modes(running, reference)
         ranks = running.loop.run_until_complete(
@@ -112,8 +117,9 @@ def test_two_tensor_ranks(model: Path, reference: Reference) -> None:
 @two_gpus
 @feature("pipeline parallelism (PP 2)", "V2")
 def test_two_stages(model: Path, reference: Reference) -> None:
-    """Layers 0 and 2 are retained on the first stage and sent as intermediate tensors, or on the
-    last.
+    """With two pipeline stages, layers 0 and 2 are retained on the first or the last stage.
+
+    Hidden states of layers on the first stage are sent as intermediate tensors.
     """
     with Engine(model, "V2", pipeline_parallel_size=2) as running:
         check_all_modes(running, reference)
@@ -123,7 +129,7 @@ def test_two_stages(model: Path, reference: Reference) -> None:
 @two_gpus
 @feature("data parallelism (DP 2)", "V2")
 def test_two_engines(model: Path, reference: Reference) -> None:
-    """Requests of both engines have their hidden states."""
+    """With two data-parallel engines, requests on both engines receive their hidden states."""
     with Engine(model, "V2", data_parallel_size=2) as running:
 
         async def one(prompt: str, rank: int) -> Any:
@@ -146,7 +152,9 @@ def test_two_engines(model: Path, reference: Reference) -> None:
 @two_gpus
 @feature("external launcher (torchrun, TP 2)", "V2")
 def test_torchrun_tensor_parallel(model: Path, tmp_path: Path) -> None:
-    """Every rank is an engine and returns the same hidden states."""
+    """Under torchrun with tensor parallelism, every rank is an engine and returns the same hidden
+    states.
+    """
     torchrun(model, tmp_path, "tensor_parallel_size", "V2")
 
 
@@ -159,8 +167,10 @@ def test_torchrun_tensor_parallel_on_v1(model: Path, tmp_path: Path) -> None:
 @pytest.mark.several_gpus
 @two_gpus
 def test_torchrun_pipeline_parallel_on_v1(model: Path, tmp_path: Path) -> None:
-    """The last stage broadcasts its hidden states to the first over NCCL. Stock V2 has no pipeline
-    parallelism under torchrun.
+    """Under torchrun with pipeline parallelism, the last stage broadcasts hidden states to the
+    first over NCCL.
+
+    Stock vLLM supports this only with runner V1.
     """
     torchrun(model, tmp_path, "pipeline_parallel_size", "V1")
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks on a machine without a GPU: the commands in their documentation run, and their
-results are consistent.
+"""The benchmarks run without a GPU: their documented commands work, and their results are
+consistent.
 """
 
 import ast
@@ -62,7 +62,9 @@ def test_the_documented_command_runs(command: str, tmp_path: Path) -> None:
 @pytest.mark.nightly
 @needs_haproxy
 def test_a_trace_of_visits_is_replayed_on_two_servers(tmp_path: Path) -> None:
-    """All viewers are served, and some follow their session to the other server."""
+    """All viewers of a replayed trace are served, and some follow their session to the other
+    server.
+    """
     run_benchmark(
         "benchmarks/fleet_trace.py",
         *shlex.split("--servers 2 --ways both --seconds 15 --play-s 4 --idle-s 2 --chunk-s 0.05"),
@@ -107,8 +109,8 @@ def wan2_2(monkeypatch: pytest.MonkeyPatch) -> object:
 def test_full_size_checkpoints_of_wan22(
     wan2_2, tmp_path: Path, size: str, billions: float, info: dict
 ) -> None:  # type: ignore[no-untyped-def, type-arg]
-    """The family accepts the released sizes. Parameters are counted on the meta device with
-    diffusers' class.
+    """The family accepts checkpoints of the released sizes. Parameters are counted with diffusers'
+    class on the meta device.
     """
     import torch
     from diffusers import WanTransformer3DModel

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal Wan (tiny) through the real engine: concurrent streams, aborts, prompt switch, video
-input, several ranks.
+"""Causal Wan (tiny) in the real engine: concurrent streams, aborts, prompt switch, video input,
+several ranks.
 """
 
 import asyncio
@@ -15,8 +15,9 @@ from vllm_omni.outputs import RequestFailed
 
 CHUNKS, STREAMS = 4, 3
 TOLERANCE = 2e-4
-"""For fp32 latents of order 1 after four chunks of five passes, because several ranks sum in
-another order.
+"""Absolute tolerance for fp32 latents of order 1 after four chunks of five passes.
+
+A tolerance is required because several ranks sum in a different order.
 """
 MODEL = {"window_frames": 7, "sink_frames": 2}
 
@@ -24,7 +25,7 @@ MODEL = {"window_frames": 7, "sink_frames": 2}
 async def stream(
     client: EngineClient, name: str, seed: int, chunks: int = CHUNKS
 ) -> list[torch.Tensor]:
-    """Return the latents of a stream. Its prompt changes at chunk 2. The stream of seed 1 has a
+    """Return the latents of a stream. The prompt changes at chunk 2, and the stream of seed 1 has a
     start image.
     """
     latents = []
@@ -66,7 +67,7 @@ def engine(model: Path, omni: dict[str, Any] | None = None, **engine_args: Any) 
 
 @pytest.fixture(scope="module")
 def expected(causal_wan: Path) -> list[list[torch.Tensor]]:
-    """Run all checks of one engine; return each stream's latents when it runs alone."""
+    """Run all checks of one engine; return the latents of each stream when it runs by itself."""
     found: list[list[torch.Tensor]] = []
 
     async def scenario() -> None:
@@ -81,8 +82,8 @@ def expected(causal_wan: Path) -> list[list[torch.Tensor]]:
 
 
 async def side_by_side(client: EngineClient, alone: list[list[torch.Tensor]]) -> None:
-    """Run three streams at different steps, one that fails, and one that is aborted during a
-    chunk.
+    """Check three concurrent streams at different steps while another stream fails and one is
+    aborted during a chunk.
     """
 
     async def failing_stream() -> None:
@@ -108,7 +109,9 @@ async def side_by_side(client: EngineClient, alone: list[list[torch.Tensor]]) ->
 
 
 async def video_to_video(client: EngineClient) -> None:
-    """Each chunk has input frames, and the metadata reports the noise scale."""
+    """Check that video-to-video chunks accept input frames and that the metadata reports the noise
+    scale.
+    """
     for index, count in ((0, 9), (1, 12)):
         video = torch.zeros(count, 32, 48, 3, dtype=torch.uint8)
         meta, tensors = await client.send(
@@ -125,7 +128,7 @@ async def video_to_video(client: EngineClient) -> None:
 
 
 async def operations(client: EngineClient, alone: list[torch.Tensor]) -> None:
-    """A fork continues like its source; a reset restarts."""
+    """Check that a fork continues like its source and that a reset restarts the session."""
     first = await stream(client, "source", 0, chunks=1)
     await client.send(session_id="source", op="fork", fork_to="copy")
     for name in ("source", "copy"):
@@ -136,8 +139,10 @@ async def operations(client: EngineClient, alone: list[torch.Tensor]) -> None:
 
 
 def test_concurrent_streams_equal_single_ones(expected: list[list[torch.Tensor]]) -> None:
-    """Concurrent streams equal single ones bit for bit, with failures and aborts. The fixture also
-    checks video-to-video, fork and reset.
+    """Concurrent streams equal streams that run by themselves bit for bit, also with failures and
+    aborts.
+
+    The fixture also checks video-to-video, fork and reset.
     """
     assert len(expected) == STREAMS
     assert all(torch.isfinite(x).all() and x.std() > 0.1 for one in expected for x in one)
@@ -178,7 +183,9 @@ def test_the_stock_scheduler_gives_identical_chunks(
 def test_two_ranks_agree_with_one(
     causal_wan: Path, expected: list[list[torch.Tensor]], parallel: dict[str, Any]
 ) -> None:
-    """With stages, two batches are in flight. A pipeline computes the same sums."""
+    """Two ranks return the latents of one rank. With pipeline stages, two batches are in flight and
+    the sums are exactly the same.
+    """
     engine_args = dict(parallel)
     omni: dict[str, Any] = {"model": dict(MODEL)}
     if engine_args.pop("sequence_parallel", False):
@@ -197,8 +204,9 @@ def test_two_ranks_agree_with_one(
 def test_two_ranks_recompute_a_window_like_one(
     causal_wan: Path, expected: list[list[torch.Tensor]], parallel: str
 ) -> None:
-    """With `prompt_switch` "recompute", streams differ from those with the default from the new
-    prompt on.
+    """With `prompt_switch` "recompute", two ranks return the latents of one rank.
+
+    From the new prompt onwards, the streams differ from those with the default `prompt_switch`.
     """
     omni = {"model": {**MODEL, "prompt_switch": "recompute"}}
     found: list[list[list[torch.Tensor]]] = []
@@ -238,7 +246,9 @@ def test_two_ranks_recompute_a_window_like_one(
 def test_graphs_of_several_stages_change_nothing(
     causal_wan: Path, parallel: dict[str, int]
 ) -> None:
-    """Two long streams capture and replay each forward pass while the stages exchange tensors."""
+    """Two long streams capture and replay each forward pass while pipeline stages exchange tensors,
+    with unchanged results.
+    """
 
     async def made(cuda_graphs: bool) -> list[list[torch.Tensor]]:
         omni = {

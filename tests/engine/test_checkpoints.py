@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both released checkpoint layouts are served by the real engine."""
+"""The real engine serves both layouts in which checkpoints are released."""
 
 import asyncio
 from pathlib import Path
@@ -30,7 +30,7 @@ async def first_frames(model: Path, **engine_args: Any) -> torch.Tensor:
 
 @pytest.mark.nightly
 def test_both_released_layouts_yield_the_same_frames(tmp_path: Path) -> None:
-    """The same weights in the original and the diffusers layout yield the same pixels."""
+    """The same weights yield the same pixels in the original and in the diffusers layout."""
     frames = []
     for layout in ("original", "diffusers"):
         model = tmp_path / layout

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several chunks of one stream in flight in a real engine: on one rank, with stages of layers, and
-with a stage for every step.
+"""Several chunks of a stream in flight in a real engine: one rank, stages of layers, and a stage
+per step.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ def engine(model: Path, steps: int, chunks_in_flight: int, **engine_args: Any) -
 async def send(
     client: EngineClient, name: str, seed: int, index: int, output: str = "latents"
 ) -> torch.Tensor:
-    """Request one chunk. Its request can be aborted by `name-index`."""
+    """Request one chunk. The request id for aborting it is `name-index`."""
     meta, tensors = await client.send(
         session_id=name,
         chunk_index=index,
@@ -63,26 +63,28 @@ async def send(
 async def one_by_one(
     client: EngineClient, name: str, seed: int, output: str = "latents"
 ) -> list[torch.Tensor]:
-    """Request each chunk after the previous result."""
+    """Request each chunk after the result of the previous chunk."""
     return [await send(client, name, seed, index, output) for index in range(CHUNKS)]
 
 
 async def ahead(
     client: EngineClient, name: str, seed: int, output: str = "latents"
 ) -> list[torch.Tensor]:
-    """Request all chunks at once."""
+    """Request all chunks of a stream at once."""
     return list(
         await asyncio.gather(*(send(client, name, seed, index, output) for index in range(CHUNKS)))
     )
 
 
 async def everything(client: EngineClient, steps: int) -> list[list[torch.Tensor]]:
-    """Check everything that holds in every configuration; return single streams, chunk by chunk."""
+    """Run the checks of every configuration; return the chunks of each stream when it runs by
+    itself.
+    """
     alone = [await one_by_one(client, f"alone{seed}", seed) for seed in range(STREAMS)]
     together = await asyncio.gather(*(ahead(client, f"s{seed}", seed) for seed in range(STREAMS)))
     assert_equal(together, alone)
     codes = await with_aborts(client, await one_by_one(client, "frames", 0, "rgb"))
-    # With two steps, no successor has started while a chunk can still be aborted.
+    # With two steps, a chunk that can still be aborted has no successor that has started.
     assert codes <= {"predecessor_failed", "out_of_order"} and (
         steps == 2 or "predecessor_failed" in codes
     )
@@ -91,11 +93,11 @@ async def everything(client: EngineClient, steps: int) -> list[list[torch.Tensor
 
 
 async def with_aborts(client: EngineClient, expected: list[torch.Tensor]) -> set[str]:
-    """Abort a chunk with successors in flight: they fail, and the stream continues after its last
-    committed chunk.
+    """Abort a chunk with successors in flight. The successors fail, and the stream continues after
+    its last committed chunk.
 
-    A concurrent stream is unaffected. Every other attempt has none, because an earlier stream may
-    fill the step so that no chunk follows the aborted one closely. Returns the error codes.
+    A concurrent stream is unaffected. Only every other attempt has one, because an older stream may
+    fill the step, and then no chunk closely follows the aborted one. Returns the error codes.
     """
     codes: set[str] = set()
     for attempt in range(6):
@@ -106,7 +108,7 @@ async def with_aborts(client: EngineClient, expected: list[torch.Tensor]) -> set
         tasks = [
             asyncio.create_task(send(client, name, 0, index, "rgb")) for index in range(CHUNKS)
         ]
-        await tasks[1]  # the next chunk is about to end and its successor runs
+        await tasks[1]  # The next chunk is about to end, and its successor is running.
         await client.engine.abort(f"{name}-{ABORTED}")
         tasks[ABORTED].cancel()
         outcomes = await asyncio.wait_for(
@@ -129,7 +131,9 @@ async def with_aborts(client: EngineClient, expected: list[torch.Tensor]) -> set
 
 
 async def around_chunks_in_flight(client: EngineClient, expected: list[torch.Tensor]) -> None:
-    """A fork waits for chunks in flight, and a refused chunk does not affect later ones."""
+    """Check that a fork waits for the chunks in flight and that a refused chunk does not affect
+    later chunks.
+    """
     tasks = [asyncio.create_task(send(client, "source", 1, index)) for index in range(CHUNKS - 1)]
     fork = asyncio.create_task(client.send(session_id="source", op="fork", fork_to="copy"))
     results = await asyncio.gather(*tasks)
@@ -150,7 +154,7 @@ def assert_equal(found: list[list[torch.Tensor]], expected: list[list[torch.Tens
 
 @pytest.fixture(scope="module")
 def one_rank(causal_wan: Path) -> list[list[torch.Tensor]]:
-    """Streams of four steps with three chunks in flight."""
+    """Run streams of four steps with three chunks in flight; return their latents."""
 
     async def scenario() -> list[list[torch.Tensor]]:
         async with engine(causal_wan, steps=4, chunks_in_flight=3) as client:
@@ -162,7 +166,9 @@ def one_rank(causal_wan: Path) -> list[list[torch.Tensor]]:
 def test_chunks_in_flight_equal_chunks_one_by_one(
     one_rank: list[list[torch.Tensor]],
 ) -> None:
-    """Several streams run at once, with aborts among chunks in flight and a fork (see
+    """With chunks in flight, several streams return the same latents as with one chunk at a time.
+
+    The streams run concurrently, with aborts among the chunks in flight and a fork (see
     `everything`).
     """
     assert len(one_rank) == STREAMS
@@ -171,7 +177,7 @@ def test_chunks_in_flight_equal_chunks_one_by_one(
 
 @pytest.fixture(scope="module")
 def two_steps(causal_wan: Path) -> list[list[torch.Tensor]]:
-    """Streams of two steps on one rank, one chunk at a time."""
+    """Run streams of two steps on one rank, one chunk at a time; return their latents."""
 
     async def scenario() -> list[list[torch.Tensor]]:
         async with engine(causal_wan, steps=2, chunks_in_flight=1) as client:
@@ -202,7 +208,7 @@ def two_steps(causal_wan: Path) -> list[list[torch.Tensor]]:
 def test_stages_equal_one_rank(
     causal_wan: Path, two_steps: list[list[torch.Tensor]], stages: int, omni: dict[str, Any]
 ) -> None:
-    """Results are equal bit for bit, with aborts."""
+    """Several pipeline stages return the latents of one rank bit for bit, also after aborts."""
 
     async def scenario() -> None:
         async with engine(
@@ -226,8 +232,10 @@ def test_stages_equal_one_rank(
 def test_a_chunk_that_fails_on_the_last_stage_fails_its_successors(
     causal_wan: Path, two_steps: list[list[torch.Tensor]], stages: int, omni: dict[str, Any]
 ) -> None:
-    """Successors that an earlier stage starts before it receives the failure fail too. The stream
-    continues.
+    """When a chunk fails on the last stage, its successors fail too, including those that an
+    earlier stage has already started.
+
+    The stream continues afterwards.
     """
     args: dict[str, Any] = {
         "pipeline_parallel_size": stages,
@@ -299,7 +307,10 @@ def test_ranks_that_share_layers_agree_with_one(
     omni: dict[str, Any],
     sequence_parallel: bool,
 ) -> None:
-    """Results of the same ranks are equal bit for bit, with aborts."""
+    """Ranks that share layers agree with one rank within the tolerance.
+
+    Results of the same ranks are equal bit for bit, also after aborts.
+    """
     sizes = {"pipeline_parallel_size": stages, "tensor_parallel_size": 2}
     omni = {**omni, "model": {**options(2), "sequence_parallel": sequence_parallel}}
 

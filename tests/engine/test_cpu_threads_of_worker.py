@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On a CPU a single rank uses every core in the engine's process, unless the user sets threads.
+"""On a CPU, a single rank uses every core in the engine's process, unless the user sets the number
+of threads.
 
-Without settings the engine's process is spawned as by vLLM, so that OpenMP's default applies; a
-forked one would inherit one thread. tests/entrypoints/cli/test_plain_serve.py covers
-OMP_NUM_THREADS in a served engine.
+Without settings, vLLM spawns the engine's process, so OpenMP's default applies. A forked process
+would inherit one thread. tests/entrypoints/cli/test_plain_serve.py covers OMP_NUM_THREADS in a
+served engine.
 """
 
 import asyncio
@@ -37,8 +38,8 @@ def test_threads_of_a_single_rank(
     threads: int,
     below_engine: bool,
 ) -> None:
-    """vLLM's default would start a further process and use a core less. The machine's cores must be
-    available.
+    """A single rank uses all available cores. vLLM's default would start a further process and use
+    one core less.
     """
     if spawned:
         monkeypatch.setattr(SpawnProcess, "_Popen", staticmethod(popen_spawn_posix.Popen))
@@ -67,8 +68,10 @@ def test_waiting_threads_sleep_early(
     environment: dict[str, str],
     expected: str | None,
 ) -> None:
-    """The variable is set with the engine's configuration, before its process starts, because
-    libgomp reads it when it is loaded.
+    """Waiting OpenMP threads sleep early because of GOMP_SPINCOUNT, unless the user sets a policy.
+
+    The engine's configuration sets the variable before its process starts, because libgomp reads it
+    when it is loaded.
     """
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         monkeypatch.delenv(name, raising=False)

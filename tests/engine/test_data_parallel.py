@@ -2,7 +2,7 @@
 """Two data-parallel ranks: a session stays on its rank, capacities add up, and results equal one
 rank.
 
-All tests share one engine of two ranks; the last one kills a rank.
+All tests share one engine of two ranks. The last test kills a rank.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ CHUNKS, PER_RANK = 4, 3
 
 
 class Endpoints:
-    """An endpoint's use of the engine, on an event loop that outlives single tests."""
+    """Uses the engine as an endpoint does, on an event loop that outlives the single tests."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, engine: OmniEngine, ranks: SessionPlacement
@@ -52,7 +52,7 @@ class Endpoints:
 
 
 async def until_at_work(endpoints: Endpoints, sessions: set[str]) -> None:
-    """Wait until exactly these sessions have running requests."""
+    """Wait until exactly the requests of these sessions are running."""
     async with asyncio.timeout(seconds(30)):
         while set(await endpoints.engine.progress()) != sessions:
             await pause_task(0.02)
@@ -79,7 +79,7 @@ def two_ranks(null_world: Path) -> Iterator[Endpoints]:
 
 
 def title(process: psutil.Process) -> str:
-    """Return the name of a vLLM process without its prefix, or "" if it has ended."""
+    """Return the name of a vLLM process without its prefix, or "" if the process has ended."""
     try:
         return " ".join(process.cmdline()).strip().removeprefix("VLLM::")
     except psutil.Error:
@@ -87,7 +87,7 @@ def title(process: psutil.Process) -> str:
 
 
 def alone(runner: Any, seed: int) -> list[np.ndarray]:
-    """Return the chunks of a session that runs alone on a runner in this process."""
+    """Return the chunks of a session that runs by itself on a runner in this process."""
     latents = []
     for index in range(CHUNKS):
         first: dict[str, Any] = {"prompt": "a field", "seed": seed} if index == 0 else {}
@@ -102,8 +102,9 @@ def alone(runner: Any, seed: int) -> list[np.ndarray]:
 def test_many_clients_on_two_ranks_equal_one_rank(
     two_ranks: Endpoints, null_world: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Twelve clients for six slots start sessions, wait for room, cancel chunks and close sessions,
-    with one-shot requests. All chunks equal those of one rank.
+    """With twelve clients and six session slots on two ranks, all chunks equal those of one rank.
+
+    Clients start sessions, wait for room, cancel chunks, close sessions and send one-shot requests.
     """
 
     async def client(number: int) -> list[list[np.ndarray]]:
@@ -145,7 +146,9 @@ def test_many_clients_on_two_ranks_equal_one_rank(
 
 
 def test_two_ranks_hold_twice_as_many_sessions(two_ranks: Endpoints) -> None:
-    """One session more is refused. A closed session frees its slot on its rank."""
+    """Two ranks accept twice as many sessions as one. One more session is refused, and closing a
+    session frees its slot on its rank.
+    """
 
     async def scenario() -> None:
         await asyncio.gather(
@@ -168,8 +171,10 @@ def test_two_ranks_hold_twice_as_many_sessions(two_ranks: Endpoints) -> None:
 
 
 def test_forks_progress_and_aborts_reach_the_right_rank(two_ranks: Endpoints) -> None:
-    """A fork continues like its source, progress lists the requests of both ranks, and a
-    cancellation stops only its request.
+    """Forks, progress and aborts reach the rank of the session.
+
+    A fork continues like its source, progress lists the requests of both ranks, and a cancellation
+    stops only its request.
     """
 
     async def scenario() -> None:
@@ -207,7 +212,7 @@ def test_forks_progress_and_aborts_reach_the_right_rank(two_ranks: Endpoints) ->
 
 
 def test_a_snapshot_moves_a_session_to_the_other_rank(two_ranks: Endpoints, tmp_path: Path) -> None:
-    """The session is restored on the rank with more room and continues bit for bit."""
+    """A session is restored from a snapshot on the rank with more room and continues bit for bit."""
 
     async def scenario() -> None:
         for name, seed in (("a", 1), ("b", 2)):
@@ -234,7 +239,7 @@ def test_a_snapshot_moves_a_session_to_the_other_rank(two_ranks: Endpoints, tmp_
 def test_a_killed_rank_ends_the_engine_and_fails_all_requests(
     two_ranks: Endpoints,
 ) -> None:
-    """vLLM's client stops all engine processes when one dies. No request keeps waiting."""
+    """When one engine process dies, vLLM's client stops all of them, and no request keeps waiting."""
 
     async def scenario() -> None:
         for name, seed in (("a", 1), ("b", 2)):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that is killed, stops, or raises: clients receive an error, every process ends, and a new
-engine starts.
+"""A rank is killed, stops or raises: clients receive an error, all processes end, a new engine
+starts.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ LIMIT_S = 10.0
 
 
 def workers() -> list[psutil.Process]:
-    """Return the worker processes of this process's engines, by rank."""
+    """Return the worker processes of the engines that this process started, ordered by rank."""
     children = psutil.Process(os.getpid()).children(recursive=True)
     alive = [child for child in children if not has_ended(child.pid)]
     return sorted(
@@ -52,7 +52,9 @@ async def chunk(client: EngineClient) -> torch.Tensor:
 def test_a_lost_rank_ends_the_engine_within_seconds(
     null_world: Path, how: signal.Signals, rank: int, omni: dict[str, Any]
 ) -> None:
-    """One chunk is running and another waits. Both clients receive the error."""
+    """When a rank is lost, the clients of a running and of a waiting chunk both receive the error
+    within seconds.
+    """
 
     async def scenario() -> None:
         async with running_engine(null_world, omni, pipeline_parallel_size=2) as client:
@@ -116,7 +118,9 @@ def test_a_failed_rank_ends_the_engine_within_seconds(
     rank: int,
     method: str,
 ) -> None:
-    """A chunk of another client is running."""
+    """When a rank raises, the engine ends within seconds, although a chunk of another client is
+    running.
+    """
     model: Path = request.getfixturevalue(family)
 
     async def scenario() -> None:

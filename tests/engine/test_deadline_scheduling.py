@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real EngineCore with the deadline scheduler: unaffected neighbours, refusals, a very long
+"""The real EngineCore with the deadline scheduler: concurrent streams, refusals and a very long
 stream.
 """
 
@@ -17,7 +17,7 @@ from vllm_omni.outputs import RequestFailed
 
 CHUNKS = 4
 STEP = {"step_ms": 20}
-"""The same for all requests, because the scheduler measures the duration of a step."""
+"""Duration of a step, which is the same for all requests because the scheduler measures it."""
 OMNI = {
     "scheduling": "deadline",
     "target_fps": 16,
@@ -40,8 +40,9 @@ def _clear(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def test_concurrent_streams_equal_single_ones_under_deadlines(engine: SharedEngine) -> None:
-    """Streams equal single runs bit for bit next to an aborted stream, a failing one, and one with
-    changing prompts.
+    """With deadlines, concurrent streams equal single ones bit for bit.
+
+    Among them are an aborted stream, a failing stream, and one with changing prompts.
     """
     client = engine.client
 
@@ -107,8 +108,9 @@ def test_concurrent_streams_equal_single_ones_under_deadlines(engine: SharedEngi
 
 
 def test_a_stream_above_capacity_is_refused_with_the_reason(engine: SharedEngine) -> None:
-    """Capacity suffices for one stream with chunks of 0.13 s every 0.25 s. The refused client can
-    return later.
+    """A stream above the capacity of the engine is refused, and its client can return later.
+
+    The capacity suffices for one stream with chunks of 0.13 s every 0.25 s.
     """
     client = engine.client
     slow = {**STEP, "steps": 6}
@@ -146,8 +148,9 @@ def test_a_stream_above_capacity_is_refused_with_the_reason(engine: SharedEngine
 
 @pytest.mark.nightly
 def test_1100_latent_frames_in_one_stream(tmp_path: Path) -> None:
-    """The stream exceeds the 1,024 frames of the original's rotary table. Every chunk is finite,
-    and the session's size is constant.
+    """A stream can exceed the 1,024 frames of the original's rotary table.
+
+    Every chunk is finite, and the session's size is constant.
     """
     get_family("causal_wan").make_tiny(tmp_path / "model", 0, "original")
     omni = {

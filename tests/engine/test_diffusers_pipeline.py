@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Diffusers pipelines on the real EngineCore: results equal diffusers', and aborts."""
+"""Diffusers pipelines on the real EngineCore: results equal those of diffusers, and requests can be
+aborted.
+"""
 
 import asyncio
 import multiprocessing
@@ -22,8 +24,10 @@ LAYOUTS = get_family("diffusers_pipeline").layouts
 
 
 def compare(folder: Path, responses: Connection) -> None:
-    """Send whether the engine's result equals diffusers', for every layout, one engine at a
-    time.
+    """Compare the engine's result with diffusers' for every layout, and send the outcomes to the
+    test process.
+
+    Only one engine runs at a time.
     """
     import diffusers
     from vllm import LLM
@@ -36,7 +40,7 @@ def compare(folder: Path, responses: Connection) -> None:
             config_format="omni",
             skip_tokenizer_init=True,
             enforce_eager=True,
-            # Wan also has a model for the worker.
+            # Wan also has a model that runs in the worker, so the executor must be selected.
             distributed_executor_backend="vllm_omni.executor.DiffusersPipelineExecutor",
         )
         fields: dict[str, Any] = {"num_inference_steps": 3, "height": 32, "width": 48}
@@ -71,13 +75,13 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_layout_equals_diffusers_through_llm_encode(
     pipelines: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Images and videos of Qwen-Image, FLUX, Wan and SD3 equal diffusers' byte for byte."""
-    # The engine cores run in a separate process, so that none stays in the test process.
+    """Images and videos of Qwen-Image, FLUX, Wan and SD3 equal those of diffusers byte for byte."""
+    # The engine cores run in a separate process, so that no engine core stays in the test process.
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     receiver, sender = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("spawn").Process(target=compare, args=(pipelines, sender))
     process.start()
-    sender.close()  # so that the death of the process is an end of file
+    sender.close()  # `poll` then sees an end of file if the process dies
     try:
         assert receiver.poll(600)
         assert receiver.recv() == dict.fromkeys(LAYOUTS, True)
@@ -105,7 +109,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 @pytest.fixture(scope="module")
 def client(pipelines: Path, loop: asyncio.AbstractEventLoop) -> Iterator[EngineClient]:
-    """One engine for the tests below, with the pipeline in the EngineCore's process."""
+    """A client of one engine for the tests below. The pipeline runs in the EngineCore's process."""
     manager = running_engine(pipelines / "qwen_image")
     yield loop.run_until_complete(manager.__aenter__())
     loop.run_until_complete(manager.__aexit__(None, None, None))
@@ -114,7 +118,9 @@ def client(pipelines: Path, loop: asyncio.AbstractEventLoop) -> Iterator[EngineC
 def test_an_abort_takes_effect_at_the_next_step(
     client: EngineClient, loop: asyncio.AbstractEventLoop
 ) -> None:
-    """The aborted request stops after a few of 200 steps, and the next one runs immediately."""
+    """An aborted request of 200 steps stops after a few steps, and the next request runs
+    immediately.
+    """
 
     async def scenario() -> None:
         expected = (await client.send(session_id="before", seed=1, **SMALL))[1]["images"].clone()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DreamX-World through the real engine: sessions at once, poses, several ranks, FP8, and a client
-of the camera endpoint.
+"""DreamX-World in the real engine: concurrent sessions, poses, several ranks, FP8 and the camera
+endpoint.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from vllm_omni.outputs import RequestFailed
 SIZE = {"height": 64, "width": 96}
 SHORT = {"model": {"window_frames": 6}}
 TOLERANCE = 1e-4
-"""Latents in fp32; ranks only change the order of sums."""
+"""Absolute tolerance for fp32 latents, because several ranks only sum in a different order."""
 HELD: list[Any] = [[["w", "l"]] * 3, [["a"], [], ["i"]], None, [["s"]]]
 
 
@@ -31,7 +31,7 @@ def image() -> torch.Tensor:
 
 
 async def play(client: EngineClient, name: str, held: list[Any]) -> torch.Tensor:
-    """The latents of a session with a chunk for each entry of `held`."""
+    """Return the latents of a session that runs one chunk for each entry of `held`."""
     latents = []
     for index, actions in enumerate(held):
         start = {"image": image()} if index == 0 else None
@@ -117,7 +117,7 @@ def test_poses_steer_and_bad_ones_are_refused(one_rank: SharedEngine) -> None:
 
 @pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_two_ranks_agree_with_one(checkpoint: Path, alone: torch.Tensor, parallel: str) -> None:
-    """A pipeline computes the same sums."""
+    """Two ranks return the latents of one rank. Pipeline stages compute exactly the same sums."""
     ranks: dict[str, Any] = {parallel: 2}
     difference = (played(checkpoint, dtype="float32", **ranks) - alone).abs().max()
     assert difference <= (0.0 if parallel == "pipeline_parallel_size" else TOLERANCE)
@@ -139,7 +139,10 @@ def test_fp8_weights_and_kv_are_close_to_bf16(checkpoint: Path) -> None:
 def test_a_client_of_the_camera_endpoint_sends_poses_and_keys(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Over a real socket. A pose that is no rotation is refused, and the session continues."""
+    """A client sends poses and keys to the camera endpoint over a real socket.
+
+    A pose that is not a rotation is refused, and the session continues.
+    """
     body = {"height": 64, "width": 96, "video_format": "ndarray_u8"}
     with mortal_servers(checkpoint, tmp_path, {}) as start, start().client() as client:
         names = [button["name"] for button in client.hello["actions"]["buttons"]]

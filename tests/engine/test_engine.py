@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real EngineCore with the null world: concurrent sessions, aborts, failures, pauses."""
+"""The real EngineCore with the null world: concurrent sessions, aborts, failures and pauses."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ CHUNKS = 4
 
 
 async def failing(client: EngineClient, session_id: str, index: int, **options: object) -> str:
-    """Request a chunk that must fail; return its error code."""
+    """Request a chunk that must fail, and return its error code."""
     with pytest.raises(RequestFailed) as failure:
         await client.send(
             session_id=session_id,
@@ -29,7 +29,7 @@ async def failing(client: EngineClient, session_id: str, index: int, **options: 
 
 
 def test_concurrent_sessions_equal_single_ones(null_engine: SharedEngine) -> None:
-    """Concurrent sessions equal single ones bit for bit, with failing and aborted neighbours."""
+    """Concurrent sessions equal single ones bit for bit, while other sessions fail or are aborted."""
 
     client = null_engine.client
 
@@ -60,7 +60,9 @@ def test_concurrent_sessions_equal_single_ones(null_engine: SharedEngine) -> Non
 def test_an_abort_stops_the_chunk_and_keeps_the_session(
     null_engine: SharedEngine,
 ) -> None:
-    """The aborted chunk stops long before its end, and the same chunk then has the same result."""
+    """An aborted chunk stops long before its end, and a repeated request for the chunk has the
+    original result.
+    """
 
     client = null_engine.client
 
@@ -88,7 +90,9 @@ def test_an_abort_stops_the_chunk_and_keeps_the_session(
 
 
 def test_chunks_sent_ahead_run_in_order(null_engine: SharedEngine) -> None:
-    """Chunks that are requested at once in the wrong order equal chunks requested one by one."""
+    """Chunks that are requested concurrently in the wrong order equal chunks that are requested one
+    at a time.
+    """
 
     client = null_engine.client
 
@@ -111,7 +115,9 @@ def test_chunks_sent_ahead_run_in_order(null_engine: SharedEngine) -> None:
 
 
 def test_a_paused_engine_makes_a_request_wait(null_engine: SharedEngine) -> None:
-    """vLLM 0.32 holds the chunk; 0.33 refuses it with `capacity` and it is retried."""
+    """A request to a paused engine waits: vLLM 0.32 holds the chunk, and vLLM 0.33 refuses it with
+    `capacity` and it is retried.
+    """
 
     async def scenario() -> None:
         engine = null_engine.client.engine

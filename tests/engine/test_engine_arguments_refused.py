@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts with arguments that a worker would ignore fail with one line.
-tests/test_engine_arguments.py has the complete list.
+"""A start fails with one line if an argument has no effect on the worker.
+
+tests/test_engine_arguments.py contains the complete list of these arguments.
 """
 
 from pathlib import Path
@@ -20,14 +21,18 @@ DIFFUSION = "the diffusion worker does not support --quantization awq: use fp8"
 
 
 def start(*arguments: object, **variables: str) -> tuple[int, str]:
-    """Run `python ARGUMENTS`, which ends by itself; return its exit status and both outputs."""
+    """Run `python ARGUMENTS` until it exits by itself; return its exit status and its combined
+    output.
+    """
     environ = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_COLOR": "0", **variables}
     ended = run_python(*arguments, limit_s=240, environ=environ)
     return ended.returncode, ended.stdout + ended.stderr
 
 
 def test_omni_ends_with_status_2_and_one_line(null_world: Path) -> None:
-    """`--omni` prints no traceback. Options of another server's WebSocket library are accepted."""
+    """`--omni` exits with status 2 and one line instead of a traceback. It accepts options of
+    another server's WebSocket library.
+    """
     status, output = start(
         *(
             "-m",
@@ -49,7 +54,9 @@ def test_omni_ends_with_status_2_and_one_line(null_world: Path) -> None:
 
 @pytest.mark.nightly
 def test_plain_vllm_serve_is_refused_too(null_world: Path) -> None:
-    """All options are passed explicitly, as `--omni` prints them."""
+    """Plain `vllm serve` refuses the same arguments. In this test, it receives all options
+    explicitly, as `--omni` prints them.
+    """
     status, output = start(
         *(
             "-m",
@@ -75,7 +82,9 @@ def test_plain_vllm_serve_is_refused_too(null_world: Path) -> None:
 
 @pytest.mark.nightly
 def test_an_offline_pipeline_is_refused(tmp_path: Path) -> None:
-    """`LLM(...)` on the diffusers executor takes adapters by `omni.model.loras`."""
+    """`LLM(...)` on the diffusers executor refuses --enable-lora, because adapters are configured
+    in `omni.model.loras`.
+    """
     family = get_family("diffusers_pipeline")
     family.make_tiny(tmp_path / "pipeline", 0, family.layouts[0])
     arguments = (
@@ -91,7 +100,9 @@ def test_an_offline_pipeline_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_the_ar_worker_refuses_pooling(tiny_language_model: Path) -> None:
-    """A stock model has no config hook of this package, so the worker checks before it loads."""
+    """The AR worker refuses pooling before it loads, because a stock model does not use this
+    package's config hook.
+    """
     arguments = (
         f'{{"model": "{tiny_language_model}", "runner": "pooling", "worker_cls": '
         '"vllm_omni.worker.ARGPUWorker", '

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Devices of several ranks cannot deadlock, whatever runs concurrently on each of them.
 
-CUDA may make any two streams of a device wait for one another. The exchanges that each rank of a
-real engine issues (on the CPU, where they cannot wait so) are therefore replayed for a device with
-one queue: an exchange ends when all participants have reached it, and only then the next one
-starts.
+CUDA may make any two streams of a device wait for each other. A real engine runs on the CPU, where
+exchanges cannot block each other in this way. The exchanges of each rank are therefore replayed for
+a device with one queue: an exchange ends when all participants have reached it, and only then does
+the next one start.
 """
 
 import asyncio
@@ -29,15 +29,15 @@ ULYSSES = {"sequence_parallel": True}
 
 
 def stuck(ranks: list[list[Exchange]]) -> dict[int, Exchange]:
-    """Return the exchange that each unfinished rank waits for."""
+    """Return the exchange at which each unfinished rank is stuck."""
     queues = [deque(exchanges) for exchanges in ranks]
 
     def next_of(rank: int) -> Exchange | None:
         return queues[rank][0] if queues[rank] else None
 
     def participants(rank: int) -> tuple[int, ...]:
-        """Return all participants of the exchange that `rank` has reached, or none if one is
-        missing.
+        """Return the participants of the exchange that `rank` has reached, or () if one of them has
+        not reached it.
         """
         kind, partners, group = exchange = queues[rank][0]
         if kind == "all":
@@ -130,8 +130,9 @@ def test_exchanges_of_all_ranks_cannot_deadlock(
     omni: dict[str, Any],
     sizes: dict[str, int],
 ) -> None:
-    """The warm-up, three concurrent sessions with chunks one by one or in flight, and aborts cause
-    no deadlock.
+    """Exchanges of all ranks end during the warm-up and for three concurrent sessions.
+
+    The chunks run one at a time or in flight, and some are aborted.
     """
     monkeypatch.setenv(FOLDER, str(tmp_path))
     model: Path = request.getfixturevalue(family)
@@ -141,7 +142,7 @@ def test_exchanges_of_all_ranks_cannot_deadlock(
             model, omni, worker_cls="recording_worker.RecordingWorker", **sizes
         ) as client:
             await asyncio.gather(*(session(client, f"s{seed}", seed, omni) for seed in range(3)))
-            # every rank has finished its work
+            # returns when every rank has finished its work
             await client.engine.collective_rpc("session_stats")
 
     asyncio.run(scenario())

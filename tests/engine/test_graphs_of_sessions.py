@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions of one engine that are served by CUDA graphs of sessions that have ended.
+"""Sessions that replay CUDA graphs which were captured for sessions that have ended.
 
 Without CUDA, a mocked graph repeats the forward pass with all host decisions of its capture. The
-tests are nightly because each needs two engines. test_causal_wan_graphs.py has streams of one model
-that use the graphs of others.
+tests are nightly because each needs two engines. test_causal_wan_graphs.py covers streams that
+replay the graphs of other streams in one model.
 """
 
 import asyncio
@@ -16,13 +16,13 @@ from helpers.engine_client import EngineClient, running_engine
 pytestmark = pytest.mark.nightly
 
 SMALL_WINDOW = {"window_frames": 7, "sink_frames": 2}
-"""Full after the third chunk and not a multiple of the chunk size."""
+"""The window is full after the third chunk, and its length is not a multiple of the chunk size."""
 CHUNKS = 7
 IMAGE = {"image": torch.arange(32 * 48 * 3).reshape(32, 48, 3).to(torch.uint8)}
 
 
 async def session(client: EngineClient, family: str, seed: int) -> list[torch.Tensor]:
-    """Return the latents of a session with a unique prompt, and close it."""
+    """Run a session with a unique prompt, close it, and return its latents."""
     plays = family == "lingbot_world"
     latents = []
     for index in range(CHUNKS):
@@ -71,8 +71,10 @@ ULYSSES = {"model": {**SMALL_WINDOW, "sequence_parallel": True}}
 def test_sessions_with_graphs_equal_sessions_without(
     family: str, omni: dict[str, Any], flags: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
-    """The ring buffer of the warm-up is reused by the first session and so on. Two concurrent
-    sessions have one each.
+    """Sessions that replay graphs equal sessions without graphs.
+
+    The first session reuses the ring buffer of the warm-up, and each later session reuses that of
+    its predecessor. Two concurrent sessions each have their own ring buffer.
     """
     model = request.getfixturevalue(family)
     arguments: dict[str, Any] = {"dtype": "float32", **flags}

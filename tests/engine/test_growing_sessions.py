@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`omni.kv_growth` through the real engine: equal results, more sessions, and none that fails.
+"""`omni.kv_growth` in the real engine: equal results, more sessions, and no failing session.
 
-The tests are nightly because each setting needs two engines. tests/worker/test_kv_growth.py has the
-same sessions in the runner.
+The tests are nightly because each setting needs two engines. tests/worker/test_kv_growth.py covers
+the same sessions in the runner.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ pytestmark = pytest.mark.nightly
 
 WINDOW = {"window_frames": 36, "sink_frames": 3}
 CHUNKS = 13
-"""One more than the window holds."""
+"""One chunk more than fits into the window."""
 
 
 async def walk(
     client: EngineClient, name: str, chunks: int = CHUNKS, **fields: Any
 ) -> list[tuple[dict[str, Any], torch.Tensor]]:
-    """Return metadata and latents of each chunk of a session."""
+    """Return the metadata and the latents of each chunk of a session."""
     image = torch.arange(32 * 48 * 3, dtype=torch.uint8).view(32, 48, 3)
     results = []
     for index in range(chunks):
@@ -55,9 +55,11 @@ def equal(ours: list[tuple[dict[str, Any], torch.Tensor]], theirs: list[Any]) ->
     ],
 )
 def test_sessions_grow_and_none_fails(lingbot_world: Path, ranks: dict[str, Any]) -> None:
-    """Two sessions in one batch equal those of an engine with full windows. In memory for two full
-    windows, three sessions run to the end. Those that could not grow report it, and equal a session
-    that chose the window that they have reached. Memory is free after they were closed.
+    """In memory for two full windows, three growing sessions run to their end.
+
+    Before that, two sessions in one batch equal those of an engine with full windows. Sessions that
+    could not grow report it, and each equals a session that was started with the window that it has
+    reached. Closing the sessions frees all memory.
     """
     arguments = dict(ranks)
     model = {**WINDOW, "sequence_parallel": arguments.pop("sequence_parallel", False)}
@@ -76,7 +78,7 @@ def test_sessions_grow_and_none_fails(lingbot_world: Path, ranks: dict[str, Any]
             lingbot_world, {"model": model}, dtype="float32", **arguments
         ) as client:
             full = await asyncio.gather(*(walk(client, name) for name in names[:2]))
-            budget = int(1.4 * await most_bytes(client))  # two full windows, three short ones
+            budget = int(1.4 * await most_bytes(client))  # two full windows, or three short ones
         omni = {"model": model, "kv_growth": True, "max_session_bytes": budget}
         async with running_engine(lingbot_world, omni, dtype="float32", **arguments) as client:
             grown = await asyncio.gather(*(walk(client, name) for name in names[:2]))

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lance (tiny) through the real engine: every task, concurrent generation and understanding,
-aborts, invalid requests.
-"""
+"""Lance (tiny) in the real engine: every task, concurrent requests, aborts and invalid requests."""
 
 import asyncio
 import contextlib
@@ -18,7 +16,9 @@ from vllm_omni.outputs import RequestFailed
 
 SMALL = {"max_image_pixels": 64 * 96, "max_video_pixels": 64 * 96, "max_num_frames": 9}
 TOLERANCE = 1e-4
-"""For fp32 latents of order 1, because a shared matrix product sums in another order."""
+"""Absolute tolerance for fp32 latents of order 1, because a shared matrix product sums in a
+different order.
+"""
 
 
 def image(seed: int = 0) -> torch.Tensor:
@@ -69,7 +69,7 @@ async def send(client: EngineClient, task: str, name: str, **changes: Any) -> An
 
 
 async def every_task(client: EngineClient) -> None:
-    """Each task returns its kind of result, and no session remains."""
+    """Check that each task returns its type of result and leaves no session."""
     shapes = {}
     for task in REQUESTS:
         meta, tensors = await send(client, task, f"solo-{task}")
@@ -88,7 +88,7 @@ async def every_task(client: EngineClient) -> None:
 
 
 async def mixed_load(client: EngineClient) -> None:
-    """Concurrent generation and understanding requests equal single ones."""
+    """Check that concurrent generation and understanding requests equal single ones."""
 
     async def all_of(prefix: str, together: bool) -> list[torch.Tensor]:
         calls = [
@@ -110,7 +110,7 @@ async def mixed_load(client: EngineClient) -> None:
 
 
 async def streamed_response(client: EngineClient) -> None:
-    """Texts and tokens of a streamed session add up to the whole response."""
+    """Check that the texts and the tokens of a streamed session add up to the whole response."""
     whole, _ = await send(client, "x2t_image", "whole")
     fields, tensors = REQUESTS["x2t_image"]
     fields = {**fields, "options": {**fields["options"], "chunk_tokens": 5}}
@@ -125,8 +125,8 @@ async def streamed_response(client: EngineClient) -> None:
 
 
 async def aborts(client: EngineClient) -> None:
-    """A request may be aborted before its start, while it runs, and after its end. Others
-    continue.
+    """Check that a request can be aborted before its start, while it runs and after its end, and
+    that others continue.
     """
     expected = (await send(client, "t2i", "reference", output="latents"))[1]["latents"].clone()
 
@@ -152,7 +152,7 @@ async def aborts(client: EngineClient) -> None:
             await doomed
         torch.testing.assert_close((await other)[1]["latents"], expected, atol=TOLERANCE, rtol=0)
         await client.until_disconnected(name)
-    await client.engine.abort("reference")  # long finished
+    await client.engine.abort("reference")  # this request has already finished
     torch.testing.assert_close(
         (await send(client, "t2i", "last", output="latents"))[1]["latents"], expected
     )
@@ -160,7 +160,9 @@ async def aborts(client: EngineClient) -> None:
 
 
 async def wrong_requests(client: EngineClient) -> None:
-    """Each invalid request is refused with a code and a message. The engine continues."""
+    """Check that each invalid request is refused with a code and a message, and that the engine
+    continues.
+    """
     cases: list[tuple[dict[str, Any], dict[str, torch.Tensor], str]] = [
         ({"prompt": ""}, {}, "invalid_request"),
         ({"prompt": "a", "height": 8192, "width": 8192}, {}, "unsupported_size"),
@@ -207,7 +209,9 @@ async def lance_engine(
 
 
 def test_lance_through_the_engine(checkpoint: Path, subtests: Any) -> None:
-    """All checks share one engine, because a start takes longer than they do."""
+    """All checks pass on one engine, which they share because starting it takes longer than the
+    checks.
+    """
 
     async def scenario() -> None:
         async with lance_engine(checkpoint) as client:
@@ -221,8 +225,9 @@ def test_lance_through_the_engine(checkpoint: Path, subtests: Any) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tensor", "sequence"])
 def test_two_ranks_equal_one(checkpoint: Path, sequence_parallel: bool) -> None:
-    """Tensor parallelism splits heads and columns, Ulysses splits latents. Latents agree within
-    1e-4 and tokens exactly.
+    """Two ranks return the latents of one rank within 1e-4, and exactly the same tokens.
+
+    Tensor parallelism splits heads and columns. Ulysses splits latents.
     """
 
     async def results(options: dict[str, Any], **engine_args: Any) -> list[torch.Tensor]:
@@ -244,7 +249,7 @@ def test_two_ranks_equal_one(checkpoint: Path, sequence_parallel: bool) -> None:
 
 @pytest.mark.nightly
 def test_every_task_runs_with_the_other_convention(checkpoint: Path) -> None:
-    """With all conventions switched at once, each task returns its kind of result without NaN."""
+    """With all conventions switched together, each task returns its type of result without NaN."""
 
     async def scenario() -> None:
         async with lance_engine(checkpoint, {"convention": "vllm_omni"}) as client:

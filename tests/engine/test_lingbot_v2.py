@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LingBot World v2 (tiny) through the real engine, in each released layout."""
+"""LingBot World v2 (tiny) in the real engine, in each released layout."""
 
 import asyncio
 import shutil
@@ -15,7 +15,9 @@ from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.testing.tiny.wan import write_component
 
 TOLERANCE = 2e-4
-"""For fp32 latents of order 1 after two chunks, because several ranks sum in another order."""
+"""Absolute tolerance for fp32 latents of order 1 after two chunks, because several ranks sum in a
+different order.
+"""
 
 
 def image() -> torch.Tensor:
@@ -24,7 +26,7 @@ def image() -> torch.Tensor:
 
 
 async def walk(client: EngineClient, name: str = "s", **fields: Any) -> torch.Tensor:
-    """Return the latents of two chunks that are controlled by keys."""
+    """Return the latents of two chunks that keys control."""
     latents = []
     for index, keys in enumerate(("w", "j")):
         start = {"image": image()} if index == 0 else None
@@ -46,7 +48,7 @@ def served(checkpoint: Path, **engine_args: Any) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The 1.3B model as released, with a link to separate text encoder, VAE and tokenizer."""
+    """The 1.3B model as released, with a link to the separate text encoder, VAE and tokenizer."""
     folder = tmp_path_factory.mktemp("bare")
     get_family("lingbot_world").make_tiny(folder / "world", 0, "v2_1_3b")
     (folder / "world" / "assets").rename(folder / "shared")
@@ -62,7 +64,11 @@ def alone(bare: Path) -> torch.Tensor:
 def test_a_repository_without_config_takes_sizes_from_its_tensors(
     bare: Path, alone: torch.Tensor, tmp_path: Path
 ) -> None:
-    """Shards at the root with shared components equal v2's folder with all sizes stated."""
+    """A repository without a config takes the sizes from its tensors.
+
+    Its shards at the root, with shared components, yield the same latents as v2's folder with all
+    sizes stated.
+    """
     shutil.copytree(bare.parent / "shared", tmp_path, dirs_exist_ok=True)
     config = {"_class_name": "WanModelFast", **find_layout(bare).transformer_config()}
     write_component(tmp_path / "transformers", config, "config.json")
@@ -73,7 +79,7 @@ def test_a_repository_without_config_takes_sizes_from_its_tensors(
 
 
 def test_held_keys_change_the_world_of_layout_act(tmp_path: Path) -> None:
-    """Layout `act`: without the tensor `action` no key is held. Held keys change the latents."""
+    """In layout `act`, held keys change the latents. Without the tensor `action`, no key is held."""
     get_family("lingbot_world").make_tiny(tmp_path, 0, "act")
 
     async def scenario() -> None:
@@ -98,7 +104,9 @@ def test_held_keys_change_the_world_of_layout_act(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_the_model_before_distillation(tmp_path: Path) -> None:
-    """Guidance and 40 steps run through the engine. Two pipeline stages compute the same sums."""
+    """The model before distillation runs with guidance and 40 steps, and two pipeline stages
+    compute the same sums.
+    """
     get_family("lingbot_world").make_tiny(tmp_path, 0, "v2_pretrain")
     one = served(tmp_path)
     assert torch.isfinite(one).all() and one.std() > 0.1
@@ -108,6 +116,9 @@ def test_the_model_before_distillation(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_two_ranks_agree_with_one(bare: Path, alone: torch.Tensor, parallel: str) -> None:
-    """Sizes are read once, in the front end. A pipeline computes the same sums."""
+    """Two ranks return the latents of one rank. Pipeline stages compute exactly the same sums.
+
+    The front end reads the sizes of the checkpoint once.
+    """
     difference = (served(bare, **{parallel: 2}) - alone).abs().max()
     assert difference <= (0.0 if parallel == "pipeline_parallel_size" else TOLERANCE)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LingBot World (tiny) through the real engine: concurrent sessions, several ranks, convention
+"""LingBot World (tiny) in the real engine: concurrent sessions, several ranks and convention
 pr3701.
 
-The tests run on the platform of vLLM: with gloo on a CPU, with NCCL on GPUs.
+The tests run on the platform of vLLM: with gloo on a CPU, and with NCCL on GPUs.
 """
 
 import asyncio
@@ -26,11 +26,14 @@ from vllm_omni.outputs import RequestFailed
 
 CHUNKS, SESSIONS = 4, 2
 TOLERANCE = 2e-4
-"""For fp32 latents of order 1 after four chunks of five passes, because several ranks sum in
-another order.
+"""Absolute tolerance for fp32 latents of order 1 after four chunks of five passes.
+
+A tolerance is required because several ranks sum in a different order.
 """
 SMALL_WINDOW = {"window_frames": 7, "sink_frames": 2}
-"""Full after the third chunk and no multiple of the chunk size, so that the ring buffer wraps."""
+"""The window is full after the third chunk. Its length is not a multiple of the chunk size, so the
+ring buffer wraps.
+"""
 
 
 def image() -> torch.Tensor:
@@ -41,7 +44,7 @@ def image() -> torch.Tensor:
 async def walk(
     client: EngineClient, name: str, seed: int, chunks: int = CHUNKS, **fields: Any
 ) -> list[torch.Tensor]:
-    """Return the latents of a short walk. The held keys depend on the seed."""
+    """Return the latents of a short walk. The seed determines the held keys."""
     keys = [["w"], ["w", "j"]] if seed % 2 else [["d"], ["l"]]
     latents = []
     for index in range(chunks):
@@ -80,7 +83,7 @@ def one_rank(lingbot_world: Path) -> Iterator[SharedEngine]:
 
 @pytest.fixture(scope="module")
 def alone(one_rank: SharedEngine) -> list[list[torch.Tensor]]:
-    """Each session alone, on one rank, in fp32."""
+    """Latents of each session when it runs by itself, on one rank in fp32."""
 
     async def run() -> list[list[torch.Tensor]]:
         return [await walk(one_rank.client, f"alone{seed}", seed) for seed in range(SESSIONS)]
@@ -94,7 +97,9 @@ def alone(one_rank: SharedEngine) -> list[list[torch.Tensor]]:
 def test_concurrent_worlds_equal_single_ones(
     one_rank: SharedEngine, alone: list[list[torch.Tensor]]
 ) -> None:
-    """Two sessions at different steps run next to one that fails and is then aborted."""
+    """Two concurrent sessions at different steps equal single ones, although a third session fails
+    and is then aborted.
+    """
 
     client = one_rank.client
 
@@ -139,7 +144,9 @@ def test_concurrent_worlds_equal_single_ones(
 def test_two_ranks_agree_with_one(
     lingbot_world: Path, alone: list[list[torch.Tensor]], parallel: dict[str, Any]
 ) -> None:
-    """With stages, two batches are in flight. A pipeline computes the same sums."""
+    """Two ranks return the latents of one rank. With pipeline stages, two batches are in flight and
+    the sums are exactly the same.
+    """
     engine_args = dict(parallel)
     omni: dict[str, Any] = {"model": dict(SMALL_WINDOW)}
     if engine_args.pop("sequence_parallel", False):
@@ -158,9 +165,11 @@ def test_two_ranks_agree_with_one(
 def test_convention_pr3701_decodes_with_two_earlier_latents(
     lingbot_world: Path, alone: list[list[torch.Tensor]], vae_stage: bool
 ) -> None:
-    """Frames equal the engine's latents decoded with two earlier latents, a later prompt has no
-    effect, and the session's size is constant. The session with frames receives another prompt
-    with every chunk.
+    """With convention pr3701, a chunk is decoded together with two earlier latents.
+
+    The frames equal the engine's latents decoded in this way. The session that returns frames
+    receives another prompt with every chunk, which has no effect, and the session's size is
+    constant.
     """
     vae = StreamingWanVAE(VAEConfig.from_dict(hf_config(lingbot_world)["lingbot_world"]["vae"]))
     weights = find_layout(lingbot_world).vae
@@ -217,7 +226,9 @@ def test_convention_pr3701_decodes_with_two_earlier_latents(
 
 
 def test_an_unknown_choice_is_refused_at_start(lingbot_world: Path) -> None:
-    """The front end refuses it in one line with the allowed values before a process starts."""
+    """The front end refuses an unknown value in one line with the allowed values, before a process
+    starts.
+    """
 
     async def scenario() -> None:
         async with running_engine(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters through the real engine: per session, switched between chunks, saved, refused."""
+"""LoRA adapters in the real engine: per session, switched between chunks, saved and refused."""
 
 import asyncio
 from pathlib import Path
@@ -26,7 +26,8 @@ OPTIONS = {"model": {"window_frames": 7, "sink_frames": 2}}
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 INK, WOOL = [Lora(name="ink", scale=0.8)], [Lora(name="wool")]
 TOLERANCE = 2e-4
-"""For fp32 latents of order 1, because ranks change the order of sums."""
+"""Absolute tolerance for fp32 latents of order 1, because several ranks sum in a different order.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,9 @@ async def add(client: EngineClient, adapters: dict[str, Path]) -> None:
 async def stream(
     client: EngineClient, session: str, choices: list[list[Lora] | None]
 ) -> list[torch.Tensor]:
-    """Return a session's latents; each chunk has its entry of `choices` as `lora`."""
+    """Return the latents of a session. Each chunk is requested with its entry of `choices` as
+    `lora`.
+    """
     latents = []
     for index, lora in enumerate(choices):
         prompt = "a field" if index == 0 else None
@@ -64,7 +67,11 @@ def equal(got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 def test_sessions_with_different_adapters_are_independent(
     causal_wan: Path, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
-    """One engine shows concurrent sessions, switches, forks, snapshots, refusals and a reload."""
+    """Sessions with different adapters are independent.
+
+    One engine runs concurrent sessions, switches of adapters, forks, snapshots, refusals and a
+    reload.
+    """
 
     async def scenario() -> None:
         async with running_engine(causal_wan, OPTIONS, dtype="float32", **LORA) as client:
@@ -96,8 +103,10 @@ async def side_by_side(client: EngineClient, alone: dict[str, list[torch.Tensor]
 
 
 async def switching(client: EngineClient, alone: dict[str, list[torch.Tensor]]) -> None:
-    """A chunk that names other adapters uses them from its first step, including the prompt's K/V.
-    [] removes them.
+    """Check that a chunk uses the adapters that it names from its first step, including the
+    prompt's K/V.
+
+    The value [] removes all adapters.
     """
     switched = await stream(client, "switched", [INK, None, [], None])
     assert equal(switched[:2], alone["ink"][:2])
@@ -110,7 +119,7 @@ async def switching(client: EngineClient, alone: dict[str, list[torch.Tensor]]) 
 
 
 async def continuing(client: EngineClient, folder: Path) -> None:
-    """Forked and restored sessions keep their adapters."""
+    """Check that forked and restored sessions retain their adapters."""
     await stream(client, "walk", [INK, None])
     await client.send(session_id="walk", op="fork", fork_to="branch")
     path = folder / "walk.safetensors"
@@ -142,7 +151,7 @@ async def refusals(
     folder: Path,
     base: list[torch.Tensor],
 ) -> None:
-    """Invalid adapters are refused in one line, and the engine continues."""
+    """Check that each invalid adapter is refused in one line and that the engine continues."""
     stranger = {
         f"diffusion_model.double_blocks.{n}.img_attn.proj.lora_A.weight": torch.zeros(4, 64)
         for n in range(5)
@@ -177,7 +186,7 @@ async def refusals(
 
 
 async def reload(client: EngineClient, alone: dict[str, list[torch.Tensor]]) -> None:
-    """Reloaded weights keep the adapters."""
+    """Check that adapters still apply after a reload of the weights."""
     await client.engine.collective_rpc("reload_weights")
     assert equal(await stream(client, "ink-again", [INK] * CHUNKS), alone["ink"])
     assert equal(await stream(client, "base-again", [None] * CHUNKS), alone["base"])
@@ -199,7 +208,7 @@ SPLITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_two_ranks_with_adapters_agree_with_one(
     split: str, causal_wan: Path, adapters: dict[str, Path], tmp_path: Path
 ) -> None:
-    """This holds also after an adapter that every rank has refused."""
+    """Two ranks with adapters agree with one rank, even after every rank has refused an adapter."""
     omni, engine_args = SPLITS[split]
     choices: list[list[Lora] | None] = [[*INK, *WOOL], None, []]
     save_file({"blocks.0.nowhere.lora_A.weight": torch.zeros(2, 2)}, tmp_path / "bad.safetensors")

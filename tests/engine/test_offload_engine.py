@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--cpu-offload-gb` on several ranks through the real engine.
+"""`--cpu-offload-gb` on several ranks in the real engine.
 
 tests/worker/test_runner_weights.py covers one rank, FP8 weights and reloads.
 """
@@ -23,8 +23,8 @@ def t2v(tiny_checkpoint: Callable[..., Path]) -> Path:
 
 
 async def videos(client: EngineClient) -> list[torch.Tensor]:
-    """Return two videos of different lengths, generated at once, so that a step uses both
-    experts.
+    """Return two videos of different lengths that are generated concurrently, so that one step uses
+    both experts.
     """
     wanted = [{"seed": seed, "num_inference_steps": 4 + seed, "num_frames": 9} for seed in range(2)]
     sent = (

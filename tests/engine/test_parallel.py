@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor and pipeline parallel engines (gloo, one process per rank) equal one rank."""
+"""Tensor-parallel and pipeline-parallel engines (gloo, one process per rank) return the results of
+one rank.
+"""
 
 import asyncio
 from pathlib import Path
@@ -29,8 +31,10 @@ def one_rank(null_engine: SharedEngine) -> list[list[torch.Tensor]]:
 def test_two_ranks_equal_one(
     null_world: Path, one_rank: list[list[torch.Tensor]], parallel: str
 ) -> None:
-    """Three sessions run at once, with two batches in flight on stages. After every kind of failure
-    results are still equal.
+    """Two ranks return the results of one rank for three concurrent sessions.
+
+    With pipeline stages, two batches are in flight. Results are still equal after every kind of
+    failure.
     """
 
     async def scenario() -> None:
@@ -54,7 +58,7 @@ def test_two_ranks_equal_one(
             await client.until_at_step("s1", 3)
             await client.engine.abort("slow")
             slow.cancel()
-            # Sessions that failed or were aborted continue like undisturbed ones.
+            # Sessions that failed or were aborted continue like sessions without failures.
             after = await asyncio.gather(
                 *(
                     client.send(session_id=f"s{seed}", chunk_index=CHUNKS, output="latents")
@@ -70,8 +74,10 @@ def test_two_ranks_equal_one(
 
 @pytest.mark.nightly
 def test_more_batches_in_a_step_than_tensors_in_a_message(null_world: Path) -> None:
-    """Twelve sessions have separate batches. vLLM's ranks on one host's CPUs send at most eight
-    tensors at once.
+    """A step can have more batches than a message has tensors.
+
+    Twelve sessions run in separate batches, and vLLM's ranks on the CPUs of one host send at most
+    eight tensors per message.
     """
 
     async def scenario() -> None:

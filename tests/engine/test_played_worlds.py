@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix-Game 2.0 and Waypoint (tiny) through the real engine: keys, mouse, wheel, prompts,
-refusals, two ranks, FP8.
+"""Matrix-Game 2.0 and Waypoint (tiny) in the real engine: controls, prompts, refusals, two ranks,
+FP8.
 """
 
 import asyncio
@@ -18,23 +18,24 @@ from vllm_omni.model_executor.models.registry import get_family
 from vllm_omni.outputs import RequestFailed
 
 TOLERANCE = 1e-4
-"""For fp32 latents of order 1, because several ranks sum in another order."""
+"""Absolute tolerance for fp32 latents of order 1, because several ranks sum in a different order.
+"""
 
 
 @dataclass(frozen=True)
 class Played:
-    """A model that is played, and how."""
+    """A world model with interactive controls, and the controls that the tests use."""
 
     family: str
-    """Name of the family."""
+    """Name of the model family."""
     layout: str
-    """Layout of its checkpoint."""
+    """Layout of the model's checkpoint."""
     held: list[Any]
-    """Controls of each chunk."""
+    """Controls of each chunk of a session."""
     w_held: torch.Tensor
-    """The tensor `buttons` of a chunk in which W is held."""
+    """The tensor `buttons` of a chunk during which W is held."""
     refusals: tuple[tuple[dict[str, Any], str], ...]
-    """Fields of a chunk that the model refuses, and words of the reason."""
+    """Fields of a chunk that the model refuses, with words that the reason contains."""
 
 
 def w_held(num_frames: int, num_buttons: int, button: int) -> torch.Tensor:
@@ -78,7 +79,7 @@ def image() -> torch.Tensor:
 
 
 async def play(client: EngineClient, name: str, held: list[Any], **fields: Any) -> torch.Tensor:
-    """Return the latents of a session with a chunk for each entry of `held`."""
+    """Return the latents of a session that runs one chunk for each entry of `held`."""
     latents = []
     for index, actions in enumerate(held):
         start = {"image": image()} if index == 0 else None
@@ -124,8 +125,9 @@ def alone(one_rank: SharedEngine, model: Played) -> torch.Tensor:
 def test_a_world_is_played_through_the_engine(
     one_rank: SharedEngine, model: Played, alone: torch.Tensor
 ) -> None:
-    """Concurrent sessions equal single ones, controls have an effect, forks and resets are exact,
-    and refusals affect no session.
+    """Concurrent sessions equal sessions that run by themselves.
+
+    Controls have an effect, forks and resets are exact, and refusals affect no session.
     """
     client, held = one_rank.client, model.held
 
@@ -147,7 +149,7 @@ def test_a_world_is_played_through_the_engine(
         assert torch.equal(dense["latents"], entries["latents"])
         await client.send(session_id="b", op="reset")
         assert torch.equal(await play(client, "b", held), alone)
-        if model is WAYPOINT:  # needs no image
+        if model is WAYPOINT:  # Waypoint needs no image
             meta, frames = await client.send(session_id="f")
             assert meta["num_frames"] == 4 and frames["frames"].shape[0] == 4
 
@@ -158,7 +160,7 @@ def test_a_world_is_played_through_the_engine(
 def test_two_ranks_agree_with_one(
     checkpoint: Path, model: Played, alone: torch.Tensor, parallel: str
 ) -> None:
-    """A pipeline computes the same sums."""
+    """Two ranks return the latents of one rank. Pipeline stages compute exactly the same sums."""
     difference = (played(checkpoint, model.held, **{parallel: 2}) - alone).abs().max()
     assert difference <= (0.0 if parallel == "pipeline_parallel_size" else TOLERANCE)
 
@@ -178,8 +180,10 @@ def test_fp8_weights_and_kv_are_close_to_bf16(checkpoint: Path, model: Played) -
 
 @pytest.mark.nightly
 def test_waypoint_1_follows_keys_and_prompts(tmp_path: Path) -> None:
-    """A chunk is one frame. Keys and a new prompt change the next frame, and a repeated session is
-    equal.
+    """Keys and a new prompt change Waypoint's next frame, and a repeated session yields the same
+    frames.
+
+    A chunk is one frame.
     """
     get_family("waypoint").make_tiny(tmp_path, 0, "v1")
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--quantization fp8_per_channel` through the real engine: error of the latents, reload, ranks."""
+"""`--quantization fp8_per_channel` in the real engine: error of the latents, reload, and several
+ranks.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -44,8 +46,10 @@ def fp8_engine(lingbot_world: Path) -> Iterator[SharedEngine]:
 def test_fp8_weights_are_close_to_bf16_and_reload(
     lingbot_world: Path, fp8_engine: SharedEngine
 ) -> None:
-    """The measured error on a CPU is 0.02. FP8's step is 1/16 of a value, and errors of many
-    products average out. A reload quantizes again.
+    """FP8 weights yield latents close to those of bf16, and a reload quantizes the new weights.
+
+    The measured error on a CPU is 0.02, although FP8's step is 1/16 of a value, because the errors
+    of many products average out.
     """
     client = fp8_engine.client
 
@@ -74,8 +78,10 @@ def test_fp8_weights_are_close_to_bf16_and_reload(
 def test_two_ranks_with_fp8_weights_agree_with_one(
     lingbot_world: Path, fp8_engine: SharedEngine, split: str
 ) -> None:
-    """Row-parallel ranks share a scale per channel. The tolerance covers bf16 sums in another
-    order.
+    """With FP8 weights, two ranks agree with one rank.
+
+    Row-parallel ranks share one scale per channel. The tolerance allows for bf16 sums in a
+    different order.
     """
     model = {"sequence_parallel": True} if split == "sequence" else {}
     options: dict[str, Any] = {"dtype": "bfloat16", "tensor_parallel_size": 2, **FP8}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three engines of Qwen2.5-Omni compared with transformers: tokens, codes and audio; aborts; a
-killed engine.
+"""The three engines of Qwen2.5-Omni compared with transformers: tokens, codes and audio.
+
+The tests also cover aborts and a killed engine.
 """
 
 import asyncio
@@ -43,7 +44,7 @@ IMAGE = np.random.default_rng(0).integers(0, 255, (84, 112, 3), dtype=np.uint8)
 
 @dataclass
 class Served:
-    """The engines on the event loop of `run`."""
+    """The three engines on an event loop, which `run` uses."""
 
     runner: asyncio.Runner
     engines: SpeechEngines
@@ -119,7 +120,7 @@ PROMPTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def reference(qwen2_5_omni: Path) -> dict[str, tuple[list[int], list[int], torch.Tensor]]:
-    """Greedy results of transformers per prompt: reply tokens, codes, waveform."""
+    """Greedy results of transformers for each prompt: reply tokens, codes and waveform."""
     from PIL import Image
     from transformers import Qwen2_5OmniForConditionalGeneration, Qwen2_5OmniProcessor
 
@@ -138,7 +139,8 @@ def reference(qwen2_5_omni: Path) -> dict[str, tuple[list[int], list[int], torch
     talker = model.talker.generate
 
     def without_pixels(*args: Any, pixel_values: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        # transformers 5.19 passes the thinker's pixels to the talker, which refuses the argument.
+        # transformers 5.19 passes the thinker's pixels to the talker, which does not accept this
+        # argument.
         return talker(*args, **kwargs)
 
     model.talker.generate = without_pixels
@@ -169,8 +171,9 @@ def reference(qwen2_5_omni: Path) -> dict[str, tuple[list[int], list[int], torch
 def test_tokens_codes_and_sound_equal_transformers(
     served: Served, reference: dict[str, tuple[list[int], list[int], torch.Tensor]], name: str
 ) -> None:
-    """For prompts of text, audio and an image, the reply, the number of codes and the waveform
-    equal transformers'.
+    """The reply, the number of codes and the waveform equal those of transformers.
+
+    The prompts contain text, audio and an image.
     """
     from PIL import Image
 
@@ -185,12 +188,15 @@ def test_tokens_codes_and_sound_equal_transformers(
     assert got_ids == ids
     assert len(sound) == 1 and len(sound[0]) == len(codes) * SAMPLES_PER_CODE
     assert float(wave.std()) > 1e-3
-    # Another code would differ by the amplitude; kernels of two processes differ by rounding.
+    # A wrong code would differ by the amplitude of the audio. Kernels in two processes differ only
+    # by rounding.
     torch.testing.assert_close(sound[0], wave, atol=2e-4, rtol=0)
 
 
 def test_concurrent_requests_equal_single_ones(served: Served) -> None:
-    """There are more requests than slots of the talker. Each has the audio of a single run."""
+    """With more concurrent requests than slots of the talker, each request has the audio of a run
+    by itself.
+    """
     prompts = [
         served.prompt(chat(f"Tell me about {word}."))
         for word in ("ships", "rain", "bread", "trains")
@@ -215,8 +221,8 @@ def test_concurrent_requests_equal_single_ones(served: Served) -> None:
 
 
 def test_parts_and_text_read_aloud(served: Served) -> None:
-    """Streamed parts have the length of the whole clip. A given text has the audio of the same
-    reply.
+    """Together, streamed audio chunks have the length of the whole clip. Reading a given text aloud
+    yields the audio of the reply with the same text.
     """
     prompt = served.prompt(PROMPTS["text"][0])
     ids, clip = served.run(served.reply(prompt, GREEDY, "whole"))
@@ -248,7 +254,7 @@ def test_invalid_requests_are_refused_before_any_engine_runs(served: Served) -> 
 
 
 def test_a_disconnect_aborts_every_stage(served: Served) -> None:
-    """The client disconnects after the first text. Every engine becomes idle and every slot is
+    """When a client disconnects after the first text, every engine becomes idle and every slot is
     freed.
     """
     composition = served.composition
@@ -270,15 +276,17 @@ def test_a_disconnect_aborts_every_stage(served: Served) -> None:
 
 
 def test_a_killed_engine_is_named_and_nothing_hangs(served: Served) -> None:
-    """The process is killed while a request waits for it. This and later requests fail with the
-    engine's name. This test runs last.
+    """When an engine is killed, a waiting request and every later request fail with an error that
+    names the engine.
+
+    This test runs last, because it kills an engine that all tests share.
     """
     composition = served.composition
     how = msgspec.structs.replace(
         GREEDY, chunk_codes=2, left_codes=0, right_codes=0, num_steps=1000
     )
     children = psutil.Process(os.getpid()).children(recursive=True)
-    # Only token2wav has a long-running command per request, so its processes are killed.
+    # Only token2wav has a long-running command per request, so the test kills its processes.
     core = composition.token2wav.engine.engine_core
     victims = [process for process in children if process.pid in engine_pids(core)]
     assert victims

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both workers on a Ray cluster of two nodes: results equal those of one process; loss of a node.
+"""Both workers on a Ray cluster of two nodes: results equal those of one process, and a lost node
+ends the server.
 
-The nodes are real Ray nodes on this machine (ray_cluster.py) with room for one worker each, so two
-ranks run on two nodes and communicate over TCP.
+The nodes are real Ray nodes on this machine (ray_cluster.py). Each node has room for one worker, so
+two ranks run on two nodes and communicate over TCP.
 """
 
 import asyncio
@@ -39,10 +40,10 @@ def cluster() -> Iterator[TwoNodes]:
 
 
 def walk(cluster: TwoNodes, *arguments: object) -> set[str]:
-    """Run ray_walk.py on the cluster; return the nodes that had workers."""
+    """Run ray_walk.py on the cluster; return the nodes on which workers ran."""
     script = Path(__file__).with_name("ray_walk.py")
     command = [sys.executable, str(script), *map(str, arguments)]
-    # for `helpers`
+    # The worker processes import `helpers`.
     path = os.pathsep.join(filter(None, (str(script.parents[1]), os.environ.get("PYTHONPATH"))))
     environ = {**cluster.environ, "PYTHONPATH": path}
     done = subprocess.run(
@@ -63,7 +64,9 @@ def walk(cluster: TwoNodes, *arguments: object) -> set[str]:
 def test_two_nodes_equal_one_process(
     cluster: TwoNodes, model: str, tmp_path: Path, parallel: str, request: pytest.FixtureRequest
 ) -> None:
-    """Three concurrent sessions are equal bit for bit. Causal Wan's text encoder is on one node."""
+    """On two nodes, three concurrent sessions equal those of one process bit for bit. Causal Wan's
+    text encoder runs on one node.
+    """
     checkpoint: Path = request.getfixturevalue(model)
 
     async def one_process() -> list[list[torch.Tensor]]:
@@ -84,8 +87,8 @@ def test_two_nodes_equal_one_process(
 def test_hidden_states_over_two_nodes(
     cluster: TwoNodes, tiny_language_model: Path, parallel: str
 ) -> None:
-    """Hidden states of the autoregressive worker, including layers of the first stage, equal
-    transformers'.
+    """Over two nodes, hidden states of the AR worker equal those of transformers, also for layers
+    on the first stage.
     """
     arguments = (
         {parallel: 2, "max_num_batched_tokens": 16}
@@ -114,8 +117,9 @@ def image(client: Client) -> np.ndarray:
 def test_a_lost_node_ends_the_server_and_a_restart_works(
     cluster: TwoNodes, null_world: Path, tmp_path: Path
 ) -> None:
-    """A node is killed during a chunk: the client receives the error and the server ends. A restart
-    on a new node yields the same frames.
+    """When a node is killed during a chunk, the client receives the error and the server exits.
+
+    After a restart on a new node, the server yields the same frames.
     """
     flags = ("--distributed-executor-backend", "ray", "--tensor-parallel-size", "2")
     server = Served(null_world, tmp_path, *flags, environ=cluster.environ)

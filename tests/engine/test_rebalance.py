@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that move at startup by measured times. Streams equal those of one rank bit for bit."""
+"""Layers that move between stages at startup because of measured times.
+
+Streams equal those of one rank bit for bit.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -21,8 +24,10 @@ MEASURED: dict[str, Any] = {"pipeline_partition": "measured"}
 
 
 def slow(stage: int) -> dict[str, Any]:
-    """Return arguments of an engine with a stage that is slow for any number of layers, so that all
-    layers but one move away.
+    """Return arguments of an engine with a slow pipeline stage.
+
+    The stage is slow for any number of layers, so all of its layers except one move to other
+    stages.
     """
     return {"worker_cls": f"faulty_worker.SlowStage{stage}Worker"}
 
@@ -37,7 +42,7 @@ async def walk(client: EngineClient, chunks: Chunks) -> list[torch.Tensor]:
 
 
 async def layers_held(client: EngineClient) -> list[int]:
-    """Return the number of layers by rank; 0 on a VAE stage."""
+    """Return the number of layers on each rank, ordered by rank. A VAE stage has 0 layers."""
     held: list[int] = await client.engine.collective_rpc("layers_held")
     return held
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights in vLLM's API: reload in place, sleep and wake, and the effect on live sessions."""
+"""Weights in vLLM's API: reload in place, sleep and wake-up, and the effect on live sessions."""
 
 import asyncio
 from pathlib import Path
@@ -16,8 +16,8 @@ from vllm_omni.outputs import RequestFailed
 def test_weights_reload_from_another_checkpoint_and_back(
     null_engine: SharedEngine, null_world: Path, tmp_path: Path
 ) -> None:
-    """`collective_rpc("reload_weights")` loads another checkpoint and back. An invalid file is
-    refused.
+    """`collective_rpc("reload_weights")` loads another checkpoint, and later the original one. An
+    invalid file is refused.
     """
     other, broken = tmp_path / "other", tmp_path / "broken"
     get_family("null_world").make_tiny(other, 1, "original")
@@ -45,8 +45,11 @@ def test_weights_reload_from_another_checkpoint_and_back(
 
 @pytest.mark.nightly
 def test_two_ranks_replace_their_weights_alike(causal_wan: Path, tmp_path: Path) -> None:
-    """After a reload, two tensor-parallel ranks have the frames of an engine that started with the
-    new weights, bit for bit. Sessions of the old weights are unknown on both ranks."""
+    """After a reload, two tensor-parallel ranks return the frames of an engine that started with
+    the new weights.
+
+    The frames are equal bit for bit. Sessions of the old weights are unknown on both ranks.
+    """
     other = tmp_path / "other"
     get_family("causal_wan").make_tiny(other, 1, "original")
     omni = {"height": 32, "width": 48, "model": {"window_frames": 7, "sink_frames": 2}}
@@ -79,8 +82,8 @@ def test_two_ranks_replace_their_weights_alike(causal_wan: Path, tmp_path: Path)
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM's sleep mode needs a CUDA device")
 def test_sleep_level_1_keeps_sessions_and_level_2_drops_them(lingbot_world: Path) -> None:
-    """After level 1 the session's next chunk is equal bit for bit. After level 2 the session does
-    not exist.
+    """After sleep level 1, the next chunk of a session is equal bit for bit. After level 2, the
+    session does not exist.
     """
     image = {"image": torch.arange(32 * 48 * 3).reshape(32, 48, 3).to(torch.uint8)}
     first = {"chunk_index": 0, "prompt": "a field", "actions": [["w"]] * 3, "output": "latents"}

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Snapshots through real engines by `collective_rpc`: another engine, several ranks."""
+"""Snapshots in real engines through `collective_rpc`: restored on another engine, and with several
+ranks.
+"""
 
 import asyncio
 from pathlib import Path
@@ -53,9 +55,7 @@ async def chunk(client: EngineClient, session_id: str, index: int, **fields: Any
 
 
 async def walk_and_move(model: Path, folder: Path, **engine_args: Any) -> list[torch.Tensor]:
-    """Save a session, restore it on a second engine, and compare the next chunks, which are
-    returned.
-    """
+    """Save a session, restore it on a second engine, and compare and return the next chunks."""
     path = folder / "walk.safetensors"
     async with running_engine(model, OPTIONS, dtype="float32", **engine_args) as client:
         for index in range(CHUNKS):
@@ -77,7 +77,9 @@ async def walk_and_move(model: Path, folder: Path, **engine_args: Any) -> list[t
 
 @pytest.mark.nightly
 def test_a_session_with_fp8_kv_continues(lingbot_world: Path, tmp_path: Path) -> None:
-    """The snapshot is smaller. An engine without FP8 K/V refuses it."""
+    """A session with FP8 K/V has a smaller snapshot and continues from it. An engine without FP8
+    K/V refuses the snapshot.
+    """
     asyncio.run(walk_and_move(lingbot_world, tmp_path, kv_cache_dtype="fp8"))
 
     async def refused() -> None:
@@ -98,8 +100,9 @@ def test_a_session_with_fp8_kv_continues(lingbot_world: Path, tmp_path: Path) ->
 def test_a_session_of_several_ranks_continues(
     lingbot_world: Path, tmp_path: Path, parallel: str
 ) -> None:
-    """Each rank saves and restores its part of one file. Another parallel layout and other weights
-    refuse it.
+    """Each rank saves and restores its share of the snapshot file.
+
+    An engine with another parallel layout or other weights refuses the file.
     """
     asyncio.run(walk_and_move(lingbot_world, tmp_path, **{parallel: 2}))
 
@@ -121,7 +124,9 @@ def test_a_session_of_several_ranks_continues(
 
 @pytest.mark.nightly
 def test_a_session_of_ulysses_ranks_continues(lingbot_world: Path, tmp_path: Path) -> None:
-    """Sequence-parallel ranks hold different heads. A tensor-parallel engine refuses the file."""
+    """A session of sequence-parallel ranks, which have different heads, continues. A
+    tensor-parallel engine refuses the file.
+    """
     options = {"model": {**OPTIONS["model"], "sequence_parallel": True}}
 
     async def scenario() -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One text encoder for all ranks of an engine: every rank starts each chunk with the same
+"""One text encoder serves all ranks of an engine, and every rank starts a chunk with the same
 embeddings.
 
 The tests are nightly because each split needs an engine of several ranks.
-tests/worker/test_shared_text.py has the messages between any number of ranks.
+tests/worker/test_shared_text.py covers the messages between any number of ranks.
 """
 
 import asyncio
@@ -55,8 +55,10 @@ async def walk(client: EngineClient, session: str) -> list[torch.Tensor]:
 def walks(
     model: Path, folder: Path, split: str
 ) -> tuple[list[list[torch.Tensor]], list[list[Any]], list[int]]:
-    """Return the latents of three concurrent sessions, each rank's sorted (session, chunk,
-    embeddings), and the sizes of the text encoders.
+    """Run three concurrent sessions and return their latents, embeddings and encoder sizes.
+
+    The embeddings are each rank's sorted list of (session, chunk, embeddings). The sizes are those
+    of the text encoders.
     """
     omni, sizes = SPLITS[split]
     folder.mkdir()
@@ -89,7 +91,11 @@ def test_every_rank_has_the_text_embeddings_of_the_encoding_rank(
     lingbot_world: Path,
     tmp_path: Path,
 ) -> None:
-    """Prompts change between chunks. A pipeline's latents equal those of one rank bit for bit."""
+    """Every rank has the text embeddings of the encoding rank, also when prompts change between
+    chunks.
+
+    The latents of a pipeline equal those of one rank bit for bit.
+    """
     expected, (embeddings,), (encoder,) = alone
     assert len([1 for session, *_ in embeddings if session in PROMPTS]) == 5 and encoder
     latents, ranks, encoders = walks(lingbot_world, tmp_path / "texts", split)

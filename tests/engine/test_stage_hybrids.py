@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipeline stages, a VAE stage, tensor parallelism and Ulysses combined: engines of up to four
-ranks compared with one rank.
+"""Combinations of pipeline stages, a VAE stage, tensor parallelism and Ulysses, compared with one
+rank.
 
-Three sessions run at once, of which one decodes. Stages compute the same sums, so their results are
-equal bit for bit. Ranks that share a layer sum in another order.
+The engines have up to four ranks. Three sessions run concurrently, and one of them decodes. Stages
+compute the same sums, so their results are equal bit for bit. Ranks that share a layer sum in a
+different order.
 """
 
 import asyncio
@@ -29,9 +30,9 @@ pytestmark = pytest.mark.nightly
 CHUNKS = 4
 WINDOW = {"window_frames": 7, "sink_frames": 2}
 TOLERANCE = 2e-4
-"""For fp32 latents of order 1 after four chunks of five passes."""
+"""Absolute tolerance for fp32 latents of order 1 after four chunks of five passes."""
 LEVELS = 2
-"""Of 255, for frames decoded from such latents."""
+"""Tolerance in levels of 255, for frames that are decoded from latents within `TOLERANCE`."""
 TP2, U2, PP2, PP3 = (
     {"tensor_parallel_size": 2},
     {"tensor_parallel_size": 2, "sequence_parallel": True},
@@ -41,7 +42,7 @@ TP2, U2, PP2, PP3 = (
 VAE: dict[str, Any] = {"vae_stage": True}
 BANDS: dict[str, Any] = {"vae_parallel": True}
 SETTINGS: dict[str, tuple[dict[str, Any], bool]] = {
-    # flags, bit for bit
+    # flags, and whether results are equal bit for bit
     "vae_stage": (PP2 | VAE, True),
     "PP2 + vae_stage": (PP3 | VAE, True),
     "vae_stage, late results": (PP2 | VAE | {"overlap_decode": True}, True),
@@ -60,7 +61,7 @@ Results = dict[str, list[torch.Tensor]]
 
 
 def stream_chunk(index: int, seed: int) -> tuple[dict[str, Any], Any]:
-    """Text to video; the prompt changes at chunk 2."""
+    """Return a text-to-video chunk. The prompt changes at chunk 2."""
     prompts = {0: f"a field in season {seed}", 2: "a town at night"}
     return {"prompt": prompts.get(index), "seed": seed if index == 0 else None}, None
 
@@ -153,7 +154,9 @@ def worlds(lingbot_world: Path) -> Results:
 
 
 async def check_aborts(client: EngineClient, name: str, chunks: Chunks) -> None:
-    """An abort at any time makes every rank drop the chunk, and later chunks agree."""
+    """Abort a chunk at several times. Every rank must drop the chunk, so that later chunks still
+    agree.
+    """
     for number, delay_s in enumerate((0.0, 0.02, 0.1, 0.3)):
         fields, tensors = chunks(CHUNKS, 1)
         request_id = f"left-{number}"
@@ -175,14 +178,16 @@ def check(got: Results, expected: Results, exact: bool) -> None:
 
 
 def enlarge_decoder_cache(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Forge the last decoding rank; there are several only with `vae_parallel`."""
+    """Forge the decoder cache of the last decoding rank. Several ranks decode only with
+    `vae_parallel`.
+    """
     name = max(name for name in tensors if name.endswith("decoder.conv00"))
     tensors[name] = torch.cat((tensors[name], tensors[name][..., :1, :]), dim=-2)
 
 
 async def check_continuation(client: EngineClient, name: str, chunks: Chunks, path: Path) -> None:
-    """A fork and a restored session continue like their source. All ranks refuse a forged
-    snapshot.
+    """Check that a fork and a restored session continue like their source, and that all ranks
+    refuse a forged snapshot.
     """
     await client.send(session_id=name, op="fork", fork_to="forked")
     calls = (

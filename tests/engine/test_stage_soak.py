@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A thousand requests, aborts and failures at random times with pipeline stages, from a fixed seed.
 
-Each request ends once in an expected way, no rank keeps state, and every result equals an
-undisturbed run bit for bit.
+Each request ends once and in an expected way, no rank retains state, and every result equals that
+of an undisturbed run bit for bit.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class Traffic:
         self.numbers = itertools.count()
 
     async def one(self) -> None:
-        """Send one request of a random session, which may fail or be aborted after a random
+        """Send one request of a random session. The request may fail, or be aborted after a random
         time.
         """
         number, seed = next(self.numbers), self.random.randrange(SESSIONS)

@@ -36,7 +36,7 @@ OMNI = {
 
 @dataclass
 class Stream:
-    """The frames and the degradations of each chunk of a stream."""
+    """A stream: the frames and the degradations of each chunk."""
 
     frames: list[torch.Tensor] = field(default_factory=list)
     degradations: list[list[str]] = field(default_factory=list)
@@ -62,7 +62,9 @@ class Stream:
 def decoded_here(
     checkpoint: Path, latents: list[torch.Tensor], tiny: list[bool]
 ) -> list[torch.Tensor]:
-    """Return the frames of a stream, decoded by the given decoders in this process."""
+    """Return the frames of a stream, decoded in this process. `tiny` selects the decoder of each
+    chunk.
+    """
     layout = find_layout(checkpoint)
     wan = StreamingWanVAE(
         VAEConfig.from_dict(hf_config(checkpoint)["causal_wan"]["vae"]), encoder=False
@@ -79,10 +81,12 @@ def decoded_here(
 
 
 def test_overload_uses_the_tiny_decoder_until_it_ends(causal_wan: Path) -> None:
-    """Chunks of several streams are due before a single one could be generated. They report
-    degradations, have the right number of frames, and equal the decoders' output for undegraded
-    latents. Afterwards the streams return to full quality. A concurrent stream without a
-    deadline is not degraded.
+    """During overload, chunks use the tiny decoder, and afterwards the streams return to full
+    quality.
+
+    Chunks of several streams are due before a single one could be generated. Degraded chunks report
+    their degradations, have the right number of frames, and equal the tiny decoder's output for
+    undegraded latents. A concurrent stream without a deadline is not degraded.
     """
     alone, patient = Stream(), Stream()
     watched = [Stream() for _ in range(STREAMS)]
@@ -132,7 +136,8 @@ def test_overload_uses_the_tiny_decoder_until_it_ends(causal_wan: Path) -> None:
         for ours, theirs in zip(
             stream.frames, decoded_here(causal_wan, made, degraded), strict=True
         ):
-            # Another number of threads may change the order of sums by one level of 255.
+            # With a different number of threads, the order of sums may change a pixel by one level
+            # of 255.
             assert (ours.int() - theirs.int()).abs().max() <= 1
 
 
@@ -152,7 +157,9 @@ def test_overload_uses_the_tiny_decoder_until_it_ends(causal_wan: Path) -> None:
 def test_decoders_alternate_in_every_configuration(
     causal_wan: Path, omni: dict[str, Any], engine_args: dict[str, Any]
 ) -> None:
-    """Two chunks that cannot be in time are between others that can."""
+    """The decoders alternate: two chunks that cannot meet their deadline run between chunks that
+    can.
+    """
     stream, latents = Stream(), []
     options = {**OMNI, **omni, "model": {**OMNI["model"], **omni.get("model", {})}}
 
@@ -173,4 +180,4 @@ def test_decoders_alternate_in_every_configuration(
     tiny = [bool(names) for names in stream.degradations]
     assert tiny == [False, False, True, True, False, False]
     for ours, theirs in zip(stream.frames, decoded_here(causal_wan, latents, tiny), strict=True):
-        assert (ours.int() - theirs.int()).abs().max() <= 1  # sums in another order
+        assert (ours.int() - theirs.int()).abs().max() <= 1  # sums in a different order

@@ -19,8 +19,8 @@ CHUNKS, SESSIONS = 3, 3
 async def frames(
     client: EngineClient, name: str, chunks: range = range(CHUNKS), **fields: Any
 ) -> list[torch.Tensor]:
-    """Return the decoded frames of a session's chunks, each requested while the previous one
-    runs.
+    """Return the decoded frames of a session's chunks. Each chunk is requested while the previous
+    one runs.
     """
     first = {"prompt": "a field", **fields}
     tasks = [
@@ -44,7 +44,7 @@ def assert_equal(got: list[list[torch.Tensor]], expected: list[list[torch.Tensor
 
 
 async def check_failures(client: EngineClient) -> None:
-    """Failures on any rank before the commit leave the session unchanged."""
+    """Send requests that fail on some rank before the commit, and check their error codes."""
     for options, code in (
         ({"fail_in": "prepare"}, "engine_error"),
         ({"nan_at": 4}, "non_finite"),
@@ -68,8 +68,9 @@ async def check_abort(client: EngineClient) -> None:
 
 
 async def check_lost_session(client: EngineClient) -> None:
-    """A decode that fails after the other ranks have committed makes the session refuse requests
-    until it is reset or closed.
+    """Check that a session refuses requests if decoding fails after the other ranks have committed.
+
+    The session accepts requests again after it is reset or closed.
     """
     await frames(client, "lost", range(1), seed=9)
     with pytest.raises(RequestFailed, match="engine_error"):
@@ -101,7 +102,9 @@ async def check_lost_session(client: EngineClient) -> None:
 def test_a_decoding_stage_equals_one_rank(
     null_engine: SharedEngine, null_world: Path, overlap: bool
 ) -> None:
-    """Concurrent sessions, every kind of failure and a fork have equal results and states."""
+    """With a VAE stage, concurrent sessions, every kind of failure and a fork have the results and
+    states of one rank.
+    """
 
     async def all_of_it(client: EngineClient) -> list[list[torch.Tensor]]:
         before = await sessions(client)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan 2.2 on the real engine: one rank, tensor-parallel, Ulysses and guidance ranks, pipeline
-stages, a VAE stage.
+"""Wan 2.2 in the real engine: one rank, several parallel ranks, pipeline stages and a VAE stage.
 
 The tests are nightly because each setting needs an engine. test_openai_wan22.py serves the same
 model over HTTP in every run.
@@ -52,8 +51,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 TOLERANCE = {
     name: 1e-4 if "tensor_parallel_size" in flags else 0.0 for name, flags in SETTINGS.items()
 }
-"""Ranks that share layers or guidance branches sum in another order. Pipeline stages compute the
-same products.
+"""Tolerance of each setting. Ranks that share layers or guidance branches sum in a different order.
+Pipeline stages compute exactly the same products.
 """
 
 
@@ -64,8 +63,9 @@ def i2v(tiny_checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_videos_of_one_batch_equal_the_model_alone(i2v: Path, setting: str) -> None:
-    """Three concurrent image-to-video requests use both experts; another one is aborted and one is
-    refused.
+    """Three concurrent image-to-video requests that use both experts equal single requests.
+
+    Meanwhile, another request is aborted and one is refused.
     """
     wanted: list[dict[str, Any]] = [
         {"seed": seed, "num_inference_steps": 6 + seed, "prompt": "a river", "num_frames": 9}

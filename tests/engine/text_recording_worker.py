@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker for `--worker-cls` that records the text embeddings with which its chunks start."""
+"""A worker for `--worker-cls` that records the text embeddings at the start of each chunk."""
 
 import hashlib
 import json
@@ -17,8 +17,8 @@ from vllm_omni.worker import SharedGPUWorker
 FOLDER = "OMNI_TEST_TEXTS"
 """Environment variable with the directory in which each rank writes `rank{N}.jsonl`.
 
-The first line is the number of parameters of its text encoder. Each prompt adds a line [session,
-chunk, digests of its embeddings].
+The first line is the number of parameters of the rank's text encoder. Each prompt adds a line
+[session, chunk, digests of the embeddings].
 """
 
 
@@ -63,5 +63,5 @@ class TextRecordingWorker(SharedGPUWorker):
 
         if get_world_group().world_size > 1:
             object.__setattr__(texts, "complete", complete_and_record)
-        else:  # a single rank encodes in `prepare_encode`
+        else:  # A single rank encodes in `prepare_encode`.
             driven.prepare_encode = record_and_prepare

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fixture that every test of an endpoint uses."""
+"""The fixture that every endpoint test uses."""
 
 from collections.abc import Iterator
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys, tickets and origins without sockets: the application is called as a server calls it, and
-the scope at the endpoint is compared.
+"""Keys, tickets and origins without sockets. The application is called as a server calls it, and
+the scope that reaches the endpoint is compared.
 
-tests/entrypoints/webui/test_browser_access.py has the tests over real sockets with stock vLLM's key
-check.
+Tests over real sockets with stock vLLM's key check are in
+tests/entrypoints/webui/test_browser_access.py.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ ENDPOINT = "/omni/ws/walk/along"
 
 class GuardedApp:
     """An application with an endpoint at `/v1/walk/along`, pages, and the guard. `seen` holds the
-    scopes at the endpoint.
+    scopes that reach the endpoint.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class GuardedApp:
         await websocket.close()
 
     def call(self, scope: dict[str, Any]) -> list[dict[str, Any]]:
-        """Each message that the application sends for one connection."""
+        """Return every message that the application sends for one connection."""
         sent: list[dict[str, Any]] = []
 
         async def receive() -> dict[str, Any]:
@@ -94,7 +94,7 @@ class GuardedApp:
         return body["ticket"]
 
     def connect(self, path: str = ENDPOINT, **fields: Any) -> str | int:
-        """The first message to a WebSocket: `websocket.accept`, or the status of a refusal."""
+        """Return the first message to a WebSocket: `websocket.accept`, or the status of a refusal."""
         first = self.call(socket_scope(path, **fields))[0]
         return first.get("status", first["type"])
 
@@ -106,8 +106,10 @@ def raw(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
 def socket_scope(
     path: str, protocols: tuple[str, ...] = (), query: bytes = b"", **fields: Any
 ) -> dict[str, Any]:
-    """A scope as uvicorn makes it; fields: `root_path`, `headers` (a dictionary), or any other
-    key.
+    """Return a scope as uvicorn creates it.
+
+    Args:
+        fields: `root_path`, `headers` (a dictionary), or any other key.
     """
     headers = raw(fields.pop("headers", {}))
     return {
@@ -168,22 +170,26 @@ def test_keys_come_from_the_command_line_or_the_environment(
     ],
 )
 def test_a_header_identifies_its_key(guarded: GuardedApp, header: str, index: int | None) -> None:
-    """Only the case of the scheme does not matter, and no bytes of a client raise an error."""
+    """A header identifies its key whatever the case of the scheme, and no bytes from a client raise
+    an error.
+    """
     assert guarded.access.key_index(Headers(raw=raw({"authorization": header}))) == index
     assert guarded.access.key_index(Headers({})) is None
 
 
 def test_a_key_that_is_no_text_is_taken_as_its_bytes() -> None:
-    """The operating system passes bytes that are not UTF-8 as surrogates, and the server starts
-    with such a key.
+    """A server starts with a key that is not UTF-8, which the operating system passes with
+    surrogates.
     """
     access = BrowserAccess(["k\udcff", "plain"], SECRET)
     assert access.needs_key and access.key_index(Headers({"authorization": "Bearer plain"})) == 1
 
 
 def test_without_keys_there_is_nothing_to_guard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No secret is derived, because that takes a while, and the environment is not read for one."""
-    # a call of None would fail
+    """Without keys, no secret is derived, because that takes a while, and none is read from the
+    environment.
+    """
+    # Calling None would fail.
     monkeypatch.setattr("vllm_omni.entrypoints.limits.access.derive_secret", None)
     assert not BrowserAccess([], {}).needs_key
     assert GuardedApp([]).send("/work")[:2] == (200, "done")
@@ -206,7 +212,9 @@ def test_a_ticket_represents_its_key(guarded: GuardedApp) -> None:
 
 
 def test_a_key_may_have_characters_beyond_ascii() -> None:
-    """A browser sends `ü` in a header as one byte, and the ticket is valid for that key."""
+    """A browser sends the character `ü` in a header as one byte, and the ticket is valid for that
+    key.
+    """
     guarded = GuardedApp(["schlüssel"])
     assert guarded.send("/work", authorization="Bearer schlüssel")[0] == 200
     assert (
@@ -215,7 +223,7 @@ def test_a_key_may_have_characters_beyond_ascii() -> None:
 
 
 def test_open_paths_are_the_probes_and_those_of_the_page() -> None:
-    """An added path is open, the probes stay open, and nothing else is."""
+    """Only the probes and the open paths that are added for the page can be used without a key."""
     guarded = GuardedApp(open_paths=("/page",))
     assert guarded.access.open_paths == OPEN_PATHS | {"/page"}
     assert [guarded.send(path)[0] for path in ("/page", "/health", "/work")] == [200, 200, 401]
@@ -230,7 +238,7 @@ def test_the_ticket_route_takes_posts_only_and_is_not_advertised(guarded: Guarde
 
 
 def test_the_ticket_response_is_complete_and_not_cached(guarded: GuardedApp) -> None:
-    """The whole response may not be cached."""
+    """The complete response with a ticket must not be cached."""
     status, body, headers = guarded.send(TICKET_PATH, "POST", authorization=f"Bearer {KEYS[1]}")
     assert status == 200 and headers["cache-control"] == "no-store"
     assert (
@@ -242,7 +250,7 @@ def test_the_ticket_response_is_complete_and_not_cached(guarded: GuardedApp) -> 
 
 
 def test_a_refusal_has_the_text_of_stock_vllm(guarded: GuardedApp) -> None:
-    """Requests and WebSockets get stock vLLM's text."""
+    """A refusal of a request or a WebSocket has the text of stock vLLM."""
     assert guarded.send("/work")[:2] == (401, {"error": "Unauthorized"})
     start, body = guarded.call(socket_scope("/v1/walk/along"))[:2]
     assert (start["type"], start["status"]) == ("websocket.http.response.start", 401)
@@ -251,7 +259,9 @@ def test_a_refusal_has_the_text_of_stock_vllm(guarded: GuardedApp) -> None:
 
 
 def test_tickets_are_refused_even_if_the_guard_was_passed(guarded: GuardedApp) -> None:
-    """The route checks the key itself, because a proxy may rewrite paths."""
+    """The ticket route checks the key itself even behind the guard, because a proxy may rewrite
+    paths.
+    """
     app = FastAPI()
     app.add_api_route("/rewritten", guarded.access._ticket, methods=["POST"])
     guarded.app = app
@@ -260,7 +270,9 @@ def test_tickets_are_refused_even_if_the_guard_was_passed(guarded: GuardedApp) -
 
 
 def test_a_preflight_request_needs_no_key(guarded: GuardedApp) -> None:
-    """A browser sends `OPTIONS` without headers, and the application answers it."""
+    """A preflight request needs no key, because a browser sends `OPTIONS` without headers, and the
+    application responds to the request.
+    """
     assert guarded.send("/work", "OPTIONS")[:2] == (200, "done")
     assert guarded.send("/work", "options")[0] == 401
 
@@ -277,13 +289,15 @@ def test_a_preflight_request_needs_no_key(guarded: GuardedApp) -> None:
 def test_paths_are_compared_without_the_root_path(
     guarded: GuardedApp, path: str, root: str | None, status: int
 ) -> None:
-    """With `--root-path /at` the probes are open there, and only there."""
+    """With `--root-path /at`, the probes are open only below that path."""
     assert guarded.send(path, root=root)[0] == status
 
 
 @pytest.mark.parametrize("root", ["", "/at"])
 def test_the_endpoint_gets_its_path_and_no_ticket(guarded: GuardedApp, root: str) -> None:
-    """Origin, other headers, subprotocols and query are unchanged and in order."""
+    """The endpoint gets its path without the ticket. Origin, other headers, subprotocols and query
+    are unchanged and in order.
+    """
     ticket = guarded.ticket(KEYS[1], origin=ORIGIN)
     scope = socket_scope(
         root + ENDPOINT,
@@ -335,7 +349,9 @@ def test_optional_keys_of_a_scope_may_be_absent(guarded: GuardedApp) -> None:
 
 
 def test_a_key_on_the_browser_path_is_passed_on(guarded: GuardedApp) -> None:
-    """A program may send its key on the browser path, and a ticket next to it is not used up."""
+    """A program may send its key on the browser path. A ticket that is sent with the key is not
+    used up.
+    """
     ticket = guarded.ticket()
     headers = {"authorization": f"Bearer {KEYS[1]}", "x-more": "1"}
     assert guarded.connect(protocols=(f"ticket.{ticket}",), headers=headers) == "websocket.accept"
@@ -344,7 +360,7 @@ def test_a_key_on_the_browser_path_is_passed_on(guarded: GuardedApp) -> None:
 
 
 def test_without_keys_the_browsers_path_is_open() -> None:
-    """A ticket is ignored, and no header is added."""
+    """On a server without keys, a ticket is ignored and no header is added."""
     guarded = GuardedApp([])
     assert (
         guarded.connect(protocols=("ticket.nonsense",), headers={"x-more": "1"})
@@ -356,7 +372,9 @@ def test_without_keys_the_browsers_path_is_open() -> None:
 
 
 def test_a_ticket_in_a_subprotocol_precedes_one_in_the_query(guarded: GuardedApp) -> None:
-    """The first ticket counts, and other subprotocols are no tickets."""
+    """A ticket in a subprotocol takes precedence over one in the query, and the first ticket
+    counts. Other subprotocols are not tickets.
+    """
     good, query = guarded.ticket(), guarded.ticket()
     assert (
         guarded.connect(protocols=("omni.v1", f"ticket.{good}"), query=b"ticket=wrong")
@@ -373,7 +391,9 @@ def test_a_ticket_in_a_subprotocol_precedes_one_in_the_query(guarded: GuardedApp
 def test_a_ticket_opens_from_its_origin_only(
     guarded: GuardedApp, bought: str | None, shown: str | None
 ) -> None:
-    """A ticket that no page requested cannot be used by a page."""
+    """A ticket opens a connection only from the origin that requested it. A page cannot use a
+    ticket that was requested without an origin.
+    """
     ticket = guarded.ticket(**({"origin": bought} if bought else {}))
     result = guarded.connect(
         protocols=(f"ticket.{ticket}",), headers={"origin": shown} if shown else {}
@@ -385,7 +405,9 @@ def test_a_ticket_opens_from_its_origin_only(
 def test_a_refused_ticket_is_reported_and_logged(
     guarded: GuardedApp, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The client is told to get a new ticket, and the log has the reason."""
+    """The error for a refused ticket tells the client to get a new one, and the log contains the
+    reason.
+    """
     with caplog.at_level("INFO", logger="vllm.vllm_omni.entrypoints.limits.access"):
         start, body = guarded.call(socket_scope(ENDPOINT, ("ticket.x",)))
     assert (start["type"], start["status"]) == ("websocket.http.response.start", 401)
@@ -438,8 +460,8 @@ def test_a_refused_ticket_is_reported_and_logged(
 def test_a_page_of_another_origin_cannot_use_the_server(
     method: str, path: str, headers: dict[str, str], status: int
 ) -> None:
-    """`Origin` and `Sec-Fetch-Site` decide. Links to pages, listed origins and programs are not
-    affected.
+    """`Origin` and `Sec-Fetch-Site` decide whether a page may use the server. Links to pages,
+    listed origins and programs are not affected.
     """
     app = FastAPI()
     for route in ("/work", "/page"):

@@ -29,7 +29,9 @@ LARGE = 64 << 20
 
 @pytest.fixture(scope="module")
 def app(tmp_path_factory: pytest.TempPathFactory) -> FastAPI:
-    """`/length` returns the length of its body, and `/large` sends a file."""
+    """Return an application in which `/length` returns the length of its body and `/large` sends a
+    file.
+    """
     app = FastAPI()
     large: Path = tmp_path_factory.mktemp("download") / "large"
     with large.open("wb") as file:
@@ -79,7 +81,9 @@ def port(request: pytest.FixtureRequest, app: FastAPI) -> Iterator[int]:
 def post(
     port: int, parts: list[bytes], pause_s: float, path: str = "/length"
 ) -> tuple[bytes, float]:
-    """Send a body in parts; return all bytes until the server closes, and the time."""
+    """Send a body in pieces. Return all bytes until the server closes the connection, and the time
+    this took.
+    """
     length = sum(map(len, parts))
     started_s = time.monotonic()
     with socket.create_connection(("127.0.0.1", port)) as sock:
@@ -114,8 +118,9 @@ def post(
 
 
 def test_a_client_that_sends_all_before_it_reads_gets_its_response(port: int) -> None:
-    """A server that closed with unread bytes would reset the connection, and a client such as
-    urllib would not see the response.
+    """A client that sends its whole body before it reads gets its response. If the server closed
+    the connection with unread bytes, it would be reset, and a client such as urllib would not see
+    the response.
     """
     length = 16 << 20
     with socket.create_connection(("127.0.0.1", port), timeout=seconds(10)) as sock:
@@ -130,7 +135,9 @@ def test_a_client_that_sends_all_before_it_reads_gets_its_response(port: int) ->
 
 
 def test_refused_bodies_of_one_client_are_read_slowly(port: int, app: FastAPI) -> None:
-    """Reading them at full speed would cost other clients a core."""
+    """Refused bodies of one client are read slowly, because reading them at full speed would take a
+    core from other clients.
+    """
     with ExitStack() as stack:
         before, started_s = app.state.bytes_read, time.monotonic()
         for _ in range(4):
@@ -154,14 +161,18 @@ def send_until_cut(sock: socket.socket, data: bytes) -> None:
 
 
 def test_a_response_does_not_wait_for_a_missing_body(port: int) -> None:
-    """The response is sent immediately, and the rest of the body has its own limit."""
+    """A response is sent immediately even if the body is still missing, and the rest of the body
+    has a separate limit.
+    """
     response, took_s = post(port, [b"x" * 100, b"x"], 60.0, "/refused")
     assert response.endswith(b"no room") and took_s < GRACE_S + seconds(2)
 
 
 @pytest.mark.parametrize("sent", [0, 3], ids=["nothing", "a byte now and then"])
 def test_a_slow_body_ends_with_408(port: int, sent: int) -> None:
-    """The client gets the reason after the grace period, and the connection closes."""
+    """After the grace period, a client with a slow body gets the reason, and the connection is
+    closed.
+    """
     response, took_s = post(port, [b"x"] * sent + [b"x"] * 1000, 0.1 if sent else 60.0)
     head, _, body = response.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 ")
@@ -172,15 +183,17 @@ def test_a_slow_body_ends_with_408(port: int, sent: int) -> None:
 
 
 def test_a_fast_enough_body_may_take_longer_than_the_grace_period(port: int) -> None:
-    """Each byte extends the time limit."""
+    """Each byte that arrives extends the time limit, so a fast enough body may take longer than the
+    grace period.
+    """
     response, took_s = post(port, [b"x" * 400] * 12, 0.1)
     assert response.endswith(b'"4800"')
     assert took_s > 2 * GRACE_S
 
 
 def test_a_download_ends_with_its_reader(port: int, app: FastAPI) -> None:
-    """A client that does not read is disconnected within the deadline and its file is closed.
-    Another one gets the whole file.
+    """A client that does not read its download is disconnected within the deadline, and its file is
+    closed. Another client gets the whole file.
     """
     request = b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     address = ("127.0.0.1", port)

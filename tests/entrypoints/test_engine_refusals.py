@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exceptions of vLLM's front end reach an endpoint as `RequestFailed`, and the caller of a composed
-engine with the engine's name.
+"""An exception of vLLM's front end reaches an endpoint as `RequestFailed`. The caller of a composed
+engine also gets the engine's name.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ REFUSALS = [
 
 
 class RaisingClient:
-    """A client of vLLM whose requests raise `error`."""
+    """A vLLM client that raises `error` for every request."""
 
     errored = False
 
@@ -55,8 +55,8 @@ class RaisingClient:
 
 @pytest.mark.parametrize(("error", "code"), REFUSALS)
 def test_an_endpoint_gets_one_type_of_failure(error: Exception, code: str) -> None:
-    """The code determines the reaction: `capacity` is temporary, and `run_when_room` waits for
-    it.
+    """The code of the failure determines what happens next: `capacity` is temporary, and
+    `run_when_room` waits for it to end.
     """
 
     async def scenario() -> None:
@@ -72,7 +72,9 @@ def test_an_endpoint_gets_one_type_of_failure(error: Exception, code: str) -> No
 def test_a_rank_of_several_fails_in_the_same_way(
     monkeypatch: pytest.MonkeyPatch, error: Exception, code: str
 ) -> None:
-    """With several ranks the request is read from vLLM's queue instead of `encode`."""
+    """With several ranks, the request is read from vLLM's queue instead of `encode` and fails in
+    the same way.
+    """
     from vllm_omni.entrypoints.engine import client as module
     from vllm_omni.entrypoints.engine.session_placement import SessionPlacement
 
@@ -117,7 +119,9 @@ def test_a_rank_of_several_fails_in_the_same_way(
 def test_a_failure_of_a_composed_engine_names_it(
     method: str, error: Exception, raised: type[Exception], words: str
 ) -> None:
-    """The caller gets one of three exceptions for a refusal, a failure and a dead engine."""
+    """The caller of a composed engine gets one of three exceptions: for a refusal, for a failure,
+    and for a dead engine.
+    """
 
     async def call(engine: ComposedEngine) -> None:
         if method == "encode":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`EngineWatch` at a real server process without an engine: exit status, notification, and a normal
+"""`EngineWatch` in a real server process without an engine: exit status, notification, and a normal
 stop.
 """
 
@@ -66,8 +66,8 @@ uvloop.run(main())
 
 
 class Serving:
-    """The server and its engine, which are two sleeping processes. Only the first determines
-    whether the engine is dead.
+    """A server and two sleeping processes, which stand for its engine core and a worker. `is_dead`
+    checks only the engine core.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Serving:
         return True
 
     def end(self) -> tuple[int, str, str]:
-        """Exit status, output, log."""
+        """Wait for the end. Return the exit status, the output and the log."""
         out, log = self.process.communicate(timeout=seconds(20))
         return self.process.returncode, out, log
 
@@ -112,7 +112,9 @@ def serving() -> Iterator[Serving]:
 
 
 def test_a_dead_engine_ends_the_server_with_its_status(serving: Serving) -> None:
-    """The notification is sent first, and there is no traceback."""
+    """When the engine dies, the notification is sent first, and the server exits with the
+    documented status and without a traceback.
+    """
     serving.engine.kill()
     status, out, log = serving.end()
     assert (status, out) == (ENGINE_DIED, "told\n")
@@ -120,8 +122,8 @@ def test_a_dead_engine_ends_the_server_with_its_status(serving: Serving) -> None
 
 
 def test_a_dead_worker_is_reported_before_the_engine_core_ends(serving: Serving) -> None:
-    """vLLM's engine core waits for the other workers for seconds. The rest of the engine is killed
-    with the server.
+    """A dead worker is reported at once, although vLLM's engine core waits for the other workers
+    for seconds. The rest of the engine is killed with the server.
     """
     killed_s = time.monotonic()
     serving.worker.kill()
@@ -134,7 +136,9 @@ def test_a_dead_worker_is_reported_before_the_engine_core_ends(serving: Serving)
 
 
 def test_a_stopped_engine_is_ended_after_its_time(serving: Serving) -> None:
-    """An engine that continues in time is not affected."""
+    """A stopped engine is killed after its time limit. An engine that continues in time is not
+    affected.
+    """
     serving.engine.send_signal(signal.SIGSTOP)
     exactly(0.5)  # half of the time limit of a stopped engine
     serving.engine.send_signal(signal.SIGCONT)
@@ -149,6 +153,6 @@ def test_a_stopped_engine_is_ended_after_its_time(serving: Serving) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_a_server_that_is_stopped_exits_with_0(serving: Serving, how: signal.Signals) -> None:
-    """The engine ends first, and no dead engine is reported."""
+    """When a server is stopped, its engine ends first, and the engine is not reported as dead."""
     os.kill(serving.process.pid, how)
     assert serving.end()[:2] == (0, "")

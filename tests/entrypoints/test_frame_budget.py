@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The limit for small WebSocket frames of a connection."""
+"""Each connection has a limit on small WebSocket frames."""
 
 import contextlib
 import logging
@@ -25,8 +25,8 @@ BURST = int(BUDGET.burst)
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    """A server with the limit. `/count` answers each message with its length, and `/late` accepts
-    after a delay.
+    """Start a server with the limit. `/count` responds to each message with its length, and `/late`
+    accepts after a delay.
     """
     app = FastAPI()
 
@@ -50,7 +50,7 @@ def port() -> Iterator[int]:
 
 
 def fragments(total: int, size: int) -> bytes:
-    """One binary message of `total` bytes in fragments of `size`."""
+    """Return one binary message of `total` bytes in fragments of `size`."""
     parts = []
     for start in range(0, total, size):
         opcode = Opcode.CONT if start else Opcode.BINARY
@@ -69,14 +69,16 @@ def read_on(client: ClientConnection) -> None:
     ids=str,
 )
 def test_fragments_within_the_budget_are_one_message(port: int, total: int, size: int) -> None:
-    """Fragments of at least 1 KiB in any number, and smaller ones up to the burst."""
+    """A message may have any number of fragments of at least 1 KiB, and smaller fragments up to the
+    burst.
+    """
     with connect(f"ws://127.0.0.1:{port}/count", compression=None) as client:
         client.socket.sendall(fragments(total, size))
         assert client.recv(timeout=seconds(30)) == str(total)
 
 
 def test_the_budget_comes_back_with_time(port: int) -> None:
-    """More frames than the burst are allowed with pauses."""
+    """A client that pauses may send more frames than the burst."""
     ping = Frame(Opcode.PING, b"").serialize(mask=True)
     with connect(f"ws://127.0.0.1:{port}/count", compression=None) as client:
         client.socket.sendall((BURST - 5) * ping)
@@ -91,7 +93,9 @@ def test_the_budget_comes_back_with_time(port: int) -> None:
     "opcode", [Opcode.PING, Opcode.PONG, Opcode.BINARY], ids=lambda opcode: opcode.name
 )
 def test_a_flood_is_closed_with_1008_and_a_reason(port: int, opcode: Opcode) -> None:
-    """Whole messages and control frames count, and the client may continue to send."""
+    """A flood of whole messages or control frames is closed with 1008 and a reason, even if the
+    client continues to send.
+    """
     flood = Frame(opcode, b"x").serialize(mask=True) * 100_000
     with connect(f"ws://127.0.0.1:{port}/count", compression=None) as client:
         client.socket.sendall(flood)
@@ -103,7 +107,7 @@ def test_a_flood_is_closed_with_1008_and_a_reason(port: int, opcode: Opcode) -> 
 
 
 def test_a_flood_is_hardly_parsed(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most the frames of a second and one slice are parsed."""
+    """Of a flood, at most the frames of one second and one slice are parsed."""
     parsed: list[Frame] = []
     take = Protocol.recv_frame
 
@@ -124,7 +128,9 @@ def test_a_flood_is_hardly_parsed(port: int, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_flood_during_the_handshake_is_disconnected(
     port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """There is no WebSocket to close yet. The late accept of the application is no error."""
+    """A client that floods during the handshake is disconnected, because there is no WebSocket to
+    close yet. The application's late accept is not an error.
+    """
     caplog.set_level(logging.ERROR)
     head = (
         b"GET /late HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages that are written together arrive as they would with one write each."""
+"""Messages that are written together arrive as if each were written separately."""
 
 import asyncio
 import socket
@@ -25,7 +25,7 @@ PIXELS = np.arange(3 << 20, dtype=np.uint8)
 
 @pytest.fixture(scope="module")
 def writes() -> list[list[int]]:
-    """Buffer sizes of each `writelines` call of the server's transports."""
+    """Record the buffer sizes of each `writelines` call of the server's transports."""
     return []
 
 
@@ -65,7 +65,7 @@ def application(writes: list[list[int]]) -> FastAPI:
         writer = writer_of(websocket.scope)
         assert writer is not None
         assert writer.has_room
-        writer.write([MUCH])  # more than the kernel takes from a client that does not read
+        writer.write([MUCH])  # more than the kernel buffers without a reader
         assert not writer.has_room
         sending = [asyncio.ensure_future(writer.send(messages)) for messages in ([b"last"], [])]
         await pause_task(0.1)
@@ -103,7 +103,7 @@ def port(request: pytest.FixtureRequest, writes: list[list[int]]) -> Iterator[in
 @pytest.mark.parametrize("opcode", [Opcode.TEXT, Opcode.BINARY])
 @pytest.mark.parametrize("num_bytes", [0, 1, 125, 126, 127, 65535, 65536, 1 << 20])
 def test_headers_are_those_of_the_library(opcode: Opcode, num_bytes: int) -> None:
-    """Tried at each length at which the encoding changes."""
+    """The headers equal those of the library at each length at which the encoding changes."""
     whole = Frame(opcode, bytes(num_bytes)).serialize(mask=False)
     assert frame_header(opcode, num_bytes) == whole[: len(whole) - num_bytes]
 
@@ -111,7 +111,9 @@ def test_headers_are_those_of_the_library(opcode: Opcode, num_bytes: int) -> Non
 def test_messages_of_a_group_arrive_one_by_one_and_in_order(
     port: int, writes: list[list[int]]
 ) -> None:
-    """Bytes, buffers and texts of any length share one write, and later messages follow."""
+    """Bytes, buffers and texts of any length share one write and arrive in order, before later
+    messages.
+    """
     writes.clear()
     with connect(f"ws://127.0.0.1:{port}/group", compression=None, max_size=None) as client:
         assert client.recv(timeout=seconds(10)) == "True"
@@ -122,14 +124,16 @@ def test_messages_of_a_group_arrive_one_by_one_and_in_order(
 
 
 def test_compressed_connections_do_not_offer_it(writes: list[list[int]]) -> None:
-    """The library must write compressed frames."""
+    """A compressed connection does not offer grouped writes, because the library must write its
+    compressed frames.
+    """
     for port in served(writes, ws_per_message_deflate=True):
         with connect(f"ws://127.0.0.1:{port}/group", max_size=None) as client:
             assert client.recv(timeout=seconds(10)) == "False"
 
 
 def test_nothing_is_sent_after_a_close(port: int, writes: list[list[int]]) -> None:
-    """The application gets ClientDisconnected."""
+    """After a close, nothing is sent, and the application gets ClientDisconnected."""
     writes.clear()
     with connect(f"ws://127.0.0.1:{port}/late", compression=None) as client:
         assert list(client) == []
@@ -138,14 +142,16 @@ def test_nothing_is_sent_after_a_close(port: int, writes: list[list[int]]) -> No
 
 
 def test_a_send_waits_for_a_reader(port: int, writes: list[list[int]]) -> None:
-    """A message waits for room, and an empty send waits until the kernel has all bytes."""
+    """A message waits until there is room in the buffer. An empty send waits until the kernel has
+    all bytes.
+    """
     writes.clear()
     lines = ["GET /waiting HTTP/1.1", "Host: x", "Upgrade: websocket", "Connection: Upgrade"]
     lines += ["Sec-WebSocket-Version: 13", "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==", "", ""]
     with socket.create_connection(("127.0.0.1", port)) as client, client.makefile("rb") as reader:
         client.sendall("\r\n".join(lines).encode())
         wait_until(lambda: writes)
-        assert writes == [[0]]  # nothing was sent: the client has read nothing
+        assert writes == [[0]]  # nothing sent, because the client has read nothing
         while reader.readline() != b"\r\n":
             pass
         received = reader.read(10 + len(MUCH) + 6)

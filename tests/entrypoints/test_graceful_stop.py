@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGTERM at a server with `GracefulStop` and without an engine: finished and refused requests, and
-the time limit.
+"""SIGTERM at a server with `GracefulStop` and without an engine: which requests are finished or
+refused, and the time limit.
 """
 
 import json
@@ -50,8 +50,8 @@ app.state.server.run()
 
 
 class Stopping:
-    """A server with requests of `work_s`, endpoints that finish after `finish_s`, and a limit of
-    `timeout_s`.
+    """A server with requests that take `work_s`, endpoints that finish after `finish_s`, and a time
+    limit of `timeout_s`.
     """
 
     def __init__(self, work_s: float, finish_s: float, timeout_s: float) -> None:
@@ -69,7 +69,7 @@ class Stopping:
         assert self.process.poll() is None
 
     def call(self, path: str, method: str = "GET") -> tuple[int, str]:
-        """(status, body), or (0, "") without a response."""
+        """Return (status, body), or (0, "") if there is no response."""
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", method=method)
         try:
             with urllib.request.urlopen(request, timeout=seconds(20)) as response:
@@ -98,8 +98,8 @@ def start() -> Iterator[Callable[..., Stopping]]:
 
 
 def test_work_in_flight_is_finished_and_new_work_refused(start: Callable[..., Stopping]) -> None:
-    """A running request gets its response, probes report `draining`, and the server exits with
-    0.
+    """After SIGTERM, a running request gets its response, probes report `draining`, and the server
+    exits with 0.
     """
     server = start(work_s=1.5)
     responses: list[tuple[int, str]] = []
@@ -120,7 +120,9 @@ def test_work_in_flight_is_finished_and_new_work_refused(start: Callable[..., St
 def test_the_time_is_bounded_and_a_second_signal_ends_it_at_once(
     start: Callable[..., Stopping],
 ) -> None:
-    """Endpoints that never finish delay the exit by `timeout_s`, or until a second signal."""
+    """Endpoints that never finish delay the exit until `timeout_s` has passed or a second signal
+    arrives.
+    """
     bounded = start(finish_s=60.0, timeout_s=1.0)
     impatient = start(finish_s=60.0, timeout_s=60.0)
     started_s = time.monotonic()

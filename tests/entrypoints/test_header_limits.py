@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of request headers over real sockets, which apply before the key check."""
+"""Limits on request headers apply before the key check, tested over real sockets."""
 
 import socket
 from argparse import Namespace
@@ -21,8 +21,8 @@ MOST_HEADERS = 40
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    """A server as vLLM starts it. `/echo` is a WebSocket, and `/body` returns the number of
-    received bytes.
+    """Start a server as vLLM does. `/echo` is a WebSocket, and `/body` returns the number of bytes
+    received.
     """
     app = FastAPI()
     app.state.args = Namespace(h11_max_header_count=MOST_HEADERS)
@@ -44,7 +44,9 @@ def port() -> Iterator[int]:
 
 
 def response(port: int, request: bytes) -> bytes:
-    """All bytes until the server closes the connection. The request may be sent in part."""
+    """Send a request, which may be incomplete, and return all bytes until the server closes the
+    connection.
+    """
     said = b""
     with socket.create_connection(("127.0.0.1", port)) as sock:
         sock.settimeout(seconds(10))
@@ -65,7 +67,9 @@ def request(headers: bytes, body: bytes = b"") -> bytes:
 
 
 def test_headers_without_an_end_close_the_connection(port: int) -> None:
-    """The server holds at most 64 KiB, also after an earlier request on the connection."""
+    """For headers without an end, the server buffers at most 64 KiB before it closes the
+    connection, even after an earlier request on the same connection.
+    """
     first = b"POST /body HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
     endless = b"".join(b"X-%07d: %s\r\n" % (number, b"a" * 1000) for number in range(2000))
     for before in (b"", first):
@@ -83,7 +87,7 @@ def test_headers_are_counted(port: int, count: int, status: bytes) -> None:
 
 
 def test_a_long_header_and_a_large_body_are_accepted(port: int) -> None:
-    """The limit does not apply to bodies, whole or chunked."""
+    """The header limit does not apply to bodies, whole or chunked."""
     assert b'"3000000 bytes"' in response(
         port, request(b"X-Long: %s\r\n" % (b"a" * 60_000), b"b" * 3_000_000)
     )
@@ -108,7 +112,9 @@ def test_a_websocket_handshake_has_the_same_limits(port: int) -> None:
 
 
 def test_the_defaults_are_those_of_vllm() -> None:
-    """If vLLM changed a default, it would be taken for the operator's setting."""
+    """The defaults equal those of vLLM, because a changed default would be mistaken for the
+    operator's setting.
+    """
     args = serve_parser().parse_args(["serve", "model"])
     assert (args.h11_max_incomplete_event_size, args.h11_max_header_count) == (
         header_limits.VLLM_DEFAULT_BYTES,

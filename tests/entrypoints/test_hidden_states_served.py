@@ -2,7 +2,8 @@
 """Hidden states over HTTP from a stock `vllm serve` of a text model with this package's worker,
 scheduler and endpoint plugin.
 
-The one server exports spans to a collector in this process, and one key has a small quota.
+All tests share one server, which exports spans to a collector in this process. One API key of the
+server has a small quota.
 """
 
 import hashlib
@@ -144,8 +145,8 @@ def reference(model: Path, token_ids: list[int]) -> tuple[torch.Tensor, ...]:
 
 
 def assert_equal_transformers(server: Server, states: HiddenStates) -> None:
-    """There is one position per token except the last, equal to a plain forward pass (fp32:
-    1e-4).
+    """Assert that there is one position per token except the last, and that they equal a plain
+    forward pass (fp32: 1e-4).
     """
     expected = reference(server.model, states.token_ids.tolist())
     assert states.positions.tolist() == list(range(len(states.positions)))
@@ -154,8 +155,8 @@ def assert_equal_transformers(server: Server, states: HiddenStates) -> None:
 
 
 def test_a_completion_is_stock_and_its_hidden_states_can_be_fetched(server: Server) -> None:
-    """The text does not depend on the request for hidden states, which equal a transformers forward
-    pass of prompt and completion.
+    """A request for hidden states does not change the generated text. The hidden states equal a
+    transformers forward pass over prompt and completion.
     """
     plain = server.post("/v1/completions", prompt=PROMPT).json()
     requested = server.post("/v1/completions", prompt=PROMPT, vllm_xargs=REQUESTED).json()
@@ -172,8 +173,8 @@ def test_a_completion_is_stock_and_its_hidden_states_can_be_fetched(server: Serv
 
 
 def test_chat_streams_text_and_hidden_states_follow(server: Server) -> None:
-    """The server-sent events are stock vLLM's, and the hidden states are available after the last
-    one.
+    """The server-sent events of a chat are those of stock vLLM, and the hidden states are available
+    after the last event.
     """
     body = {"messages": [{"role": "user", "content": PROMPT}]}
     plain = server.events("/v1/chat/completions", **body)
@@ -185,9 +186,9 @@ def test_chat_streams_text_and_hidden_states_follow(server: Server) -> None:
         )
 
     assert text(requested) == text(plain) != ""
-    # Their number depends on the machine, because unread tokens are combined in one event.
+    # The number of events depends on the machine, because unread tokens are combined in one event.
     reasons = [choice["finish_reason"] for event in requested for choice in event["choices"]]
-    assert len(reasons) > 1  # the role comes before any text
+    assert len(reasons) > 1  # the role arrives before any text
     assert {event["object"] for event in requested} == {"chat.completion.chunk"}
     assert reasons == [None] * (len(reasons) - 1) + ["length"]
     states = server.states(requested[0]["id"])
@@ -195,8 +196,8 @@ def test_chat_streams_text_and_hidden_states_follow(server: Server) -> None:
 
 
 def test_a_choice_without_hidden_states_gets_none(server: Server) -> None:
-    """The first prompt stops at its first token, so it has no `generated` position. Those of the
-    second stay at index 1.
+    """The completion of the first prompt stops at its first token, so it has no `generated`
+    position. The hidden states of the second prompt stay at index 1.
     """
     prompts = ["sea", "the sky"]
     first = server.post(
@@ -225,7 +226,7 @@ def test_a_choice_without_hidden_states_gets_none(server: Server) -> None:
 def test_a_wrong_request_is_a_client_error(
     server: Server, omni: str, status: int, named: str, stream: bool
 ) -> None:
-    """The error has the reason, and other requests are not affected."""
+    """The error for a wrong request contains the reason, and other requests are not affected."""
     response = server.post(
         "/v1/completions", prompt=PROMPT, vllm_xargs={"omni": omni}, stream=stream
     )
@@ -236,7 +237,9 @@ def test_a_wrong_request_is_a_client_error(
 
 
 def test_too_many_positions_are_a_client_error(server: Server) -> None:
-    """200 positions are allowed, and the same request without hidden states succeeds."""
+    """A request for more than 200 positions is refused. The same request without hidden states
+    succeeds.
+    """
     response = server.post("/v1/completions", prompt="sea " * 100, vllm_xargs=REQUESTED)
     assert response.status_code == 400 and "max_hidden_states_bytes" in response.text
     assert server.post("/v1/completions", prompt="sea " * 100).status_code == 200
@@ -248,8 +251,8 @@ def test_an_unknown_id_is_not_found(server: Server) -> None:
 
 
 def test_responses_and_log_lines_have_the_request_id(server: Server) -> None:
-    """The client's id or a new one is in responses of vLLM's and of this package's routes, and in
-    the access log.
+    """The client's request id, or a new one, is in the responses of vLLM's and of this package's
+    routes, and in the access log.
     """
     mine = {"X-Request-Id": "mine-1"}
     responses = [
@@ -274,7 +277,7 @@ def test_responses_and_log_lines_have_the_request_id(server: Server) -> None:
 
 
 def test_a_request_is_a_span_of_the_callers_trace(server: Server, collector: Collector) -> None:
-    """vLLM's own span has the caller's as parent."""
+    """vLLM's own span of a request has the caller's span as its parent."""
     response = server.post(
         "/v1/completions", {"traceparent": TRACEPARENT}, prompt=PROMPT, vllm_xargs=REQUESTED
     )
@@ -286,7 +289,7 @@ def test_a_request_is_a_span_of_the_callers_trace(server: Server, collector: Col
 
 
 def test_a_key_beyond_its_quota_is_refused(server: Server) -> None:
-    """The third request of a minute gets 429 with a time, and other clients are not affected."""
+    """The third request within a minute gets 429 with a time, and other clients are not affected."""
     small = {"Authorization": f"Bearer {SMALL_KEY}"}
     responses = [server.post("/v1/completions", small, prompt=PROMPT) for _ in range(3)]
     assert [response.status_code for response in responses] == [200, 200, 429]
@@ -300,10 +303,10 @@ def test_a_key_beyond_its_quota_is_refused(server: Server) -> None:
 
 
 def test_a_client_that_leaves_frees_its_request(server: Server) -> None:
-    """A disconnect aborts the request as in stock vLLM, without hidden states.
+    """A disconnect aborts the request as in stock vLLM and leaves no hidden states.
 
-    Of many choices four run at a time, so the last one waits for seconds after the first token on
-    any machine.
+    The request has many choices, of which only four run at a time. On any machine, the last choice
+    therefore waits for seconds after the first token.
     """
     choices = 64
     body = {
@@ -331,7 +334,9 @@ def test_a_client_that_leaves_frees_its_request(server: Server) -> None:
 
 
 def test_the_online_example_prints_text_and_shapes(server: Server, tmp_path: Path) -> None:
-    """The example runs as its own command line and writes a readable file."""
+    """The online example runs from its own command line, prints text and shapes, and writes a file
+    that can be read.
+    """
     script = Path(__file__).parents[2] / "examples" / "online_serving" / "hidden_states.py"
     out = tmp_path / "states.safetensors"
     command = [

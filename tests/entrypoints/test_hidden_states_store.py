@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HiddenStatesStore: each result can be fetched once, with a limit in bytes and an expiry in
-seconds.
+"""HiddenStatesStore returns each result once, limits the stored bytes, and deletes results after
+some seconds.
 """
 
 import pytest
@@ -21,7 +21,7 @@ class Clock:
 
 
 def states(value: float, num_rows: int = 2) -> HiddenStates:
-    """`num_rows` positions of 16 bytes."""
+    """Return hidden states of `num_rows` positions of 16 bytes each."""
     return HiddenStates(
         {-1: torch.full((num_rows, 4), float(value))},
         torch.arange(num_rows),
@@ -46,7 +46,7 @@ def store(clock: Clock) -> HiddenStatesStore:
 
 
 def store_results(store: HiddenStatesStore, request_id: str, *values: float | None) -> None:
-    """Store a request with as many completions; None is a completion without hidden states."""
+    """Store a request with one completion per value. None is a completion without hidden states."""
     store.open_request(request_id)
     store.end(
         request_id, {i: states(v) for i, v in enumerate(values) if v is not None}, len(values)
@@ -66,7 +66,9 @@ def test_each_choice_can_be_fetched_once(store: HiddenStatesStore) -> None:
 
 
 def test_results_belong_to_their_key(store: HiddenStatesStore) -> None:
-    """Clients may choose request ids, so two keys with the same id have separate results."""
+    """Two keys that use the same request id have separate results, because clients may choose
+    request ids.
+    """
     for principal, number in (("a", 1.0), ("b", 2.0)):
         store.open_request("chatcmpl-x", principal)
         assert code_of(store, "chatcmpl-x") == "not_found"
@@ -79,7 +81,9 @@ def test_results_belong_to_their_key(store: HiddenStatesStore) -> None:
 
 
 def test_choices_of_several_prompts_are_numbered_consecutively(store: HiddenStatesStore) -> None:
-    """In `/v1/completions` with two prompts and n=2, choice 2 is the first of the second prompt."""
+    """In `/v1/completions` with two prompts and n=2, choice 2 is the first choice of the second
+    prompt.
+    """
     for order in ((0, 1, 2), (2, 0, 1)):
         store_results(store, "cmpl-a-1", 3, None)
         store_results(store, "cmpl-a-0", 1, 2)
@@ -90,7 +94,9 @@ def test_choices_of_several_prompts_are_numbered_consecutively(store: HiddenStat
 
 
 def test_a_choice_never_gets_another_result(store: HiddenStatesStore) -> None:
-    """The index of a choice without hidden states, or of an evicted one, stays empty."""
+    """The index of a choice without hidden states, or of an evicted one, stays empty and is never
+    given to another result.
+    """
     store_results(store, "cmpl-a-0", None, None)
     store_results(store, "cmpl-a-1", None, 4)
     assert [code_of(store, "cmpl-a", index) for index in (0, 1, 2)] == ["not_found"] * 3
@@ -113,7 +119,9 @@ def test_similar_request_ids_are_separate(store: HiddenStatesStore) -> None:
 
 
 def test_a_running_request_is_not_finished(store: HiddenStatesStore) -> None:
-    """This holds even if another request with the same id has ended."""
+    """A running request is not reported as finished, even if another request with the same id has
+    ended.
+    """
     store.open_request("chatcmpl-a")
     assert code_of(store, "chatcmpl-a") == "not_finished"
     store_results(store, "chatcmpl-a", 1)
@@ -132,7 +140,7 @@ def test_results_expire(store: HiddenStatesStore, clock: Clock) -> None:
 
 
 def test_the_oldest_results_are_evicted(store: HiddenStatesStore) -> None:
-    """100 bytes hold three results of 32."""
+    """A limit of 100 bytes keeps three results of 32 bytes, and the oldest ones are evicted."""
     for i, name in enumerate("abcd"):
         store_results(store, name, i)
         assert store.nbytes <= 100

@@ -22,7 +22,7 @@ UPGRADE = (
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    """A server as vLLM starts it, whereas uvicorn alone would use httptools."""
+    """Start a server as vLLM does. uvicorn on its own would use httptools."""
     app = FastAPI()
 
     @app.api_route("/length", methods=["POST", "PUT", "PATCH", "DELETE"])
@@ -41,7 +41,7 @@ def port() -> Iterator[int]:
 
 
 def send(sock: socket.socket, head: str, body: bytes) -> tuple[bytes, bytes]:
-    """Send a request; return the status and the body of the response."""
+    """Send a request, and return the status and the body of the response."""
     sock.settimeout(seconds(10))
     sock.sendall(f"{head}\r\n\r\n".encode() + body)
     response = b""
@@ -56,7 +56,9 @@ def send(sock: socket.socket, head: str, body: bytes) -> tuple[bytes, bytes]:
 def test_a_body_arrives_with_any_offered_upgrade(
     port: int, method: str, chunked: bool, upgrade: str
 ) -> None:
-    """Java's HttpClient offers h2c with every request, and the connection stays open."""
+    """A body arrives whatever upgrade the client offers, and the connection stays open. Java's
+    HttpClient, for example, offers h2c with every request.
+    """
     body = b"x" * 100_000
     framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body
     length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {len(body)}"

@@ -32,13 +32,15 @@ def test_every_frame_survives_the_round_trip(num_frames: int) -> None:
     assert back_THWC.shape == frames_THWC.shape
     assert fps == 16
     error = np.abs(back_THWC.astype(int) - frames_THWC.astype(int)).mean(axis=(1, 2, 3))
-    # chroma is stored at half resolution; a frame out of order would differ by > 10
+    # Chroma is stored at half resolution. A frame out of order would differ by more than 10.
     assert error.max() < 6
     assert np.abs(frames_THWC[0].astype(int) - np.roll(frames_THWC[0], 16, axis=1)).mean() > 10
 
 
 def test_the_index_is_in_front_and_the_first_frame_is_a_key_frame() -> None:
-    """A browser can start playing before the file is complete."""
+    """The index is at the front and the first frame is a key frame, so a browser can start playing
+    before the file is complete.
+    """
     data = encode_mp4(moving_square(9), fps=24)
     assert data[4:8] == b"ftyp"
     assert data.index(b"moov") < data.index(b"mdat")
@@ -50,13 +52,15 @@ def test_the_index_is_in_front_and_the_first_frame_is_a_key_frame() -> None:
 
 
 def test_a_fractional_rate_survives() -> None:
-    """NTSC rates are fractions of 1001."""
+    """A fractional frame rate, such as NTSC's fractions of 1001, survives the round trip."""
     _, fps = decode_mp4(encode_mp4(moving_square(3), fps=30000 / 1001))
     assert fps == pytest.approx(30000 / 1001, abs=1e-9)
 
 
 def test_odd_sides_are_padded_by_one() -> None:
-    """yuv420p has even sides, so the last row and column are repeated."""
+    """Odd sides are padded by repeating the last row or column, because yuv420p requires even
+    sides.
+    """
     back_THWC, _ = decode_mp4(encode_mp4(moving_square(2, 47, 63), fps=16))
     assert back_THWC.shape == (2, 48, 64, 3)
 
@@ -65,7 +69,7 @@ def test_odd_sides_are_padded_by_one() -> None:
     ("a", "b", "c", "d", "corners"),
     [
         (1, 0, 0, 1, "RGBK"),
-        (0, 1, -1, 0, "BRKG"),  # a quarter turn clockwise
+        (0, 1, -1, 0, "BRKG"),  # rotated clockwise by 90 degrees
         (-1, 0, 0, -1, "KBGR"),
         (0, -1, 1, 0, "GKRB"),
         (-1, 0, 0, 1, "GRKB"),  # mirrored, as some front cameras store it
@@ -74,11 +78,13 @@ def test_odd_sides_are_padded_by_one() -> None:
     ],
 )
 def test_a_clip_is_read_as_players_show_it(a: int, b: int, c: int, d: int, corners: str) -> None:
-    """The display matrix of a phone's clip rotates or mirrors the stored frames."""
+    """A clip is read as players show it: the display matrix of a phone's clip rotates or mirrors
+    the stored frames.
+    """
     frame_HWC = np.zeros((48, 64, 3), np.uint8)
     frame_HWC[:24, :32, 0] = frame_HWC[:24, 32:, 1] = frame_HWC[24:, :32, 2] = 255
     data = bytearray(encode_mp4(frame_HWC[None], fps=16))
-    matrix = data.find(b"tkhd") + 44  # of version 0 of the box
+    matrix = data.find(b"tkhd") + 44  # box version 0
     data[matrix : matrix + 36] = struct.pack(
         ">9i", a << 16, b << 16, 0, c << 16, d << 16, 0, 0, 0, 1 << 30
     )
@@ -94,7 +100,7 @@ def test_a_clip_is_read_as_players_show_it(a: int, b: int, c: int, d: int, corne
     ("ratio", "shape"), [(Fraction(4, 3), (48, 85)), (Fraction(1, 2), (96, 64))]
 )
 def test_pixels_that_are_not_square_are_stretched(ratio: Fraction, shape: tuple[int, int]) -> None:
-    """Players widen frames of 4:3 pixels."""
+    """Frames with 4:3 pixels are widened, as players do."""
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=16)
@@ -106,10 +112,11 @@ def test_pixels_that_are_not_square_are_stretched(ratio: Fraction, shape: tuple[
 
 
 def test_equal_frames_make_equal_files(tmp_path: Path) -> None:
-    """Files are bit-equal for any split of the frames and any previous content of the memory.
+    """Files are bit-identical however the frames are split and whatever the memory contained
+    before.
 
-    With macroblock-tree rate control and AVX-512 one file in a hundred differed. The test takes
-    more than a second, so that a creation time in the file would differ too.
+    With macroblock-tree rate control and AVX-512, one file in a hundred differed. The test takes
+    more than a second, so a creation time in the file would make a difference too.
     """
     noise = np.random.default_rng(0).integers(0, 32, (33, 96, 160, 3), dtype=np.uint8)
     frames_THWC = noise + 3 * np.arange(33, dtype=np.uint8)[:, None, None, None]
@@ -140,8 +147,8 @@ def test_equal_frames_make_equal_files(tmp_path: Path) -> None:
     ],
 )
 def test_files_do_not_depend_on_the_machine(encode: Callable[[np.ndarray], bytes]) -> None:
-    """The encoder's settings in the file hold no number of cores and no setting that is known to be
-    unsteady.
+    """The encoder's settings in the file depend neither on the number of cores nor on any setting
+    that is known to vary.
     """
     settings = encode(np.zeros((1, 480, 832, 3), np.uint8))
     assert re.search(rb" threads=4 ", settings)
@@ -158,7 +165,7 @@ def test_files_do_not_depend_on_the_machine(encode: Callable[[np.ndarray], bytes
     ],
 )
 def test_wrong_frames_are_refused(frames: np.ndarray) -> None:
-    """The error holds the given and the allowed shape."""
+    """The error for wrong frames contains the given and the allowed shape."""
     with pytest.raises(ValueError, match=r"frames must be .* \[T, H, W, 3\], got"):
         encode_mp4(frames, fps=16)
     with pytest.raises(ValueError, match=r"frames must be"):
@@ -166,7 +173,7 @@ def test_wrong_frames_are_refused(frames: np.ndarray) -> None:
 
 
 def test_bytes_that_are_no_video_are_a_value_error() -> None:
-    """FFmpeg's exceptions for truncated or foreign files become ValueError."""
+    """FFmpeg's exceptions for truncated files and for files that are not videos become ValueError."""
     data = encode_mp4(moving_square(3), fps=16)
     for broken in (b"", b"hello", data[:40]):
         with pytest.raises(ValueError, match=r"video"):
@@ -174,7 +181,7 @@ def test_bytes_that_are_no_video_are_a_value_error() -> None:
 
 
 def test_contact_sheet_shows_frames_in_reading_order() -> None:
-    """With two columns, frame 3 is in the second row and column."""
+    """With two columns, a contact sheet shows frame 3 in the second row and column."""
     frames_THWC = np.stack([np.full((4, 6, 3), 50 * (i + 1), np.uint8) for i in range(4)])
     sheet = np.asarray(contact_sheet(frames_THWC, columns=2, gap=2))
     assert sheet.shape == (2 * 6 + 2, 2 * 8 + 2, 3)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The media URLs that a server reads, through vLLM's registry of connectors. Nothing is fetched."""
+"""Which media URLs a server reads, tested through vLLM's registry of connectors. No URL is fetched."""
 
 import asyncio
 import base64
@@ -17,7 +17,7 @@ from vllm_omni.entrypoints.limits import media_policy
 
 
 class NoConnection:
-    """Records the URLs, and fails as a server that is down does."""
+    """Records the URLs, and fails as if the server were down."""
 
     def __init__(self) -> None:
         self.fetched: list[str] = []
@@ -33,7 +33,7 @@ class NoConnection:
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function that makes the connector of vLLM's routes with these settings."""
+    """Return a function that creates the connector of vLLM's routes with the given settings."""
     for name in ("VLLM_MEDIA_CONNECTOR", "VLLM_MEDIA_URL_ALLOW_REDIRECTS"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv(name, "")  # so that monkeypatch restores the variables that `apply` sets
@@ -45,7 +45,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def refusal(connector: MediaConnector, url: str) -> str:
-    """The client's error, which is the same for both ways to load an image."""
+    """Return the client's error, which is the same for both ways to load an image."""
     with pytest.raises(VLLMClientError) as failed:
         connector.fetch_image(url)
     with pytest.raises(VLLMClientError):
@@ -73,7 +73,9 @@ def test_by_default_nothing_is_fetched(make: Any, url: str, words: str) -> None:
 
 
 def test_listed_domains_are_fetched(make: Any) -> None:
-    """Errors of a listed domain, and other domains, are 4xx. Addresses are in the log only."""
+    """An error of a listed domain, and a request for any other domain, gives a 4xx. Addresses
+    appear only in the log.
+    """
     connector = make(allowed_media_domains=["example.com"])
     assert "192" not in refusal(connector, "https://example.com/a.png")
     assert connector.connection.fetched == ["https://example.com/a.png"] * 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTTP methods that a route lacks: 405 with `Allow`."""
+"""HTTP methods that a route does not support get 405 with `Allow`."""
 
 import pytest
 from fastapi import FastAPI

@@ -29,7 +29,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def endpoint() -> str:
-    """A separate label, because the registry belongs to the whole process."""
+    """Return a separate label, because the registry belongs to the whole process."""
     return f"door-{uuid.uuid4().hex}"
 
 
@@ -43,7 +43,9 @@ def value(endpoint: str) -> Callable[..., float]:
 def test_a_session_is_counted_from_its_start_to_its_end(
     clock: Clock, endpoint: str, value: Callable[..., float]
 ) -> None:
-    """Gauge, counters by reason, and duration. A second close does not count."""
+    """A session is counted in the gauge, in the counters by reason, and in the duration. A second
+    close does not count.
+    """
     meter = SessionMeter(endpoint)
     assert value("omni_rt_sessions") == value("omni_rt_sessions_opened_total") == 1
     clock.now_s += 12
@@ -58,7 +60,7 @@ def test_a_session_is_counted_from_its_start_to_its_end(
 def test_chunks_are_timed_from_their_request_and_from_each_other(
     clock: Clock, endpoint: str, value: Callable[..., float]
 ) -> None:
-    """The time between two requests is neither gap nor delay."""
+    """The time between two requests counts neither as a gap nor as a delay."""
     meter = SessionMeter(endpoint)
     clock.now_s += 100  # idle before the request
     for _ in range(2):
@@ -78,7 +80,9 @@ def test_chunks_are_timed_from_their_request_and_from_each_other(
 def test_a_chunk_is_late_after_all_sent_frames_were_played(
     clock: Clock, endpoint: str, value: Callable[..., float]
 ) -> None:
-    """16 frames at 16 fps last a second, and a lead of earlier chunks is used first."""
+    """A chunk is late only after all frames sent before have been played. 16 frames at 16 fps last
+    a second, and the lead of earlier chunks is used up first.
+    """
     meter = SessionMeter(endpoint)
     meter.request_started()
     for gap_s, late in ((5.0, 0), (0.2, 0), (1.7, 0), (0.5, 0), (2.0, 1), (1.0, 1), (1.1, 2)):
@@ -88,7 +92,7 @@ def test_a_chunk_is_late_after_all_sent_frames_were_played(
 
 
 def test_stages_come_from_the_workers_timings(endpoint: str, value: Callable[..., float]) -> None:
-    """The rest of the time is queueing."""
+    """Stage times come from the timings of the workers, and the rest of a chunk's time is queueing."""
     endpoint_metrics().stages(
         endpoint,
         {"encode": [10.0], "steps": [100.0, 100.0], "decode": [40.0], "total": [260.0]},
@@ -102,7 +106,7 @@ def test_stages_come_from_the_workers_timings(endpoint: str, value: Callable[...
 
 
 def test_a_closed_session_is_one_line(endpoint: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A whole session logs two lines of `key=value` pairs."""
+    """A whole session logs two lines of `key=value` pairs, one of them when it closes."""
     with caplog.at_level(logging.INFO, logger=metrics.logger.name):
         metrics.logger.addHandler(caplog.handler)
         meter = SessionMeter(endpoint)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quotas of keys: the file, the token buckets, and the responses over HTTP.
 
-realtime/test_quotas_at_endpoints.py has the tests over sockets.
+Quotas over sockets are tested in realtime/test_quotas_at_endpoints.py.
 """
 
 import asyncio
@@ -38,12 +38,12 @@ def clock() -> Clock:
 
 
 def quotas(clock: Clock, **limits: int) -> FileQuotas:
-    """Quotas that apply to every client."""
+    """Return quotas that apply to every client."""
     return FileQuotas(QuotaFile(default=Quota(**limits)), clock)
 
 
 def take(allowance: Allowance, count: int = 1) -> None:
-    """Start a request of `count` chunks."""
+    """Start a request for `count` chunks."""
     allowance.check_chunk()
     allowance.charge_chunks(count)
 
@@ -156,7 +156,7 @@ def test_http_requests_beyond_a_quota_are_429_with_retry_after(
         assert refused.status_code == 429 and refused.headers["retry-after"] == "60"
         assert refused.json()["error"]["code"] == "quota_exceeded"
         assert refused.json()["error"]["type"] == "rate_limit_error"
-        # a download generates no chunk
+        # A download generates no chunk.
         assert (await call(guarded, "GET", "/v1/files/a/content")).status_code == 200
         refused = await call(guarded, "GET", "/v1/files/a/content")
         assert (
@@ -172,7 +172,9 @@ def test_http_requests_beyond_a_quota_are_429_with_retry_after(
 
 
 def test_a_key_is_identified_by_its_digest(clock: Clock) -> None:
-    """The named key has a larger quota, and metrics hold neither the key nor its digest."""
+    """A key that is named by its digest has a larger quota. Metrics contain neither the key nor its
+    digest.
+    """
     scope = {
         "type": "http",
         "headers": [(b"authorization", f"Bearer {KEY}".encode())],

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/omni/ready` reports free capacity, whereas `/health` reports a live engine."""
+"""`/omni/ready` reports whether there is free capacity, whereas `/health` reports whether the
+engine is alive.
+"""
 
 import asyncio
 import json
@@ -21,7 +23,7 @@ STATS = {"sessions": 0, "max_sessions": 2, "bytes": 0, "max_bytes": 100, **NONE_
 
 
 class StatsEngine(OmniEngine):
-    """An engine with session statistics only."""
+    """An engine that has only session statistics."""
 
     is_dead = False  # type: ignore[assignment]
 
@@ -60,15 +62,15 @@ def send(
     [
         ({}, {}, "ready"),
         ({"sessions": 1, "bytes": 50}, {}, "ready"),
-        ({"sessions": 1, "bytes": 51}, {}, "capacity"),  # one more of that size does not fit
+        ({"sessions": 1, "bytes": 51}, {}, "capacity"),  # another session of that size does not fit
         ({"sessions": 1, "bytes": 51, "max_bytes": None}, {}, "ready"),
-        # one session in host memory, and the other may follow it
+        # One session is in host memory, and the other one may be moved there too.
         ({"sessions": 1, "bytes": 0, "suspended": 1}, {}, "ready"),
         ({"sessions": 3, "bytes": 50, "max_sessions": 9, "on_disk": 2}, {}, "ready"),
         ({"sessions": 1, "bytes": 90, "can_suspend": True}, {}, "ready"),
         ({"sessions": 2, "bytes": 10}, {}, "capacity"),
         ({"sessions": 2, "bytes": 10}, {"can_make_room": True}, "ready"),  # one of them is idle
-        # requests of a model without sessions are queued
+        # A model without sessions queues its requests.
         ({"sessions": 2, "bytes": 10}, {"can_make_room": None}, "ready"),
         ({}, {"has_room": False}, "capacity"),
     ],
@@ -83,7 +85,7 @@ def test_ready_means_room_for_a_session(
 
 
 def test_ready_lists_the_fast_paths_of_the_engine() -> None:
-    """Each has its reason if it is off."""
+    """A fast path that is off is listed with its reason."""
     assert send(StatsEngine())[1]["fast_paths"] == [
         {"name": "fp8_attention", "on": False, "reason": "cudnn is not installed"}
     ]
@@ -104,14 +106,16 @@ def test_a_dead_engine_is_not_ready() -> None:
 
 
 def test_probes_do_not_load_the_engine() -> None:
-    """A hundred probes send one request to the engine, in addition to that of the metrics."""
+    """A hundred probes send a single request to the engine, in addition to the request of the
+    metrics.
+    """
     engine = StatsEngine()
     send(engine, times=100)
     assert engine.requested <= 2
 
 
 def test_a_long_step_does_not_make_a_server_unready(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The workers answer between steps, and the last statistics hold until then."""
+    """The workers respond between steps, and until then a probe uses the last statistics."""
     monkeypatch.setattr("vllm_omni.entrypoints.engine.readiness._PATIENCE_S", 0.05)
     engine = StatsEngine()
     engine.delay_s = 10.0
@@ -120,7 +124,7 @@ def test_a_long_step_does_not_make_a_server_unready(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_engine_that_dies_during_a_probe_is_reported() -> None:
-    """The waiting probe reports it."""
+    """If the engine dies during a probe, the waiting probe reports it."""
     engine = StatsEngine()
     engine.delay_s = 0.2
 
@@ -135,7 +139,9 @@ def test_an_engine_that_dies_during_a_probe_is_reported() -> None:
 
 
 def test_several_ranks_add_up_and_one_with_room_is_enough() -> None:
-    """One of two data-parallel ranks may be full."""
+    """The statistics of data-parallel ranks are summed, and a server stays ready while only one of
+    its two ranks is full.
+    """
     engine = StatsEngine(sessions=2, bytes=80)
     engine.other_ranks = [{**STATS, "sessions": 1, "bytes": 40}]
     code, reply = send(engine)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionPlacement`: sessions stay on the data-parallel rank on which they started.
+"""`SessionPlacement` keeps every session on the data-parallel rank on which it started.
 
-A rank here is a store of `capacity` sessions.
+In these tests, a rank is a store of `capacity` sessions.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class Ranks:
         self.requested: list[int] = []
 
     async def send(self, session_id: str, index: int | None = None, **fields: object) -> int:
-        """Run one request; return the rank that ran it."""
+        """Run one request, and return the rank that ran it."""
         params = DiffusionParams(session_id=session_id, chunk_index=index, **fields)  # type: ignore[arg-type]
         return await self.router.route(params, self._asker(params))
 
@@ -55,7 +55,9 @@ class Ranks:
 
 
 def test_sessions_start_on_the_emptiest_rank_and_stay_there() -> None:
-    """Six sessions on three ranks are two each, and later chunks go to the same rank."""
+    """Six sessions on three ranks are placed two on each, and later chunks go to the same rank as
+    the first.
+    """
 
     async def scenario() -> None:
         ranks = Ranks(3)
@@ -74,11 +76,13 @@ def test_sessions_start_on_the_emptiest_rank_and_stay_there() -> None:
 
 
 def test_a_new_session_is_tried_on_every_rank() -> None:
-    """All ranks are tried before `capacity` is raised, and a refused session is not stored."""
+    """All ranks are tried before `capacity` is raised, and a session that was refused is not
+    stored.
+    """
 
     async def scenario() -> None:
         ranks = Ranks(2, capacity=2)
-        # sessions of another API server, which this router does not know of
+        # Sessions of another API server, which this router has no record of.
         ranks.stores[0].update(other_process=1, another=1)
         assert [await ranks.send(f"s{n}", 0) for n in range(2)] == [1, 1]
         with pytest.raises(RequestFailed, match="capacity"):
@@ -90,7 +94,7 @@ def test_a_new_session_is_tried_on_every_rank() -> None:
 
 
 def test_chunks_sent_ahead_follow_the_first_one() -> None:
-    """The second chunk, submitted before the first is finished, waits for the rank of its
+    """A second chunk that is submitted before the first one has finished waits for the rank of its
     session.
     """
 
@@ -153,7 +157,9 @@ def test_a_session_of_another_process_is_closed_on_any_rank() -> None:
 
 
 def test_a_cancelled_first_chunk_is_still_found_by_close() -> None:
-    """The engine may have committed it."""
+    """A session whose first chunk was cancelled can still be closed, because the engine may have
+    committed that chunk.
+    """
 
     async def scenario() -> None:
         ranks = Ranks(2)
@@ -172,8 +178,8 @@ def test_a_cancelled_first_chunk_is_still_found_by_close() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_under_random_load_no_session_ever_moves(seed: int) -> None:
-    """Many clients start, continue, fork, cancel and close, and each chunk runs on the session's
-    rank.
+    """While many clients start, continue, fork, cancel and close sessions, each chunk runs on the
+    rank of its session.
     """
     rng = random.Random(seed)
 
@@ -181,7 +187,7 @@ def test_under_random_load_no_session_ever_moves(seed: int) -> None:
         for life in range(4):
             try:
                 home = await ranks.send(name, 0)
-            # all ranks were full; a misrouted chunk would fail later
+            # All ranks were full. A misrouted chunk would fail later.
             except RequestFailed:
                 continue
             for index in range(1, rng.randrange(1, 6)):

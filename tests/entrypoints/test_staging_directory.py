@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The next server deletes the files of a killed server in a shared directory, and no others."""
+"""In a shared staging directory, the next server deletes the files of a killed server and no
+others.
+"""
 
 import subprocess
 import sys
@@ -26,7 +28,9 @@ def server(folder: Path) -> "tuple[subprocess.Popen[str], str]":
 
 
 def test_only_files_of_a_killed_server_are_deleted(tmp_path: Path) -> None:
-    """One server is killed, one lives, one ends normally, and another file is there too."""
+    """The directory contains files of a killed server, a live one and one that ended normally, and
+    another file. Only those of the killed server are deleted.
+    """
     (tmp_path / "vllm_omni-notes.txt").write_text("mine")
     killed, dead = server(tmp_path)
     living, alive = server(tmp_path)
@@ -39,6 +43,6 @@ def test_only_files_of_a_killed_server_are_deleted(tmp_path: Path) -> None:
     assert len([name for name in names if alive in name]) == 2
     assert "vllm_omni-notes.txt" in names
     living.communicate("")
-    assert staging.sweep() == set()  # it ended normally and deleted its lock
+    assert staging.sweep() == set()  # ended normally and deleted its lock
     staging.close()
     assert not list(tmp_path.glob("*.owner"))

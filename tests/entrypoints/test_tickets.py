@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ticket can be used once, for seconds, from one origin, in every process with the same
-secret.
+"""A ticket can be used once, within seconds, from one origin, and in every process that has the
+same secret.
 """
 
 import base64
@@ -40,7 +40,7 @@ def office(clock: Clock, secret: bytes = b"secret", **options: int) -> TicketOff
 
 
 def test_a_ticket_identifies_its_key_and_works_once(clock: Clock) -> None:
-    """It opens one connection with the key that it was issued for."""
+    """A ticket opens one connection, with the key that it was issued for."""
     tickets = office(clock)
     ticket = tickets.issue(1, ORIGIN)
     assert tickets.redeem_ticket(ticket, ORIGIN) == 1
@@ -49,7 +49,7 @@ def test_a_ticket_identifies_its_key_and_works_once(clock: Clock) -> None:
 
 
 def test_another_process_with_the_secret_accepts_it(clock: Clock) -> None:
-    """Several API server processes need no communication."""
+    """Several API server processes accept each other's tickets without communicating."""
     ticket = office(clock).issue(0, None)
     assert office(clock).redeem_ticket(ticket, None) == 0
     with pytest.raises(TicketError, match="signature"):
@@ -66,7 +66,7 @@ def test_a_ticket_is_bound_to_its_origin(clock: Clock, origin: str | None) -> No
 
 
 def test_a_ticket_expires(clock: Clock) -> None:
-    """An unused ticket expires too."""
+    """A ticket expires even if it is not used."""
     tickets = office(clock, ttl_s=30)
     early, late = tickets.issue(0, ORIGIN), tickets.issue(0, ORIGIN)
     clock.now += 29
@@ -77,7 +77,7 @@ def test_a_ticket_expires(clock: Clock) -> None:
 
 
 def test_memory_of_used_tickets_is_bounded_and_fails_closed(clock: Clock) -> None:
-    """A full memory refuses further tickets until entries expire."""
+    """When the memory of used tickets is full, further tickets are refused until entries expire."""
     tickets = office(clock, ttl_s=30, max_remembered=3)
     used = [tickets.issue(0, ORIGIN) for _ in range(3)]
     for ticket in used:
@@ -96,14 +96,16 @@ def test_memory_of_used_tickets_is_bounded_and_fails_closed(clock: Clock) -> Non
     | st.binary(max_size=60).map(lambda data: base64.urlsafe_b64encode(data).decode())
 )
 def test_nothing_else_is_a_ticket(text: str) -> None:
-    """Any other text raises `TicketError`."""
+    """Any other text than a ticket raises `TicketError`."""
     with pytest.raises(TicketError):
         TicketOffice(b"secret", 1).redeem_ticket(text, None)
 
 
 @given(st.integers(0, 35 * 8 - 1))
 def test_no_bit_of_a_ticket_may_change(bit: int) -> None:
-    """Version, expiry, key, nonce and signature are signed."""
+    """The signature covers version, expiry, key and nonce, so changing any bit invalidates a
+    ticket.
+    """
     tickets = TicketOffice(b"secret", 2)
     data = bytearray(base64.urlsafe_b64decode(tickets.issue(0, ORIGIN) + "="))
     data[bit // 8] ^= 1 << (bit % 8)
@@ -112,7 +114,9 @@ def test_no_bit_of_a_ticket_may_change(bit: int) -> None:
 
 
 def test_the_secret_comes_from_keys_and_environment() -> None:
-    """Processes with the same start agree, and other keys or another start give another secret."""
+    """Processes with the same start derive the same secret. Changing the keys or the start changes
+    the secret.
+    """
     shared = {SECRET_VARIABLE: "0123456789abcdef"}
     assert derive_secret(["a", "b"], shared) == derive_secret(["a", "b"], dict(shared))
     assert derive_secret(["a", "b"], {}) == derive_secret(["a", "b"], {})
@@ -127,7 +131,7 @@ def test_the_secret_comes_from_keys_and_environment() -> None:
 
 @pytest.mark.parametrize("spoiler", ["!", "\n", " ", "+"])
 def test_a_ticket_has_one_spelling(clock: Clock, spoiler: str) -> None:
-    """Characters outside base64 are not skipped."""
+    """A ticket has only one spelling, because characters outside base64 are not skipped."""
     ticket = office(clock).issue(0, ORIGIN)
     for position in (0, 20, len(ticket)):
         with pytest.raises(TicketError, match=r"^(not base64|signature or origin differs)$"):
@@ -136,14 +140,16 @@ def test_a_ticket_has_one_spelling(clock: Clock, spoiler: str) -> None:
 
 
 def test_a_ticket_has_47_characters_that_need_no_escaping(clock: Clock) -> None:
-    """The URL-safe alphabet without padding can be used as a subprotocol's name."""
+    """A ticket uses the URL-safe alphabet without padding, so it can be used as the name of a
+    subprotocol.
+    """
     assert all(
         re.fullmatch(r"[\w-]{47}", office(clock).issue(0, ORIGIN), re.ASCII) for _ in range(50)
     )
 
 
 def test_a_ticket_for_a_key_that_this_server_does_not_have_is_refused(clock: Clock) -> None:
-    """The first index that is too large is refused although it is signed."""
+    """A ticket with the first key index that is too large is refused, although it is signed."""
     larger = TicketOffice(b"secret", 4, now=clock)
     for key_index in (2, 3):
         with pytest.raises(TicketError, match=r"^issued by another server$"):
@@ -154,7 +160,9 @@ def test_a_ticket_for_a_key_that_this_server_does_not_have_is_refused(clock: Clo
 def test_a_ticket_of_another_version_is_refused(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its key index may have another meaning although it is signed."""
+    """A ticket of another version is refused although it is signed, because its key index may have
+    another meaning.
+    """
     monkeypatch.setattr(tickets_module, "_VERSION", 2)
     ticket = office(clock).issue(0, ORIGIN)
     monkeypatch.undo()
@@ -163,8 +171,8 @@ def test_a_ticket_of_another_version_is_refused(
 
 
 def test_clocks_may_differ_by_a_second(clock: Clock) -> None:
-    """A ticket of a process with a clock further ahead would live too long, so it is refused as
-    expired.
+    """Clocks of two processes may differ by a second. A ticket from a process with a clock further
+    ahead would live too long, so it is refused as expired.
     """
     ahead = Clock()
     for seconds, taken in ((1, True), (1.5, True), (2, False)):
@@ -178,7 +186,7 @@ def test_clocks_may_differ_by_a_second(clock: Clock) -> None:
 
 
 def test_a_used_ticket_is_remembered_until_it_expires(clock: Clock) -> None:
-    """It is stored through the last second of its life, and no longer."""
+    """A used ticket is stored through the last second of its life and then deleted."""
     tickets = office(clock, ttl_s=30, max_remembered=1)
     ticket = tickets.issue(0, None)
     tickets.redeem_ticket(ticket, None)
@@ -193,16 +201,16 @@ def test_a_used_ticket_is_remembered_until_it_expires(clock: Clock) -> None:
 
 
 def test_a_shared_secret_may_be_any_bytes() -> None:
-    """The operating system passes bytes that are not UTF-8 as surrogates, and different ones give
-    different secrets.
+    """A shared secret may be any bytes. The operating system passes bytes that are not UTF-8 as
+    surrogates, and different bytes give different secrets.
     """
     secrets = {derive_secret(["a"], {SECRET_VARIABLE: text}) for text in ("\udcff", "\udcfe", "ÿ")}
     assert len(secrets) == 3 and {len(secret) for secret in secrets} == {32}
 
 
 def test_secrets_without_a_shared_one_are_those_of_earlier_versions() -> None:
-    """Processes of a rolling update agree, because the secret is scrypt of the keys' digests with
-    fixed parameters.
+    """Without a shared secret, the processes of a rolling update agree, because the secret is
+    scrypt of the keys' digests with fixed parameters.
     """
     assert derive_secret(["a", "b"], {}) == hashlib.scrypt(
         b"\0".join(hashlib.sha256(key).digest() for key in (b"a", b"b")),

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timed prompts: each acts from the first chunk at or after its time."""
+"""A timed prompt takes effect at the first chunk at or after its time."""
 
 import pytest
 
 from vllm_omni.entrypoints.timed_prompts import PromptSchedule, TimedPrompt
 
 FRAMES = (0, 9, 21, 33, 45, 57)
-"""First frame of each chunk: 9 frames, then 12."""
+"""First frame of each chunk. The first chunk has 9 frames, and the others have 12."""
 
 
 def taken(*prompts: TimedPrompt, fps: float = 16) -> list[str | None]:
@@ -15,7 +15,9 @@ def taken(*prompts: TimedPrompt, fps: float = 16) -> list[str | None]:
 
 
 def test_a_prompt_starts_with_the_first_chunk_at_or_after_its_time() -> None:
-    """At 16 fps the chunks start at 0, 0.56, 1.31, 2.06, 2.81 and 3.56 s."""
+    """A prompt takes effect at the first chunk at or after its time. At 16 fps, chunks start at 0,
+    0.56, 1.31, 2.06, 2.81 and 3.56 s.
+    """
     night = TimedPrompt(prompt="night", seconds=2)
     assert taken(night) == [None, None, None, "night", None, None]
     assert taken(night, fps=24) == [None, None, None, None, None, "night"]

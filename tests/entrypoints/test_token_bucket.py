@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TokenBucket`, which limits the rates of the endpoints."""
+"""`TokenBucket` limits the rates of the endpoints."""
 
 import math
 
@@ -9,7 +9,7 @@ from vllm_omni.entrypoints.limits.token_bucket import TokenBucket
 
 
 def test_a_burst_then_the_rate() -> None:
-    """The bucket starts full, refills with time up to the burst, and pays debts first."""
+    """A bucket starts full and refills with time, up to the burst. Debts are paid first."""
     now_s = 0.0
     bucket = TokenBucket(10.0, 50.0, lambda: now_s)
     assert bucket.take_tokens(50)
@@ -27,8 +27,8 @@ def test_a_burst_then_the_rate() -> None:
 
 
 def test_how_long_to_wait() -> None:
-    """The wait is zero while a token is left, otherwise the time until the debt is paid and a token
-    is there.
+    """The wait is zero while a token is left. After that, the wait is the time until the debt is
+    paid and a token is available.
     """
     now_s = 0.0
     bucket = TokenBucket(0.1, 3.0, lambda: now_s)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replacement for vLLM's `LLM` that runs a LingBot World's requests in this process."""
+"""A replacement for vLLM's `LLM` that runs the requests of a LingBot World in this process."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -20,8 +20,10 @@ from vllm_omni.outputs import RequestFailed, pack, pack_error
 
 
 class InProcessLLM:
-    """`encode` and `llm_engine.vllm_config`, as environments use them. sessions: live sessions by
-    id.
+    """Provides `encode` and `llm_engine.vllm_config`, which environments use.
+
+    Attributes:
+        sessions: Live sessions by id.
     """
 
     def __init__(self, checkpoint: Path, omni: dict[str, Any]) -> None:
@@ -45,7 +47,7 @@ class InProcessLLM:
 
     @property
     def client(self) -> "InProcessClient":
-        """The same model as vLLM's engine client."""
+        """Return the same model as a client of vLLM's engine."""
         return InProcessClient(self)
 
     def encode(self, prompts: Sequence[Any], pooling: Sequence[Any], **options: Any) -> list[Any]:
@@ -92,7 +94,7 @@ class InProcessLLM:
 
 
 class InProcessClient:
-    """`encode` and `abort` of vLLM's engine client, as endpoints use them."""
+    """Provides `encode` and `abort` of vLLM's engine client, which endpoints use."""
 
     errored = False
 
@@ -104,4 +106,4 @@ class InProcessClient:
         yield SimpleNamespace(outputs=SimpleNamespace(data=data), finished=True)
 
     async def abort(self, request_id: str) -> None:
-        """Do nothing, because a chunk runs to its end."""
+        """Do nothing, because a chunk always runs to its end."""

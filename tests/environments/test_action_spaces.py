@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's action space becomes a gymnasium space whose members become the engine's actions."""
+"""A model's action space becomes a gymnasium space, and members of that space become actions of the
+engine.
+"""
 
 from typing import Any
 
@@ -55,7 +57,7 @@ def test_one_button_at_a_time_is_a_number(number: int, names: tuple[str, ...]) -
 
 
 def test_all_of_a_model_s_buttons_may_be_held_at_once() -> None:
-    """A random action holds half of the buttons."""
+    """A random action may hold all of a model's buttons at once. On average it holds half of them."""
     space = action_space(released_config("waypoint"))
     held = {
         "buttons": np.ones(256, np.int8),

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments of a real `vllm serve`: the API key, and weights that are replaced in place.
 
-vLLM's own route `/collective_rpc` calls `reload_weights`; vLLM has it with VLLM_SERVER_DEV_MODE=1.
+vLLM's own route `/collective_rpc` calls `reload_weights`. The route exists with
+VLLM_SERVER_DEV_MODE=1.
 """
 
 import json
@@ -35,8 +36,10 @@ def reload(server: Served, checkpoint: Path) -> None:
 
 @pytest.mark.engine
 def test_weights_are_replaced_under_the_environments(null_world: Path, tmp_path: Path) -> None:
-    """Episodes do not continue with the K/V of the old weights; new ones have the frames of the new
-    weights."""
+    """When weights are replaced, no episode continues with the K/V of the old weights.
+
+    New episodes have the frames of the new weights.
+    """
     other = tmp_path / "other"
     get_family("null_world").make_tiny(other, 1, "original")
     server = Served(null_world, tmp_path, environ={"VLLM_SERVER_DEV_MODE": "1"})

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments over HTTP: gymnasium's checks, the offline environment's bits, and refusals.
+"""Environments over HTTP: gymnasium's checks, results that equal those of an offline environment,
+and refusals.
 
-The server has real sockets. Its engine is a LingBot World in this process, or a fake one.
+The server has real sockets. Its engine is a LingBot World in this process, or a fake engine.
 """
 
 import subprocess
@@ -51,7 +52,9 @@ def world_url(llm: Any) -> Iterator[str]:
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """`serve(info={...}, **limits)` starts a server with a fake engine."""
+    """Return a function that starts servers: `serve(info={...}, **limits)` starts one with a fake
+    engine.
+    """
     with ExitStack() as stack:
 
         def start(info: dict[str, Any] | None = None, **limits: Any) -> EndpointServer:
@@ -73,7 +76,7 @@ def rest(env: WorldVectorEnv) -> dict[str, np.ndarray]:
 
 
 def walk(env: WorldVectorEnv, steps: int = 2) -> list[np.ndarray | dict[str, Any]]:
-    """Return observations and infos of a reset and of random steps."""
+    """Return the observations and infos of a reset and of `steps` random steps."""
     env.action_space.seed(3)
     seen: list[Any] = [*env.reset(seed=5)]
     for _ in range(steps):
@@ -86,7 +89,10 @@ def walk(env: WorldVectorEnv, steps: int = 2) -> list[np.ndarray | dict[str, Any
 def test_a_remote_environment_has_the_bits_of_an_offline_one(
     observation: Any, llm: Any, world_url: str
 ) -> None:
-    """This holds for frames, latents and the trajectory, for a fork and for a replay."""
+    """A remote environment returns the same bits as an offline one.
+
+    This holds for frames, latents and the trajectory, for a fork and for a replay.
+    """
     options: Any = {**WORLD, "observation": observation, "trajectory": True}
     offline = WorldVectorEnv(llm, 2, **options)
     remote = WorldVectorEnv.connect(world_url, 2, **options)
@@ -105,7 +111,7 @@ def test_a_remote_environment_has_the_bits_of_an_offline_one(
     assert np.array_equal(remote.replay(0, episode), offline.replay(0, episode))
     for env in (remote, offline):
         env.close()
-    wait_until(lambda: not llm.sessions)  # the engine frees them after the reply
+    wait_until(lambda: not llm.sessions)  # the engine frees the sessions after the reply
 
 
 def test_gymnasium_accepts_the_environment(world_url: str) -> None:
@@ -114,8 +120,11 @@ def test_gymnasium_accepts_the_environment(world_url: str) -> None:
 
 
 def test_a_trajectory_has_the_log_probability_of_each_draw(llm: Any) -> None:
-    """The latents after a step are Gaussian around (1 - sigma) x0. Its last latents are those of
-    the result; the first ones are the noise of the seed."""
+    """A trajectory contains the log-probability of each draw.
+
+    The latents after a step are Gaussian around (1 - sigma) x0. The first latents of a trajectory
+    are the noise of the seed, and the last ones are those of the result.
+    """
     from vllm_omni.model_executor.schedules import standard_normal
 
     env = WorldVectorEnv(llm, 1, trajectory=True, **WORLD)
@@ -141,7 +150,9 @@ def test_a_client_imports_no_vllm() -> None:
 
 
 def test_environments_are_stepped_together_and_freed(serve: Serve) -> None:
-    """All chunks of a step are in the engine at the same time. Closing ends the sessions."""
+    """All environments are stepped concurrently in the engine, and closing them closes their
+    sessions.
+    """
     server = serve()
     server.engine.delay_s = 0.05
     env = connect(server, 4, max_steps=2)
@@ -173,12 +184,14 @@ def test_a_client_cannot_touch_the_environments_of_another(serve: Serve) -> None
     other._engine._id = mine._engine._id  # type: ignore[attr-defined]
     with pytest.raises(RequestFailed, match="unknown_environment: you have no such"):
         other.reset(seed=1)
-    other.close()  # a client that ends ignores refusals
+    other.close()  # a client that closes ignores refusals
     assert mine.step(rest(mine))[4]["chunks"].tolist() == [2, 2]
 
 
 def test_forgotten_environments_are_closed(serve: Serve) -> None:
-    """Their client is told when it returns."""
+    """Environments without requests for `session_idle_s` are closed, and their client receives the
+    reason when it returns.
+    """
     server = serve({"session_idle_s": 0.2})
     env = connect(server)
     env.reset(seed=1)
@@ -188,7 +201,11 @@ def test_forgotten_environments_are_closed(serve: Serve) -> None:
 
 
 def test_an_evicted_session_needs_a_reset(serve: Serve) -> None:
-    """The other environments have advanced. A lost session is not continued from elsewhere."""
+    """If the session of one environment is evicted, that environment requires a reset, and its
+    session is not continued.
+
+    The other environments have advanced.
+    """
     server = serve()
     env = connect(server)
     env.reset(seed=1)
@@ -202,7 +219,9 @@ def test_an_evicted_session_needs_a_reset(serve: Serve) -> None:
 
 
 def test_a_step_is_never_made_twice(serve: Serve) -> None:
-    """A repeated request names a chunk that exists."""
+    """A step is never generated twice, because a repeated request names a chunk that already
+    exists.
+    """
     env = connect(serve(), 1)
     env.reset(seed=1)
     episode = env.episodes[0]

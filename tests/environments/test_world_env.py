@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worlds as a gymnasium `VectorEnv`: steps, seeds, forks, replays and truncation.
 
-The last test uses a real engine.
+Only the last test uses a real engine.
 """
 
 import multiprocessing
@@ -35,15 +35,16 @@ def env(llm: Any) -> Iterator[WorldVectorEnv]:
 
 
 def keys(env: WorldVectorEnv, *held: str) -> dict[str, np.ndarray]:
-    """Return one action per environment."""
+    """Return one action per environment, in which the given keys are held."""
     names = env.model_actions.button_names
     return {"buttons": np.array([[name in each for name in names] for each in held], np.int8)}
 
 
 def test_a_step_is_a_chunk_of_every_environment(env: WorldVectorEnv) -> None:
-    """Observations are frames; `info` has latents and seeds.
+    """A step generates one chunk of every environment. Observations are frames, and `info` contains
+    latents and seeds.
 
-    The first chunk of a reset is padded at its start.
+    The first chunk after a reset is padded at its start.
     """
     frames, infos = env.reset(seed=5)
     assert env.observation_space.contains(frames) and frames.shape == (3, 12, 32, 48, 3)
@@ -56,9 +57,9 @@ def test_a_step_is_a_chunk_of_every_environment(env: WorldVectorEnv) -> None:
 
 
 def test_the_same_seeds_and_actions_give_the_same_bits(env: WorldVectorEnv) -> None:
-    """This holds at another index of the vector too.
+    """The same seeds and actions yield the same bits, even at another index of the vector.
 
-    Other keys, seeds and prompts give other frames.
+    Other keys, seeds or prompts yield other frames.
     """
     env.reset(seed=[1, 1, 2])
     first = env.step(keys(env, "w", "w", "w"))[0]
@@ -80,7 +81,11 @@ def test_a_fork_continues_as_its_source_and_then_its_own_way(env: WorldVectorEnv
 
 
 def test_an_episode_is_played_again_bit_for_bit(env: WorldVectorEnv) -> None:
-    """Seed, prompt and actions suffice in another environment; a fork's record is complete."""
+    """An episode is replayed bit for bit from its seed, prompt and actions, even in another
+    environment of the vector.
+
+    The record of a forked episode is complete.
+    """
     frames = [env.reset(seed=1)[0][1][-9:]]
     frames += [env.step(keys(env, "", held, ""))[0][1] for held in ("w", "wl")]
     episode = env.episodes[1]
@@ -92,7 +97,7 @@ def test_an_episode_is_played_again_bit_for_bit(env: WorldVectorEnv) -> None:
 
 
 def test_an_episode_that_is_long_enough_starts_anew(llm: Any) -> None:
-    """The step after its end resets it, as gymnasium's `NEXT_STEP` mode requires."""
+    """The step after the end of an episode resets it, as gymnasium's `NEXT_STEP` mode requires."""
     env = WorldVectorEnv(
         llm, 2, prompt="a village", image=IMAGE, max_steps=2, reward=lambda f, z: np.ones(2), **SIZE
     )
@@ -110,7 +115,9 @@ def test_an_episode_that_is_long_enough_starts_anew(llm: Any) -> None:
 
 
 def test_a_start_pose_needs_a_world_with_poses(env: WorldVectorEnv) -> None:
-    """A model that receives only relative motion refuses a start pose; its poses are unknown."""
+    """A model that receives only relative motion refuses a start pose, because its poses are
+    unknown.
+    """
     start = {"x_m": 1.0, "z_m": 2.0, "heading_degrees": 0.0}
     with pytest.raises(RequestFailed, match="start_pose"):
         env.reset(options={"start_pose": start})
@@ -161,7 +168,8 @@ def test_closing_frees_the_sessions(llm: Any) -> None:
 
 @pytest.mark.engine
 def test_an_engine_steps_forks_and_replays(lingbot_world: Path) -> None:
-    """vLLM's `LLM` runs two worlds, and a replay is bit-identical to the first run.
+    """With vLLM's `LLM` as the engine, two worlds run, and a replay is bit-identical to the first
+    run.
 
     Closing the environment stops the engine.
     """

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start poses and world poses of environments, with an engine that moves but renders empty
-frames.
-"""
+"""Start poses and world poses of environments, with an engine that moves but renders empty frames."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +20,7 @@ EAST = {**NORTH, "heading_degrees": 90.0}
 
 
 class WalkingLLM:
-    """`LLM.encode` of a world with poses."""
+    """Provides `LLM.encode` of a world with poses."""
 
     def __init__(self) -> None:
         self.llm_engine = SimpleNamespace(vllm_config=None)
@@ -69,7 +67,8 @@ def action(env: WorldVectorEnv, *held: str) -> dict[str, np.ndarray]:
 
 
 def test_environments_start_where_they_are_notified(env: WorldVectorEnv) -> None:
-    """A start pose is shared or one per environment.
+    """Environments start at the given pose. One pose applies to all environments, or there is one
+    per environment.
 
     A step forward is 0.5 m per latent frame.
     """
@@ -85,12 +84,12 @@ def test_environments_start_where_they_are_notified(env: WorldVectorEnv) -> None
 
 
 def test_an_unknown_pose_is_nan(env: WorldVectorEnv) -> None:
-    """No pose was given and none was recognised."""
+    """A world pose is NaN if no start pose was given and none was recognised."""
     assert np.isnan(env.reset()[1]["world_poses"]).all()
 
 
 def test_an_episode_that_ends_starts_from_the_same_pose_again(env: WorldVectorEnv) -> None:
-    """The start pose holds until the next call of `reset`."""
+    """A start pose is used for every new episode until the next call of `reset`."""
     env.reset(options={"start_pose": EAST})
     for _ in range(3):
         *_, infos = env.step(action(env, "w", "w"))

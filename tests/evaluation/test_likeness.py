@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PSNR and SSIM of pictures whose answers are known."""
+"""PSNR and SSIM of videos with known values."""
 
 import pytest
 import torch
@@ -11,13 +11,15 @@ from vllm_omni.evaluation import likeness
 
 @pytest.fixture
 def clip() -> torch.Tensor:
-    """[2, 3, 3, 24, 32], soft random pictures without symmetry."""
+    """Soft random images without symmetry, [2, 3, 3, 24, 32]."""
     noise = torch.rand(6, 3, 7, 9, generator=torch.Generator().manual_seed(4))
     return functional.interpolate(noise, size=(24, 32), mode="bilinear").view(2, 3, 3, 24, 32)
 
 
 def test_psnr_is_that_of_the_error(clip: torch.Tensor) -> None:
-    """An error of a tenth everywhere is 20 dB; of one frame in three, 4.8 dB better."""
+    """The PSNR of a uniform error of 0.1 is 20 dB. If only one frame in three has this error, it is
+    4.8 dB higher.
+    """
     assert likeness.psnr(clip + 0.1, clip) == pytest.approx(torch.full((2,), 20.0), abs=1e-3)
     once = clip.clone()
     once[:, 1] += 0.1
@@ -28,8 +30,9 @@ def test_psnr_is_that_of_the_error(clip: torch.Tensor) -> None:
 
 
 def test_ssim_is_the_known_one(clip: torch.Tensor) -> None:
-    """Equal to scikit-image's with Gaussian windows, whose border is cut off as ours is; 1e-5
-    for fp32 sums.
+    """SSIM equals that of scikit-image with Gaussian windows, which also cuts off the border.
+
+    The tolerance of 1e-5 allows for fp32 sums.
     """
     other = (clip + 0.1 * torch.rand(clip.shape, generator=torch.Generator().manual_seed(5))).clamp(
         0, 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures of synthetic videos whose values are known, and of broken ones."""
+"""Measures of synthetic videos with known values, and of broken videos."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ HEIGHT, WIDTH, FRAMES = 24, 32, 20
 
 
 def picture(level: float = 120.0, contrast: float = 40.0) -> np.ndarray:
-    """Return a frame of columns that alternate around a level: [H, W, 3] of floats."""
+    """Return a frame of columns that alternate around a level, [H, W, 3] in floats."""
     columns = np.where(np.arange(WIDTH) % 2 == 0, -contrast, contrast)
     return np.broadcast_to(level + columns[None, :, None], (HEIGHT, WIDTH, 3)).copy()
 
@@ -20,13 +20,17 @@ def video(*frames_HWC: np.ndarray) -> np.ndarray:
 
 
 def test_sharpness_and_contrast_are_those_of_the_picture() -> None:
-    """Neighbouring columns differ by 80 levels and lie 40 from the mean."""
+    """Sharpness is the difference between neighbouring columns (80 levels), and contrast the
+    distance from the mean (40 levels).
+    """
     found = appearance(video(picture()))
     assert found == {"sharpness": pytest.approx(80), "contrast": pytest.approx(40, rel=0.01)}
 
 
 def test_blur_halves_sharpness_and_contrast() -> None:
-    """Each frame has less contrast than the one before, down to a half."""
+    """A video that loses half of its contrast, frame by frame, has sharpness and contrast ratios of
+    one half.
+    """
     frames = [picture(contrast=40 * (1 - share / 2)) for share in np.linspace(0, 1, FRAMES)]
     found = appearance(video(*frames))
     assert found["sharpness_ratio"] == pytest.approx(0.51, abs=0.02)
@@ -42,7 +46,9 @@ def test_noise_raises_sharpness() -> None:
 
 @pytest.mark.parametrize("amount", [0, 3, 10])
 def test_flicker_is_the_change_of_brightness(amount: int) -> None:
-    """Frames alternate by `amount` above and below the level, so that each is twice as far away."""
+    """Flicker is the change of brightness. Frames alternate by `amount` above and below a level, so
+    they differ by twice that.
+    """
     frames = [picture(120 + amount * (-1) ** n) for n in range(FRAMES)]
     found = appearance(video(*frames))
     assert found["flicker"] == pytest.approx(2 * amount, abs=1e-3)
@@ -50,14 +56,20 @@ def test_flicker_is_the_change_of_brightness(amount: int) -> None:
 
 
 def test_a_steady_fade_is_drift_and_no_flicker() -> None:
-    """The level rises by 2 in each of 20 frames; tenths are two frames."""
+    """A steady fade counts as drift and not as flicker.
+
+    The level rises by 2 in each of 20 frames. Drift compares the first and the last tenth, which
+    are two frames each.
+    """
     found = appearance(video(*[picture(100 + 2 * n) for n in range(FRAMES)]))
     assert found["colour_drift"] == pytest.approx(36, abs=0.01)
     assert found["flicker"] == pytest.approx(0, abs=1e-3)
 
 
 def test_drift_of_one_colour_counts_a_third() -> None:
-    """The root mean square over three colours of which one changes by 30."""
+    """The colour drift of a video in which one of three colours changes by 30 is the root mean
+    square over the three colours.
+    """
     first, last = picture(), picture()
     last[..., 2] += 30
     found = appearance(video(first, last))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a run: VBench's and WBench's layouts, and the report."""
+"""The files of an evaluation run: the layouts of VBench and WBench, and the report."""
 
 import json
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def add(folder: RunFolder, prompt: str, frames: np.ndarray, **fields: Any) -> Pa
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    """A run of two programs, of a model that follows its keys."""
+    """A run of two control programs, with videos of a model that follows its keys."""
     folder = RunFolder.create(tmp_path, "my_world")
     for seed, program in enumerate(("left_and_back", "walk_and_back")):
         held = controls(program)
@@ -41,7 +41,9 @@ def report(folder: RunFolder) -> dict[str, Any]:
 
 
 def test_names_are_those_of_vbench(run: RunFolder) -> None:
-    """VBench reads `PROMPT-INDEX.mp4`, lists of prompts, and a map from files to prompts."""
+    """The names of a run are those that VBench reads: `PROMPT-INDEX.mp4`, lists of prompts, and a
+    map from files to prompts.
+    """
     names = ["a soft wall-0.mp4", "a soft wall-1.mp4"]
     assert sorted(path.name for path in (run.path / "videos").iterdir()) == names
     (info,) = json.loads((run.path / "vbench_info.json").read_text())
@@ -52,7 +54,7 @@ def test_names_are_those_of_vbench(run: RunFolder) -> None:
 
 
 def test_cases_are_those_of_wbench(run: RunFolder) -> None:
-    """Each case has a video of its name, whose turns have equal lengths."""
+    """Each WBench case has a video with its name, and the turns of a case have equal lengths."""
     cases, videos = run.path / "wbench" / "cases", run.path / "wbench" / "videos"
     for path in cases.iterdir():
         case = json.loads(path.read_text())
@@ -122,7 +124,9 @@ def test_a_run_is_measured_again_from_its_files(run: RunFolder) -> None:
 
 
 def test_any_videos_and_images_are_measured(tmp_path: Path) -> None:
-    """A folder without a description: a clip, and an image of another shape."""
+    """A folder without a description is measured too. In this test, it contains a clip and an image
+    of another shape.
+    """
     (tmp_path / "clip.mp4").write_bytes(encode_mp4(film("rest"), 16))
     Image.new("RGB", (40, 40), "red").save(tmp_path / "red.png")
     measured = measure_run(RunFolder.read(tmp_path))
@@ -171,7 +175,9 @@ def test_a_folder_without_videos_is_refused(tmp_path: Path) -> None:
 
 
 def test_reference_frames_are_compared_one_by_one(run: RunFolder, tmp_path_factory: Any) -> None:
-    """A whole video that is equal, and two single frames of which one differs."""
+    """Reference frames are compared one by one: a whole video that is equal, and two single frames
+    of which one differs.
+    """
     folder = tmp_path_factory.mktemp("references")
     first, second = (run.path / "videos" / f"a soft wall-{n}.mp4" for n in range(2))
     (folder / first.name).write_bytes(first.read_bytes())
@@ -198,7 +204,9 @@ def test_references_of_another_size_or_name_are_refused(run: RunFolder, tmp_path
 
 
 def test_frames_of_other_programs_are_read() -> None:
-    """Channels first, with an axis of length 1, floats in [-1, 1]."""
+    """Frames of other programs are read if channels are first, an axis has length 1, or values are
+    floats in [-1, 1].
+    """
     frame = np.random.default_rng(0).integers(0, 255, (6, 8, 3), dtype=np.uint8)
     floats = np.moveaxis(frame / 127.5 - 1, -1, 0)[None]
     assert (uint8_frame(floats) == frame).all() and (uint8_frame(frame) == frame).all()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns, steps and returns of synthetic videos whose camera is known, and of broken ones."""
+"""Turns, steps and returns in synthetic videos with a known camera, and in broken videos."""
 
 import msgspec
 import numpy as np
@@ -22,13 +22,13 @@ TURN_LATENTS = 4
 
 
 def panorama() -> torch.Tensor:
-    """Return a soft random picture of the whole horizon, [1, 3, 64, 512]."""
+    """Return a soft random image of the whole horizon, [1, 3, 64, 512]."""
     noise = torch.rand(1, 3, 16, 128, generator=torch.Generator().manual_seed(3))
     return functional.interpolate(noise, size=(64, 512), mode="bicubic").clamp(0, 1)
 
 
 def seen(heading_degrees: float, zoom: float = 1.0) -> np.ndarray:
-    """Return the frame that a camera sees at a heading, uint8 [H, W, 3]."""
+    """Return the frame that a camera sees in direction `heading_degrees`, uint8 [H, W, 3]."""
     x = (torch.arange(WIDTH) + 0.5 - WIDTH / 2) / (FOCAL * WIDTH * zoom)
     y = (torch.arange(HEIGHT) + 0.5 - HEIGHT / 2) / (FOCAL * WIDTH * zoom)
     azimuth = torch.rad2deg(torch.atan(x)) + heading_degrees
@@ -40,7 +40,7 @@ def seen(heading_degrees: float, zoom: float = 1.0) -> np.ndarray:
 
 
 def film(program: str, turn: float = TURN, growth: float = GROWTH) -> np.ndarray:
-    """Return the video of a program: one frame of the start, then two per latent frame."""
+    """Return the video of a program: one start frame, then two frames per latent frame."""
     heading, zoom = 0.0, 1.0
     frames = []
     for key in program_keys(program, TURN_LATENTS):
@@ -107,7 +107,10 @@ def test_a_camera_that_does_not_come_back_gains_nothing() -> None:
 
 
 def test_a_large_video_is_measured_as_a_small_one() -> None:
-    """It is reduced first: 640 pixels, of which each ten repeat one."""
+    """A large video is reduced before it is measured, so its steering equals that of the small one.
+
+    The large video is 640 pixels wide, and every ten pixels repeat one.
+    """
     large = film("left_and_back").repeat(10, axis=1).repeat(10, axis=2)
     found = steering(large, controls("left_and_back"))
     assert found["turn_ratio"] == pytest.approx(1, rel=0.03)
@@ -121,7 +124,9 @@ def test_a_program_returns_from_its_farthest_point(program: str, away: int | Non
 
 
 def test_known_poses_decide_whether_the_camera_returned() -> None:
-    """A wall stopped the walk, so that the way back leads behind the start."""
+    """Known poses determine whether the camera has returned. A wall stops the walk, so the camera
+    ends behind its start.
+    """
     stopped = [[0.0, min(n, 2) if n < 5 else 6.0 - n, 0.0, 0.0] for n in range(9)]
     walk = msgspec.structs.replace(controls("walk_and_back"), world_poses=stopped)
     assert farthest_if_returned(walk) is None

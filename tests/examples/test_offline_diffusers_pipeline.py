@@ -23,7 +23,7 @@ def tiny(tmp_path: Path, layout: str) -> Path:
 
 @pytest.mark.nightly
 def test_text_becomes_images(tmp_path: Path) -> None:
-    """It writes two numbered files of the requested size."""
+    """A text-to-image run writes two numbered files of the requested size."""
     out = tmp_path / "fox.png"
     arguments = (
         "--size",
@@ -46,7 +46,7 @@ def test_text_becomes_images(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_text_becomes_a_video(tmp_path: Path) -> None:
-    """It writes an MP4 with nine frames."""
+    """A text-to-video run writes an MP4 with nine frames."""
     out = tmp_path / "fox.mp4"
     run_example(
         SCRIPT,
@@ -65,7 +65,7 @@ def test_text_becomes_a_video(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_refused_request_ends_with_its_reason(tmp_path: Path) -> None:
-    """It prints one line and no traceback."""
+    """A refused request ends the script with one line that gives the reason, without a traceback."""
     result = run_example(
         SCRIPT, tiny(tmp_path, "sd3"), "--out", tmp_path / "x.png", "--size", "60x32", status=1
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The offline example of hidden states."""
+"""The offline example prints text and writes hidden states."""
 
 from pathlib import Path
 
@@ -11,7 +11,9 @@ from vllm_omni.hidden_states import from_safetensors
 
 @pytest.mark.nightly
 def test_it_prints_text_and_writes_rows(tmp_path: Path) -> None:
-    """Without a model it creates one. It runs two prompts and returns two layers."""
+    """Without a model, the example creates one. It runs two prompts and returns the hidden states
+    of two layers.
+    """
     out = tmp_path / "states.safetensors"
     done = run_example("hidden_states.py", "--rows", "generated", "--layers", 2, -1, "--out", out)
     states = from_safetensors(out.read_bytes())

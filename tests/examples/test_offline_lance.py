@@ -37,7 +37,9 @@ def test_a_clip_is_read_as_frames(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_image_is_generated_and_read(tmp_path: Path) -> None:
-    """The script runs twice on the tiny checkpoint, as a user runs it."""
+    """An image is generated and then described. The test runs the script twice on the tiny
+    checkpoint, as a user would.
+    """
     get_family("lance").make_tiny(tmp_path / "model", 0, "image")
     image = tmp_path / "cat.png"
 

@@ -17,7 +17,7 @@ EXAMPLE = load_example(SCRIPT)
 
 @pytest.fixture
 def camera(tmp_path: Path) -> Path:
-    """Return a folder with a path of 21 frames to the right."""
+    """Return a camera folder with a path of 21 frames to the right."""
     folder = tmp_path / "walk"
     folder.mkdir()
     poses_N44 = np.tile(np.eye(4, dtype=np.float32), (21, 1, 1))
@@ -31,7 +31,9 @@ def camera(tmp_path: Path) -> Path:
 def test_image_and_camera_folder_become_a_video(
     lingbot_world: Path, camera: Path, tmp_path: Path
 ) -> None:
-    """Two chunks of 9 and 12 frames have the requested size and move."""
+    """An image and a camera folder yield a video of the requested size that moves. Its two chunks
+    have 9 and 12 frames.
+    """
     image = tmp_path / "start.png"
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)).save(image)
     out = tmp_path / "walk.mp4"
@@ -46,13 +48,13 @@ def test_image_and_camera_folder_become_a_video(
 
 @pytest.mark.parametrize(("num_poses", "sizes"), [(9, [9]), (21, [9, 12]), (33, [9, 12, 12])])
 def test_a_path_is_cut_into_whole_chunks(num_poses: int, sizes: list[int]) -> None:
-    """The first chunk is shorter."""
+    """A path is cut to whole chunks, of which the first is shorter."""
     assert EXAMPLE.chunk_sizes(StreamInfo(), num_poses) == sizes
 
 
 @pytest.mark.parametrize("num_poses", [0, 8, 15])
 def test_a_path_that_fills_no_chunk_is_refused(num_poses: int) -> None:
-    """The message gives the number of poses per chunk."""
+    """A path that is too short for a chunk is refused with the number of poses per chunk."""
     with pytest.raises(
         SystemExit,
         match=f"{num_poses} poses do not fill whole chunks: the first chunk takes 9, later ones 12",
@@ -87,14 +89,16 @@ def test_frames_become_an_array(tmp_path: Path) -> None:
 def test_a_file_that_could_not_be_written_is_refused_at_once(
     tmp_path: Path, out: str, latents: bool, complaint: str
 ) -> None:
-    """The error comes before the video is generated."""
+    """If the output file cannot be written, the script fails before it generates the video."""
     with pytest.raises(SystemExit, match=complaint):
         EXAMPLE.check_out(tmp_path / out, latents)
 
 
 @pytest.mark.nightly
 def test_latents_are_written_as_one_array(lingbot_world: Path, tmp_path: Path) -> None:
-    """Two chunks have three latent frames each, at an eighth of the size."""
+    """The script writes the latents of two chunks, with three latent frames each, as one array at
+    an eighth of the size.
+    """
     out = tmp_path / "latents.npy"
     run_example(
         SCRIPT,
@@ -116,7 +120,9 @@ def test_latents_are_written_as_one_array(lingbot_world: Path, tmp_path: Path) -
 
 
 def test_keys_become_chunks_and_the_last_is_held() -> None:
-    """Seven latent frames of keys require three chunks of three."""
+    """Keys are grouped into chunks of three latent frames and the last key is held, so seven latent
+    frames require three chunks.
+    """
     assert EXAMPLE.parse_keys("w*3 wl -") == [["w"], ["w"], ["w"], ["w", "l"], []]
     cut = [
         actions
@@ -146,6 +152,6 @@ def test_keys_become_a_video(lingbot_world: Path, tmp_path: Path) -> None:
 
 
 def test_misspelt_keys_are_refused_with_the_allowed_ones(lingbot_world: Path) -> None:
-    """The error comes before the model is loaded."""
+    """Misspelt keys are refused with the allowed keys before the model is loaded."""
     with pytest.raises(SystemExit, match="w a s d i j k l"):
         EXAMPLE.main(EXAMPLE.make_parser().parse_args([str(lingbot_world), "--keys", "w*3 x"]))

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example of worlds as environments: throughput, a fork, and an exact replay."""
+"""The example that uses worlds as environments prints the throughput, forks, and replays an episode
+exactly.
+"""
 
 from pathlib import Path
 

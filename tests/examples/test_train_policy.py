@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example that trains a policy over HTTP learns to walk in the demo world, in a short form."""
+"""The example that trains a policy over HTTP learns to walk in the demo world, in a shortened run."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,9 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "online_serving" / "train_poli
 
 @pytest.mark.nightly
 def test_a_policy_learns_to_walk_to_a_landmark(tmp_path: Path) -> None:
-    """It comes at least a metre closer than random keys. Six steps forward are three metres."""
+    """The trained policy ends at least one metre closer to the landmark than random keys. Six steps
+    forward are three metres.
+    """
     result = tmp_path / "result.json"
     short = ("--envs", 4, "--steps", 6, "--iterations", 8)
     ran = run_python(SCRIPT, *short, "--result", result, limit_s=seconds(600))

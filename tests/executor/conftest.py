@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny pipelines of every layout, and hosts and runners on them."""
+"""Tiny pipelines of every layout, with hosts and runners for them."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,13 +17,17 @@ from vllm_omni.model_executor.models.diffusers_pipeline.options import Diffusers
 
 @pytest.fixture(scope="session")
 def tiny_pipelines(tiny_checkpoint: Callable[..., Path]) -> Callable[[str], Path]:
-    """`tiny_pipelines(layout)` returns a tiny pipeline directory, written once."""
+    """Return a factory of checkpoints: `tiny_pipelines(layout)` returns a tiny pipeline directory,
+    which is written once.
+    """
     return partial(tiny_checkpoint, "diffusers_pipeline")
 
 
 @pytest.fixture
 def make_host(tiny_pipelines: Callable[[str], Path]) -> MakeHost:
-    """`make_host(layout, **options)` returns a host on the CPU in float32."""
+    """Return a factory of hosts: `make_host(layout, **options)` returns a host on the CPU in
+    float32.
+    """
 
     def make(layout: str = "qwen_image", **options: Any) -> PipelineHost:
         return PipelineHost(
@@ -35,8 +39,9 @@ def make_host(tiny_pipelines: Callable[[str], Path]) -> MakeHost:
 
 @pytest.fixture
 def make_runner(make_host: MakeHost) -> Iterator[Callable[..., PipelineRunner]]:
-    """`make_runner(layout, **options)` returns a runner with one denoise step per engine step, or
-    whole requests with `step_at_a_time=False`.
+    """Return a function: `make_runner(layout, **options)` returns a pipeline runner.
+
+    The runner does one denoise step per engine step, or whole requests with `step_at_a_time=False`.
     """
     runners: list[PipelineRunner] = []
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of diffusers itself, and names that tests of the executor share."""
+"""Results of diffusers itself, and names that the executor's tests share."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +12,13 @@ from vllm_omni.executor.pipeline_host import PipelineHost
 
 CPU = torch.device("cpu")
 MakeHost = Callable[..., PipelineHost]
-"""`make_host(layout, **options)` of conftest.py."""
+"""Type of the fixture `make_host(layout, **options)` in conftest.py."""
 
 
 def direct(
     path: Path, seed: int, prompt: str | None = "a red fox", **arguments: Any
 ) -> torch.Tensor:
-    """Return diffusers' result as uint8 images [N, H, W, 3], or the frames of a video."""
+    """Return the result of diffusers itself: uint8 images [N, H, W, 3], or the frames of a video."""
     import diffusers
 
     pipeline = diffusers.DiffusionPipeline.from_pretrained(path)

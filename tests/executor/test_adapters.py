@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters of diffusers pipelines: from a directory, per request by name, unloaded at run
-time.
+"""LoRA adapters of diffusers pipelines: loaded from a directory, named per request, and unloaded at
+run time.
 """
 
 from collections.abc import Callable
@@ -25,8 +25,10 @@ SMALL = {"height": 32, "width": 48, "num_inference_steps": 2}
 def lora(
     tiny_pipelines: Pipelines, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[int], Path]:
-    """`lora(seed)` returns a directory with a random adapter for the tiny Qwen-Image, saved by
-    diffusers.
+    """Return a function: `lora(seed)` returns a directory with a random adapter for the tiny
+    Qwen-Image.
+
+    diffusers saves the adapter.
     """
     import diffusers
     from peft import LoraConfig
@@ -59,7 +61,7 @@ def image(runner: PipelineRunner, request_id: str, **options: Any) -> torch.Tens
 
 
 def reference(path: Path, folders: dict[str, tuple[Path, float]]) -> torch.Tensor:
-    """Return the image of diffusers itself with these adapters."""
+    """Return the image that diffusers itself generates with these adapters."""
     import diffusers
 
     pipeline = diffusers.QwenImagePipeline.from_pretrained(path)
@@ -78,7 +80,9 @@ def test_adapters_per_request_equal_diffusers(
     tiny_pipelines: Pipelines,
     lora: Callable[[int], Path],
 ) -> None:
-    """One adapter, the other, both with scales, and none each equal diffusers bit for bit."""
+    """Images with one adapter, the other, both with scales, and none each equal those of diffusers
+    bit for bit.
+    """
     path, first, second = tiny_pipelines("qwen_image"), lora(1), lora(2)
     runner = make_runner(
         loras={"one": {"path": str(first)}, "two": {"path": str(second), "scale": 0.5}}
@@ -104,7 +108,7 @@ def test_interleaved_requests_keep_their_adapters(
     tiny_pipelines: Pipelines,
     lora: Callable[[int], Path],
 ) -> None:
-    """Adapters are switched between the steps of two requests."""
+    """Two interleaved requests keep their own adapters, which are switched between the steps."""
     folder = lora(1)
     runner = make_runner(interleave=2, loras={"one": {"path": str(folder)}})
     fields = {"prompt": "a red fox", "seed": 1, **SMALL}
@@ -123,8 +127,8 @@ def test_load_and_unload_while_serving(
     tiny_pipelines: Pipelines,
     lora: Callable[[int], Path],
 ) -> None:
-    """A name is known between `add_adapter` and `remove`. Requests without adapters do not
-    change.
+    """A request can name an adapter from `add_adapter` until `remove`. Requests without adapters do
+    not change.
     """
     runner, folder = make_runner(), lora(1)
     adapters, pipeline = runner.host.adapters, runner.host.pipeline
@@ -157,7 +161,9 @@ def test_load_and_unload_while_serving(
 def test_malformed_selections_are_refused(
     make_runner: Callable[..., PipelineRunner], wanted: Any
 ) -> None:
-    """`options.lora` is a name, a list of names, or an object of names and numbers."""
+    """`options.lora` must be a name, a list of names, or an object of names and numbers. Other
+    values are refused.
+    """
     failure = run_to_end(
         make_runner(), new_request("a", session_id="a", prompt="x", options={"lora": wanted})
     )["a"]
@@ -167,7 +173,9 @@ def test_malformed_selections_are_refused(
 def test_invalid_adapter_files_are_refused(
     make_runner: Callable[..., PipelineRunner], tmp_path: Path, tiny_pipelines: Pipelines
 ) -> None:
-    """An empty directory, another file and a pickle are refused by name. The pipeline continues."""
+    """An empty directory, a file of another kind and a pickle are each refused by name, and the
+    pipeline continues.
+    """
     runner = make_runner()
     adapters, pipeline = runner.host.adapters, runner.host.pipeline
     bare = image(runner, "before")
@@ -191,8 +199,8 @@ def test_invalid_adapter_files_are_refused(
 def test_an_adapter_file_is_not_mapped(
     make_runner: Callable[..., PipelineRunner], lora: Callable[[int], Path]
 ) -> None:
-    """The file may be overwritten while the server runs, which would end the process if it were
-    mapped.
+    """An adapter file is not memory-mapped, because overwriting it would then end the running
+    server.
     """
     runner, file = make_runner(), next(lora(1).glob("*.safetensors"))
     runner.host.adapters.add_adapter(runner.host.pipeline, "one", LoraSource(path=str(file)))
@@ -202,7 +210,11 @@ def test_an_adapter_file_is_not_mapped(
 def test_an_adapter_with_nan_is_refused_when_it_is_loaded(
     make_runner: Callable[..., PipelineRunner], lora: Callable[[int], Path], tmp_path: Path
 ) -> None:
-    """Otherwise every request with this adapter would fail. The pipeline continues without it."""
+    """An adapter with NaN is refused when it is loaded, because otherwise every request with it
+    would fail.
+
+    The pipeline continues without the adapter.
+    """
     runner, file = make_runner(), next(lora(1).glob("*.safetensors"))
     adapters, pipeline = runner.host.adapters, runner.host.pipeline
     bare = image(runner, "before")
@@ -216,6 +228,8 @@ def test_an_adapter_with_nan_is_refused_when_it_is_loaded(
 
 
 def test_a_missing_adapter_directory_is_refused_at_startup() -> None:
-    """Options are validated when they are read, also by `vllm serve --omni`."""
+    """A missing adapter directory is refused when the options are read, also by `vllm serve
+    --omni`.
+    """
     with pytest.raises(ValueError, match=r"omni\.model\.loras\.x: nowhere does not exist"):
         DiffusersOptions.parse({"loras": {"x": {"path": "nowhere"}}})

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's options as arguments of a pipeline's `__call__`, and errors for client mistakes."""
+"""A request's options become arguments of a pipeline's `__call__`, and client mistakes become
+errors.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -27,7 +29,7 @@ Image = torch.zeros(8, 8, 3, dtype=torch.uint8)
 
 @pytest.fixture(scope="module")
 def info(tiny_pipelines: Callable[[str], Path]) -> Callable[..., PipelineInfo]:
-    """`info(layout, pipeline_class=None)` returns the info of a tiny pipeline."""
+    """Return a function: `info(layout, pipeline_class=None)` returns the info of a tiny pipeline."""
     import diffusers
 
     @cache
@@ -56,7 +58,7 @@ def refused(
 
 
 def test_sizes_of_the_pipelines(info: Callable[..., PipelineInfo]) -> None:
-    """Size multiples and frame strides come from the loaded components."""
+    """Size multiples and frame strides of a pipeline come from its loaded components."""
     assert [info(layout).size_multiple for layout in ("qwen_image", "flux", "sd3", "wan")] == [
         16,
         16,
@@ -75,8 +77,10 @@ def test_sizes_of_the_pipelines(info: Callable[..., PipelineInfo]) -> None:
 def test_guidance_scale_sets_the_guidance_argument_of_the_pipeline(
     info: Callable[..., PipelineInfo],
 ) -> None:
-    """Qwen-Image uses classifier-free guidance (true_cfg_scale), FLUX distilled guidance
-    (guidance_scale). Wan has one name. Zero is a value.
+    """`guidance_scale` sets the guidance argument of the pipeline. Zero is a valid value.
+
+    Qwen-Image uses classifier-free guidance (true_cfg_scale), and FLUX distilled guidance
+    (guidance_scale). Wan has only one guidance argument.
     """
     assert call(info("qwen_image"), guidance_scale=3.0).arguments["true_cfg_scale"] == 3.0
     assert call(info("flux"), guidance_scale=3.0).arguments["guidance_scale"] == 3.0
@@ -84,13 +88,14 @@ def test_guidance_scale_sets_the_guidance_argument_of_the_pipeline(
     assert call(info("wan"), guidance_scale=0.0).arguments["guidance_scale"] == 0.0
     assert call(info("flux"), options={"true_cfg_scale": 2.0}).arguments["true_cfg_scale"] == 2.0
     both = call(info("qwen_image"), guidance_scale=3.0, options={"true_cfg_scale": 2.0})
-    # the pipeline's argument takes precedence, because endpoints always send guidance_scale
+    # The pipeline's own argument takes precedence, because endpoints always send guidance_scale.
     assert both.arguments["true_cfg_scale"] == 2.0
 
 
 def test_aspect_ratios_and_suffixes_of_qwen_image(info: Callable[..., PipelineInfo]) -> None:
-    """Sizes and quality suffixes are those of the model card. The suffix follows the prompt's
-    language and is off by default.
+    """Aspect ratios and prompt suffixes of Qwen-Image are those of its model card.
+
+    The quality suffix follows the prompt's language and is off by default.
     """
     assert all(side % 16 == 0 for size in ASPECT_RATIOS.values() for side in size)
     wide = call(info("qwen_image"), width=64, height=64, options={"aspect_ratio": "16:9"})
@@ -111,7 +116,7 @@ def test_aspect_ratios_and_suffixes_of_qwen_image(info: Callable[..., PipelineIn
 
 
 def test_deployment_defaults_yield_to_the_request(info: Callable[..., PipelineInfo]) -> None:
-    """Defaults fill only the fields that a request omits."""
+    """The defaults of a deployment fill only the fields that a request omits."""
     deployment = {
         "defaults": {"true_cfg_scale": 4.0, "negative_prompt": " ", "num_inference_steps": 7}
     }
@@ -136,7 +141,7 @@ def test_deployment_defaults_yield_to_the_request(info: Callable[..., PipelineIn
 
 
 def test_deployment_defaults_are_checked_at_startup() -> None:
-    """An invalid default is refused with the allowed values."""
+    """An invalid default of a deployment is refused at startup with the allowed values."""
     with pytest.raises(ValueError, match="allowed values: 'auto', 'off'"):
         DiffusersOptions.parse({"defaults": {"prompt_suffix": "zh"}})
     with pytest.raises(ValueError, match=r"omni\.model\.defaults: .*width"):
@@ -144,7 +149,9 @@ def test_deployment_defaults_are_checked_at_startup() -> None:
 
 
 def test_a_missing_seed_is_generated_and_returned(info: Callable[..., PipelineInfo]) -> None:
-    """Two requests without a seed differ, and each can be repeated with the seed in its result."""
+    """If a request has no seed, one is generated and returned. Two of these requests differ, and
+    each can be repeated with its seed.
+    """
     assert call(info("sd3")).seed != call(info("sd3")).seed
     assert call(info("sd3"), seed=0).seed == 0
 
@@ -224,7 +231,9 @@ LATER_TENSORS = {
 def test_refusals(
     info: Callable[..., PipelineInfo], layout: str, fields: dict[str, Any], code: str, words: str
 ) -> None:
-    """Each error names the mistake and the allowed values before the pipeline runs."""
+    """A refused request gets an error with the mistake and the allowed values before the pipeline
+    runs.
+    """
     failure = refused(info(layout), **fields)
     assert failure.code == code and words in failure.message
 
@@ -284,7 +293,7 @@ def test_refused_tensors(
     code: str,
     words: str,
 ) -> None:
-    """Wrong names, shapes, dtypes and values are refused."""
+    """Tensors with wrong names, shapes, dtypes or values are refused."""
     prompt = None if any("embeds" in name for name in tensors) else "a fox"
     failure = refused(info(layout), tensors, prompt=prompt)
     assert failure.code == code and words in failure.message
@@ -303,20 +312,22 @@ def test_refused_tensors(
 def test_invalid_images_are_refused(
     info: Callable[..., PipelineInfo], image: torch.Tensor, words: str
 ) -> None:
-    """The image of an edit has the wrong dtype, channels or size."""
+    """The image of an edit is refused if its dtype, channels or size are wrong."""
     failure = refused(info("qwen_image", "QwenImageImg2ImgPipeline"), {"image": image})
     assert failure.code == "invalid_image" and words in failure.message
 
 
 def test_an_edit_without_its_image_is_refused(info: Callable[..., PipelineInfo]) -> None:
-    """This holds also if the pipeline class gives the argument a default."""
+    """An edit without an image is refused, even if the pipeline class gives the argument a default."""
     assert "needs an image" in refused(info("qwen_image", "QwenImageImg2ImgPipeline")).message
 
 
 def test_images_and_masks_with_the_names_of_the_endpoints(
     info: Callable[..., PipelineInfo],
 ) -> None:
-    """`image_1` is added to `image`, and `mask` becomes `mask_image`."""
+    """Images and masks are accepted with the endpoints' names: `image_1` is added to `image`, and
+    `mask` becomes `mask_image`.
+    """
     inpaint = info("qwen_image", "QwenImageInpaintPipeline")
     mask = torch.zeros(8, 8, dtype=torch.uint8)
     arguments = call(inpaint, {"image": Image, "mask": mask}, options={"strength": 0.5}).arguments
@@ -333,8 +344,10 @@ def test_images_and_masks_with_the_names_of_the_endpoints(
 
 
 def test_capabilities_equal_those_of_the_executor() -> None:
-    """Endpoints and the executor read the same signatures: tasks, defaults and limits of known
-    classes.
+    """Endpoints state the capabilities that the executor has, because both read the same
+    signatures.
+
+    The capabilities are the tasks, defaults and limits of known classes.
     """
     options = DiffusersOptions()
     qwen = capabilities("QwenImagePipeline", options, 4, distilled=False)
@@ -365,7 +378,7 @@ def test_capabilities_equal_those_of_the_executor() -> None:
 def test_the_family_states_capabilities_of_a_directory(
     tiny_pipelines: Callable[[str], Path],
 ) -> None:
-    """The API server reads capabilities from the directory and the options."""
+    """The API server derives the capabilities of a pipeline from its directory and the options."""
     family = get_family("diffusers_pipeline")
     config = family.hf_config(tiny_pipelines("wan"))
     omni = OmniConfig(model={"defaults": {"width": 64, "height": 32, "num_frames": 9, "fps": 8.0}})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every output type of a pipeline becomes the uint8 images of diffusers' PIL output."""
+"""Every output type of a pipeline is converted to the uint8 images of diffusers' PIL output."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,9 @@ from vllm_omni.executor.call_results import latents_tensor, result_tensors
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("output_type", ["pt", "np", "pil"])
 def test_images_equal_diffusers_pil_output(output_type: str, dtype: torch.dtype) -> None:
-    """Rounding is equal for every value k/255 and values in between, in float32 and bfloat16."""
+    """Rounding equals that of diffusers for every value k/255 and for values in between, in float32
+    and bfloat16.
+    """
     decoded = torch.linspace(-1.2, 1.2, 2 * 3 * 64 * 64).reshape(2, 3, 64, 64).to(dtype)
     processor = VaeImageProcessor()
     reference = np.stack(
@@ -25,7 +27,7 @@ def test_images_equal_diffusers_pil_output(output_type: str, dtype: torch.dtype)
 
 @pytest.mark.parametrize("output_type", ["pt", "np", "pil"])
 def test_video_frames_equal_diffusers_pil_output(output_type: str) -> None:
-    """A batch of one video becomes [T, H, W, 3]."""
+    """The frames of a batch of one video are returned as [T, H, W, 3]."""
     decoded = torch.linspace(-1.2, 1.2, 3 * 5 * 16 * 32).reshape(1, 3, 5, 16, 32)
     processor = VideoProcessor()
     frames = processor.postprocess_video(decoded, output_type="pil")[0]
@@ -36,7 +38,7 @@ def test_video_frames_equal_diffusers_pil_output(output_type: str) -> None:
 
 
 def test_alpha_is_dropped_and_gray_is_repeated() -> None:
-    """Results always have three channels."""
+    """Results always have three channels: alpha is dropped and gray is repeated."""
     gray = torch.rand(1, 1, 8, 8)
     spread = result_tensors({"images": gray}, video=False)["images"]
     assert spread.shape == (1, 8, 8, 3) and torch.equal(spread[..., 0], spread[..., 2])
@@ -59,13 +61,15 @@ def test_alpha_is_dropped_and_gray_is_repeated() -> None:
     ],
 )
 def test_unsupported_outputs_raise(output: dict[str, object], video: bool, words: str) -> None:
-    """Audio, several videos and unusual channels raise a TypeError that names the output."""
+    """Audio, several videos and unusual numbers of channels raise a TypeError that names the
+    output.
+    """
     with pytest.raises(TypeError, match=words):
         result_tensors(output, video=video)
 
 
 def test_latents_are_returned_unchanged() -> None:
-    """Latents keep the pipeline's dtype and shape. Other types are refused."""
+    """Latents are returned with the pipeline's dtype and shape. Outputs of other types are refused."""
     latents = torch.rand(1, 16, 64)
     assert torch.equal(latents_tensor({"images": latents}), latents)
     with pytest.raises(TypeError, match="latent"):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads of a pipeline on a CPU: all of torch's in its worker threads, and one in the engine's
-thread.
+"""Threads of a pipeline on a CPU: its worker thread uses all of torch's threads, and the engine's
+thread one.
 """
 
 import threading

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The executor implements every call of vLLM's engine to workers, read from vLLM's source."""
+"""The executor implements every call that vLLM's engine makes to workers. The calls are read from
+vLLM's source.
+"""
 
 import inspect
 import re
@@ -18,7 +20,7 @@ from vllm_omni.executor.diffusers_pipeline_executor import PipelineWorker
 from vllm_omni.outputs import RequestFailed, unpack
 from vllm_omni.worker.diffusion.sessions.store import SessionStore
 
-# Worker methods that a pipeline engine never calls, with the reason.
+# Worker methods that a pipeline engine never calls, each with the reason.
 UNREACHABLE = {
     "sample_tokens": "the executor implements it",
     "save_sharded_state": "the executor refuses it by name",
@@ -37,7 +39,9 @@ def requested_of_workers() -> list[str]:
 
 
 def test_the_pattern_finds_remote_calls() -> None:
-    """If vLLM changes its calls, this test fails, because no name would be found."""
+    """The pattern finds calls in vLLM's source. It fails if vLLM changes their form, because no
+    name would be found.
+    """
     assert {"get_kv_cache_spec", "initialize_from_config", "sleep", "synchronize_device"} <= set(
         requested_of_workers()
     )
@@ -54,7 +58,7 @@ def test_every_worker_method_exists(name: str) -> None:
 def executor(
     tiny_pipelines: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Any:
-    """A real executor on a real config without an engine."""
+    """A real executor with a real config, but without an engine."""
     from vllm.engine.arg_utils import EngineArgs
 
     args = EngineArgs(
@@ -67,7 +71,7 @@ def executor(
         },
     )
     config = args.create_engine_config()
-    # selected by the config hook
+    # The config hook selects the executor.
     assert abstract.Executor.get_class(config) is DiffusersPipelineExecutor
     executor = DiffusersPipelineExecutor(config)
     yield executor
@@ -85,7 +89,7 @@ def run(executor: Any, request_id: str = "a") -> Any:
 
 
 def test_calls_at_startup(executor: Any) -> None:
-    """There is no KV cache, one task, and no compilation."""
+    """At startup, the executor reports no K/V cache, one task and no compilation."""
     assert executor.get_kv_cache_specs() == [{}]
     assert executor.supported_tasks == ("plugin",)
     assert executor.determine_available_memory() == [0]
@@ -100,13 +104,17 @@ def test_calls_at_startup(executor: Any) -> None:
 
 
 def test_session_statistics_have_the_keys_of_a_worker(executor: Any) -> None:
-    """`/omni/ready` and metrics read them from every executor."""
+    """Session statistics have the keys of a worker, because `/omni/ready` and metrics read them
+    from every executor.
+    """
     (stats,) = executor.collective_rpc("session_stats")
     assert stats.keys() == SessionStore(max_sessions=1, idle_s=1.0).stats().keys()
 
 
 def test_rpcs_by_name_callable_and_future(executor: Any) -> None:
-    """Results are lists of one. Unknown names and failures are exceptions, also in a future."""
+    """An RPC returns a list of one result. An unknown name or a failure is an exception, also in a
+    future.
+    """
     assert executor.collective_rpc("request_progress") == [{}]
     assert executor.collective_rpc(lambda worker, n: [*worker.loras(), n], args=(1,)) == [[1]]
     assert executor.collective_rpc("loras", non_block=True).result() == [[]]
@@ -119,7 +127,7 @@ def test_rpcs_by_name_callable_and_future(executor: Any) -> None:
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_and_wake_give_the_same_image(executor: Any, level: int) -> None:
-    """A sleeping executor refuses requests. After waking it generates the same image."""
+    """A sleeping executor refuses requests, and after waking up it generates the same image."""
     before = run(executor)[1]["images"]
     executor.sleep(level)
     assert executor.is_sleeping and (executor.worker.runner.host.nbytes == 0) == (level == 2)
@@ -131,7 +139,7 @@ def test_sleep_and_wake_give_the_same_image(executor: Any, level: int) -> None:
 
 
 def test_sleep_during_a_request(executor: Any) -> None:
-    """After level 1 the request continues bit for bit. Level 2 ends it with an error."""
+    """A request continues bit for bit after sleep level 1, and ends with an error after level 2."""
     expected = run(executor)[1]["images"]
     fields = {"prompt": "a fox", "seed": 1, **SMALL}
     executor.execute_model(step(new=[new_request("kept", session_id="kept", **fields)]))
@@ -152,7 +160,9 @@ def test_sleep_during_a_request(executor: Any) -> None:
 
 
 def test_profiling_traces_the_pipelines_thread(executor: Any) -> None:
-    """A profile that starts during a request contains the operators of the remaining steps."""
+    """A profile that starts during a request contains the operators of the remaining steps, which
+    run on the pipeline's thread.
+    """
     executor.execute_model(
         step(new=[new_request("p", session_id="p", prompt="a fox", seed=1, **SMALL)])
     )
@@ -171,7 +181,7 @@ def test_profiling_traces_the_pipelines_thread(executor: Any) -> None:
 
 
 def test_each_profile_has_its_own_prefix(executor: Any) -> None:
-    """Later profiles do not use the prefix of an earlier one."""
+    """Each profile has its own prefix and does not use that of an earlier profile."""
     folder = Path(executor.vllm_config.profiler_config.torch_profiler_dir)
     new = []
     for prefix in ("first", "second", None):
@@ -185,7 +195,7 @@ def test_each_profile_has_its_own_prefix(executor: Any) -> None:
 
 
 def test_unsupported_calls_raise(executor: Any) -> None:
-    """Unsupported calls raise instead of succeeding silently."""
+    """Unsupported calls raise an error instead of doing nothing."""
     with pytest.raises(NotImplementedError, match="save_pretrained"):
         executor.save_sharded_state("x")
     with pytest.raises(NotImplementedError, match="sleep level 2"):
@@ -196,7 +206,7 @@ def test_unsupported_calls_raise(executor: Any) -> None:
 
 
 def test_more_than_one_rank_is_refused(tiny_pipelines: Callable[[str], Path]) -> None:
-    """The config hook refuses it before a process starts."""
+    """The config hook refuses more than one rank before a process starts."""
     from vllm.engine.arg_utils import EngineArgs
 
     args = EngineArgs(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a pipeline: their device, dtypes, loading and reloading."""
+"""The weights of a pipeline: device, dtypes, loading and reloading."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from vllm_omni.model_executor.models.diffusers_pipeline.options import Diffusers
 
 @pytest.mark.parametrize("offload", ["model", "sequential"])
 def test_offload_is_refused_on_a_cpu(make_host: MakeHost, offload: str) -> None:
-    """On a CPU the weights are already in host memory."""
+    """Offloading is refused on a CPU, because the weights are already in host memory."""
     with pytest.raises(
         ValueError, match="requires an accelerator: on a CPU the weights are already in host memory"
     ):
@@ -24,14 +24,16 @@ def test_offload_is_refused_on_a_cpu(make_host: MakeHost, offload: str) -> None:
 
 
 def test_offload_and_interleaving_exclude_each_other() -> None:
-    """Options are validated when they are read, also by `vllm serve --omni`."""
+    """Offloading together with interleaving is refused when the options are read, also by `vllm
+    serve --omni`.
+    """
     with pytest.raises(ValueError, match=r"interleave 2 needs omni\.model\.offload 'none'"):
         DiffusersOptions.parse({"offload": "model", "interleave": 2})
 
 
 def test_sleep_levels_on_a_cpu(make_host: MakeHost) -> None:
-    """Level 1 frees and reports nothing. Level 2 discards the weights, and waking reads them
-    again.
+    """On a CPU, sleep level 1 frees nothing and reports nothing. Level 2 discards the weights, and
+    waking up reads them again.
     """
     host = make_host()
     nbytes = host.nbytes
@@ -49,8 +51,8 @@ def test_sleep_levels_on_a_cpu(make_host: MakeHost) -> None:
 def test_dtype_of_all_and_of_single_components(
     make_host: MakeHost, tiny_pipelines: Callable[[str], Path]
 ) -> None:
-    """--dtype applies to all components, `component_dtypes` to the named ones. Unknown names are
-    refused.
+    """`--dtype` applies to all components, and `component_dtypes` to the named ones. Unknown names
+    are refused.
     """
     options = DiffusersOptions.parse({"component_dtypes": {"vae": "float32"}})
     host = PipelineHost(tiny_pipelines("wan"), options, CPU, torch.bfloat16)
@@ -63,7 +65,9 @@ def test_dtype_of_all_and_of_single_components(
 
 
 def test_components_can_be_omitted(make_host: MakeHost) -> None:
-    """A deployment that receives prompt_embeds needs no text encoder."""
+    """Components can be omitted. For example, a deployment that receives prompt_embeds needs no
+    text encoder.
+    """
     host = make_host(without=["text_encoder", "tokenizer"])
     assert host.pipeline.text_encoder is None
     assert host.nbytes < make_host().nbytes
@@ -72,14 +76,16 @@ def test_components_can_be_omitted(make_host: MakeHost) -> None:
 
 
 def test_vae_tiling_enables_slicing(make_host: MakeHost) -> None:
-    """The option enables both, which are off by default."""
+    """The option for VAE tiling also enables slicing. Both are off by default."""
     host = make_host(vae_tiling=True)
     assert host.pipeline.vae.use_tiling and host.pipeline.vae.use_slicing
     assert not make_host().pipeline.vae.use_tiling
 
 
 def test_a_call_object_shares_only_weights(make_host: MakeHost) -> None:
-    """Scheduler and call state belong to the copy."""
+    """A call object shares only the weights. The scheduler and the state of the call belong to the
+    copy.
+    """
     host = make_host()
     first, second = host.call_object(), host.call_object()
     assert first.transformer is second.transformer and first.scheduler is not second.scheduler
@@ -88,7 +94,7 @@ def test_a_call_object_shares_only_weights(make_host: MakeHost) -> None:
 
 
 def test_generators_have_consecutive_seeds(make_host: MakeHost) -> None:
-    """Image i uses seed + i, which wraps at the largest seed."""
+    """The generator of image i has seed + i, which wraps at the largest seed."""
     host = make_host()
     single = host.generators(7, 1)
     first, second = host.generators(6, 2)
@@ -99,8 +105,8 @@ def test_generators_have_consecutive_seeds(make_host: MakeHost) -> None:
 def test_reload_takes_the_same_class_only(
     make_host: MakeHost, tiny_pipelines: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Weights of the same pipeline class are loaded. Another class is refused and the pipeline
-    stays.
+    """A reload accepts only weights of the same pipeline class. Another class is refused, and the
+    pipeline does not change.
     """
     host = make_host()
     with pytest.raises(ValueError, match="FluxPipeline"):
@@ -115,8 +121,8 @@ def test_reload_takes_the_same_class_only(
 def test_code_in_a_checkpoint_is_not_run(
     tiny_pipelines: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """A component that names a module inside the directory is refused, and the module is not
-    imported.
+    """Code in a checkpoint is not run: a component that names a module inside the directory is
+    refused and not imported.
     """
     evil = tmp_path / "evil"
     shutil.copytree(tiny_pipelines("qwen_image"), evil)
@@ -133,8 +139,8 @@ def test_code_in_a_checkpoint_is_not_run(
 def test_random_weights_need_configs_only(
     tiny_pipelines: Callable[[str], Path], tmp_path: Path, layout: str
 ) -> None:
-    """`--load-format dummy` needs no weight files. Shapes, dtypes and values are the same each
-    time.
+    """`--load-format dummy` needs no weight files. Its weights have the same shapes, dtypes and
+    values each time.
     """
     bare = tmp_path / "bare"
     shutil.copytree(tiny_pipelines(layout), bare, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -167,8 +173,8 @@ def test_random_weights_need_configs_only(
 def test_components_named_null_are_absent(
     tiny_pipelines: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """A checkpoint without its text encoder loads, although diffusers does not declare it
-    optional.
+    """A checkpoint without its text encoder loads, although diffusers does not declare this
+    component optional.
     """
     directory = tmp_path / "pipeline"
     shutil.copytree(tiny_pipelines("qwen_image"), directory)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pipeline runner step by step: results equal diffusers bit for bit, next to failures and
-aborts.
+"""The pipeline runner, step by step.
+
+Results equal those of diffusers bit for bit, even if other requests fail or are aborted.
 """
 
 import gc
@@ -44,7 +45,9 @@ def images(result: Any) -> torch.Tensor:
 def test_several_images_have_consecutive_seeds(
     make_runner: MakeRunner, tiny_pipelines: Pipelines
 ) -> None:
-    """Image i of a request equals image 0 of seed + i, up to the rounding of a larger batch."""
+    """Image i of a request equals image 0 of a request with seed + i, up to rounding in a larger
+    batch.
+    """
     got = images(run_to_end(make_runner(), request("a", seed=5, num_images=2))["a"])
     assert torch.equal(got[0], reference(tiny_pipelines("qwen_image"), 5)[0])
     other = reference(tiny_pipelines("qwen_image"), 6)[0]
@@ -52,8 +55,8 @@ def test_several_images_have_consecutive_seeds(
 
 
 def test_steps_progress_and_metadata(make_runner: MakeRunner) -> None:
-    """The first step includes encoding, each further one is a denoise step, and the last one
-    decodes.
+    """The first engine step includes encoding, each further step is a denoise step, and the last
+    one also decodes.
     """
     runner = make_runner()
     assert execute(runner, step(new=[request("a", seed=5)])) == {"a": None}
@@ -72,7 +75,9 @@ def test_steps_progress_and_metadata(make_runner: MakeRunner) -> None:
 def test_stock_scheduler_runs_whole_requests(
     make_runner: MakeRunner, tiny_pipelines: Pipelines
 ) -> None:
-    """One engine step runs several whole requests with equal images."""
+    """With the stock scheduler, one engine step runs several whole requests, and their images are
+    equal.
+    """
     runner = make_runner(step_at_a_time=False)
     results = execute(runner, step(new=[request("a", seed=1), request("b", seed=2)]))
     for name, seed in (("a", 1), ("b", 2)):
@@ -82,7 +87,9 @@ def test_stock_scheduler_runs_whole_requests(
 def test_requests_run_one_at_a_time_by_default(
     make_runner: MakeRunner, tiny_pipelines: Pipelines
 ) -> None:
-    """The second request waits for the end of the first. Both equal diffusers."""
+    """By default, a second request waits for the end of the first one. Both results equal those of
+    diffusers.
+    """
     runner = make_runner()
     execute(runner, step(new=[request("a", seed=1), request("b", seed=2)]))
     execute(runner, step(running=["a", "b"]))
@@ -90,7 +97,7 @@ def test_requests_run_one_at_a_time_by_default(
     for _ in range(3):
         results = execute(runner, step(running=["a", "b"]))
     assert torch.equal(images(results["a"]), reference(tiny_pipelines("qwen_image"), 1))
-    # it started in the step in which the first one ended
+    # The second request started in the step in which the first one ended.
     assert runner.request_progress()["b"] == [1, 4]
     for _ in range(4):
         results = execute(runner, step(running=["b"], finished=["a"]))
@@ -101,7 +108,9 @@ def test_requests_run_one_at_a_time_by_default(
 def test_interleaved_requests_equal_single_ones(
     make_runner: MakeRunner, tiny_pipelines: Pipelines, layout: str
 ) -> None:
-    """Two requests with different steps and sizes alternate. Their schedulers are independent."""
+    """Two interleaved requests with different numbers of steps and sizes alternate. Their
+    schedulers are independent.
+    """
     frames = {"num_frames": 5} if layout == "wan" else {}
     runner = make_runner(layout, interleave=2)
     results = run_to_end(
@@ -120,8 +129,9 @@ def test_interleaved_requests_equal_single_ones(
 def test_an_abort_stops_before_the_next_step(
     make_runner: MakeRunner, tiny_pipelines: Pipelines
 ) -> None:
-    """After an abort in step two of four no further step runs, latents are freed, and the next
-    request is unaffected.
+    """After an abort in step two of four, no further step runs and the latents are freed.
+
+    The next request is unaffected.
     """
     runner = make_runner()
     transformer = runner.host.pipeline.transformer
@@ -142,7 +152,7 @@ def test_an_abort_stops_before_the_next_step(
 
 
 def test_a_waiting_request_can_be_aborted(make_runner: MakeRunner) -> None:
-    """It never starts, and the running one continues."""
+    """A waiting request that is aborted never starts, and the running request continues."""
     runner = make_runner()
     execute(runner, step(new=[request("a", seed=1), request("b", seed=2)]))
     execute(runner, step(running=["a"], finished=["b"]))
@@ -152,15 +162,15 @@ def test_a_waiting_request_can_be_aborted(make_runner: MakeRunner) -> None:
 def test_an_error_fails_only_its_request(
     make_runner: MakeRunner, tiny_pipelines: Pipelines
 ) -> None:
-    """A refused request, a failure inside the model and values that are not finite each fail only
-    their request.
+    """An error fails only its own request: a refused one, a failure inside the model, or values
+    that are not finite.
     """
     runner = make_runner(interleave=2)
     transformer = runner.host.pipeline.transformer
     calls = {"n": 0}
 
     def fail(module: Any, args: Any, kwargs: Any) -> None:
-        # the request of 64x64 pixels, not the one of 32x48
+        # Only the request of 64x64 pixels fails, not the one of 32x48.
         if kwargs["hidden_states"].shape[1] == 16:
             calls["n"] += 1
             if calls["n"] == 2:
@@ -191,8 +201,8 @@ def test_an_error_fails_only_its_request(
 
 
 def test_a_value_error_of_the_pipeline_is_a_client_error(make_runner: MakeRunner) -> None:
-    """A ValueError before the first step is a client error. Its text is returned if it shows no
-    internals.
+    """A ValueError before the first step is a client error. The error's text is returned only if it
+    contains no internals.
     """
     runner = make_runner("wan")
     failure = run_to_end(runner, request("a", num_frames=5, options={"guidance_scale_2": 3.0}))["a"]
@@ -202,7 +212,9 @@ def test_a_value_error_of_the_pipeline_is_a_client_error(make_runner: MakeRunner
 
 
 def test_an_error_of_the_device_ends_the_engine(make_runner: MakeRunner) -> None:
-    """After an illegal memory access the device is unusable, so the exception leaves the runner."""
+    """An illegal memory access makes the device unusable, so the runner does not catch the
+    exception.
+    """
     runner = make_runner()
 
     def fail(module: Any, args: Any) -> None:
@@ -214,7 +226,7 @@ def test_an_error_of_the_device_ends_the_engine(make_runner: MakeRunner) -> None
 
 
 def test_out_of_memory_fails_one_request(make_runner: MakeRunner) -> None:
-    """It has a separate error code."""
+    """Running out of memory fails one request with its own error code."""
     runner = make_runner()
 
     def fail(module: Any, args: Any) -> None:
@@ -235,8 +247,9 @@ def test_latents_on_request(make_runner: MakeRunner) -> None:
 def test_image_to_image_and_inpainting_by_pipeline_class(
     make_runner: MakeRunner, tiny_pipelines: Pipelines
 ) -> None:
-    """The same directory runs with other pipeline classes. `strength` shortens the loop and the
-    progress.
+    """A directory runs with other pipeline classes for image-to-image and inpainting.
+
+    `strength` reduces the number of steps and the reported progress.
     """
     import diffusers
     from PIL import Image
@@ -262,7 +275,7 @@ def test_image_to_image_and_inpainting_by_pipeline_class(
 
 
 def test_session_operations_without_sessions(make_runner: MakeRunner) -> None:
-    """`close` succeeds and `fork` is refused."""
+    """A pipeline has no sessions: the operation `close` succeeds and `fork` is refused."""
     runner = make_runner()
     closed = run_to_end(runner, new_request("c", session_id="s", op="close"))["c"]
     assert closed[0]["existed"] is False

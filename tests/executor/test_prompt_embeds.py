@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request with given prompt embeddings equals the request with their text."""
+"""A request with prompt embeddings equals the request with the text of the prompt."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +17,8 @@ PROMPT = "a red fox under 三 trees {not a field}"
 
 
 def states_of(path: Path, prompt: str) -> torch.Tensor:
-    """Return hidden states [L, D] as an autoregressive engine returns them: last layer, after the
-    final norm.
+    """Return the hidden states [L, D] that an autoregressive engine returns: the last layer, after
+    the final norm.
     """
     from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
@@ -32,7 +32,9 @@ def states_of(path: Path, prompt: str) -> torch.Tensor:
 def test_template_and_offset_equal_those_of_the_pipeline(
     tiny_pipelines: Callable[[str], Path],
 ) -> None:
-    """The constants equal those of diffusers' pipeline. Braces in a prompt are text."""
+    """The prompt template and offset equal those of diffusers' pipeline. Braces in a prompt are
+    plain text.
+    """
     import diffusers
 
     pipeline = diffusers.QwenImagePipeline.from_pretrained(tiny_pipelines("qwen_image"))
@@ -47,8 +49,8 @@ def test_embeddings_equal_the_text(
     tiny_pipelines: Callable[[str], Path],
     without: list[str],
 ) -> None:
-    """Positive and negative embeddings yield the text's image bit for bit, with and without a text
-    encoder.
+    """Positive and negative embeddings yield the image of the text bit for bit, with and without a
+    text encoder.
     """
     path = tiny_pipelines("qwen_image")
     positive = qwen_image.prompt_embeds(states_of(path, PROMPT))
@@ -75,13 +77,13 @@ def test_embeddings_equal_the_text(
 def test_text_without_a_text_encoder_is_refused(
     make_runner: Callable[..., PipelineRunner],
 ) -> None:
-    """The error names the tensors to send."""
+    """A text prompt without a text encoder is refused, and the error names the tensors to send."""
     runner = make_runner(without=["text_encoder", "tokenizer"])
     failure = run_to_end(runner, new_request("a", session_id="a", prompt="a fox", **SMALL))["a"]
     assert failure.code == "invalid_request" and "prompt_embeds" in failure.message
 
 
 def test_too_few_states_are_refused() -> None:
-    """The states contain only the template's tokens."""
+    """Hidden states that cover only the tokens of the template are refused."""
     with pytest.raises(ValueError, match="more than 34 tokens"):
         qwen_image.prompt_embeds(torch.zeros(34, 8))

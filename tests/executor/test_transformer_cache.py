@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step caching in diffusers pipelines (`options.first_block_cache`) applies to one request."""
+"""Step caching in diffusers pipelines (`options.first_block_cache`) applies to a single request."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WorkerThread`: work stops at its pause points, resumes, and can be cancelled there."""
+"""`WorkerThread`: work stops at its pause points, and can be resumed or cancelled there."""
 
 import threading
 
@@ -19,7 +19,9 @@ def counting(trace: list[object]) -> object:
 
 
 def test_work_advances_from_pause_to_pause() -> None:
-    """Each `advance` runs to the next pause point, and the last one returns the result."""
+    """Each call of `advance` runs the work to its next pause point, and the last call returns the
+    result.
+    """
     thread, trace = WorkerThread[str]("t"), []
     thread.start_work(counting(trace))
     assert trace == [] and thread.busy
@@ -30,9 +32,7 @@ def test_work_advances_from_pause_to_pause() -> None:
 
 @pytest.mark.parametrize("advances", [0, 1, 3])
 def test_cancel_ends_the_work_at_its_pause_point(advances: int) -> None:
-    """Work that has not started does not start, and paused work unwinds. The thread can be used
-    again.
-    """
+    """Cancelled work does not start, or unwinds from its pause point. The thread can be used again."""
     thread, trace = WorkerThread[str]("t"), []
     thread.start_work(counting(trace))
     for _ in range(advances):
@@ -46,7 +46,9 @@ def test_cancel_ends_the_work_at_its_pause_point(advances: int) -> None:
 
 
 def test_cancel_is_not_caught_by_except_exception() -> None:
-    """A pipeline that catches exceptions in its loop is stopped too, and its clean-up runs."""
+    """Cancelling also stops a pipeline that catches exceptions in its loop, and the pipeline's
+    clean-up runs.
+    """
     thread, trace = WorkerThread[None]("t"), []
 
     def stubborn(pause: PausePoint) -> None:
@@ -57,7 +59,7 @@ def test_cancel_is_not_caught_by_except_exception() -> None:
                 except Exception:
                     trace.append("survived")
         finally:
-            pause()  # a pause point during the clean-up stops it too
+            pause()  # A pause point during the clean-up stops it too.
             trace.append("not reached")
 
     thread.start_work(stubborn)
@@ -68,7 +70,7 @@ def test_cancel_is_not_caught_by_except_exception() -> None:
 
 
 def test_errors_of_the_work_are_raised_by_advance() -> None:
-    """`advance` raises the error, and the thread is free again."""
+    """`advance` raises an exception of the work, and the thread can be used again."""
     thread = WorkerThread[None]("t")
 
     def failing(pause: PausePoint) -> None:
@@ -84,8 +86,8 @@ def test_errors_of_the_work_are_raised_by_advance() -> None:
 
 
 def test_calls_run_on_the_worker_thread() -> None:
-    """A profiler starts on the thread that it profiles, also during a request. Errors are
-    raised.
+    """A profiler starts on the thread that it profiles, even during a request. Errors are raised to
+    the caller.
     """
     thread, threads = WorkerThread[str]("t"), []
     thread.call(lambda: threads.append(threading.current_thread().name))
@@ -105,7 +107,7 @@ def test_calls_run_on_the_worker_thread() -> None:
 
 
 def test_closing_a_busy_worker_ends_its_thread() -> None:
-    """`close` cancels the work and joins the thread."""
+    """`close` cancels the work of a busy thread and joins the thread."""
     thread = WorkerThread[str]("worker of this test")
     thread.start_work(counting([]))
     thread.advance()
@@ -115,5 +117,5 @@ def test_closing_a_busy_worker_ends_its_thread() -> None:
 
 
 def _names_of_threads() -> set[str]:
-    """Return the names instead of the number, because other threads may end."""
+    """Return the names of the threads instead of their number, because other threads may end."""
     return {thread.name for thread in threading.enumerate()}

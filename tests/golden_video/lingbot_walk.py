@@ -23,7 +23,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "lingbot_video" / "tiny_32x48.np
 HEIGHT, WIDTH, SEED = 32, 48, 7
 PROMPT = "a path through green hills"
 CHUNK_KEYS = (["w"], ["w", "l"], ["s", "j"])
-"""Keys held in each chunk: forward, forward and turn, back and turn the other way."""
+"""Keys held in each chunk: forward, then forward and turn, then back and turn the other way."""
 
 
 async def walk(
@@ -37,8 +37,8 @@ async def walk(
 
     Args:
         first: Tensors of the first chunk.
-        chunks: Fields of `DiffusionParams`, with the chunk's tensors under `tensors`.
-        fields: Fields that every chunk is sent with.
+        chunks: Fields of `DiffusionParams` for each chunk, with its tensors under `tensors`.
+        fields: Fields of every chunk.
 
     Returns:
         Frames or latents of every chunk.
@@ -63,7 +63,7 @@ def start_image() -> torch.Tensor:
 
 
 def tiny_frames(checkpoint: Path) -> np.ndarray:
-    """Generate three chunks with the tiny checkpoint (seed 0), fp32: uint8 `[33, 32, 48, 3]`."""
+    """Generate three chunks in fp32 with the tiny checkpoint (seed 0), uint8 `[33, 32, 48, 3]`."""
 
     async def run() -> list[torch.Tensor]:
         async with running_engine(

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole videos through the real engine: the tiny checkpoint against a recording, real weights
-against what must hold.
+"""Whole videos from the real engine: a recording of the tiny checkpoint, and properties of real
+weights.
 
-The recording is made by `lingbot_walk.py` beside this file. The second test runs when these are
+`lingbot_walk.py` next to this file makes the recording. The second test runs if these variables are
 set: LINGBOT_WORLD_FAST_PATH (checkpoint), LINGBOT_WORLD_FAST_CAMERA_PATH (folder with poses.npy and
-intrinsics.npy, at least 21 frames, and perhaps prompt.txt) and LINGBOT_WORLD_FAST_IMAGE (start
+intrinsics.npy of at least 21 frames, and optionally prompt.txt) and LINGBOT_WORLD_FAST_IMAGE (start
 image).
 
-With LINGBOT_WORLD_FAST_GOLDEN_PATH, a folder with some of
-golden_frames_{short,long}_{first,last}.npy, it also prints (`pytest -s`) SSIM and PSNR of these
-frames of the reference implementation: the first and the last one of its clips of 25 frames, of
-which it makes 21, and of 81. They are arrays [H, W, 3] or [3, H, W], uint8 or floats in [-1, 1].
-There is no bound: the reference draws the noise of a whole clip in one piece, this package for each
-chunk and step.
+LINGBOT_WORLD_FAST_GOLDEN_PATH may name a folder with some of
+golden_frames_{short,long}_{first,last}.npy. The test then also prints (`pytest -s`) SSIM and PSNR
+against these frames of the reference implementation: the first and the last frame of its clips of
+25 frames, of which it generates 21, and of 81 frames. The arrays are [H, W, 3] or [3, H, W] in
+uint8, or in floats in [-1, 1]. SSIM and PSNR have no limit, because the reference draws the noise
+of a whole clip at once, and this package draws it for each chunk and step.
 """
 
 import asyncio
@@ -38,11 +38,13 @@ REAL_WEIGHTS = (
 REAL_HEIGHT, REAL_WIDTH = 480, 832
 REAL_CHUNK_FRAMES = (9, 12)
 REFERENCE_FRAMES = {"short": sum(REAL_CHUNK_FRAMES), "long": 81}
-"""Name of the reference's clip -> number of its frames."""
+"""Number of frames of each clip of the reference, by the name of the clip."""
 
 
 def reference_frames(folder: Path) -> dict[tuple[str, int], np.ndarray]:
-    """Return (file name, index in the video) -> frame, uint8 [H, W, 3]; at least one."""
+    """Return the reference frames in uint8 by (file name, index in the video). At least one must
+    exist.
+    """
     found = {}
     for clip, count in REFERENCE_FRAMES.items():
         for position, index in (("first", 0), ("last", count - 1)):
@@ -54,7 +56,7 @@ def reference_frames(folder: Path) -> dict[tuple[str, int], np.ndarray]:
 
 
 def likeness(made_THWC: np.ndarray, references: dict[tuple[str, int], np.ndarray]) -> list[str]:
-    """Return a line of text per reference frame."""
+    """Return a line of text with SSIM and PSNR for each reference frame."""
     lines = []
     for (name, index), frame in references.items():
         found = likeness_of_frames(made_THWC[[index]], frame[None])
@@ -71,12 +73,12 @@ def recorded() -> np.ndarray:
 
 
 def test_the_tiny_world_looks_as_recorded(lingbot_world: Path, recorded: np.ndarray) -> None:
-    """Three chunks under held keys.
+    """Three chunks under held keys equal the recording.
 
     On a CPU each value is equal or off by one, because processors differ in the order of fp32 sums,
-    which can turn a rounding. This is the sharp check: one key less in the second chunk moves
-    values by up to 13 while SSIM stays at 0.998. On CUDA, where torch lets fp32 convolutions use
-    TF32, only SSIM is asked for.
+    which can change the rounding of a value. This check is strict: one key less in the second chunk
+    changes values by up to 13 while SSIM stays at 0.998. On CUDA, where torch lets fp32
+    convolutions use TF32, only SSIM is checked.
     """
     frames_THWC = tiny_frames(lingbot_world)
     assert frames_THWC.shape == recorded.shape
@@ -90,7 +92,9 @@ def test_the_tiny_world_looks_as_recorded(lingbot_world: Path, recorded: np.ndar
     reason=f"needs real weights: set {', '.join(REAL_WEIGHTS)}",
 )
 def test_real_weights_start_from_the_image_and_repeat_themselves() -> None:
-    """Latents are finite, the first frame shows the start image, and two runs are bit-identical."""
+    """With real weights, latents are finite, the first frame shows the start image, and two runs
+    are bit-identical.
+    """
     model, camera, image = (Path(os.environ[name]) for name in REAL_WEIGHTS)
     img = Image.open(image).convert("RGB")
     first = {"image": torch.from_numpy(np.array(img))}
@@ -123,10 +127,10 @@ def test_real_weights_start_from_the_image_and_repeat_themselves() -> None:
 
 
 def uploaded_chunks(camera: Path, sizes: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Return the first frames of the camera folder as the tensors of one request per chunk.
+    """Return the first frames of the camera folder as tensors, for one request per chunk.
 
     Args:
-        sizes: Frames per chunk.
+        sizes: Number of frames of each chunk.
     """
     poses_N44 = torch.from_numpy(np.load(camera / "poses.npy", allow_pickle=False))
     intrinsics = torch.from_numpy(np.load(camera / "intrinsics.npy", allow_pickle=False))

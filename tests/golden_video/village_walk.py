@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The walk through the shipped village of the golden-video test, and its recording.
+"""The walk through the shipped village that the golden-video test compares, and its recording.
 
 Record it again when the shipped weights change or frames are meant to change, and say so in the
 commit:
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-# when run as a script: `training` is next to `tests`
+# When this file runs as a script, the module `training` must be found next to `tests`.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from training.tiny_world.play import EngineWorld, Played
@@ -27,11 +27,11 @@ WALK = Played(
 )
 """Three chunks across the square: forward, forward and right, back and left."""
 KEPT_LATENTS = (2, 5, 8)
-"""Latent frames of the recording: the last frame of each chunk."""
+"""Latent frames in the recording: the last latent frame of each chunk."""
 
 
 def village() -> Path:
-    """Return the shipped checkpoint, or the one that TINY_WORLD_PATH names."""
+    """Return the path of the shipped checkpoint, or the path in TINY_WORLD_PATH."""
     named = os.environ.get("TINY_WORLD_PATH")
     if named:
         return Path(named)
@@ -41,7 +41,9 @@ def village() -> Path:
 
 
 def made_frames(checkpoint: Path, start_HW3: torch.Tensor) -> list[torch.Tensor]:
-    """Return the walk of two sessions in one engine, uint8 [33, 96, 160, 3] each."""
+    """Return the frames of the same walk in two sessions of one engine, uint8 [33, 96, 160, 3]
+    each.
+    """
     world = EngineWorld(
         checkpoint, (HEIGHT, WIDTH), omni={}, batch=2, dtype="float32", enforce_eager=True
     )
@@ -52,7 +54,7 @@ def made_frames(checkpoint: Path, start_HW3: torch.Tensor) -> list[torch.Tensor]
 
 
 def kept(video_THW3: torch.Tensor) -> torch.Tensor:
-    """Return the recorded frames of a video as one image, one below the other."""
+    """Return the recorded frames of a video as one image, stacked vertically."""
     return torch.cat([video_THW3[4 * latent] for latent in KEPT_LATENTS])
 
 

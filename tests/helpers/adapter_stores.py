@@ -22,10 +22,10 @@ def make_store(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> AdapterStore:
-    """Return a store for the model's layers with adapters loaded.
+    """Return an adapter store for the layers of a model, with adapters loaded.
 
     Args:
-        adapters: Adapter name -> file or directory.
+        adapters: File or directory of each adapter, by name.
     """
     config = LoRAConfig(
         max_loras=max_loras,

@@ -2,7 +2,7 @@
 """`@feature` marks a test that verifies a row of docs/architecture/ar_compatibility.md.
 
 `scripts/ar_compatibility.py` runs the marked tests and writes the table from their outcomes. A test
-of the default suite checks that the table lists exactly the marked tests.
+of the default suite checks that the table lists exactly the features of the marked tests.
 """
 
 from typing import Any, Literal
@@ -14,10 +14,10 @@ How = Literal["engine", "mocked"]
 
 
 def feature(name: str, runner: Runner = "V1", how: How = "engine", note: str = "") -> Any:
-    """Mark a test as verification of a feature.
+    """Mark a test as the verification of a feature.
 
     Args:
-        name: Feature of vLLM, as in the table.
+        name: Feature of vLLM, as named in the table.
         runner: Generation of vLLM's model runner.
         how: Whether a real engine runs, or a runner with mocked scheduler outputs.
         note: Remark for the table.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drives a streaming model in this process as the runner does: steps, chunks, pipeline stages."""
+"""Drives a streaming model in this process as the runner does: steps, chunks and pipeline stages."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ Bits = tuple[dict[str, torch.Tensor], dict[str, Any]]
 
 
 def step(model: Any, batch: Sequence[Any]) -> None:
-    """One denoise step of requests that may be at different steps."""
+    """Run one denoise step of a batch of requests, which may be at different steps."""
     model.step_scheduler(batch, model.denoise_step(batch))
     for request in batch:
         request.step += 1
@@ -25,20 +25,22 @@ def finish(model: Any, request: Any) -> Result:
 
 
 def run_steps(model: Any, request: Any) -> None:
-    """Prepare a request and run all of its denoise steps, alone."""
+    """Prepare a request and run all of its denoise steps in a batch of its own."""
     model.prepare_encode(request)
     while request.step < request.num_steps:
         step(model, [request])
 
 
 def run_request(model: Any, request: Any) -> Result:
-    """Run one request of a chunk, alone."""
+    """Run all of one chunk's request in a batch of its own: prepare, denoise, decode and commit."""
     run_steps(model, request)
     return finish(model, request)
 
 
 def step_stages(stages: Sequence[Any], batches: Sequence[Sequence[Any]]) -> None:
-    """`step` through pipeline stages, with a batch of the same requests for each stage."""
+    """Run `step` through pipeline stages. Each stage has its own batch with its own copies of the
+    requests.
+    """
     hidden = None
     for model, batch in zip(stages, batches, strict=True):
         hidden = model.denoise_step(batch, hidden)
@@ -51,7 +53,7 @@ def step_stages(stages: Sequence[Any], batches: Sequence[Sequence[Any]]) -> None
 
 
 def run_stages(stages: Sequence[Any], requests: Sequence[Any]) -> Result:
-    """Run one chunk over pipeline stages, with a request for each stage."""
+    """Run one chunk through pipeline stages. Each stage has its own copy of the request."""
     for model, request in zip(stages, requests, strict=True):
         model.prepare_encode(request)
     while requests[0].step < requests[0].num_steps:
@@ -68,18 +70,20 @@ def run_staggered(
     make_request: Callable[[Any, int], Any],
     chunks: int = 3,
 ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], int]:
-    """Run three sessions alone, and in common batches, each started one step after the preceding
-    one. As in the runner, requests with equal `batch_key` share a batch.
+    """Run three sessions by themselves, and then in common batches.
+
+    In the common batches, each session starts one step after the preceding one. As in the runner,
+    requests with equal `batch_key` share a batch.
 
     Args:
-        model: The model.
-        open_session: Opens the session of an id.
-        make_request: Makes the next request of a session for latents with a seed.
-        chunks: Chunks of each session.
+        model: Model that runs the sessions.
+        open_session: Opens the session with a given id.
+        make_request: Returns the next request of a session for latents with a given seed.
+        chunks: Number of chunks of each session.
 
     Returns:
-        The latents of each chunk in the batch and alone, and the number of batches with different
-        steps.
+        The latents of each chunk in the common batch and by itself, and the number of batches with
+            requests at different steps.
     """
     alone: dict[str, list[torch.Tensor]] = {}
     for seed, name in enumerate("abc"):
@@ -113,12 +117,12 @@ def run_staggered(
 
 
 def session_bits(session: Any) -> Bits:
-    """A copy of all tensors and scalars of a session."""
+    """Return a copy of all tensors and scalars of a session."""
     return {name: tensor.clone() for name, tensor in session.tensors().items()}, session.scalars()
 
 
 def assert_same(session: Any, before: Bits) -> None:
-    """Compare a session with its `session_bits` of an earlier time."""
+    """Assert that a session equals the result of an earlier call of `session_bits`."""
     tensors, scalars = session.tensors(), session.scalars()
     assert scalars == before[1] and tensors.keys() == before[0].keys()
     assert [name for name in tensors if not torch.equal(tensors[name], before[0][name])] == []
@@ -150,13 +154,13 @@ def run_vae_stage(layers: Any, vae: Any, ours: Any, theirs: Any) -> Result:
 def run_adapted(
     model: Any, store: Any, choices: Sequence[Any], make_request: Callable[[], Any]
 ) -> list[torch.Tensor]:
-    """Latents of successive chunks of a session.
+    """Return the latents of successive chunks of a session with adapters.
 
     Args:
-        model: The model.
-        store: Its adapter store.
+        model: Model that runs the session.
+        store: Adapter store of the model.
         choices: Adapters of each chunk.
-        make_request: Makes the request of the next chunk.
+        make_request: Returns the request of the next chunk.
     """
     latents: list[torch.Tensor] = []
     before = None

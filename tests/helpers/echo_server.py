@@ -9,7 +9,9 @@ from helpers.waits import exactly_in_task, pause_task
 
 
 class EchoServer:
-    """Returns its name. `status` is its readiness, as `/omni/ready` of a real server."""
+    """A server that returns its name. `status` is its readiness, as in `/omni/ready` of a real
+    server.
+    """
 
     def __init__(self, name: str) -> None:
         self.name, self.status = name, "ready"
@@ -26,7 +28,7 @@ class EchoServer:
         return f"127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        """Listen; after `die` on the same port."""
+        """Start to listen. After `die`, the server listens on the same port again."""
         app = web.Application(client_max_size=1 << 30)
         app.router.add_get("/omni/ready", self._ready)
         app.router.add_get("/v1/realtime/echo", self._socket)
@@ -43,7 +45,7 @@ class EchoServer:
         self.port = self.runner.addresses[0][1]
 
     async def die(self) -> None:
-        """End as a killed process: the kernel closes its sockets."""
+        """Stop the server like a killed process, with sockets that the kernel closes."""
         for each in self.sockets:
             if each._req is not None and each._req.transport is not None:
                 each._req.transport.abort()
@@ -57,7 +59,9 @@ class EchoServer:
         return web.Response(status=401)
 
     async def _refuse_body(self, request: web.Request) -> web.Response:
-        """Refuse without reading, and close with unread bytes, which resets the connection."""
+        """Refuse a request without reading its body. Closing a connection with unread bytes resets
+        it.
+        """
         self.num_refused += 1
         response = web.Response(status=507, text="no room")
         response.force_close()

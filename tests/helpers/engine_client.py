@@ -21,14 +21,14 @@ from vllm_omni.outputs import unpack
 STOCK_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 SHARED_GPU = {
     "worker_cls": "vllm_omni.worker.SharedGPUWorker",
-    "distributed_executor_backend": "mp",  # set explicitly, because vLLM would count GPUs
+    "distributed_executor_backend": "mp",  # set explicitly, because vLLM would otherwise count GPUs
 }
 
 Result = TypeVar("Result")
 
 
 class EngineClient:
-    """A thin wrapper of the engine client that builds requests as any client would."""
+    """A thin wrapper around the engine client that builds requests as any client would."""
 
     def __init__(self, engine: AsyncLLM) -> None:
         self.engine = engine
@@ -40,7 +40,11 @@ class EngineClient:
         request_id: str | None = None,
         **fields: Any,
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Run one request to its end. Raises RequestFailed as a client would see it."""
+        """Run one request to its end.
+
+        Raises:
+            RequestFailed: The request failed. A client receives the same error.
+        """
         request_id = request_id or f"request-{next(self._numbers)}"
         params = DiffusionParams(**fields).to_pooling_params(tensors)
         async for output in self.engine.encode(engine_prompt(), params, request_id):
@@ -59,10 +63,10 @@ class EngineClient:
         return latents
 
     async def until_at_step(self, session_id: str, step: int) -> list[int]:
-        """Wait until the first rank has done `step` steps of the session's request.
+        """Wait until the first rank has run `step` steps of the session's request.
 
         Returns:
-            `[steps done, total steps]`.
+            `[finished steps, total steps]`.
         """
         async with asyncio.timeout(seconds(60)):
             while True:
@@ -78,17 +82,17 @@ class EngineClient:
                 await asyncio.sleep(0)
 
     async def progress(self) -> dict[str, list[int]]:
-        """Return the first rank's progress: session -> `[steps done, total steps]`."""
+        """Return the first rank's progress: `[finished steps, total steps]` by session."""
         return (await self.engine.collective_rpc("request_progress"))[0]  # type: ignore[no-any-return]
 
     async def stats(self) -> dict[str, Any]:
-        """Return the last rank's statistics. Earlier stages record a commit one step later."""
+        """Return the statistics of the last rank. Earlier stages record a commit one step later."""
         return (await self.engine.collective_rpc("session_stats"))[-1]
 
 
 @dataclass(frozen=True)
 class SharedEngine:
-    """An engine that several tests use in turn, and its event loop."""
+    """An engine, with its event loop, that several tests use one after another."""
 
     client: EngineClient
     runner: asyncio.Runner
@@ -97,7 +101,7 @@ class SharedEngine:
         return self.runner.run(work)
 
     def clear(self) -> None:
-        """Close every session, so that the next test finds the engine as after its start."""
+        """Close every session, so that the next test finds the engine as it was after its start."""
 
         async def close() -> None:
             for session_id in (await self.client.stats())["chunks"]:
@@ -108,7 +112,7 @@ class SharedEngine:
 
 @contextlib.contextmanager
 def shared_engine(*args: Any, **kwargs: Any) -> Iterator[SharedEngine]:
-    """`running_engine` for a fixture of module or package scope."""
+    """Run `running_engine` for a fixture of module or package scope."""
     with asyncio.Runner() as runner:
         engine = running_engine(*args, **kwargs)
         yield SharedEngine(runner.run(engine.__aenter__()), runner)
@@ -119,11 +123,12 @@ def shared_engine(*args: Any, **kwargs: Any) -> Iterator[SharedEngine]:
 async def running_engine(
     model: Path, omni: Mapping[str, Any] | None = None, **engine_args: Any
 ) -> AsyncIterator[EngineClient]:
-    """Start an engine on `model` with small sizes and stop it with all its processes."""
+    """Start an engine on `model` with small sizes, and stop it with all its processes at the end."""
     size = engine_args.get("tensor_parallel_size", 1) * engine_args.get("pipeline_parallel_size", 1)
-    # One core per rank; otherwise vLLM requires a NUMA node for each.
+    # Each rank is bound to one core, because vLLM would otherwise require a NUMA node for each
+    # rank.
     cores = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(size))
-    # vLLM would bind the first rank of every engine to the same core.
+    # Without this, vLLM would bind the first rank of every engine to the same core.
     several_engines = (
         "data_parallel_size" in engine_args
         or engine_args.get("distributed_executor_backend") == "ray"
@@ -134,7 +139,7 @@ async def running_engine(
         else {}
     )
     if torch.cuda.is_available():
-        engine_args.setdefault("gpu_memory_utilization", 0.4)  # another engine may be running
+        engine_args.setdefault("gpu_memory_utilization", 0.4)  # another engine may run
         if size > torch.cuda.device_count():
             engine_args = {**SHARED_GPU, **engine_args}
     with _environment(**bind):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run scripts of `examples/offline_inference`, or import them."""
+"""Run or import scripts of `examples/offline_inference`."""
 
 import subprocess
 from pathlib import Path
@@ -16,13 +16,13 @@ def run_example(
 ) -> "subprocess.CompletedProcess[str]":
     """Run a script to its end and check its exit status.
 
-    The script must stop its engine. If the engine is left to the interpreter's exit, vLLM often
-    warns that the engine has ended unexpectedly.
+    The script must stop its engine. If the engine is stopped only when the interpreter exits, vLLM
+    often warns that the engine has ended unexpectedly.
 
     Args:
         status: Expected exit status.
     """
-    environ = {"VLLM_LOGGING_LEVEL": "INFO"}  # the default that users have
+    environ = {"VLLM_LOGGING_LEVEL": "INFO"}  # users have this log level by default
     result = run_python(EXAMPLES / name, *arguments, limit_s=400, environ=environ)
     shown = result.stdout[-4000:] + result.stderr[-4000:]
     assert result.returncode == status, f"{name} ended with status {result.returncode}:\n{shown}"

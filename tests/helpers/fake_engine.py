@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A replacement for vLLM's engine client, and a real server with all endpoints.
 
-With `FakeEngine` a test of an endpoint takes milliseconds. It has the engine's contract: a chunk is
-one pooling request, chunks of a session run in order and one at a time, dropping `encode` does not
-abort, an aborted chunk commits nothing, and errors are returned as envelopes.
+With `FakeEngine`, a test of an endpoint takes milliseconds. `FakeEngine` fulfils the contract of
+the engine: a chunk is one pooling request, the chunks of a session run in order and one at a time,
+dropping `encode` does not abort, an aborted chunk commits nothing, and errors are returned as
+envelopes.
 """
 
 import asyncio
@@ -42,7 +43,7 @@ from vllm_omni.outputs import RequestFailed, pack, pack_error
 from vllm_omni.worlds.grid import OccupancyGrid
 from vllm_omni.worlds.start_pose import START_POSE, StartPose
 
-FIRST, LATER = 9, 12  # pixel frames of the first and of every later chunk
+FIRST, LATER = 9, 12  # number of pixel frames in the first and in every later chunk
 
 
 def first_frame_of(chunk_index: int) -> int:
@@ -51,7 +52,7 @@ def first_frame_of(chunk_index: int) -> int:
 
 @dataclass
 class World:
-    """One session inside the engine."""
+    """State of one session inside the fake engine."""
 
     height: int
     width: int
@@ -71,18 +72,19 @@ class Call:
 
 
 class FakeEngine:
-    """An engine client whose frames are numbered.
+    """An engine client that numbers its frames.
 
-    All pixels of session frame n are n % 256, and pixel (0, 0) has the chunk's index in red.
+    All pixels of session frame n have the value n % 256, except that the red value of pixel (0, 0)
+    is the chunk's index.
 
     Args:
         delay_s: Duration of a chunk in seconds.
         close_delay_s: Time to free a session in seconds.
         max_worlds: Maximum number of sessions.
-        noise: Whether frames are noise, which does not compress.
+        noise: Whether frames are noise, which cannot be compressed.
         start_pose: Recognised pose of every start image. Default: unknown.
-        grid: Obstacles that stop walkers. Chunks of actions then report `world_poses`.
-        fail: Called with each generate request; may raise.
+        grid: Obstacles that stop walkers. Chunks with actions then report `world_poses`.
+        fail: Function that is called with each generate request and may raise.
     """
 
     def __init__(self) -> None:
@@ -204,8 +206,8 @@ class FakeEngine:
 class EndpointServer:
     """All endpoints in a real uvicorn server on a loopback port, in its own thread.
 
-    Leaving the context does not wait, because uvicorn takes 0.2 s to stop and hundreds of tests use
-    it. `wait_until_all_ended` waits.
+    Leaving the context does not wait for the server to stop, because uvicorn takes 0.2 s to stop
+    and hundreds of tests use this class. `wait_until_all_ended` waits.
     """
 
     _ending: ClassVar[list[threading.Thread]] = []
@@ -235,7 +237,7 @@ class EndpointServer:
         config = uvicorn.Config(
             app, log_level="warning", ws_per_message_deflate=False, ws_max_size=1 << 20
         )
-        # the protocol of the real server, which writes the messages of a chunk together
+        # Use the protocol of the real server, which writes the messages of a chunk together.
         limits.frame_budget.apply(config)
         self.server = uvicorn.Server(config)
         app.state.server = self.server
@@ -256,7 +258,7 @@ class EndpointServer:
 
     @classmethod
     def wait_until_all_ended(cls) -> None:
-        """Wait until every server whose context was left has stopped."""
+        """Wait until every server that was left with its context has stopped."""
         while cls._ending:
             thread = cls._ending.pop()
             thread.join(seconds(10))
@@ -269,7 +271,7 @@ class EndpointServer:
 
 
 class Client:
-    """A WebSocket client for this package's codec. `hello` has been received."""
+    """A WebSocket client for this package's codec. It has received the message `hello`."""
 
     def __init__(self, connecting: ClientConnection) -> None:
         self._connecting = connecting
@@ -300,7 +302,7 @@ class Client:
         return self.receive()
 
     def frames(self) -> list[dict[str, Any]]:
-        """Return the frame messages of one request up to the last. Fails on an error message."""
+        """Return all frame messages of one request, up to the last one. Fails on an error message."""
         messages = []
         while not messages or not messages[-1]["final"]:
             messages.append(self.receive())
@@ -308,21 +310,23 @@ class Client:
         return messages
 
     def error(self, message: Any) -> str:
-        """Send a message that must be refused and return the error code."""
+        """Send a message that must be refused, and return the error code."""
         response = self.request(message)
         assert response["type"] == "error", response
         return response["code"]
 
 
 def camera(num_frames: int) -> dict[str, np.ndarray]:
-    """Return poses that walk straight ahead by 0.01 units per frame."""
+    """Return poses that move straight ahead by 0.01 units per frame."""
     poses_N44 = np.tile(np.eye(4, dtype=np.float32), (num_frames, 1, 1))
     poses_N44[:, 2, 3] = 0.01 * np.arange(num_frames)
     return {"poses": poses_N44, "intrinsics": np.array([40.0, 40.0, 24.0, 16.0])}
 
 
 def infer(num_frames: int = FIRST, **fields: Any) -> dict[str, Any]:
-    """Return a valid first request. Fields override its fields; None removes one."""
+    """Return a valid first request. `fields` override its fields, and the value None removes a
+    field.
+    """
     message = {
         "endpoint": "infer",
         "image": np.full((32, 48, 3), 7, np.uint8),
@@ -335,7 +339,7 @@ def infer(num_frames: int = FIRST, **fields: Any) -> dict[str, Any]:
 
 
 def close_code(client: Client) -> int:
-    """Read until the server closes the connection and return its code."""
+    """Read until the server closes the connection, and return the close code."""
     try:
         while True:
             client.receive()
@@ -344,5 +348,5 @@ def close_code(client: Client) -> int:
 
 
 def numbers(messages: list[dict[str, Any]]) -> list[int]:
-    """Return the session frame numbers that the fake engine has painted into the frames."""
+    """Return the session frame numbers that the fake engine has encoded in the frames."""
     return [int(frame[1, 1, 0]) for message in messages for frame in message["video"]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Hopper GPU and its packages, as the checks of fast paths see them on any machine."""
+"""A simulated Hopper GPU and its packages, for the checks of fast paths on any machine."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ _CACHED: tuple[Any, ...] = (
 
 
 class _Packages:
-    """A finder that hides some packages and finds others that do not exist."""
+    """A module finder that hides some packages and pretends that others exist."""
 
     def __init__(self, hidden: Sequence[str], added: Sequence[str]) -> None:
         self._hidden, self._added = hidden, added
@@ -43,13 +43,13 @@ def fake_hopper(
     capability: tuple[int, int] = (9, 0),
     cuda: str = "13.0",
 ) -> Iterator[pytest.MonkeyPatch]:
-    """Make torch report one GPU, and Python packages present or missing.
+    """Make torch report one GPU, and make Python packages appear present or missing.
 
     Args:
         without: Packages that cannot be imported.
-        with_packages: Packages that are found, but cannot be imported.
-        capability: The GPU's compute capability.
-        cuda: Version of CUDA that torch is built for.
+        with_packages: Packages that are found but cannot be imported.
+        capability: Compute capability of the GPU.
+        cuda: Version of CUDA that torch appears to be built for.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two or more real servers between which sessions move, for tests."""
+"""Two or more real servers for tests that move sessions between servers."""
 
 import json
 import urllib.request
@@ -18,16 +18,16 @@ OPERATOR = {"Authorization": f"Bearer {OPERATOR_KEY}"}
 
 
 class TestFleet:
-    """Servers by name, started with one file of servers.
+    """Servers that are started by name with one common file of servers.
 
     Args:
         model: Checkpoint directory.
-        folder: Directory for logs and the file.
+        folder: Directory for logs and the file of servers.
         names: Names of the servers.
-        started: Names of those that start at once. Default: all.
+        started: Names of the servers that start immediately. Default: all.
         omni: Further options of all servers.
         shared_dir: Directory that all servers share. Default: none.
-        flags: Returns further arguments of all servers for their ports.
+        flags: Function that returns further arguments of all servers, given their ports.
     """
 
     __test__ = False
@@ -47,7 +47,7 @@ class TestFleet:
         self.ports = {name: port_for_a_server() for name in names}
         self.file = folder / "fleet.toml"
         shared = "" if shared_dir is None else f'shared_dir = "{shared_dir}"\n'
-        # the last server is listed but never started
+        # The server `gone` is listed but never started.
         ports = {**self.ports, "gone": port_for_a_server()}
         self.file.write_text(
             "".join(
@@ -63,7 +63,7 @@ class TestFleet:
             server.wait_until_healthy()
 
     def start(self, name: str, **omni: Any) -> Served:
-        """Start a server, which need not be healthy yet."""
+        """Start a server without waiting until it is healthy."""
         options = {**SIZES, "max_sessions": 8, "fleet": str(self.file), "server_name": name}
         config = json.dumps({"omni": {**options, **self._omni, **omni}})
         self.servers[name] = Served(
@@ -88,7 +88,7 @@ class TestFleet:
 def migrate(
     server: Served, session_id: str, to: str, headers: dict[str, str] | None = None
 ) -> tuple[int, dict[str, Any]]:
-    """Move a session, and return the status and the body."""
+    """Move a session to another server; return the response's status and body."""
     body = json.dumps({"to": to}).encode()
     sent = {"Content-Type": "application/json", **(OPERATOR if headers is None else headers)}
     return _call(server, f"/omni/sessions/{session_id}/migrate", sent, body)
@@ -106,14 +106,14 @@ def _call(
 
 
 def live_sessions(server: Served) -> set[str]:
-    """Return the names of the sessions that clients of a server may use."""
+    """Return the names of the sessions that are open to the clients of a server."""
     status, reply = _call(server, "/omni/sessions", OPERATOR)
     assert status == 200, reply
     return {session["name"] for session in reply["sessions"]}
 
 
 def engine_sessions(server: Served) -> int:
-    """Return the number of sessions in a server's engine, also of those on their way."""
+    """Return the number of sessions in a server's engine, including those that are being moved."""
     number = _call(server, "/omni/ready", {})[1]["sessions"]
     assert isinstance(number, int)
     return number

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cuDNN's FP8 attention product, for machines without a Hopper GPU."""
+"""A replacement for cuDNN's FP8 attention product on machines without a Hopper GPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8
 
 
 def exact_product(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor) -> torch.Tensor:
-    """Compute attention in fp32 and quantize where cuDNN quantizes."""
+    """Compute attention in fp32, and quantize intermediate values where cuDNN quantizes them."""
     q_NTH, k_NSH, v_NSH = (x.float().transpose(0, 1) for x in (q_TNH, k_SNH, v_SNH))
     scores = q_NTH @ k_NSH.transpose(1, 2) * (q_TNH.shape[-1] ** -0.5 / fp8_attention._QUERY_SCALE)
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
@@ -27,7 +27,8 @@ def exact_product(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tensor)
 def as_on_hopper() -> Iterator[None]:
     """Make `fp8_attention` use `exact_product` instead of cuDNN.
 
-    The inputs must have the shapes and strides that were announced.
+    The replacement asserts that its inputs have the shapes and strides for which the product was
+    created.
     """
 
     def product(

@@ -10,5 +10,5 @@ import gc
 
 gc.collect()
 gc.freeze()
-# Native libraries log errors about objects that are never collected.
+# Unfreeze at exit, because native libraries log errors about objects that are never collected.
 atexit.register(gc.unfreeze)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of golden tensors, whose files are stored compressed."""
+"""Folders of golden tensors in compressed files."""
 
 import os
 import shutil
@@ -13,10 +13,11 @@ _REPO = Path(__file__).parents[2]
 
 
 def shared_golden(name: str) -> Path:
-    """Return the folder `name` of the complete recordings, which the repository holds only in part.
+    """Return the folder `name` of the complete recordings, of which the repository contains only a
+    part.
 
-    They are in `$OMNI_GOLDEN`, else in `shared/golden` in a folder that contains the repository.
-    Without them, the test is skipped.
+    The complete recordings are in `$OMNI_GOLDEN` or, if it is not set, in `shared/golden` in a
+    folder that contains the repository. If they do not exist, the test is skipped.
     """
     places = [parent / "shared" / "golden" for parent in _REPO.parents]
     if set_to := os.environ.get("OMNI_GOLDEN"):
@@ -30,8 +31,8 @@ def shared_golden(name: str) -> Path:
 def golden_folder(name: str) -> Path:
     """Return the folder `tests/golden/<name>` with its `*.xz` files decompressed.
 
-    The decompressed files are in `build/golden`, which is shared by all processes and runs: one
-    folder per version of the stored files.
+    The decompressed files are stored in `build/golden`, in one folder per version of the stored
+    files. All processes and runs share them.
     """
     source = _REPO / "tests" / "golden" / name
     version = max(path.stat().st_mtime_ns for path in source.iterdir())
@@ -42,6 +43,6 @@ def golden_folder(name: str) -> Path:
         unpack_golden(source, partial)
         try:
             partial.rename(folder)
-        except OSError:  # another process was first
+        except OSError:  # another process has created the folder first
             shutil.rmtree(partial)
     return folder

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start the real HAProxy with `deploy/haproxy/haproxy.cfg`, on free ports and with short timeouts.
 
-Tests that use it are skipped without HAProxy, which Debian has as a package.
-`OMNI_REQUIRE_HAPROXY=1`, which `.ci/run` sets where it could be installed, makes that a failure.
+Tests that use this module are skipped if HAProxy is not installed. Debian has a package for it.
+With `OMNI_REQUIRE_HAPROXY=1`, which `.ci/run` sets where HAProxy can be installed, they fail
+instead.
 """
 
 import contextlib
@@ -38,9 +39,10 @@ QUICK: Mapping[str, str] = {
     "timeout connect 3s": f"timeout connect {CONNECT_S * 1e3:.0f}ms",
     "timeout check 5s": f"timeout check {10 * CHECK_S * 1e3:.0f}ms",
 }
-"""Edits of every test, so that tests need not wait for seconds: health checks are frequent, and a
-refused connection is repeated soon, because HAProxy waits for a second or the time limit of a
-connection before that, whichever is shorter.
+"""Edits of the configuration for every test, so that tests need not wait for seconds.
+
+Health checks are frequent, and a refused connection is soon repeated. Before repeating it, HAProxy
+waits for one second or for the time limit of a connection, whichever is shorter.
 """
 
 
@@ -48,9 +50,9 @@ class Proxy:
     """A running HAProxy.
 
     Args:
-        folder: Holds the configuration, the certificate and the log.
+        folder: Directory for the configuration, the certificate and the log.
         servers: Address of each server (`host:port`) by its name.
-        edits: Replacements of text in the configuration, each of which must occur in it.
+        edits: Replacements of text in the configuration. The text to replace must occur in it.
         peers: Address of each proxy by its name. Default: only this one.
         name: Name of this proxy among `peers`.
     """
@@ -88,7 +90,7 @@ class Proxy:
 
     @property
     def num_connections(self) -> int:
-        """Return the number of open connections of clients to the proxy."""
+        """Return the number of open client connections to the proxy."""
         connections = psutil.Process(self.process.pid).net_connections("tcp")
         ports = (self.port, self.tls_port)
         return sum(
@@ -97,7 +99,7 @@ class Proxy:
         )
 
     def wait_until_checked(self, up: int, total: int | None = None) -> None:
-        """Wait until health checks have found `up` servers with room, of `total` that live."""
+        """Wait until health checks have found `up` servers with room and `total` live servers."""
 
         def states() -> list[str]:
             rows = self.statistics()
@@ -127,12 +129,12 @@ class Proxy:
         return [dict(zip(head, row, strict=False)) for row in rows]
 
     def table(self, name: str) -> int:
-        """Return the number of entries of a stick table."""
+        """Return the number of entries in a stick table."""
         shown = self.command(f"show table {name}")
         return int(re.search(r"used:(\d+)", shown)[1])  # type: ignore[index]
 
     def command(self, text: str) -> str:
-        """Run a command of HAProxy's administration socket."""
+        """Run a command on HAProxy's administration socket."""
         import socket
 
         with socket.socket(socket.AF_UNIX) as admin:
@@ -142,7 +144,7 @@ class Proxy:
             return b"".join(iter(lambda: admin.recv(65536), b"")).decode()
 
     def client_tls(self, *protocols: str) -> ssl.SSLContext:
-        """Return a context that trusts this proxy and offers these protocols."""
+        """Return a TLS context that trusts this proxy and offers these protocols."""
         context = ssl.create_default_context(cafile=str(self._folder / "certificate.pem"))
         context.set_alpn_protocols(list(protocols))
         return context
@@ -153,7 +155,9 @@ class Proxy:
         self.process = self._start()
 
     def reload(self) -> None:
-        """Start another process that takes over the sockets, as `systemctl reload` does."""
+        """Start another process that takes over the sockets of this one, as `systemctl reload`
+        does.
+        """
         old = self.process
         self.process = self._start("-sf", str(old.pid), "-x", str(self._folder / "admin.sock"))
         self._old = old
@@ -211,7 +215,7 @@ def running_proxy(
     peers: Mapping[str, str] | None = None,
     name: str = "proxy-1",
 ) -> Iterator[Proxy]:
-    """`Proxy`, which has ended after the block."""
+    """Run a `Proxy` during the block, and stop it at the end."""
     proxy = Proxy(folder, servers, edits, peers, name)
     try:
         yield proxy
@@ -231,7 +235,9 @@ def fetch(url: str) -> str:
 
 
 def make_certificate(file: Path, public: Path) -> None:
-    """Write a certificate of localhost with its key, and the certificate alone."""
+    """Write a certificate of localhost with its key to `file`, and only the certificate to
+    `public`.
+    """
     key = file.with_suffix(".key")
     names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
     command = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client of HTTP/2 over TLS, with requests and WebSockets (RFC 8441)."""
+"""An HTTP/2 client over TLS that sends requests and opens WebSockets (RFC 8441)."""
 
 import socket
 import ssl
@@ -21,7 +21,7 @@ from helpers.waits import seconds
 
 
 class Http2Client:
-    """One connection. `reset` has the streams that the server has reset."""
+    """One HTTP/2 connection. `reset` contains the streams that the server has reset."""
 
     def __init__(self, raw: ssl.SSLSocket) -> None:
         self._raw = raw
@@ -43,7 +43,7 @@ class Http2Client:
         return settings[SettingCodes.ENABLE_CONNECT_PROTOCOL] == 1
 
     def send(self, method: str, path: str, *headers: tuple[str, str], ends: bool = True) -> int:
-        """Start a request and return its stream."""
+        """Start a request and return its stream id."""
         stream = self._connection.get_next_available_stream_id()
         pseudo = [(":method", method), (":scheme", "https"), (":path", path), (":authority", "x")]
         self._connection.send_headers(stream, [*pseudo, *headers], end_stream=ends)

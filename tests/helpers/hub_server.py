@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Hugging Face hub on the loopback address that serves folders.
+"""A Hugging Face hub on the loopback address that serves local folders.
 
-It has the routes that `huggingface_hub.snapshot_download` requests.
+The hub implements the routes that `huggingface_hub.snapshot_download` requests.
 """
 
 import contextlib
@@ -16,20 +16,22 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-"""The only commit of the first repository. The client expects a different one for each."""
+"""The only commit of the first repository. Each further repository has a different commit, as the
+client expects.
+"""
 
 
 @contextlib.contextmanager
 def hub_server(repos: dict[str, Path], cut: str | None = None) -> Iterator[tuple[str, list[str]]]:
-    """Serve folders as repositories.
+    """Serve folders as repositories of the hub.
 
     Args:
-        repos: Folder of each repository.
-        cut: File with a first response that ends half-way.
+        repos: Folder of each repository, by the repository's name.
+        cut: File whose first response ends half-way.
 
     Yields:
-        The address for HF_ENDPOINT and the list of files fetched so far. An entry such as
-        `name[8:]` is a fetch from byte 8 on.
+        The address for HF_ENDPOINT, and the list of files that were fetched so far. An entry such
+            as `name[8:]` is a fetch that starts at byte 8.
     """
     fetched: list[str] = []
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that responds at once, for tests of the layers above it."""
+"""An engine that responds immediately, for tests of the layers above it."""
 
 import asyncio
 from typing import Any
@@ -14,10 +14,10 @@ Results = tuple[dict[str, Any], dict[str, np.ndarray]]
 
 
 class InstantEngine(OmniEngine):
-    """An `OmniEngine` whose `run_request` responds without an engine process.
+    """An `OmniEngine` with a `run_request` that responds without an engine process.
 
-    `failures` are raised by the next generate requests, one each. Requests wait for `release` if it
-    is set.
+    The next generate requests raise the errors in `failures`, one each. If `release` is set,
+    requests wait for it.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strict clients of the two streaming endpoints, and a msgpack decoder like the web page's."""
+"""Strict clients of the two streaming endpoints, and a msgpack decoder that accepts what the web
+page's decoder accepts.
+"""
 
 import io
 import json
@@ -16,7 +18,8 @@ from websockets.sync.client import ClientConnection, connect
 
 WIDTH, HEIGHT = 48, 32
 
-# the library stops reading while it waits for the server's close frame
+# A short timeout suffices, because the library does not read while it waits for the server's close
+# frame.
 _QUICK: Any = {"close_timeout": 0.05}
 
 _pack = msgspec.msgpack.Encoder().encode
@@ -99,8 +102,8 @@ def _unpack_map(data: bytes, at: int, count: int) -> tuple[dict[str, Any], int]:
 
 @dataclass
 class Chunk:
-    """One chunk as received. `frames_THWC` is None for lossy formats; `files` are encoded
-    images.
+    """One chunk as the client received it. `frames_THWC` is None for lossy formats; `files`
+    contains encoded images.
     """
 
     index: int
@@ -142,14 +145,14 @@ class Chunk:
         return found
 
     def numbers(self) -> list[int]:
-        """Return the session frame numbers that the fake engine has painted."""
+        """Return the session frame numbers that the fake engine has encoded in the frames."""
         return [int(frame[1, 1, 0]) for frame in self.frames()]
 
 
 class GenerateClient:
     """A client of `/v1/realtime_video/generate` that behaves like the web page.
 
-    A map of unknown type is a header, and the next message is its payload.
+    A map of unknown type counts as a header, and the next message as its payload.
     """
 
     def __init__(
@@ -210,8 +213,8 @@ class GenerateClient:
         return message["content"]
 
     def chunk(self, timeout_s: float = 10.0) -> Chunk:
-        """Receive the next chunk: its frame messages in order, then its statistics. Fails on
-        others.
+        """Receive the next chunk: its frame messages in order, then its statistics. Fails on any
+        other message.
         """
         headers: list[dict[str, Any]] = []
         payloads = []
@@ -238,8 +241,8 @@ class GenerateClient:
     skipped_types: frozenset[str] = frozenset()
 
     def close_code(self, timeout_s: float = 10.0) -> tuple[int, str]:
-        """Read until the server closes: `(code, reason)`. 1006 means that no close frame
-        arrived.
+        """Read until the server closes the connection; return `(code, reason)`. Code 1006 means
+        that no close frame arrived.
         """
         try:
             while True:
@@ -294,7 +297,7 @@ class VideoClient:
         return self.receive()
 
     def until(self, kind: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Read up to the next message of a type and return it and the chunks before it."""
+        """Read up to the next message of a type; return this message and the chunks before it."""
         chunks = []
         while (message := self.receive())["type"] != kind:
             assert message["type"] == "video.chunk_metadata", message

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record the messages of one logger.
 
-`caplog` misses them where vLLM has configured its loggers again.
+`caplog` misses messages after vLLM has configured its loggers again.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def logged(logger: logging.Logger, from_level: int = logging.INFO) -> Iterator[list[str]]:
-    """Yield the messages logged in the block, from the given level on."""
+    """Yield a list of the messages logged during the block, from the given level upwards."""
     found: list[str] = []
 
     class Found(logging.Handler):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA adapters of a tiny network in every naming convention.
 
-The helpers also return the weight differences that the adapters represent.
+The helpers also return the changes to the weights that the adapters represent.
 """
 
 import json
@@ -26,13 +26,15 @@ from vllm_omni.testing.tiny.wan import DIFFUSERS_NAMES
 
 RANK, ALPHA = 4, 2.0
 Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]
-"""Module -> (down [r, I], up [O, r])."""
+"""LoRA factors of each module: (down [r, I], up [O, r])."""
 
 
 def factors(
     target: AdapterTarget, modules: Sequence[str], seed: int, rank: int = RANK, size: float = 0.3
 ) -> Factors:
-    """Return random low-rank factors; with ALPHA / rank they change a result by some percent."""
+    """Return random low-rank factors. With a scale of ALPHA / rank, they change a result by a few
+    percent.
+    """
     generator = torch.Generator().manual_seed(seed)
     made: Factors = {}
     for module in modules:
@@ -45,7 +47,7 @@ def factors(
 
 
 def attention_and_ffn(target: AdapterTarget) -> list[str]:
-    """The modules of every block's attention and feed-forward layers."""
+    """Return the attention and feed-forward layers of every block."""
     return [
         name
         for name in target.matrices()
@@ -58,7 +60,7 @@ def differences(made: Factors, scaling: float) -> dict[str, torch.Tensor]:
 
 
 def merge(network: nn.Module, changes: Mapping[str, torch.Tensor]) -> None:
-    """Add weight differences to a network's tensors, by the checkpoint's names."""
+    """Add changes to the weights of a network, which are named as in the checkpoint."""
     slots = checkpoint_slots(network)
     for name, change in changes.items():
         slot = slots[name]
@@ -66,12 +68,12 @@ def merge(network: nn.Module, changes: Mapping[str, torch.Tensor]) -> None:
 
 
 def write_community(made: Factors, path: Path, prefix: str = "diffusion_model.") -> Path:
-    """Write the convention of ComfyUI and others: lora_down, lora_up, alpha."""
+    """Write an adapter in the convention of ComfyUI and others: lora_down, lora_up and alpha."""
     return _write(made, path, lambda module: prefix + module, ("lora_down", "lora_up"), alpha=True)
 
 
 def write_community_ab(made: Factors, path: Path) -> Path:
-    """Write lora_A and lora_B without alpha, as some tools do."""
+    """Write an adapter with lora_A and lora_B but without alpha, as some tools do."""
     return _write(
         made, path, lambda module: f"diffusion_model.{module}", ("lora_A", "lora_B"), alpha=False
     )
@@ -88,7 +90,9 @@ def write_kohya(made: Factors, path: Path) -> Path:
 
 
 def write_diffusers(made: Factors, folder: Path, settings: Mapping[str, Any] | None = None) -> Path:
-    """Write diffusers' names, with PEFT's settings in the metadata if there are any."""
+    """Write an adapter with diffusers' names. The metadata contains PEFT's settings, if any are
+    given.
+    """
     metadata = {} if settings is None else {"lora_adapter_metadata": json.dumps(dict(settings))}
     folder.mkdir(parents=True, exist_ok=True)
     return _write(
@@ -104,7 +108,7 @@ def write_diffusers(made: Factors, folder: Path, settings: Mapping[str, Any] | N
 
 
 def write_peft(made: Factors, folder: Path, **settings: Any) -> Path:
-    """Write a folder as `PeftModel.save_pretrained` does."""
+    """Write an adapter folder as `PeftModel.save_pretrained` does."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "peft_type": "LORA",
@@ -141,12 +145,12 @@ def _write(
 
 
 def causal_wan_target(checkpoint: Path) -> AdapterTarget:
-    """Return the layers of a causal Wan checkpoint that adapters may change, without weights."""
+    """Return the layers of a causal Wan checkpoint that adapters may change. No weights are loaded."""
     config = CausalWanConfig.from_checkpoint(hf_config(checkpoint)["causal_wan"]["transformer"])
     return AdapterTarget(nn.Module(), transformer_shapes(config), TRANSFORMER_RULES)
 
 
 def write_causal_wan(checkpoint: Path, path: Path, seed: int, rank: int = RANK) -> Path:
-    """Write a random adapter for every layer of the blocks of a causal Wan."""
+    """Write a random adapter for every layer in the blocks of a causal Wan."""
     target = causal_wan_target(checkpoint)
     return write_community(factors(target, attention_and_ffn(target), seed, rank), path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Import this module first: the tests of a file are skipped if aiortc is missing."""
+"""A file that imports this module first has its tests skipped if aiortc is missing."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process group of a test that runs one process per rank."""
+"""A process group for a test that runs one process per rank."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,12 +13,12 @@ import torch.distributed as dist
 def process_group(
     rank: int, size: int, rendezvous: str, backend: str = "gloo"
 ) -> Iterator[dist.ProcessGroup]:
-    """Join the default process group, with one thread per process, and leave it at the end.
+    """Join the default process group with one thread per process, and leave it at the end.
 
     Args:
         rank: Rank of this process.
         size: Number of ranks.
-        rendezvous: Path of a file that does not exist yet, the same on every rank.
+        rendezvous: Path of a file that does not exist yet. All ranks use the same path.
         backend: Backend of the collectives.
 
     Yields:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run programs that must end in time, and start servers as users do.
+"""Run programs that must end within a time limit, and start servers as users do.
 
 If a program fails, `run_program` fails the test with its output and kills all its processes.
 `limited_rank` is for processes that torchrun starts in other sessions: shortly before the time
-limit each writes the stacks of its threads and ends. `has_ended` checks any process.
+limit, each of them writes the stacks of its threads and exits. `has_ended` checks any process.
 """
 
 import contextlib
@@ -23,13 +23,15 @@ from helpers.waits import seconds
 REPO = Path(__file__).parents[2]
 _RANK_LIMIT = "TESTS_RANK_LIMIT_S"
 _STACKS_S = 10
-"""Seconds before the time limit at which ranks write their stacks."""
+"""Time before the time limit, in seconds, at which ranks write their stacks."""
 _SHOWN = 8000
-"""Characters of the end of the output that a failure shows."""
+"""Number of characters at the end of the output that a failure shows."""
 
 
 def has_ended(pid: int) -> bool:
-    """Return whether a process has ended, including a zombie that its parent has not waited for."""
+    """Return whether a process has ended. A zombie process whose parent has not waited for it
+    counts as ended.
+    """
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -116,5 +118,7 @@ def _kill_tree(program: "subprocess.Popen[bytes]") -> None:
 
 
 def limited_rank() -> None:
-    """Call this first in each process of a program that `run_program` starts."""
+    """Set the time limit of this rank. Each process of a program that `run_program` starts must
+    call this function first.
+    """
     faulthandler.dump_traceback_later(float(os.environ[_RANK_LIMIT]), exit=True)

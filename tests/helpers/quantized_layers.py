@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers with FP8 weights on a device without FP8 products, computed in fp32."""
+"""Linear layers with FP8 weights, computed in fp32 on a device without FP8 products."""
 
 import torch
 from torch import nn
@@ -11,7 +11,9 @@ from vllm_omni.model_executor.layers.linear.quantized_input import product, quan
 
 
 class PlainProduct(CutlassFP8ScaledMMLinearKernel):
-    """The result of vLLM's kernel of this interface, without its padding, for any device."""
+    """A kernel for any device with the interface and results of vLLM's kernel, but without its
+    padding.
+    """
 
     def __init__(self) -> None:
         self.config = type("Config", (), {"activation_quant_key": kFp8DynamicTokenSym})()  # type: ignore[assignment]
@@ -22,7 +24,7 @@ class PlainProduct(CutlassFP8ScaledMMLinearKernel):
 
 
 class QuantizedMethod:
-    """A method like vLLM's for FP8 weights, whose kernel is `fp8_linear`."""
+    """A quantization method like vLLM's for FP8 weights, with `fp8_linear` as its kernel."""
 
     def __init__(self) -> None:
         self.fp8_linear = PlainProduct()
@@ -34,7 +36,7 @@ class QuantizedMethod:
 
 
 def of_rounded_weight(layer: LinearBase) -> torch.Tensor:
-    """Quantize a layer's weight with one scale per output channel and return the dequantized
+    """Quantize a layer's weight with one scale per output channel, and return the dequantized
     weight.
     """
     weight = quantize_tokens(layer.weight.data, torch.float32)

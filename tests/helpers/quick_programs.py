@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run Python programs in new processes, from the fork server where `quick_spawn` is installed.
+"""Run Python programs in new processes, from the fork server if `quick_spawn` is installed.
 
 The imports of a server and of its engine take 15 s of CPU time, which processes of the fork server
 do not need. A program has the command line, environment, working directory and output files that it
-would have in a new Python, is the leader of a session, and reacts to signals with the same exit
-status. Its engine is no child of it, so tests that need the tree of processes start a real one.
+would have in a new Python. It is the leader of a session and exits after a signal with the same
+exit status. However, its engine is not its child, so tests that need the tree of processes start a
+new Python.
 """
 
 import atexit
@@ -29,7 +30,7 @@ START_TIMEOUT_S = 600.0
 
 
 class Program(Protocol):
-    """What tests use of `subprocess.Popen`."""
+    """The subset of `subprocess.Popen` that tests use."""
 
     @property
     def pid(self) -> int | None: ...
@@ -48,14 +49,14 @@ def start_python(
     *,
     real: bool = False,
 ) -> Program:
-    """Start `python ARGUMENTS`, where the arguments start with `-m` or a script.
+    """Start `python ARGUMENTS`. The arguments start with `-m` or a script.
 
     Args:
         output: File for stdout.
-        errors: File for stderr, which may be the same.
-        environ: The whole environment.
+        errors: File for stderr, which may be the same as `output`.
+        environ: The complete environment of the process.
         folder: Working directory.
-        real: Start a new Python in any case.
+        real: Whether to start a new Python even if the fork server is available.
     """
     for file in (output, errors):
         file.write_bytes(b"")
@@ -78,7 +79,7 @@ def start_python(
 def start_server(
     arguments: Sequence[str], log: Path, environ: Mapping[str, str], *, real: bool = False
 ) -> Program:
-    """Start `vllm-omni` with the arguments and both outputs in `log`."""
+    """Start `vllm-omni` with the given arguments. Both outputs are written to `log`."""
     command = ["-m", "vllm_omni.entrypoints.cli.main", *arguments]
     return start_python(command, log, log, environ, real=real)
 
@@ -88,7 +89,7 @@ def is_healthy(port: int) -> bool:
 
 
 def wait_until_healthy(process: Program, port: int, log: Path) -> None:
-    """Wait for a server's health probe; fail with the end of its log if the server ends."""
+    """Wait for a server's health probe. If the server exits first, fail with the end of its log."""
 
     def is_up() -> bool:
         assert process.poll() is None, log.read_text()[-3000:]
@@ -98,7 +99,7 @@ def wait_until_healthy(process: Program, port: int, log: Path) -> None:
 
 
 def stop_server(process: Program) -> None:
-    """Terminate a server, and kill what is left of it and its children after 20 s."""
+    """Terminate a server. After 20 s, kill the processes that remain of it and its children."""
     children: list[psutil.Process] = []
     if process.poll() is None:
         children = psutil.Process(process.pid).children(recursive=True)
@@ -127,10 +128,10 @@ def run_python(
     Args:
         limit_s: Time limit in seconds.
         environ: Variables in addition to those of this process.
-        folder: Working directory. None: that of this process.
+        folder: Working directory. Default: that of this process.
 
     Raises:
-        subprocess.TimeoutExpired: The program has not ended in time, and was killed.
+        subprocess.TimeoutExpired: The program did not end in time and was killed.
     """
     command = list(map(str, arguments))
     with tempfile.TemporaryDirectory() as scratch:
@@ -156,7 +157,8 @@ class _QuickProgram(SpawnProcess):
 
 
 def _run(arguments: list[str], output: Path, errors: Path, folder: Path | None) -> None:
-    # vLLM configures its logger when it is imported, which was in another environment.
+    # Configure vLLM's logger again, because it was configured when vLLM was imported, in another
+    # environment.
     from vllm.logger import _configure_vllm_root_logger
 
     os.setsid()
@@ -173,4 +175,4 @@ def _run(arguments: list[str], output: Path, errors: Path, folder: Path | None) 
             sys.path.insert(0, str(Path(arguments[0]).parent))
             runpy.run_path(arguments[0], run_name="__main__")
     finally:
-        atexit._run_exitfuncs()  # multiprocessing ends a process without them
+        atexit._run_exitfuncs()  # multiprocessing ends a process without calling them

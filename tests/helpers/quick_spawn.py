@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start vLLM's `spawn` processes from the fork server of `rank_processes`.
 
-vLLM's CPU platform starts the engine core and each worker with the start method `spawn`, and each
-of these processes imports torch and vLLM for 5 to 10 s of CPU time. `VLLM_WORKER_MULTIPROC_METHOD`
-allows only `spawn` and `fork`, and `fork` is unsafe in a process with threads. `install` therefore
-makes `spawn` fork from the server, which has the libraries imported and one thread.
+vLLM's CPU platform starts the engine core and each worker with the start method `spawn`. Each of
+these processes then spends 5 to 10 s of CPU time on importing torch and vLLM.
+`VLLM_WORKER_MULTIPROC_METHOD` allows only `spawn` and `fork`, and `fork` is unsafe in a process
+with threads. `install` therefore makes `spawn` fork from the server, which has already imported the
+libraries and has only one thread.
 
 As with `spawn`, a process shares neither memory nor file descriptors with its parent, has the
 environment that the parent had when it started the process, and can start processes in the same
-way. Two things differ: the operating system's parent of every process is the server, and LD_PRELOAD
-has no effect. The engines of nightly tests, and of servers that run in a new Python, use the real
-`spawn`.
+way. There are two differences: the server is the operating system's parent of every process, and
+LD_PRELOAD has no effect. The engines of nightly tests, and of servers that run in a new Python, use
+the real `spawn`.
 """
 
 import multiprocessing
@@ -38,7 +39,7 @@ def is_installed() -> bool:
 
 
 def write_output_to(output: Path, errors: Path) -> None:
-    """Append stdout and stderr of this process, and of those that it will start, to files."""
+    """Append stdout and stderr of this process, and of the processes that it will start, to files."""
     global _outputs
     _outputs = (output, errors)
     for number, path in enumerate(_outputs, 1):
@@ -47,7 +48,9 @@ def write_output_to(output: Path, errors: Path) -> None:
 
 
 class _Popen(popen_forkserver.Popen):
-    """Starts a process as `forkserver` does, and sends the environment and the server's address."""
+    """Starts a process as `forkserver` does, and also sends the environment and the address of the
+    fork server.
+    """
 
     def __init__(self, process: BaseProcess) -> None:
         if multiprocessing.parent_process() is None:
@@ -56,7 +59,9 @@ class _Popen(popen_forkserver.Popen):
 
 
 class _PickledProcess:
-    """Pickles as a call of `_receive`, which returns the process in the child."""
+    """A wrapper of a process that is pickled as a call of `_receive`, which returns the process in
+    the child.
+    """
 
     def __init__(self, process: Any) -> None:
         self._name = process._name  # read by `popen_forkserver`
@@ -74,7 +79,8 @@ def _receive(
 ) -> BaseProcess:
     if outputs is not None:
         write_output_to(*outputs)
-    # setproctitle locates the title by the original environment, which is replaced below.
+    # Let setproctitle locate the title now, because it uses the original environment, which is
+    # replaced below.
     setproctitle.getproctitle()
     os.environ.clear()
     os.environ.update(environment)

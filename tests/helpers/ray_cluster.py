@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray cluster of two nodes on this machine, without accelerators, with one worker per node.
+"""A Ray cluster of two nodes on this machine, without accelerators and with one worker per node.
 
-Each node is real: a raylet, an object store and worker processes. `lose` kills one with SIGKILL.
-Ray is imported on use, so that tests can be collected without the extra [ray]; they fail when run.
+Each node is real: it has a raylet, an object store and worker processes. `lose` kills one node with
+SIGKILL. Ray is imported on use, so tests can be collected without the extra [ray], but they fail
+when they run.
 """
 
 import os
@@ -18,29 +19,30 @@ SLOTS: dict[str, Any] = {
 
 ENVIRON = {
     "VLLM_OMNI_RAY_ON_CPU": "1",
-    # vLLM would bind the workers of both nodes to the same first core
+    # vLLM would otherwise bind the workers of both nodes to the same first core
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "OMP_NUM_THREADS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
-    # the monitor kills workers when the machine's memory is nearly full
+    # the monitor would kill workers when the memory of the machine is nearly full
     "RAY_memory_monitor_refresh_ms": "0",
 }
-"""Environment of the nodes, which workers inherit, and of a process that starts an engine."""
+"""Environment of the nodes, which their workers inherit, and of a process that starts an engine."""
 
 
 class TwoNodes:
-    """A context manager for the cluster. `environ` is the environment for an engine's process.
+    """A context manager for the cluster. `environ` is the environment for the process of an engine.
 
-    Only the nodes get `ENVIRON`, so engines without Ray that this process starts are not affected.
+    Only the nodes receive `ENVIRON`, so it does not affect engines without Ray that this process
+    starts.
     """
 
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster
 
-        with mock.patch.dict(os.environ, ENVIRON):  # raylets pass their environment on to workers
+        with mock.patch.dict(os.environ, ENVIRON):  # workers inherit their raylet's environment
             self._cluster = Cluster(initialize_head=True, head_node_args=SLOTS)
             self.other = self._cluster.add_node(**SLOTS)
 

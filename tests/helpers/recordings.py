@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of golden recordings, for tests that `vllm-omni verify` detects them."""
+"""Changes to golden recordings, for tests that `vllm-omni verify` detects these changes."""
 
 import json
 from collections.abc import Callable
@@ -18,7 +18,7 @@ def rewrite(
     tensors: Callable[[Tensors], Tensors] = dict,
     metadata: Callable[[dict[str, str]], dict[str, str]] = dict,
 ) -> None:
-    """Replace the tensors and the metadata of a file by functions of both."""
+    """Replace the tensors and the metadata of a file with the results of the two functions."""
     with safe_open(path, "pt") as file:
         values = dict(file.metadata() or {})
     save_file(tensors(load_file(path)), path, metadata(values) or None)

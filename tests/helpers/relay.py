@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A relay between a client and a server that drops, delays and limits what it forwards.
 
-The kernel of a test machine often has no `netem`. `Network` describes the faults of both
-directions; `UdpRelay` and `TcpRelay` forward with them, on an event loop in a thread. Packets of a
-direction stay in order: the delay changes now and then, as a queue on the way does, and a packet
-that finds the queue full is dropped.
+The kernel of a test machine often lacks `netem`. `Network` describes the faults of one direction.
+`UdpRelay` and `TcpRelay` forward data with these faults, on an event loop in a thread. The packets
+of a direction stay in order. The delay changes from time to time, like that of a queue in the
+network, and a packet that arrives at a full queue is dropped.
 """
 
 import asyncio
@@ -21,31 +21,34 @@ from typing import Any, TypeVar
 from helpers.waits import exactly_in_task
 
 _DELAY_CHANGES_S = 0.1
-"""Mean time between changes of the delay."""
+"""Mean time between changes of the delay, in seconds."""
 _SEGMENT_BYTES = 1400
 
 
 @dataclass(frozen=True)
 class Network:
-    """Faults of one direction."""
+    """The faults of a network in one direction."""
 
     loss: float = 0.0
     """Share of packets that are dropped."""
     delay_ms: float = 0.0
-    """Shortest delay."""
+    """Shortest delay of a packet in milliseconds."""
     jitter_ms: float = 0.0
-    """The delay varies from `delay_ms` to `delay_ms + jitter_ms`."""
+    """Range of the delay in milliseconds: it varies from `delay_ms` to `delay_ms + jitter_ms`."""
     bits_per_s: float = float("inf")
-    """Bandwidth."""
+    """Bandwidth in bits per second. Default: unlimited."""
     queue_ms: float = 200.0
-    """Longest time that a packet waits for the bandwidth. A packet that would wait longer is
-    dropped."""
+    """Longest time in milliseconds that a packet waits for the bandwidth. A packet that would wait
+    longer is dropped.
+    """
     retransmission_ms: float = 200.0
-    """TCP only: delay of a segment that is lost and sent again by the kernel."""
+    """Delay in milliseconds of a TCP segment that is lost and sent again by the kernel. UDP ignores
+    it.
+    """
 
 
 class _Direction:
-    """Computes when each packet of one direction arrives."""
+    """Computes the arrival time of each packet of one direction."""
 
     def __init__(self, network: Network, seed: int) -> None:
         self._network, self._random = network, random.Random(seed)
@@ -54,12 +57,12 @@ class _Direction:
         self.num_packets = self.num_dropped = 0
 
     def arrival_s(self, num_bytes: int, now_s: float, *, reliable: bool = False) -> float | None:
-        """Return when a packet arrives, or None if it is dropped.
+        """Return the time at which a packet arrives, or None if it is dropped.
 
         Args:
             num_bytes: Size of the packet.
-            now_s: Monotonic time.
-            reliable: Whether a lost packet arrives late and the queue has no end, as for TCP.
+            now_s: Monotonic time in seconds.
+            reliable: Whether a lost packet arrives late and the queue is unlimited, as for TCP.
         """
         network = self._network
         self.num_packets += 1
@@ -79,7 +82,7 @@ class _Direction:
 
 
 class _LoopThread:
-    """An event loop in a thread."""
+    """An event loop that runs in its own thread."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -96,7 +99,7 @@ class _LoopThread:
 
 
 class _Port(asyncio.DatagramProtocol):
-    """One side of a UDP relay. The address of its peer is that of the last packet."""
+    """One side of a UDP relay, which sends to the address from which the last packet arrived."""
 
     def __init__(self) -> None:
         self.peer: tuple[str, int] | None = None
@@ -121,10 +124,10 @@ class _Port(asyncio.DatagramProtocol):
 
 
 class UdpRelay:
-    """A relay of one WebRTC connection.
+    """A UDP relay for one WebRTC connection.
 
-    Both sides send to it: `rewrite_offer` gives the server a candidate that is the relay's, and
-    `rewrite_answer` the client. No other candidate remains.
+    Both sides send to the relay: `rewrite_offer` gives the server a candidate address that belongs
+    to the relay, and `rewrite_answer` does so for the client. All other candidates are removed.
 
     Args:
         down: Faults from the server to the client.
@@ -167,7 +170,7 @@ class UdpRelay:
 
     @property
     def page_script(self) -> str:
-        """JavaScript that makes the connections of a page use the relay."""
+        """Return JavaScript that makes the connections of a page use the relay."""
         return f"""(() => {{
             const only = (sdp, port) => sdp.replaceAll(/^a=candidate:.*\\r?\\n/gm, "").replaceAll(
                 /^(a=ice-ufrag:.*\\r?\\n)/gm,
@@ -188,15 +191,15 @@ def _with_candidate(sdp: str, host: str, port: int) -> str:
 
 
 def host_address() -> str:
-    """Return an address of this machine that is no loopback address, as candidates have."""
+    """Return an address of this machine other than the loopback address, as in WebRTC candidates."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing
+        probe.connect(("192.0.2.1", 9))  # connecting a UDP socket sends nothing
         return str(probe.getsockname()[0])
     return socket.gethostbyname(socket.gethostname())
 
 
 class TcpRelay:
-    """A relay of TCP connections to one port of this machine.
+    """A TCP relay to one port of this machine.
 
     Args:
         target: Port of the server.
@@ -236,7 +239,9 @@ class TcpRelay:
     async def _pump(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: _Direction
     ) -> None:
-        """Forward one direction. What is on the way is bounded, so that a sender notices."""
+        """Forward one direction. The number of undelivered segments is bounded, so a slow receiver
+        blocks its sender.
+        """
         on_the_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(64)
 
         async def deliver() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build `SchedulerOutput`s by hand for tests of the runner."""
+"""Build `SchedulerOutput`s by hand, for tests of the runner."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from vllm_omni.outputs import RequestFailed, unpack
 def new_request(
     request_id: str, tensors: Mapping[str, torch.Tensor] | None = None, **fields: Any
 ) -> NewRequestData:
-    """Return a newly scheduled request; `fields` are those of `DiffusionParams`."""
+    """Return a newly scheduled request. `fields` are fields of `DiffusionParams`."""
     return NewRequestData(
         req_id=request_id,
         prompt_token_ids=[0],
@@ -53,10 +53,11 @@ def step(
 
 
 def execute(runner: Any, scheduler_output: SchedulerOutput) -> dict[str, Any]:
-    """Run one step.
+    """Run one engine step.
 
     Returns:
-        Per request None if it has not finished, `(meta, tensors)`, or its `RequestFailed`.
+        For each request: None if it has not finished, its `(meta, tensors)`, or its
+            `RequestFailed`.
     """
     with torch.inference_mode():
         output = runner.execute_model(scheduler_output)
@@ -73,7 +74,7 @@ def execute(runner: Any, scheduler_output: SchedulerOutput) -> dict[str, Any]:
 
 
 def run_to_end(runner: Any, *new: NewRequestData) -> dict[str, Any]:
-    """Run requests together until each has a result, then finish them."""
+    """Run requests together until each has a result, and then report them as finished."""
     results: dict[str, Any] = {}
     running = [data.req_id for data in new]
     pending = execute(runner, step(new=new))

@@ -32,13 +32,12 @@ SIZES = {"height": HEIGHT, "width": WIDTH, "max_sessions": MAX_SESSIONS}
 class Served:
     """A running server.
 
-    `client()` connects to the world camera endpoint with the API key unless arguments say
-    otherwise.
+    By default, `client()` connects to the world camera endpoint with the API key.
 
     Args:
         flags: Additional arguments of `vllm serve`.
         environ: Environment variables in addition to those of this process.
-        real: Start a new Python, for tests of the server's processes.
+        real: Whether to start a new Python, for tests of the server's processes.
         port: Port of the server. Default: a free one.
     """
 
@@ -89,7 +88,9 @@ class Served:
         return float(found[1])
 
     def engine(self, name: str = "EngineCore") -> psutil.Process:
-        """Return the engine that its log calls so; it writes one at level INFO."""
+        """Return the engine process that the server's log calls `name`. A server logs it at level
+        INFO.
+        """
         found = re.search(rf"\({name} pid=(\d+)\)", self.log)
         assert found is not None, self.log[-3000:]
         return psutil.Process(int(found[1]))
@@ -108,10 +109,11 @@ def mortal_servers(
 ) -> Iterator[Callable[..., Served]]:
     """Yield `start("--flag", ..., **omni)`, which returns a healthy server.
 
-    After the block the server and all its processes have ended.
+    After the block, the servers and all their processes have ended.
 
     Args:
-        defaults: `omni` options in addition to the size; `omni` overrides them.
+        defaults: `omni` options in addition to the size. The keyword arguments `omni` of `start`
+            override them.
     """
     with ExitStack() as stack:
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SharedPeers` replaces `PeerMemory` for ranks on a CPU.
 
-The ranks' processes share files where GPUs share device memory.
+The processes of the ranks share files instead of the device memory of GPUs.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ class SharedPeers(PeerMemory):
     """Files that every rank maps into its memory.
 
     Args:
-        path: Prefix of the files' paths, equal on all ranks.
+        path: Prefix of the files' paths. All ranks use the same prefix.
     """
 
     def __init__(self, path: str) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save and restore sessions of runners in this process, as `collective_rpc` would do it."""
+"""Save and restore sessions of runners in this process, as `collective_rpc` would."""
 
 import json
 from collections.abc import Callable
@@ -27,7 +27,9 @@ from vllm_omni.worker.diffusion.sessions.snapshots import SessionSnapshots
 
 
 class Worker:
-    """A runner with the worker's file RPCs. `rpc` returns results as `LLM.collective_rpc` does."""
+    """A runner with the worker's RPCs for snapshot files. `rpc` returns results as
+    `LLM.collective_rpc` does.
+    """
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
@@ -83,7 +85,7 @@ class Worker:
         return {name: tensor.clone() for name, tensor in result[1].items()}
 
     def bits(self, session_id: str) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """Return all state of the session that can influence a later chunk."""
+        """Return all state of the session that can influence later chunks."""
         session = self.runner.sessions.get(session_id)
         tensors = {
             name: tensor.contiguous().view(torch.uint8)
@@ -110,7 +112,7 @@ def world_chunk(
 def placed_chunk(
     worker: Worker, session_id: str, index: int, **fields: Any
 ) -> dict[str, torch.Tensor]:
-    """Run a chunk of a world with poses; the first chunk sets the start pose."""
+    """Run a chunk of a world with poses. The first chunk sets the start pose."""
     start = {"x_m": 1.0, "z_m": 1.0, "heading_degrees": 10.0}
     options = {"options": {"start_pose": start}} if index == 0 else {}
     return world_chunk(worker, session_id, index, **options, **fields)
@@ -119,14 +121,16 @@ def placed_chunk(
 def resting_chunk(
     worker: Worker, session_id: str, index: int, **fields: Any
 ) -> dict[str, torch.Tensor]:
-    """A chunk of a world with poses, in which no key is held."""
+    """Run a chunk of a world with poses in which no key is held."""
     return placed_chunk(worker, session_id, index, **{"actions": [[]] * 3, **fields})
 
 
 def game_chunk(
     worker: Worker, session_id: str, index: int, **fields: Any
 ) -> dict[str, torch.Tensor]:
-    """Run a chunk of a game, which takes no prompt: a new prompt becomes another key."""
+    """Run a chunk of a game model, which takes no prompt. A new prompt is therefore replaced by
+    another key.
+    """
     keys = [["s"] if fields.pop("prompt", None) else ["w"], ["w", "l"], ["i"]]
     image = (
         {"image": torch.arange(32 * 48 * 3, dtype=torch.uint8).view(32, 48, 3)}
@@ -139,7 +143,7 @@ def game_chunk(
 def referenced_chunk(
     worker: Worker, session_id: str, index: int, **fields: Any
 ) -> dict[str, torch.Tensor]:
-    """Run a chunk of a session with reference images, 32 x 64 pixels."""
+    """Run a chunk of a session with reference images of 32 x 64 pixels."""
     image = torch.arange(32 * 64 * 3, dtype=torch.uint8).view(32, 64, 3)
     tensors = {"image": image, "images.head": image.flip(0), "images.back": image.flip(1)}
     if index == 0:
@@ -152,7 +156,7 @@ def referenced_chunk(
 def frame_chunk(
     worker: Worker, session_id: str, index: int, **fields: Any
 ) -> dict[str, torch.Tensor]:
-    """`game_chunk` for a model whose chunks are one latent frame."""
+    """Run `game_chunk` for a model with chunks of one latent frame."""
     keys = [["s"] if fields.pop("prompt", None) else ["w"]]
     image = (
         {"image": torch.arange(32 * 48 * 3, dtype=torch.uint8).view(32, 48, 3)}
@@ -169,7 +173,7 @@ PLAY = {
     "prompt": "optional",
     "image": "none",
 }
-"""An action space for the null world."""
+"""An action space that tests give to the null world."""
 
 
 def played_chunk(
@@ -203,7 +207,7 @@ def video_chunk(
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], None]) -> None:
-    """Change the header or tensors of a snapshot and write the file with the safetensors
+    """Change the header or the tensors of a snapshot, and write the file with the safetensors
     library.
     """
     tensors = load(path.read_bytes())

@@ -2,8 +2,8 @@
 """Run Triton kernels on a CPU in Triton's interpreter.
 
 Triton decides on import how it compiles kernels, so the kernels run in another process. The process
-is forked from one that has the libraries imported (rank_processes.py), and imports Triton and the
-modules with kernels again.
+is forked from one that has already imported the libraries (rank_processes.py). It imports Triton
+and the modules with kernels again.
 """
 
 import os
@@ -18,9 +18,10 @@ from helpers.rank_processes import run_ranks
 
 
 def require_triton() -> None:
-    """Fail if Triton is missing but available for this machine, because no kernel would be tested.
+    """Require Triton for the test.
 
-    On other machines the test is skipped.
+    The test fails if Triton is available for this machine but not installed, because no kernel
+    would be tested. On other machines, the test is skipped.
     """
     if find_spec("triton") is not None:
         return
@@ -36,7 +37,7 @@ def interpret(work: Callable[..., None], *arguments: Any, size: int = 1) -> None
     """Run `work(rank, *arguments)` in `size` processes with interpreted kernels.
 
     Args:
-        work: Function of a module that does not import kernels on import.
+        work: Function of a module that imports no kernels when it is imported.
 
     Raises:
         The exception of the first rank that fails.
@@ -48,11 +49,11 @@ def interpret(work: Callable[..., None], *arguments: Any, size: int = 1) -> None
 def _interpreted(rank: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     for name in list(sys.modules):
-        # the extension module can be loaded only once
+        # The extension module can be loaded only once per process.
         is_triton = name.partition(".")[0] == "triton" and not name.startswith("triton._C")
         if is_triton or (name.startswith("vllm_omni.") and hasattr(sys.modules[name], "triton")):
             del sys.modules[name]
             package, _, module = name.rpartition(".")
-            if package in sys.modules:  # where `from package import module` would find it
+            if package in sys.modules:  # otherwise `from package import module` finds it
                 vars(sys.modules[package]).pop(module, None)
     work(rank, *arguments)

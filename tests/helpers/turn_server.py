@@ -20,9 +20,9 @@ def running_turn_server(folder: Path, user: str, password: str) -> Iterator[str]
     """Run the server during the block. Yields its address, HOST:PORT.
 
     Args:
-        folder: For its log and its database.
-        user: The only user.
-        password: The user's password.
+        folder: Directory for the server's log and database.
+        user: Name of the only user.
+        password: Password of the user.
     """
     assert TURN_SERVER is not None, WHY_NOT
     host = host_address()
@@ -45,7 +45,9 @@ def running_turn_server(folder: Path, user: str, password: str) -> Iterator[str]
 
 
 def _answers(host: str, port: int) -> bool:
-    """Return whether a TCP connection is accepted, because the server listens to both."""
+    """Return whether the server is listening. TCP is checked, because the server listens on TCP and
+    UDP.
+    """
     with contextlib.suppress(OSError), socket.create_connection((host, port), 1):
         return True
     return False

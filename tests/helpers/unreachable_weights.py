@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose offloaded weights are NaN on a CPU while a GPU could not read them.
+"""Models with offloaded weights that are NaN on a CPU while a GPU could not read them.
 
-A layer's weights can be used only between its fetch and its release.
+The weights of a layer can be used only between its fetch and its release.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,8 @@ Model = TypeVar("Model", bound=nn.Module)
 def offloaded_out_of_reach(load: Callable[[], Model]) -> Model:
     """Load a model with the linear layers of all blocks in host memory.
 
-    The parameters are NaN while they are not fetched. On a GPU a layer that is used without its
-    fetch fails, because its weights are in host memory. On a CPU it would work without this.
+    The parameters are NaN while they are not fetched. On a GPU, using a layer before its fetch
+    fails, because its weights are in host memory. On a CPU it would work without these NaN values.
     """
     offloader = LayerOffloader(1 << 40, torch.device("cpu"))
     set_offloader(offloader)

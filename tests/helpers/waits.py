@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting in tests, with one scale for all times.
+"""Waiting in tests, with a common scale for all times.
 
-`OMNI_TEST_PATIENCE=3` multiplies every time by three for slow machines. A test waits for a
-condition with `wait_until` or `until`. Where no condition can be observed, because the test
-verifies that nothing happens or because time is its subject, it uses `pause`, or `exactly` for a
-time that the code under test measures, which is not scaled. Deadlines and upper bounds are
-`seconds(...)`. tests/test_suite_layout.py verifies that tests have no bare sleeps.
+`OMNI_TEST_PATIENCE=3` multiplies every time by three, for slow machines. A test waits for a
+condition with `wait_until` or `until`. A test that verifies that nothing happens, or that measures
+time, has no condition to wait for and uses `pause`. For a time that the code under test measures, a
+test uses `exactly`, which is not scaled. Deadlines and upper bounds are `seconds(...)`.
+tests/test_suite_layout.py verifies that tests contain no bare sleeps.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ def wait_until(
 
 
 async def until(condition: Callable[[], Seen], within: float = 10.0) -> Seen:
-    """`wait_until` in an event loop."""
+    """Wait like `wait_until`, but in an event loop."""
     deadline_s = time.monotonic() + seconds(within)
     while not (seen := condition()):
         assert time.monotonic() < deadline_s, (
@@ -75,5 +75,5 @@ async def exactly_in_task(duration_s: float) -> None:
 
 
 def stay_until_killed() -> None:
-    """Keep a process alive until the test kills it; after a minute it ends by itself."""
+    """Keep a process alive until the test kills it. After a minute it exits by itself."""
     time.sleep(seconds(60))

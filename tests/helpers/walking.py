@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A walking camera without a model.
 
-It applies LingBot World's controls and computes the world poses that they lead to.
+The camera applies LingBot World's controls and computes the resulting world poses.
 """
 
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ from vllm_omni.worlds.start_pose import StartPose
 
 STEP_M: Final = 0.5
 SPACE: Final = ACTION_SPACE
-"""The controls of a walking camera: keys, rates and the mouse add up."""
+"""Action space of a walking camera. The effects of keys, rates and the mouse are added."""
 
 
 @dataclass
 class Walker:
-    """A camera in a world.
+    """A camera that moves through a world.
 
     Args:
         start: Pose at the start image.
@@ -43,11 +43,12 @@ class Walker:
         self.pose_44 = world_pose(start.x_m, start.z_m, start.heading_degrees, start.pitch_degrees)
 
     def walk(self, entries: Sequence[ActionEntry], *, starts: bool) -> list[list[float]]:
-        """Move by one chunk's actions.
+        """Move the camera by the actions of one chunk.
 
         Args:
             entries: Actions, one per latent frame.
-            starts: Whether the first latent frame is the start image, which does not move.
+            starts: Whether the first latent frame is the start image, at which the camera does not
+                move.
 
         Returns:
             `world_poses` of the chunk: x in m, z in m, heading and pitch in degrees.

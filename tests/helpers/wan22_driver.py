@@ -16,11 +16,13 @@ from vllm_omni.model_executor.models.wan2_2.checkpoint import find_layout, hf_co
 from vllm_omni.model_executor.models.wan2_2.pipeline import Wan22, Wan22Setup
 
 HEIGHT, WIDTH = 64, 96
-"""Pixels; multiples of the 32 pixels that a token of the 5B model covers."""
+"""Frame size in pixels. Height and width are multiples of the 32 pixels that a token of the 5B
+model covers.
+"""
 NUM_FRAMES = 9
 PROMPT, NEGATIVE = "A lighthouse stands on a cliff", "no cars"
-"""Words that are whole tokens: transformers 5 loses the byte fallback that others need
-(text_encoder/encoder.py).
+"""Prompts of words that are whole tokens. Other words need the byte fallback, which transformers 5
+lacks (text_encoder/encoder.py).
 """
 LAYOUTS = ("t2v", "i2v", "ti2v")
 Result = tuple[dict[str, Any], dict[str, torch.Tensor]]
@@ -45,7 +47,7 @@ def load_model(checkpoint: Path, parallel: ParallelContext | None = None, **opti
 
 
 def picture() -> torch.Tensor:
-    """A pattern, uint8 [H, W, 3]."""
+    """Return an image with a pattern, uint8 [H, W, 3]."""
     y, x = torch.meshgrid(torch.arange(HEIGHT), torch.arange(WIDTH), indexing="ij")
     waves = [torch.sin((x + scale * y) / 7.0) for scale in (0.3, 0.7, 1.1)]
     return ((torch.stack(waves, dim=-1) * 0.5 + 0.5) * 255).round().to(torch.uint8)
@@ -54,7 +56,7 @@ def picture() -> torch.Tensor:
 def start(
     model: Wan22, tensors: dict[str, torch.Tensor] | None = None, **params: Any
 ) -> DiffusionRequest:
-    """A prepared request."""
+    """Return a request that is ready to denoise."""
     fields = {
         "session_id": "a",
         "one_shot": True,
@@ -69,7 +71,7 @@ def start(
 
 
 def step(model: Wan22, batch: Sequence[DiffusionRequest]) -> None:
-    """One denoise step of requests that may be at different steps."""
+    """Run one denoise step of a batch of requests, which may be at different steps."""
     model.step_scheduler(batch, model.denoise_step(batch))
     for request in batch:
         request.step += 1

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WorldDriver`: drives the worlds of one family in this process, as the runner does.
+"""`WorldDriver` drives the worlds of one model family in this process, as the runner does.
 
-It runs chunk by chunk, without an engine. The checks are about what every world guarantees.
+It runs chunk by chunk, without an engine. Its checks verify what every world guarantees.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,15 +33,17 @@ BAD_REQUESTS: Final[list[tuple[bool, dict[str, torch.Tensor], dict[str, Any], st
     (False, {"image": random_image()}, {}, "invalid_image", "has one start image"),
     (False, {}, {"actions": [["w"]] * 4}, "invalid_action", "at most 3 entries"),
 ]
-"""Requests that no world with a start image accepts: arguments of `assert_refused`."""
+"""Requests that no world with a start image accepts. Each entry contains the arguments of
+`assert_refused`.
+"""
 
 
 class WorldDriver:
-    """Drives the worlds of one family.
+    """Drives the worlds of one model family.
 
     Args:
         model: Class of the model.
-        setup: Class of its setup.
+        setup: Class of the model's setup.
         checkpoint: Module with `find_layout` and `hf_config` of the family.
         family: Name of the family.
         size: Height and width of frames.
@@ -87,7 +89,9 @@ class WorldDriver:
         return world.new_session(DiffusionParams(session_id=session_id, **self._params | params))
 
     def make_request(self, session: Any, tensors: Tensors | None = None, **params: Any) -> Any:
-        """Make a chunk's request; a first chunk gets the driver's tensors and parameters."""
+        """Return the request of a chunk. The first chunk of a session has the driver's tensors and
+        parameters.
+        """
         tensors = dict(tensors or {})
         if session.chunk_index == 0:
             tensors, params = {**self._tensors, **tensors}, self._params | params
@@ -98,12 +102,14 @@ class WorldDriver:
     def run_chunk(
         self, world: Any, session: Any, tensors: Tensors | None = None, **params: Any
     ) -> torch.Tensor:
-        """Frames, or latents, of the session's next chunk."""
+        """Run the session's next chunk; return its frames or latents."""
         _, result = run_request(world, self.make_request(session, tensors, **params))
         return next(iter(result.values())).clone()
 
     def latents_of(self, world: Any, chunks: Chunks, **params: Any) -> torch.Tensor:
-        """Latents of a session. chunks: arguments of `make_request` per chunk."""
+        """Return the latents of a session. `chunks` contains the arguments of `make_request` for
+        each chunk.
+        """
         session = self.open_session(world, output="latents")
         parts = [
             self.run_chunk(world, session, output="latents", **params, **chunk) for chunk in chunks
@@ -111,7 +117,9 @@ class WorldDriver:
         return torch.cat(parts, dim=1)
 
     def latents_of_stages(self, stages: Sequence[Any], chunks: Chunks) -> torch.Tensor:
-        """`latents_of` over pipeline stages, each with its own session."""
+        """Return the latents of a session that runs on pipeline stages. Each stage has its own copy
+        of the session.
+        """
         sessions = [self.open_session(world, output="latents") for world in stages]
         latents = []
         for chunk in chunks:
@@ -130,7 +138,7 @@ class WorldDriver:
         code: str,
         reason: str,
     ) -> None:
-        """A request, of the first or of the second chunk, is refused and changes nothing."""
+        """Assert that a request for the first or the second chunk is refused and changes nothing."""
         session = self.open_session(world)
         if not first:
             self.run_chunk(world, session)
@@ -141,7 +149,7 @@ class WorldDriver:
         assert_same(session, before)
 
     def assert_needs_an_image(self, world: Any) -> None:
-        """A first chunk without tensors is refused."""
+        """Assert that a first chunk without tensors is refused."""
         request = self.make_request(self.open_session(world))
         request.tensors = {}
         with pytest.raises(RequestFailed, match="needs an image") as refused:
@@ -149,8 +157,12 @@ class WorldDriver:
         assert refused.value.code == "missing_image"
 
     def assert_aborts_leave_no_trace(self, world: Any, chunks: int, aborts: Sequence[int]) -> None:
-        """The chunk after `chunks` others is aborted after several numbers of steps, each time in
-        its own session; after its last step, it is also decoded. The next chunk is the same."""
+        """Assert that an aborted chunk changes nothing: the next chunk equals that of a session
+        without aborts.
+
+        After `chunks` chunks, a chunk is aborted in one session for each number of steps in
+        `aborts`. A chunk that is aborted after its last step is decoded before the abort.
+        """
         start = self.open_session(world)
         for _ in range(chunks):
             self.run_chunk(world, start, actions=[["w"]])
@@ -168,7 +180,9 @@ class WorldDriver:
             assert torch.equal(self.run_chunk(world, session), expected), steps
 
     def assert_forks_are_independent(self, world: Any, chunks: int, actions: list[Any]) -> None:
-        """A fork after some chunks has the same bytes, and other actions change only the fork."""
+        """Assert that a fork after some chunks has the same bytes, and that other actions change
+        only the fork.
+        """
         session = self.open_session(world)
         for _ in range(chunks):
             self.run_chunk(world, session, actions=actions)
@@ -180,7 +194,7 @@ class WorldDriver:
         assert not torch.equal(self.run_chunk(world, session, actions=actions), other)
 
     def assert_moves_to_the_host_and_back(self, world: Any, chunks: int = 1) -> None:
-        """A session that was moved to the host continues like one that was not."""
+        """Assert that a session that was moved to the host continues like one that was not moved."""
         session = self.open_session(world)
         for _ in range(chunks):
             self.run_chunk(world, session)

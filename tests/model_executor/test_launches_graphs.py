@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When forwards use CUDA graphs: by default wherever possible, else as `omni.model.cuda_graphs`
-says.
+"""Forward passes use CUDA graphs wherever possible by default, and otherwise as
+`omni.model.cuda_graphs` says.
 """
 
 import pytest

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LoRA merged while a checkpoint is read: W + scale B A in fp32. Refusals name the tensor."""
+"""A LoRA is merged in fp32 while a checkpoint is read: W + scale B A. Error messages name the
+tensor.
+"""
 
 from pathlib import Path
 

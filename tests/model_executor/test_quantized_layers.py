@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers that `--quantization` may take, and strict loading of them."""
+"""Which linear layers `--quantization` applies to, and how they are loaded strictly."""
 
 import re
 from collections import Counter
@@ -32,12 +32,14 @@ pytestmark = pytest.mark.usefixtures("uncompiled")
 
 
 class Quantized(PlainLinearMethod):
-    """Replaces a method of vLLM, which would need a GPU."""
+    """Replaces a method of vLLM that would need a GPU."""
 
 
 class Quantization(LinearPrecision):
-    """Replaces a config of vLLM and records the requested layers. ignored: name of a layer that it
-    ignores.
+    """Replaces a vLLM config and records the layers for which a method is requested.
+
+    Args:
+        ignored: Name of a layer that the config ignores.
     """
 
     def __init__(self, ignored: str = "") -> None:
@@ -95,8 +97,9 @@ NETWORKS: dict[str, tuple[Callable[[Quantization], nn.Module], str, set[str], in
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_only_linear_layers_of_blocks_are_quantized(name: str) -> None:
-    """Not embeddings, time, text, modulation or head. Each layer is requested once, under its name
-    in the pipeline. Camera layers stay plain, because the config does not quantize while loading.
+    """Embeddings, time, text, modulation and head are not quantized. Each linear layer of a block
+    is requested once, under its name in the pipeline. Camera layers stay plain, because the config
+    does not quantize while loading.
     """
     make, prefix, layers, blocks = NETWORKS[name]
     quantization = Quantization()
@@ -139,7 +142,9 @@ def test_a_network_without_quantizable_layers_is_refused() -> None:
 
 
 class Late(ShardedModule):
-    """A layer that creates its weight once all of it has arrived, as vLLM's online methods do."""
+    """A layer that creates its weight only once the whole weight has arrived, as vLLM's online
+    methods do.
+    """
 
     def slots(self, prefix: str) -> Iterator[tuple[str, CheckpointSlot]]:
         yield "weight", CheckpointSlot((2,), torch.empty(2, device="meta"), None, lambda full: None)

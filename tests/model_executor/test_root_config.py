@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve DIR` without further flags: the `config.json` at the root, and vLLM's view of the
+"""`vllm serve DIR` without further flags: the `config.json` at the root, and how vLLM reads the
 directory.
 """
 
@@ -18,7 +18,7 @@ from vllm_omni.worlds.manifest import check_files
 
 
 def assert_found_by_vllm(folder: Path) -> None:
-    """vLLM reads the same config without flags as with `--config-format omni`."""
+    """Assert that vLLM reads the same config without flags as with `--config-format omni`."""
     vllm_omni.register()
     found = get_config(folder, trust_remote_code=False)
     requested = get_config(folder, trust_remote_code=False, config_format="omni")
@@ -43,20 +43,22 @@ def assert_found_by_vllm(folder: Path) -> None:
     ],
 )
 def test_plain_vllm_reads_directories_of_make_tiny(model: str, layout: str, tmp_path: Path) -> None:
-    """Layouts with a `config.json` at the root, with a network there, and with neither."""
+    """Plain vLLM reads layouts with a released `config.json` at the root, with a network at the
+    root, and with neither of them.
+    """
     write_tiny(model, tmp_path / "tiny", layout=layout)
     assert_found_by_vllm(tmp_path / "tiny")
 
 
 def test_plain_vllm_reads_directories_of_make_world(tmp_path: Path) -> None:
-    """The file is not part of the manifest, so the directory still passes its check."""
+    """The root config is not part of the manifest, so the directory still passes its check."""
     write_world(tmp_path / "world")
     check_files(tmp_path / "world")
     assert_found_by_vllm(tmp_path / "world")
 
 
 def test_a_config_keeps_its_values_and_its_type(tmp_path: Path) -> None:
-    """A released file is completed. One with a type is unchanged."""
+    """A released config without a model type gets one. A config that has a type stays unchanged."""
     path = tmp_path / "config.json"
     path.write_text('{"model_name": "Lance"}')
     assert write_root_config(tmp_path)
@@ -71,7 +73,7 @@ def test_a_config_keeps_its_values_and_its_type(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", ["{", '{"model_type": "omni_pipeline"}'])
 def test_a_directory_that_holds_no_model_is_named(config: str, tmp_path: Path) -> None:
-    """The type alone does not make a checkpoint."""
+    """A model type in the config is not enough to make a directory a checkpoint."""
     vllm_omni.register()
     (tmp_path / "config.json").write_text(config)
     with pytest.raises((ValueError, OSError), match=str(tmp_path)):

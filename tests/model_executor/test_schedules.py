@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Few-step schedules reproduce the table of every public implementation; invalid requests are
+"""Few-step schedules reproduce the table of every public implementation, and invalid requests are
 refused.
 """
 
@@ -34,8 +34,8 @@ def _shift(name: str) -> float:
 
 @pytest.mark.parametrize("name", [name for name in _GOLDEN if name.startswith("original")])
 def test_the_original_convention_reproduces_the_integer_table(name: str) -> None:
-    """t, both sigmas and the groups of entries with one t equal the original scheduler's
-    exactly.
+    """The timesteps t, both sigmas and the groups of entries with the same t equal those of the
+    original scheduler exactly.
     """
     rows = _GOLDEN[name]
     schedule = few_step_schedule("original", _shift(name), [row["index"] for row in rows])
@@ -50,8 +50,8 @@ def test_the_original_convention_reproduces_the_integer_table(name: str) -> None
 
 @pytest.mark.parametrize("name", [name for name in _GOLDEN if not name.startswith("original")])
 def test_the_exact_convention_reproduces_the_float_table(name: str) -> None:
-    """fp64 tables agree within rounding (1e-9). SGLang computes in fp32 and is reproduced bit for
-    bit there.
+    """fp64 tables agree within rounding (1e-9). SGLang computes its table in fp32, which is
+    reproduced bit for bit.
     """
     rows = _GOLDEN[name]
     indices = [
@@ -84,7 +84,9 @@ def test_bad_schedules_are_refused(shift: float, indices: list[int], message: st
 
 
 def test_the_log_probability_is_that_of_a_gaussian() -> None:
-    """The mean is (1 - sigma) x0. Frames that are given are not random."""
+    """The log-probability is that of a Gaussian with mean (1 - sigma) x0. Given frames are not
+    random and do not contribute to the log-probability.
+    """
     schedule = few_step_schedule("exact", 5.0, [0, 500, 900])
     noise = ChunkNoise((4, 3, 2, 2), 7, 1, torch.device("cpu"))
     latents, flow = (torch.randn(4, 3, 2, 2) for _ in range(2))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps that a step cache computes. test_lance_pipeline.py and test_wan22_step_cache.py test it
-in models.
+"""Which steps a step cache computes. The step cache is tested in models by test_lance_pipeline.py
+and test_wan22_step_cache.py.
 """
 
 import pytest
@@ -10,13 +10,15 @@ from vllm_omni.model_executor.step_cache import computed_steps, step_cache_meta
 
 
 def embeddings(*sizes: float) -> torch.Tensor:
-    """Time embeddings of steps: vectors of one direction, so a change is a change of size."""
+    """Return time embeddings of steps as vectors of one direction, so a change of the embedding is
+    a change of size.
+    """
     return torch.tensor(sizes)[:, None] * torch.tensor([1.0, -2.0, 4.0])
 
 
 def test_steps_are_skipped_until_their_changes_reach_the_threshold() -> None:
-    """With equal changes, a threshold of 3 computes every third step and 1 computes every step,
-    whatever their size.
+    """With equal changes, a threshold of 3 computes every third step and a threshold of 1 computes
+    every step, whatever the size of the changes.
     """
     for growth in (1.1, 1.001):
         sizes = [growth**step for step in range(9)]
@@ -37,7 +39,7 @@ def test_steps_are_skipped_until_their_changes_reach_the_threshold() -> None:
 
 
 def test_a_large_change_is_computed_at_once_and_resets_the_sum() -> None:
-    """The mean change is 0.265."""
+    """A change above the threshold is computed immediately. In this test, the mean change is 0.265."""
     sizes = embeddings(1, 1.1, 2.2, 2.3, 2.4, 2.5)
     assert computed_steps(sizes, 1.2) == (True, False, True, False, False, True)
 
@@ -54,7 +56,7 @@ def test_a_threshold_below_every_change_computes_every_step() -> None:
 
 
 def test_constant_embeddings_compute_the_first_and_last_step() -> None:
-    """Zeros cause no division by zero."""
+    """Embeddings that are all zero do not cause a division by zero."""
     assert computed_steps(embeddings(1, 1, 1, 1), 2.0) == (True, False, False, True)
     assert computed_steps(embeddings(0, 0, 0), 2.0) == (True, False, True)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Untrusted weight files: only plain dense tensors from inside the folder are read; all else is a
-one-line error.
+"""From untrusted weight files, only plain dense tensors inside the folder are read. Any other
+content is a one-line error.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ MARKER = "payload_ran"
 
 
 class Payload:
-    """Unpickling this would create the marker file."""
+    """Unpickling this object would create the marker file."""
 
     def __reduce__(self):
         return (os.mkdir, (MARKER,))
@@ -62,8 +62,8 @@ def test_a_pth_file_is_read(tmp_path):
 
 
 def test_tensors_may_be_adapted(tmp_path):
-    """For example, stacked ones into their parts, others flattened. Only requested tensors are
-    read.
+    """Tensors may be adapted while they are read: stacked ones split, for example, and others
+    flattened. Only requested tensors are read.
     """
     stored = {
         "qkv": torch.arange(12.0).view(6, 2),
@@ -89,7 +89,9 @@ def test_tensors_may_be_adapted(tmp_path):
 
 
 def test_an_adaptation_that_does_not_fit_is_refused(tmp_path):
-    """Two tensors of one name, or a shape without such a form."""
+    """An adaptation is refused if it gives two tensors the same name or does not fit the shape of a
+    tensor.
+    """
     torch.save({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "x.pth")
     for form, message in (
         (unchanged, "holds 'c' twice, as 'a' and 'b'"),
@@ -100,7 +102,7 @@ def test_an_adaptation_that_does_not_fit_is_refused(tmp_path):
 
 
 def test_an_index_selects_the_files(tmp_path):
-    """Only the files that it names are read. A stale shard next to them is ignored."""
+    """Only the files that the index names are read, so a stale shard next to them is ignored."""
     save_file({"a": torch.ones(1)}, tmp_path / "model-1.safetensors")
     save_file({"b": torch.ones(2)}, tmp_path / "model-2.safetensors")
     save_file({"a": torch.zeros(1)}, tmp_path / "old.safetensors")
@@ -114,7 +116,7 @@ def test_an_index_selects_the_files(tmp_path):
 
 
 def test_without_an_index_the_same_tensor_in_two_files_is_refused(tmp_path):
-    """The files would be ambiguous."""
+    """Without an index, a tensor in two files is refused because it is ambiguous."""
     save_file({"a": torch.ones(1)}, tmp_path / "model-1.safetensors")
     save_file({"a": torch.zeros(1)}, tmp_path / "old.safetensors")
     refused(tmp_path, "'a' is in another file")
@@ -135,7 +137,7 @@ def test_without_an_index_the_same_tensor_in_two_files_is_refused(tmp_path):
     ],
 )
 def test_index_entries_that_are_no_plain_file_name_are_refused(tmp_path, name):
-    """An index can only name files in its folder."""
+    """An index may only name files in its own folder."""
     (tmp_path / "inner").mkdir()
     save_file({"a": torch.ones(1)}, tmp_path / "x.safetensors")
     index(tmp_path / "inner", {"a": name})
@@ -143,7 +145,7 @@ def test_index_entries_that_are_no_plain_file_name_are_refused(tmp_path, name):
 
 
 def test_links_out_of_the_folder_are_refused(tmp_path):
-    """A link to another folder is not followed."""
+    """A link to a file in another folder is refused."""
     (tmp_path / "inner").mkdir()
     save_file({"a": torch.ones(1)}, tmp_path / "secret.safetensors")
     (tmp_path / "inner" / "x.safetensors").symlink_to(tmp_path / "secret.safetensors")
@@ -160,7 +162,7 @@ def test_a_sibling_folder_with_the_same_prefix_is_outside(tmp_path):
 
 
 def test_links_of_the_hugging_face_cache_are_followed(tmp_path):
-    """The files of a snapshot folder are links into `blobs/`."""
+    """Links of a Hugging Face snapshot folder into `blobs/` are followed."""
     snapshot = tmp_path / "models--x--y" / "snapshots" / "0123" / "transformer"
     snapshot.mkdir(parents=True)
     (tmp_path / "models--x--y" / "blobs").mkdir()
@@ -171,7 +173,9 @@ def test_links_of_the_hugging_face_cache_are_followed(tmp_path):
 
 @pytest.mark.parametrize("keep", [0, 4, 8, 100, -1])
 def test_truncated_safetensors_are_refused(tmp_path, keep):
-    """For example, a half-downloaded file. The message says to download it again."""
+    """A truncated file, for example after an interrupted download, is refused, and the message says
+    to download it again.
+    """
     save_file({"a": torch.ones(100)}, tmp_path / "x.safetensors")
     data = (tmp_path / "x.safetensors").read_bytes()
     (tmp_path / "x.safetensors").write_bytes(data[:keep])
@@ -192,34 +196,36 @@ def test_truncated_safetensors_are_refused(tmp_path, keep):
     ],
 )
 def test_invalid_safetensors_headers_are_refused(tmp_path, header):
-    """Overlapping, oversized and reversed ranges and unknown dtypes, before any tensor exists."""
+    """Overlapping, oversized and reversed ranges and unknown dtypes are refused before any tensor
+    exists.
+    """
     raw = json.dumps(header).encode()
     (tmp_path / "x.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + b"\0" * 12)
     refused(tmp_path, "no complete safetensors file")
 
 
 def test_a_huge_header_is_refused(tmp_path):
-    """A header length of 2^62 bytes allocates nothing."""
+    """A header with a length of 2^62 bytes is refused without allocating memory for it."""
     (tmp_path / "x.safetensors").write_bytes((2**62).to_bytes(8, "little") + b"{}")
     refused(tmp_path, "no complete safetensors file")
 
 
 def test_integer_tensors_are_refused(tmp_path):
-    """They are not cast."""
+    """Integer tensors are refused rather than cast."""
     save_file({"a": torch.ones(2, dtype=torch.int64)}, tmp_path / "x.safetensors")
     refused(tmp_path, "dtype I64; allowed: F32, F16, BF16, F8_E4M3, F8_E5M2, I8, U8")
 
 
 @pytest.mark.parametrize("keep", [0, 10, 500, -30])
 def test_truncated_pth_is_refused(tmp_path, keep):
-    """In one line, too."""
+    """A truncated `.pth` is refused in one line."""
     torch.save({"a": torch.ones(1000)}, tmp_path / "x.pth")
     (tmp_path / "x.pth").write_bytes((tmp_path / "x.pth").read_bytes()[:keep])
     refused(tmp_path / "x.pth", "download it again")
 
 
 def test_code_in_a_pth_does_not_run(tmp_path, monkeypatch):
-    """A pickle payload is refused in a zip archive, in a bare pickle and next to valid tensors."""
+    """A pickle payload is refused in a zip archive, in a bare pickle, and next to valid tensors."""
     monkeypatch.chdir(tmp_path)
     torch.save({"a": Payload()}, tmp_path / "zip.pth")
     torch.save({"a": torch.ones(1), "b": Payload()}, tmp_path / "mixed.pth")
@@ -258,15 +264,15 @@ def shared() -> dict[str, torch.Tensor]:
     ],
 )
 def test_anything_but_plain_dense_float_tensors_is_refused(tmp_path, content, message):
-    """Sparse, quantized, expanded, shared, data-less and non-float tensors, and other objects,
-    before their data is read.
+    """Sparse, quantized, expanded, shared, data-less and non-float tensors are refused before their
+    data is read, and so are other objects.
     """
     torch.save(content, tmp_path / "x.pth")
     refused(tmp_path / "x.pth", message)
 
 
 def test_a_zip_that_is_no_checkpoint_is_refused(tmp_path):
-    """An archive with the right first bytes and other contents."""
+    """A zip archive that has the right first bytes but other contents is refused."""
     with zipfile.ZipFile(tmp_path / "x.pth", "w") as archive:
         archive.writestr("readme.txt", "hello")
     refused(tmp_path / "x.pth", "cannot be read")
@@ -277,7 +283,7 @@ def test_a_zip_that_is_no_checkpoint_is_refused(tmp_path):
 )
 @given(data=st.data())
 def test_damaged_files_raise_only_valueerror(tmp_path, data):
-    """With changed bytes anywhere, a weight file loads or raises ValueError."""
+    """A weight file with changed bytes in any position either loads or raises ValueError."""
     buffer = io.BytesIO()
     torch.save({"a": torch.ones(8), "b": torch.zeros(3)}, buffer)
     save_file({"a": torch.ones(8)}, tmp_path / "good.safetensors")
@@ -298,14 +304,14 @@ def test_damaged_files_raise_only_valueerror(tmp_path, data):
 
 @pytest.mark.parametrize("text", [b"", b"[1]", b"{", b"\xff\xfe", b"[" * 100_000])
 def test_files_that_are_no_json_object_are_refused(tmp_path, text):
-    """One line names the config or index."""
+    """One line names the config or index that is not a JSON object."""
     (tmp_path / "config.json").write_bytes(text)
     with pytest.raises(ValueError, match=r"config\.json"):
         read_json(tmp_path / "config.json")
 
 
 def test_a_missing_file_is_named(tmp_path):
-    """For example, a shard of the index that was not downloaded."""
+    """A missing file, for example a shard of the index that was not downloaded, is named."""
     index(tmp_path, {"a": "model-1.safetensors"})
     refused(tmp_path, r"model-1\.safetensors is not there")
     with pytest.raises(ValueError, match="is not there"):
@@ -317,8 +323,8 @@ def test_a_missing_file_is_named(tmp_path):
 )
 @given(data=st.data())
 def test_unmapped_reading_equals_the_library(tmp_path, data):
-    """Damaged files are refused by both or read alike, because the rules for headers are the
-    library's.
+    """Damaged files are either refused by this reader and by the library, or read identically,
+    because the header rules are the library's.
     """
     tensors = {
         "b": torch.arange(6.0).reshape(2, 3),
@@ -335,7 +341,7 @@ def test_unmapped_reading_equals_the_library(tmp_path, data):
     try:
         expected = open_tensors(tmp_path / "x.safetensors")
     except ValueError:
-        # the library alone refuses, for example, names that are no UTF-8
+        # Only the library refuses, for example, names that are not UTF-8.
         with contextlib.suppress(ValueError):
             found = UnmappedSource.open(tmp_path / "x.safetensors")
             assert sum(tensor.nbytes for _, tensor in found.read_tensors(found.shapes)) <= len(
@@ -353,7 +359,9 @@ def test_unmapped_reading_equals_the_library(tmp_path, data):
 
 @pytest.mark.parametrize("change", ["truncated", "rewritten", "replaced"])
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, change):
-    """Between its header and its last tensor. The file is never memory-mapped."""
+    """A file that changes between reading its header and its last tensor is refused. The file is
+    never memory-mapped.
+    """
     path, other = tmp_path / "x.safetensors", tmp_path / "other"
     for position in (path, other):
         save_file({"a": torch.ones(5000), "b": torch.ones(5000)}, position)
@@ -374,7 +382,9 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, change):
 
 @pytest.mark.parametrize("cut", [0, 4000])
 def test_a_file_truncated_while_it_is_read_is_refused(tmp_path: Path, cut: int) -> None:
-    """A memory-mapped one would end the process."""
+    """A file that is truncated while it is read is refused. The process would be killed if the file
+    were memory-mapped.
+    """
     path = tmp_path / "a.safetensors"
     save_file({"a": torch.ones(1 << 10), "b": torch.ones(1 << 20)}, path)
     with files_may_change():

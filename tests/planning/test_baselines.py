@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of record in the package: which rows a machine repeats, and how they compare."""
+"""Results of record in the package: the rows that a machine can repeat, and the comparison with
+them.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -48,7 +50,9 @@ def row(name: str, script: str | None, gpu: str | None = "H200", **changes: Any)
 
 
 def test_the_file_has_all_results_and_a_row_for_each_kind_of_machine() -> None:
-    """A CPU, and GPUs with and without records of their own."""
+    """The file contains all results, and every machine has rows to repeat: a CPU, and GPUs with and
+    without their own records.
+    """
     names = sorted(one.name for one in all_baselines())
     assert names == sorted(one.name for one in results_page.load_rows())
     assert [one.check.script for one in choose_rows(CPU) if one.check] == ["demo_world"]
@@ -73,7 +77,9 @@ def test_one_row_of_each_benchmark_is_chosen_with_the_same_hardware_first() -> N
 
 
 def test_named_rows_are_chosen_and_others_are_refused() -> None:
-    """A row that needs more memory, or a GPU, cannot be repeated."""
+    """Rows can be chosen by name. An unknown row, or one that needs a GPU or more memory than there
+    is, is refused.
+    """
     rows = [row("a", "world"), row("b", "world"), row("g", "large", memory_gb=141.0)]
     assert [one.name for one in choose_rows(H200, ["b", "a"], rows)] == ["b", "a"]
     for name, machine in (("g", H200), ("a", CPU), ("x", H200)):
@@ -93,7 +99,9 @@ def test_named_rows_are_chosen_and_others_are_refused() -> None:
 def test_a_result_is_compared_with_the_median_of_the_record(
     measured: float, verdict: str, ratio: float
 ) -> None:
-    """GPUs of one model differ by up to six percent."""
+    """A result is compared with the median of the record. The limits allow for the 6 % by which
+    GPUs of one model differ.
+    """
     found = compare_result(row("a", "world"), {"result": {"chunk_interval_ms": measured}}, H200)
     assert (found.verdict, found.ratio, found.recorded) == (verdict, ratio, 100.0)
     assert found.same_hardware
@@ -112,7 +120,7 @@ def test_a_result_is_compared_with_the_median_of_the_record(
 def test_ratios_of_other_hardware_have_no_verdict(
     gpu: str | None, machine: Machine, same: bool
 ) -> None:
-    """The ratio is still given."""
+    """A result on other hardware gets a ratio to the record but no verdict."""
     found = compare_result(row("a", "w", gpu), {"result": {"chunk_interval_ms": 300}}, machine)
     assert found.ratio == 3
     assert found.same_hardware == same

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni plan`: memory of models and splits, tables, and the command."""
+"""`vllm-omni plan`: the memory of models and splits, the tables, and the command."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -34,8 +34,9 @@ def test_models_have_the_parameters_of_their_checkpoints() -> None:
 
 
 def test_published_networks_are_planned_by_their_download_names() -> None:
-    """Windows, sinks and steps are those of the network. An unknown name is refused with the known
-    ones.
+    """A published network is planned by its download name with its own window, sinks and steps.
+
+    An unknown name is refused with the list of known names.
     """
     settings = {
         name: (model.window, model.sinks, model.denoise)
@@ -55,8 +56,9 @@ def test_published_networks_are_planned_by_their_download_names() -> None:
 
 
 def test_a_world_with_a_camera_branch_is_planned() -> None:
-    """Values are bytes of the K/V window at 704x1280 in bf16, and parameters of the camera
-    branch."""
+    """The plan of a world with a camera branch counts the K/V window at 704x1280 in bf16 and the
+    branch's parameters.
+    """
     model = model_of("dreamx_world")
     assert model.tokens_per_frame == 880
     assert window_bytes(model, 12) == pytest.approx(3.63 * 2**30, rel=2e-3)
@@ -67,7 +69,9 @@ def test_a_world_with_a_camera_branch_is_planned() -> None:
 
 
 def test_the_action_modules_of_a_game_are_counted() -> None:
-    """Values are bytes of a session's K/V at 352x640 in bf16."""
+    """The plan of a game counts the K/V of its action modules: a session at 352x640 in bf16 has the
+    expected bytes.
+    """
     model = model_of("matrix_game")
     blocks = replace(model, side_kv=0)
     assert window_bytes(blocks, 6) == pytest.approx(973e6, rel=1e-3)
@@ -78,8 +82,10 @@ def test_the_action_modules_of_a_game_are_counted() -> None:
 
 @pytest.mark.parametrize(("name", "gib"), [("lingbot_world", 3.57), ("causal_wan_14b", 0.0)])
 def test_a_chunk_holds_the_camera_modulation_of_all_layers(name: str, gib: float) -> None:
-    """`camera_modulation` creates a scale and a shift per token and layer. Models without a camera
-    have none.
+    """A chunk's memory includes the scale and the shift that `camera_modulation` creates per token
+    and layer.
+
+    Models without a camera have neither.
     """
     model = model_of(name)
     plain = plan_memory(replace(model, camera=False), H200, ParallelSplit())
@@ -88,7 +94,10 @@ def test_a_chunk_holds_the_camera_modulation_of_all_layers(name: str, gib: float
 
 
 def test_the_autoencoder_of_wan_2_2_has_the_bytes_of_its_network() -> None:
-    """At 480x832 in bf16; the area of a frame scales the caches."""
+    """The planned bytes of the Wan 2.2 autoencoder equal those of its network at 480x832 in bf16.
+
+    The size of the caches is proportional to the area of a frame.
+    """
     memory, decoder = WAN_2_2_AUTOENCODER, WAN_2_2_AUTOENCODER.tiny
     assert decoder is not None
     caches = [
@@ -190,7 +199,10 @@ def test_the_command_prints_splits_with_their_options_and_measured_runs(
 def test_a_preset_is_planned_with_its_options_and_its_speed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Flags override the preset. A narrow network has FP8 weights only in `small`."""
+    """A preset is planned with its options and its speed, and flags override its options.
+
+    A narrow network has FP8 weights only in preset `small`.
+    """
     text = plan(capsys, "lingbot_world", "--preset", "realtime")
     assert "window 15" in text and "preset realtime, FP8 keys and values, FP8 weights" in text
     assert "--additional-config.omni.model.preset realtime" in text
@@ -203,7 +215,9 @@ def test_a_preset_is_planned_with_its_options_and_its_speed(
 
 
 def test_splits_can_be_served() -> None:
-    """Ranks divide the heads, splits fit the GPUs, and none is listed twice."""
+    """Every planned split can be served: ranks divide the heads, splits fit the GPUs, and no split
+    is listed twice.
+    """
     model = model_of("causal_wan_1_3b")
     found = splits(model, 8)
     assert len(set(found)) == len(found)
@@ -214,8 +228,10 @@ def test_splits_can_be_served() -> None:
 
 @pytest.mark.parametrize("quantization", ["fp8", "nvfp4"])
 def test_quantization_reduces_the_weights_of_the_blocks(quantization: str) -> None:
-    """Of LingBot's 18.5 billion weights, layers of the blocks have 14 and camera layers, in int8,
-    4.
+    """Quantization reduces the weights of the blocks and, in int8, of the camera layers.
+
+    LingBot has 18.5 billion weights: 14 billion in layers of the blocks and 4 billion in camera
+    layers.
     """
     plain = model_of("lingbot_world")
     assert 0.74 < plain.block_parameters / plain.parameters < 0.77
@@ -233,8 +249,10 @@ def test_quantization_reduces_the_weights_of_the_blocks(quantization: str) -> No
 
 
 def test_all_models_are_in_one_table(capsys: pytest.CaptureFixture[str]) -> None:
-    """More memory and smaller weights hold no fewer sessions. A text encoder on the host frees
-    memory.
+    """All models are in one table. More memory or smaller weights never reduce the number of
+    sessions.
+
+    A text encoder on the host frees GPU memory.
     """
     lines = plan(capsys, "all").splitlines()
     assert lines[0].split()[5::2] == ["12", "16", "24", "32", "48", "80", "96", "141"]
@@ -294,7 +312,9 @@ def test_invalid_plans_are_refused(argv: list[str], words: str) -> None:
 
 
 def test_fp8_kv_increases_the_number_of_sessions() -> None:
-    """LingBot's window is 21.4 GiB in bf16. Other memory of a session stays."""
+    """FP8 halves LingBot's K/V window of 21.4 GiB in bf16, so more sessions fit. Other memory of a
+    session stays the same.
+    """
     plain, fp8 = (
         plan_memory(model_of("lingbot_world", kv_itemsize=size), H200, ParallelSplit())
         for size in (2, 1)
@@ -304,8 +324,10 @@ def test_fp8_kv_increases_the_number_of_sessions() -> None:
 
 
 def test_the_text_encoder_counts_for_one_gpu() -> None:
-    """Of two stages, the first holds the encoder and the last decodes, so the fullest needs less
-    than one GPU with both.
+    """The text encoder counts for one GPU.
+
+    With two stages, the first one contains the encoder and the last one decodes, so the fullest GPU
+    needs less memory than a single GPU with both.
     """
     model = model_of("lingbot_world")
     hosted = replace(model, text_on_cpu=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni plan` of Waypoint: sizes and supported splits."""
+"""`vllm-omni plan` for Waypoint: sizes and supported splits."""
 
 from pathlib import Path
 
@@ -13,7 +13,9 @@ from vllm_omni.planning.stream_model import ParallelSplit
 
 
 def test_both_kinds_of_ring_buffers_are_counted() -> None:
-    """K/V need 780 MiB at 1280x720 (18 layers of 16 frames, 6 of 17), and a quarter at 640x360."""
+    """K/V take up 780 MiB at 1280x720 (18 layers of 16 frames, 6 layers of 17), and a quarter of
+    that at 640x360.
+    """
     large, small = (window_bytes(model_of(name), 16) for name in ("waypoint", "waypoint_360p"))
     assert large == 780 * 2**20 and small == large / 4
     assert plan_memory(model_of("waypoint"), 16e9, ParallelSplit()).max_sessions > 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls read from source code, and their comparison with signatures."""
+"""Read calls from source code, and compare them with signatures."""
 
 import ast
 import inspect
@@ -14,7 +14,7 @@ _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 @dataclass(frozen=True)
 class CallShape:
-    """Arguments of one call in source code. `open_ended` calls have `*args` or `**kwargs`."""
+    """The arguments of one call in source code. A call with `*args` or `**kwargs` is `open_ended`."""
 
     positional: int
     names: tuple[str, ...]
@@ -31,8 +31,11 @@ class CallShape:
         )
 
     def refusal(self, signature: Signature, bound: int = 0) -> str | None:
-        """Return the reason why `signature` does not accept this call, or None. `bound` counts
-        implicit arguments such as `self`.
+        """Return the reason why `signature` does not accept this call, or None if it does.
+
+        Args:
+            signature: Signature of the called function.
+            bound: Number of implicit arguments, such as `self`.
         """
         bind = signature.bind_partial if self.open_ended else signature.bind
         try:
@@ -43,7 +46,7 @@ class CallShape:
 
 
 def refused_calls(ours: Signature, theirs: Signature) -> list[str]:
-    """Return calls that `theirs` accepts and `ours` does not, which an override must not have."""
+    """Return the calls that `theirs` accepts and `ours` refuses. An override must refuse none."""
     mine = list(ours.parameters.values())
     slots = [parameter.name for parameter in mine if parameter.kind in _POSITIONAL]
     names = {parameter.name for parameter in mine if parameter.kind in _NAMED}
@@ -76,7 +79,7 @@ def refused_calls(ours: Signature, theirs: Signature) -> list[str]:
             *_POSITIONAL,
             Parameter.KEYWORD_ONLY,
         )
-        # A positional call fills the position with another name; missing names are above.
+        # A positional call fills this position with another name. Missing names are reported above.
         known = parameter.name in required or (
             parameter.kind in _POSITIONAL
             and index < len(positional)
@@ -88,7 +91,9 @@ def refused_calls(ours: Signature, theirs: Signature) -> list[str]:
 
 
 def function_of(attribute: Any) -> Any:
-    """Return the function of a method, class method or static method in a class, or None."""
+    """Return the function of a method, class method or static method of a class, or None for other
+    attributes.
+    """
     function = getattr(attribute, "__func__", attribute)
     return function if inspect.isfunction(function) else None
 

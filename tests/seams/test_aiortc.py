@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""aiortc's private parts that the WebRTC endpoint uses."""
+"""Private attributes of aiortc that the WebRTC endpoint uses."""
 
 import inspect
 
@@ -7,7 +7,9 @@ from helpers.needs_aiortc import aiortc
 
 
 def test_a_sender_handles_feedback_in_the_method_that_is_wrapped() -> None:
-    """The transport calls it on the instance, so an attribute of the instance replaces it."""
+    """The transport calls `_handle_rtcp_packet` on the instance, so an attribute of the instance
+    can replace the method.
+    """
     sender, transport = aiortc.rtcrtpsender, aiortc.rtcdtlstransport
     source = inspect.getsource(sender.RTCRtpSender._handle_rtcp_packet)
     assert "self._send_keyframe()" in source
@@ -16,6 +18,6 @@ def test_a_sender_handles_feedback_in_the_method_that_is_wrapped() -> None:
 
 
 def test_packets_of_a_track_are_sent_without_encoding() -> None:
-    """A track may return packets; they are only split for RTP."""
+    """A track may return packets, which aiortc splits for RTP but does not encode."""
     source = inspect.getsource(aiortc.rtcrtpsender.RTCRtpSender._next_encoded_frame)
     assert "self.__encoder.pack(data)" in source

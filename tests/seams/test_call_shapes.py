@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparison of calls with signatures: differences that it finds and accepts."""
+"""The comparison of calls with signatures: which differences it reports, and which it accepts."""
 
 import ast
 import inspect
@@ -63,12 +63,16 @@ def demands_more(
     ],
 )
 def test_incompatible_overrides_are_found(override: Callable[..., Any], refused: list[str]) -> None:
-    """A name, a position, an order or a default each make a call that would raise TypeError."""
+    """An override is reported if a changed name, position, order or default would make a call raise
+    TypeError.
+    """
     assert refused_calls(inspect.signature(override), inspect.signature(theirs)) == refused
 
 
 def test_star_arguments_of_the_base_are_required() -> None:
-    """A base with star arguments accepts every call."""
+    """An override of a function with star arguments must also have them, because such a function
+    accepts every call.
+    """
     assert refused_calls(inspect.signature(same), inspect.signature(wider)) == [
         "any number of positions",
         "any name",
@@ -76,7 +80,7 @@ def test_star_arguments_of_the_base_are_required() -> None:
 
 
 def test_calls_are_read_as_written() -> None:
-    """Positions, names and star arguments are read."""
+    """Calls are read from source with their positional arguments, names and star arguments."""
     source = """
 self.model_runner.load_model(dummy, eager=True)
 self.model_runner.reload_weights(*args, **kwargs)
@@ -100,8 +104,8 @@ executor.collective_rpc(method)
 
 
 def test_a_refused_call_has_a_reason() -> None:
-    """Too many, unknown and missing arguments are reported. An open-ended call may supply missing
-    ones.
+    """Too many, unknown or missing arguments are reported. Missing ones are accepted in an
+    open-ended call, which may supply them.
     """
     signature = inspect.signature(lambda self, layout, *, size=1: None)
     assert CallShape(1, ("size",)).refusal(signature, bound=1) is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's calls on objects of this package that do not inherit from vLLM are accepted."""
+"""Objects of this package that do not inherit from vLLM accept vLLM's calls on them."""
 
 import ast
 import inspect
@@ -26,10 +26,10 @@ NOT_OF_THE_RUNNER = {
     "_init_kv_zero_meta": "guarded by hasattr and by needs_kv_cache_zeroing, which needs a "
     "KV group",
 }
-"""Calls on `model_runner` that the diffusion worker cannot reach, with the reason."""
+"""Calls on `model_runner` that cannot occur with the diffusion worker, each with the reason."""
 
 ONLY_IN_WARM_UP = {"_compile_or_warm_up_model"}
-"""Methods of vLLM's worker that are called only by methods that the diffusion worker replaces."""
+"""Methods of vLLM's worker that only methods call which the diffusion worker replaces."""
 
 NOT_OF_A_PIPELINE = {
     "save_sharded_state": "the executor refuses it by name",
@@ -39,7 +39,7 @@ NOT_OF_A_PIPELINE = {
     "sample_tokens": "the executor implements it",
     "execute_model": "the executor calls it directly with the required arguments",
 }
-"""Worker methods that the diffusers executor never forwards, with the reason."""
+"""Worker methods that the diffusers executor never forwards, each with the reason."""
 
 NARROWER_THAN_A_WORKER = {
     "reload_weights": "accepts a directory or no argument and refuses others by name",
@@ -47,11 +47,13 @@ NARROWER_THAN_A_WORKER = {
     "initialize_from_config": "gets the configs of all ranks, as the wrapper around a worker does, "
     "by position",
 }
-"""Methods of the pipeline worker that accept less than those of a worker, with the reason."""
+"""Methods of the pipeline worker that accept fewer arguments than those of a worker, each with the
+reason.
+"""
 
 
 def unreplaced_methods() -> Iterator[ast.AST]:
-    """Yield the methods of vLLM's workers that a diffusion worker still runs."""
+    """Yield the methods of vLLM's workers that run in a diffusion worker without being replaced."""
     ours = vars(DiffusionWorkerMixin)
     for module in (gpu_worker, cpu_worker):
         for method in methods(ast.parse(inspect.getsource(module))):
@@ -63,7 +65,7 @@ def unreplaced_methods() -> Iterator[ast.AST]:
 
 
 def test_the_runner_accepts_every_call_of_the_worker() -> None:
-    """Names, positions and keywords are read from both workers' source."""
+    """The runner accepts every call in the source of both workers, by name, positions and keywords."""
     refused, seen = {}, set()
     for method in unreplaced_methods():
         for name, shape in calls_of_attribute(method, "model_runner"):
@@ -85,7 +87,7 @@ def test_the_runner_accepts_every_call_of_the_worker() -> None:
 
 
 def test_skipped_methods_are_only_called_by_replaced_ones() -> None:
-    """No other method of vLLM's workers calls the skipped ones."""
+    """A skipped method is called only by methods that the diffusion worker replaces."""
     callers = {name: set[str]() for name in ONLY_IN_WARM_UP}
     for module in (gpu_worker, cpu_worker):
         for method in methods(ast.parse(inspect.getsource(module))):
@@ -97,7 +99,7 @@ def test_skipped_methods_are_only_called_by_replaced_ones() -> None:
 
 
 def test_the_pipeline_worker_accepts_every_remote_call() -> None:
-    """Arguments of `collective_rpc` are read from vLLM's executor and engine core."""
+    """The pipeline worker accepts every `collective_rpc` call in vLLM's executor and engine core."""
     refused, seen = {}, set()
     for module in (abstract, core):
         for name, shape in remote_calls(ast.parse(inspect.getsource(module))):
@@ -117,8 +119,8 @@ def test_the_pipeline_worker_accepts_every_remote_call() -> None:
 
 
 def test_the_pipeline_worker_accepts_the_calls_of_a_worker() -> None:
-    """Clients call workers by name too, so a method with a worker's name accepts a worker's
-    calls.
+    """A method of the pipeline worker with the name of a worker's method accepts the worker's
+    calls, because clients call workers by name.
     """
     refused, compared = {}, set()
     for name, ours in vars(PipelineWorker).items():
@@ -141,7 +143,7 @@ def test_the_pipeline_worker_accepts_the_calls_of_a_worker() -> None:
 
 
 def test_exemptions_are_needed() -> None:
-    """Each exempt name is still called or defined by vLLM."""
+    """Every exempt name is still called or defined by vLLM, so no exemption is left over."""
     source = ast.parse(inspect.getsource(gpu_worker))
     assert set(NOT_OF_THE_RUNNER) <= {
         name for name, _ in calls_of_attribute(source, "model_runner")

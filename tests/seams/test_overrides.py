@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every method that replaces one of vLLM's accepts all calls of it, in the installed version."""
+"""Every override of a vLLM method accepts all calls that the original accepts, in the installed
+version.
+"""
 
 import importlib
 import inspect
@@ -24,18 +26,18 @@ NOT_CALLED_BY_VLLM = {
     "LinearPrecision.__init__": "only this package's transformers create it, from vLLM's config",
     "StoredQuantization.__init__": "only the pipeline creates it, from vLLM's config",
 }
-"""Methods with the name of one of vLLM's that vLLM never calls, with the reason."""
+"""Methods that have the name of a vLLM method but that vLLM never calls, each with the reason."""
 
 
 @cache
 def own_classes() -> dict[str, type]:
-    """Return every class of this package and the classes that workers build from a mixin and vLLM's
-    runner.
+    """Return every class of this package, and the classes that workers build from a mixin and
+    vLLM's runner.
     """
     found: dict[str, type] = {}
     for module_info in pkgutil.walk_packages(vllm_omni.__path__, "vllm_omni."):
         if module_info.name.endswith("_cpu_worker") and not current_platform.is_cpu():
-            continue  # importing it would break torch for CUDA
+            continue  # importing this module would break torch for CUDA
         module = importlib.import_module(module_info.name)
         for value in vars(module).values():
             if isinstance(value, type) and value.__module__ == module.__name__:
@@ -44,7 +46,7 @@ def own_classes() -> dict[str, type]:
 
 
 def runners() -> Iterator[type]:
-    """Yield the runner classes as `_make_model_runner` of the AR workers builds them."""
+    """Yield the runner classes that `_make_model_runner` of the AR workers builds."""
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -74,7 +76,7 @@ def overrides() -> Iterator[tuple[type, type, str, Any, Any]]:
                     if b.__module__.split(".")[0] == "vllm" and name in vars(b)
                 ]
                 if bases:
-                    # A method that forwards all arguments does not define the calls.
+                    # A method that forwards all arguments does not determine which calls are valid.
                     base = next((b for b in bases if not _forwards_all(vars(b)[name])), bases[0])
                     yield owner, base, name, ours, vars(base)[name]
 
@@ -91,8 +93,10 @@ def _forwards_all(attribute: Any) -> bool:
 
 
 def test_every_override_accepts_the_calls_of_its_base() -> None:
-    """Positions, names, defaults and stars are compared. A property does not replace a method or
-    vice versa.
+    """Every override accepts the calls of its base: positions, names, defaults and star arguments
+    are compared.
+
+    A property must not replace a method, or a method a property.
     """
     refused: dict[str, Any] = {}
     compared = set()
@@ -125,7 +129,7 @@ def test_every_override_accepts_the_calls_of_its_base() -> None:
 
 
 def test_no_class_is_abstract() -> None:
-    """Every class that vLLM instantiates, or that is passed to it, can be instantiated."""
+    """Every class that vLLM instantiates or receives can be instantiated."""
     from vllm.v1.executor.abstract import Executor
     from vllm.v1.outputs import AsyncModelRunnerOutput
 
@@ -144,6 +148,6 @@ def test_no_class_is_abstract() -> None:
 
 
 def test_exemptions_are_needed() -> None:
-    """An obsolete exemption would hide a later method with that name."""
+    """Every exemption is needed, because an obsolete one would hide a later method with its name."""
     existing = {f"{owner.__name__}.{name}" for owner, _, name, _, _ in overrides()}
     assert set(NOT_CALLED_BY_VLLM) <= existing

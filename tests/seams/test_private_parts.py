@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Private parts of torch and vLLM that this package uses behave as required. A failure names the
-user.
+"""Private functions and attributes of torch and vLLM that this package uses behave as required.
+
+A failure names the code that uses them.
 """
 
 import inspect
@@ -54,8 +55,9 @@ def load(layer: ColumnLinear, weight: torch.Tensor) -> None:
 
 
 def test_torch_fuses_addmm_and_gelu() -> None:
-    """The arguments are bias, input and the transposed weight. On a CPU torch uses the erf GELU,
-    which differs by at most 5e-4 from the tanh one.
+    """torch fuses addmm and GELU with the arguments bias, input and transposed weight.
+
+    On a CPU, torch uses the erf GELU, which differs by at most 5e-4 from the tanh GELU.
     test_the_gelu_of_a_product_is_the_gelu_of_its_result covers CUDA.
     """
     user = "vllm_omni.model_executor.layers.linear.linear.gelu_of calls it"
@@ -76,8 +78,10 @@ def test_torch_fuses_addmm_and_gelu() -> None:
 def test_online_quantization_of_vllm_uses_the_meta_device(
     vllm_config: VllmConfig,
 ) -> None:
-    """The weight stays on the meta device until all of a layer is loaded, and is returned by one
-    method.
+    """In vLLM's online quantization, a weight stays on the meta device until its layer is loaded
+    completely.
+
+    A single method returns the weight.
     """
     assert OnlineLinearBase.uses_meta_device is True, f"OnlineLinearBase loads otherwise; {USER}"
     layer = ColumnLinear(IN, OUT, ParallelContext(), EverythingInt8(), "a", bias=False)
@@ -93,8 +97,10 @@ def test_online_quantization_of_vllm_uses_the_meta_device(
 
 
 def test_vllm_marks_quantized_layers_and_clears_the_mark_on_reload(vllm_config: VllmConfig) -> None:
-    """A layer is quantized by its last tensor, not again by the pass over the model, and again by a
-    reload.
+    """A layer is quantized when its last tensor is loaded, and not again by the pass over the
+    model.
+
+    A reload quantizes it again.
     """
     theirs = Fp8PerTensorOnlineLinearMethod.process_weights_after_loading.__code__
     marks = {*theirs.co_names, *theirs.co_consts}
@@ -128,8 +134,9 @@ def test_the_output_thread_of_vllm_has_its_name() -> None:
 
 
 def test_hidden_states_of_vllm_are_a_file_of_fixed_layers() -> None:
-    """If this changes, reconsider docs/architecture/ar_path.md ("Why not
-    `extract_hidden_states`").
+    """vLLM's hidden states are a file of fixed layers.
+
+    If this changes, reconsider docs/architecture/ar_path.md ("Why not `extract_hidden_states`").
     """
     connector = object.__new__(ExampleHiddenStatesConnector)
     connector._request_filenames, connector._pending_saves = {"a": "/tmp/a.safetensors"}, {}

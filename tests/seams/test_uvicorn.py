@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of uvicorn's classes that this package uses. A failure names the part and its user.
+"""Attributes of uvicorn's classes that this package uses. A failure names the attribute and its
+user.
 
 `uvicorn.Config(ws=..., http=...)` accepts protocol classes, which is the public way to set one. The
-inherited attributes are not documented, so they are compared with the source of the installed
+inherited attributes are not documented, so the tests compare them with the source of the installed
 uvicorn.
 """
 
@@ -20,7 +21,9 @@ from vllm_omni.entrypoints.limits import frame_budget, header_limits
 
 
 def attributes_of(cls: type) -> set[str]:
-    """Return methods of a class and attributes that they set or annotate on `self`."""
+    """Return the methods of a class and the attributes that these methods set or annotate on
+    `self`.
+    """
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     stored = {
         node.attr
@@ -34,7 +37,9 @@ def attributes_of(cls: type) -> set[str]:
 
 
 def used_of(cls: type, owners: set[str]) -> set[str]:
-    """Return attributes of the protocol, named by `owners`, that the source of a class uses."""
+    """Return the attributes of the protocol that the source of a class uses. `owners` are the names
+    of the protocol.
+    """
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     return {
         node.attr
@@ -55,7 +60,9 @@ def used_of(cls: type, owners: set[str]) -> set[str]:
 def test_the_websocket_protocol_has_the_attributes_of_its_subclasses(
     cls: type, owners: set[str]
 ) -> None:
-    """Names with an underscore belong to this package."""
+    """uvicorn's protocol has every attribute that its subclasses use. Names with an underscore
+    belong to this package.
+    """
     used = {name for name in used_of(cls, owners) if not name.startswith("_")}
     assert len(used) > 3
     missing = used - attributes_of(WebSocketsSansIOProtocol)
@@ -65,13 +72,15 @@ def test_the_websocket_protocol_has_the_attributes_of_its_subclasses(
 
 
 def test_the_websocket_protocol_calls_overridden_methods() -> None:
-    """If uvicorn stopped calling a method, floods would pass without an error."""
+    """uvicorn calls the overridden methods. If it stopped calling one, floods would pass without an
+    error.
+    """
     source = inspect.getsource(WebSocketsSansIOProtocol)
     for method in ("handle_events", "handle_connect"):
         assert f"self.{method}(" in source, (
             f"uvicorn {uvicorn.__version__} does not call {method} any more"
         )
-    for method in ("data_received", "pause_writing", "resume_writing"):  # asyncio calls these
+    for method in ("data_received", "pause_writing", "resume_writing"):  # asyncio calls them
         assert method in vars(WebSocketsSansIOProtocol)
 
 

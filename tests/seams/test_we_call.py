@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The installed version of vLLM accepts every call of this package: functions, classes, base
-methods, client.
+"""The installed version of vLLM accepts every call of this package to its functions, classes and
+methods.
 """
 
 import ast
@@ -27,7 +27,7 @@ NOT_IN_EVERY_VERSION = {
 
 
 class Imports:
-    """Names of a module that are imported from vLLM anywhere in the file."""
+    """Names of a module that are imported from vLLM anywhere in its file."""
 
     def __init__(self, tree: ast.AST) -> None:
         self.targets: dict[str, tuple[str, str | None]] = {}
@@ -45,9 +45,10 @@ class Imports:
                         self.targets[alias.asname] = (alias.name, None)
 
     def resolve(self, expression: ast.expr) -> Any:
-        """Return the object of a dotted name, or None if it is not from vLLM.
+        """Return the object of a dotted name, or None if the object is not from vLLM.
 
-        Raises AttributeError if it does not exist.
+        Raises:
+            AttributeError: The object does not exist.
         """
         *path, root = reversed(_dotted(expression))
         if root not in self.targets:
@@ -83,8 +84,10 @@ def skipped(imports: Imports, path: Path) -> bool:
 
 
 def direct_calls() -> Iterator[tuple[str, Any, CallShape, int]]:
-    """Yield (location, callable, shape, implicit arguments) of calls of names imported from vLLM,
-    and of methods of objects annotated as a class of vLLM.
+    """Yield (location, callable, shape, implicit arguments) of every direct call into vLLM.
+
+    Direct calls are those of names imported from vLLM, and of methods of objects that are annotated
+    as a class of vLLM.
     """
     for path in sources():
         tree = ast.parse(path.read_text())
@@ -113,11 +116,11 @@ def direct_calls() -> Iterator[tuple[str, Any, CallShape, int]]:
 
 
 def _annotated(tree: ast.AST, imports: Imports) -> dict[str, list[type]]:
-    """Return expressions (`client`, `self._client`) that are annotated as one class of vLLM in the
-    whole file.
+    """Return the expressions (`client`, `self._client`) that the whole file annotates as one class
+    of vLLM.
 
-    An attribute assigned from an annotated parameter has its class and classes narrowed by
-    `isinstance`.
+    An attribute that is assigned from an annotated parameter has the parameter's class and the
+    classes to which `isinstance` narrows it.
     """
     found: dict[str, set[type]] = {}
     for node in ast.walk(tree):
@@ -174,7 +177,9 @@ def _class(annotation: ast.expr | None, imports: Imports) -> type | None:
 
 
 def base_calls() -> Iterator[tuple[str, Any, CallShape, int]]:
-    """Yield the same for every `super().method(...)` that resolves to a method of vLLM."""
+    """Yield (location, callable, shape, implicit arguments) of every `super().method(...)` that
+    resolves to a method of vLLM.
+    """
     seen = set()
     for cls in own_classes().values():
         order = cls.__mro__
@@ -207,7 +212,9 @@ def base_calls() -> Iterator[tuple[str, Any, CallShape, int]]:
 
 
 def _is_generated(function: Any) -> bool:
-    """Whether it is generated, for example by `dataclass`, and has no source."""
+    """Return whether a function is generated, for example by `dataclass`, and therefore has no
+    source.
+    """
     return bool(function.__code__.co_filename.startswith("<"))
 
 
@@ -231,7 +238,7 @@ def refusals(calls: Iterator[tuple[str, Any, CallShape, int]]) -> tuple[dict[str
             continue
         try:
             signature = inspect.signature(called)
-        except ValueError:  # written in C
+        except ValueError:  # the function is written in C
             continue
         if (reason := shape.refusal(signature, bound)) is not None:
             refused[where] = reason
@@ -240,7 +247,9 @@ def refusals(calls: Iterator[tuple[str, Any, CallShape, int]]) -> tuple[dict[str
 
 
 def test_vllm_accepts_every_call() -> None:
-    """Functions and classes imported from vLLM, and methods of annotated objects, are checked."""
+    """vLLM accepts every call of a function or class that is imported from it, and of a method of
+    an annotated object.
+    """
     refused, taken = refusals(direct_calls())
     assert refused == {}
     assert {
@@ -261,14 +270,16 @@ def test_vllm_accepts_every_call() -> None:
 
 
 def test_base_methods_of_vllm_accept_super_calls() -> None:
-    """`super().method(...)` of every subclass of vLLM's classes is checked."""
+    """vLLM accepts every `super().method(...)` in a subclass of its classes."""
     refused, taken = refusals(base_calls())
     assert refused == {}
     assert len(taken) > 15
 
 
 def test_every_import_exists() -> None:
-    """Imports inside functions and for type checkers are included."""
+    """Every name that is imported from vLLM exists, also in imports inside functions and for type
+    checkers.
+    """
     missing = {}
     for path in sources():
         imports = Imports(ast.parse(path.read_text()))
@@ -306,7 +317,7 @@ def test_every_import_exists() -> None:
 def test_a_call_that_vllm_refuses_is_found(
     code: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checks detect invalid calls."""
+    """A call that vLLM would refuse is reported, so the checks above detect invalid calls."""
     (tmp_path / "vllm_omni").mkdir()
     (tmp_path / "vllm_omni" / "module.py").write_text(code)
     monkeypatch.setattr("test_we_call.REPO", tmp_path)

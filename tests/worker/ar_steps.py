@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SchedulerOutput`s of an autoregressive engine, built by hand for runner tests."""
+"""`SchedulerOutput`s of an autoregressive engine, built by hand for tests of the runner."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,8 +18,9 @@ def new_request(
     """Return a newly scheduled request.
 
     Args:
-    hidden_states: Mode of the requested hidden states. None requests none.
-    extra_args: Replaces the sampling parameters' `extra_args` built from `hidden_states`.
+        hidden_states: Mode of the requested hidden states. None requests none.
+        extra_args: Replacement for the sampling parameters' `extra_args`. Default: built from
+            `hidden_states`.
     """
     if extra_args is None and hidden_states is not None:
         extra_args = {"omni": {"hidden_states": hidden_states, "layers": list(layers)}}
@@ -42,11 +43,11 @@ def scheduler_output(
     finished: Iterable[str] = (),
     drafts: Mapping[str, list[int]] | None = None,
 ) -> SchedulerOutput:
-    """Return one engine step.
+    """Return the scheduler output of one engine step.
 
     Args:
-    scheduled: Number of tokens per request. A new request that is not named here gets its whole
-    prompt.
+        scheduled: Number of tokens per request. A new request that is missing here gets its whole
+            prompt.
     """
     new = list(new)
     tokens = {**{data.req_id: data.prompt_len for data in new}, **(scheduled or {})}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters of a chunk in the runner: batches, forks, snapshots, chunks in flight, vLLM's own
-argument, FP8 weights.
+"""LoRA adapters of chunks in the runner.
+
+The tests cover batches, forks, snapshots, chunks in flight, vLLM's own argument and FP8 weights.
 """
 
 import dataclasses
@@ -75,7 +76,9 @@ def test_adapters_apply_in_batches_forks_and_restored_sessions(
     make_runner: MakeRunner, causal_wan: Path, requests: dict[str, LoRARequest], tmp_path: Path
 ) -> None:
     """Requests with different adapters never share a forward pass, so each result equals that of a
-    request that runs alone. Forks and restored sessions keep the adapters.
+    request that runs by itself.
+
+    Forks and restored sessions keep the adapters.
     """
     worker = make(make_runner, causal_wan, requests, omni={"batch_invariant": False})
     plain = make_runner(causal_wan, {"model": SMALL, "batch_invariant": False}, dtype="float32")
@@ -110,8 +113,10 @@ def test_adapters_apply_in_batches_forks_and_restored_sessions(
 def test_a_snapshot_names_its_adapters_and_requires_them(
     make_runner: MakeRunner, causal_wan: Path, requests: dict[str, LoRARequest], tmp_path: Path
 ) -> None:
-    """Snapshots record the adapters of a session. They continue bit for bit with the same adapters
-    and are refused without them.
+    """A snapshot records the adapters of its session.
+
+    The session continues bit for bit if the same adapters are loaded, and the snapshot is refused
+    if they are not.
     """
     worker = make(make_runner, causal_wan, requests)
     stream(worker, "walk", [INK + WOOL, None])
@@ -155,8 +160,10 @@ def test_a_snapshot_names_its_adapters_and_requires_them(
 def test_removed_adapters_are_not_required_by_a_snapshot(
     make_runner: MakeRunner, causal_wan: Path, requests: dict[str, LoRARequest], tmp_path: Path
 ) -> None:
-    """A server without adapters restores the snapshot, continues bit for bit, and refuses requests
-    with adapters.
+    """After an adapter is removed from a session, a server without adapters restores the session's
+    snapshot.
+
+    The session continues bit for bit, and requests with adapters are refused.
     """
     worker = make(make_runner, causal_wan, requests)
     stream(worker, "walk", [INK, []])
@@ -169,8 +176,8 @@ def test_removed_adapters_are_not_required_by_a_snapshot(
 
 
 def refused(worker: Worker, folder: Path, words: str) -> None:
-    """Assert that restoring the file `walk` fails with one line that contains `words`, and leaves
-    no session.
+    """Assert that restoring the file `walk` fails with one line that contains `words` and opens no
+    session.
     """
     with pytest.raises(RequestFailed, match=re.escape(words)) as refusal:
         worker.restore("late", folder / "walk")
@@ -181,8 +188,9 @@ def refused(worker: Worker, folder: Path, words: str) -> None:
 def test_a_switch_of_adapters_recomputes_the_prompt_keys(
     make_runner: MakeRunner, causal_wan: Path, tmp_path: Path
 ) -> None:
-    """An adapter of the text's keys and values takes effect although the prompt stays the same, and
-    its removal restores the base output.
+    """An adapter of the text's keys and values takes effect even if the prompt stays the same.
+
+    Removing the adapter restores the base output.
     """
     target = files.causal_wan_target(causal_wan)
     made = files.factors(
@@ -208,8 +216,8 @@ def test_chunks_in_flight_keep_the_adapters_they_started_with(
     requests: dict[str, LoRARequest],
     two: tuple[Any, Any],
 ) -> None:
-    """Two chunks of a session in flight with different adapters equal the same chunks run one by
-    one.
+    """Two chunks of a session in flight with different adapters equal the same chunks run one at a
+    time.
     """
     model = {
         "cache": "noise_matched",
@@ -235,7 +243,9 @@ def test_chunks_in_flight_keep_the_adapters_they_started_with(
 def test_lora_request_of_vllm_names_an_adapter(
     make_runner: MakeRunner, causal_wan: Path, requests: dict[str, LoRARequest]
 ) -> None:
-    """vLLM's `lora_request` loads an unknown adapter. A failed load fails only its request."""
+    """vLLM's `lora_request` loads an adapter that is not loaded yet. If loading fails, only its
+    request fails.
+    """
     worker = Worker(make_runner(causal_wan, {"model": SMALL}, dtype="float32", **LORA))
 
     def once(session: str, request: LoRARequest | None) -> Any:
@@ -272,15 +282,17 @@ def test_an_adapter_for_another_model_is_refused(
 def test_adapters_on_fp8_weights_have_the_effect_of_bf16_weights(
     make_runner: MakeRunner, causal_wan: Path, requests: dict[str, LoRARequest]
 ) -> None:
-    """The adapter product is computed in bf16 in addition to the quantized product, so its effect
-    keeps direction and size (relative difference below 0.2). A reload that quantizes the weights
-    again keeps the adapters.
+    """An adapter has nearly the same effect on FP8 weights as on bf16 weights.
+
+    The adapter product is computed in bf16 and added to the quantized product, so the effect keeps
+    its direction and size (relative difference below 0.2). The adapters still apply after a reload,
+    which quantizes the weights again.
     """
     effects, bases = [], []
     for more in ({}, {"quantization": "fp8_per_channel"}):
         worker = make(make_runner, causal_wan, requests, dtype="bfloat16", **more)
         base, ink = stream(worker, "base", [None]), stream(worker, "ink", [INK])
-        with torch.inference_mode():  # `make_runner` creates the weights in it
+        with torch.inference_mode():  # `make_runner` creates the weights in this mode
             worker.runner.reload_weights()
         assert equal(stream(worker, "base-2", [None]), base) and equal(
             stream(worker, "ink-2", [INK]), ink

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters on checkpoints that are stored quantized: added to vLLM's quantized product, or
-applied to dequantized weights.
+"""LoRA adapters on checkpoints that are stored quantized.
 
-The model is Wan 2.2 with both experts from tests/golden/quantized. Formats that a CPU cannot
-compute in are dequantized here.
+The adapter is added to vLLM's quantized product or applied to dequantized weights. The model is Wan
+2.2 with both experts from tests/golden/quantized. Formats that a CPU cannot compute in are
+dequantized here.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ FORMATS: dict[str, tuple[bool, float]] = {
     "torchao_fp8": (False, 0.2),
     "torchao_int8": (False, 0.2),
 }
-"""Format to (`omni.dequantize`, allowed relative difference of an adapter's effect).
+"""Value of `omni.dequantize` and allowed relative difference of an adapter's effect, by format.
 
 Measured differences are 0.03 to 0.16, and 0.47 for ModelOpt's NVFP4, because the quantized network
 also changes the effect.
@@ -52,7 +52,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapter(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter file for every linear layer of both experts' blocks, with diffusers' names."""
+    """An adapter file for every linear layer in the blocks of both experts, with diffusers' names."""
     generator = torch.Generator().manual_seed(1)
     tensors = {}
     for name, module in WanTransformer3DModel(**SIZES).named_modules():
@@ -81,8 +81,10 @@ def video(worker: Worker, session: str, lora: list[Lora] | None = None) -> torch
 def effect(
     make_runner: Callable[..., Any], path: Path, adapter: Path, omni: dict[str, Any]
 ) -> torch.Tensor:
-    """Return the change of a video's latents by an adapter. Without the adapter, before and after
-    its use, the latents equal the checkpoint's bit for bit.
+    """Return the change that an adapter makes to the latents of a video.
+
+    Before and after the adapter is used, the latents must equal those of the checkpoint bit for
+    bit.
     """
     base = video(Worker(make_runner(path, omni, dtype="bfloat16")), "a")
     worker = Worker(make_runner(path, omni, dtype="bfloat16", **LORA))
@@ -126,8 +128,9 @@ def test_adapters_on_stored_quantized_weights_have_the_effect_of_bf16_weights(
     exact: torch.Tensor,
     tmp_path: Path,
 ) -> None:
-    """The adapter product is computed in bf16 in addition to the product of the stored format, so
-    the effect keeps its direction.
+    """The effect of an adapter keeps its direction on stored quantized weights.
+
+    The adapter product is computed in bf16 and added to the product of the stored format.
     """
     dequantize, allowed = FORMATS[name]
     found = effect(

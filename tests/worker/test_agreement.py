@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RankAgreement` with mocked groups: the decision of each rank for given values of other ranks."""
+"""`RankAgreement` with mocked groups: the decision of each rank, given the values of the other
+ranks.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,7 @@ OWN = RequestFailed("capacity", "full")
 
 
 class Others:
-    """A mock of `all_reduce` that combines this rank's values with given ones and records the
+    """A mock of `all_reduce` that combines this rank's values with given values and records the
     groups.
     """
 
@@ -43,7 +45,7 @@ def ranks(tensor: int = 1, world: int = 1) -> RankAgreement:
 def request(
     name: str, step: int | None = 0, failure: RequestFailed | None = None, index: int = 0
 ) -> RequestState:
-    """Return a request. `step` None leaves it without a chunk."""
+    """Return a request. With `step` None, the request has no chunk."""
     state = RequestState(name, DiffusionParams(session_id="s"), {}, index=index, failure=failure)
     state.chunk = None if step is None else SimpleNamespace(step=step)  # type: ignore[assignment]
     return state
@@ -58,8 +60,9 @@ def failure_of(state: RequestState) -> tuple[str, str] | None:
 
 
 def test_a_single_rank_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A single rank sends nothing. A waiting request takes no part and has not failed, wherever it
-    is in the batch.
+    """A single rank sends nothing.
+
+    A waiting request does not take part and has not failed, at any position in the batch.
     """
     others = Others(monkeypatch)
     good, bad, late = request("a"), request("b", None, OWN), request("c", None)
@@ -75,8 +78,10 @@ def test_a_single_rank_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_refusal_by_one_tensor_parallel_rank_applies_to_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before a first step, one reduction over the CPU group covers the whole batch. The refusing
-    rank keeps its own reason.
+    """If one tensor-parallel rank refuses a request, all ranks refuse it.
+
+    The rank that refused it keeps its own reason.
+    Before a first step, one reduction over the CPU group covers the whole batch.
     """
     others = Others(monkeypatch, [1, 0, 1, 1])
     states = [request("a"), request("b"), request("c", None, OWN), request("d", 3)]
@@ -89,7 +94,9 @@ def test_a_refusal_by_one_tensor_parallel_rank_applies_to_all(
 def test_ranks_reduce_only_before_a_first_step(
     monkeypatch: pytest.MonkeyPatch, steps: list[int | None], requests: int
 ) -> None:
-    """After the first step no reduction is needed, because a refused request has already ended."""
+    """Ranks reduce only before the first step of a request, because a refused request has ended
+    afterwards.
+    """
     others = Others(monkeypatch, *([[1, 1]] * requests))
     states = [request(name, step) for name, step in zip("ab", steps, strict=True)]
     assert (
@@ -98,8 +105,10 @@ def test_ranks_reduce_only_before_a_first_step(
 
 
 def test_a_later_stage_accepts_the_requests_of_the_earlier_stage() -> None:
-    """A request that fails on this stage later still takes its steps. A request that an earlier
-    stage refused fails here too.
+    """A later stage runs the requests that the earlier stage accepted.
+
+    A request that fails on this stage later still takes its steps. A request that an earlier stage
+    refused fails here too.
     """
     states = [request("a"), request("b", 2, OWN), request("c"), request("d", None)]
     later = ranks()
@@ -111,7 +120,10 @@ def test_a_later_stage_accepts_the_requests_of_the_earlier_stage() -> None:
 
 
 def test_refusing_a_request_of_an_earlier_stage_stops_the_engine() -> None:
-    """The hidden states of the request are part of the batch, so the rank cannot leave it out."""
+    """A stage that must refuse a request of an earlier stage stops the engine.
+
+    The hidden states of the request are part of the batch, so the rank cannot leave it out.
+    """
     text = "^an earlier pipeline stage accepted a request that this stage had to refuse$"
     with pytest.raises(RuntimeError, match=text):
         ranks().alive([request("a"), request("b", None, OWN)], [], [0, 0])
@@ -121,8 +133,9 @@ def test_refusing_a_request_of_an_earlier_stage_stops_the_engine() -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("count", [0, 1, 3, 5])
 def test_a_mask_is_sent_unsplit(size: int, count: int) -> None:
-    """The mask holds the chunk index, or marks a waiting or refused request. Its length is not
-    divisible by the number of ranks, so vLLM sends it unsplit.
+    """vLLM sends a mask unsplit, because its length is not divisible by the number of ranks.
+
+    For each request, the mask contains the chunk index, or a mark that it is waiting or refused.
     """
     states = [request(name, index=index + 3) for index, name in enumerate("abcde"[:count])]
     alive, waiting = states[::3], states[1::3]
@@ -140,8 +153,10 @@ def test_a_mask_is_sent_unsplit(size: int, count: int) -> None:
 def test_a_failure_before_a_shared_decode_applies_to_all_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before a decode that tensor-parallel ranks share, the failure of one rank becomes a failure
-    on all. A rank's own reason is not replaced.
+    """A failure of one rank before a decode that tensor-parallel ranks share becomes a failure of
+    all ranks.
+
+    A rank that has its own reason keeps it.
     """
     others = Others(monkeypatch, [1], [0], [1], [0])
     fine, theirs, mine, both = (
@@ -167,7 +182,9 @@ def test_a_failure_before_a_shared_decode_applies_to_all_ranks(
 def test_the_rank_with_least_room_sets_the_number_of_sessions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ranks compare sessions instead of bytes, because their shares of a session differ. A rank
+    """The rank with the least room determines the number of sessions.
+
+    Ranks compare sessions instead of bytes, because their shares of a session differ. A rank
     without a share does not limit the number.
     """
     others = Others(monkeypatch, [2.5], [19.0], [3.0], [float("inf")])
@@ -179,6 +196,6 @@ def test_the_rank_with_least_room_sets_the_number_of_sessions(
 
 
 def test_several_ranks_use_a_constant_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several ranks use a constant clock, so that none evicts a session by its local time."""
+    """Several ranks use a constant clock, so that no rank evicts a session by its local time."""
     monkeypatch.setattr("time.monotonic", lambda: 17.0)
     assert ranks(tensor=1, world=1).clock() == 17.0 and ranks(world=2).clock() == 0.0

@@ -2,8 +2,8 @@
 """The mixins for both runner generations on mocked runners, and the vLLM source that they rely on.
 
 A mocked base class replaces vLLM's runner and records the state that the hooks leave to it. The end
-of the file compares the mocks with vLLM's own classes. The five faults found by the review of the
-first version (vLLM-Omni PR 3) have a test each.
+of the file compares the mocks with vLLM's own classes. Each of the five faults that the review of
+the first version found (vLLM-Omni PR 3) has a test.
 """
 
 import ast
@@ -64,7 +64,9 @@ class StateV2(NamedTuple):
 
 
 class AsyncOutput(AsyncModelRunnerOutput):
-    """vLLM's asynchronous output: the sampled tokens exist after `get_output`."""
+    """A mock of vLLM's asynchronous output, in which the sampled tokens exist only after
+    `get_output`.
+    """
 
     def __init__(self, output: ModelRunnerOutput, sampled: list[list[int]]) -> None:
         self.output, self.sampled = output, sampled
@@ -73,13 +75,14 @@ class AsyncOutput(AsyncModelRunnerOutput):
         self.output.sampled_token_ids = self.sampled
         return self.output
 
-    def get_kv_connector_output(self) -> Any:  # of vLLM 0.33
+    def get_kv_connector_output(self) -> Any:  # exists in vLLM 0.33
         return self.output.kv_connector_output
 
 
 class MockRunner:
-    """The common interface of both generations: `execute_model` leaves a state and `sample_tokens`
-    consumes it.
+    """The common interface of both generations.
+
+    `execute_model` leaves a state, and `sample_tokens` consumes it.
     """
 
     def __init__(
@@ -125,7 +128,7 @@ class MockV1(MockRunner):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         self.grammar_output = grammar_output
-        if self.stage_output is not None:  # as a stage before the last
+        if self.stage_output is not None:  # as on a stage before the last one
             return self.stage_output
         return self.finish(list(self.input_batch.req_ids))
 
@@ -133,7 +136,7 @@ class MockV1(MockRunner):
 class MockV2(MockRunner):
     def execute_model(self, scheduled: SchedulerOutput, **kwargs: Any) -> None:
         self.received = kwargs.get("intermediate_tensors")
-        # V2 sorts its batch with decodes first. Its buffers are longer than the batch.
+        # V2 sorts its batch so that decodes come first. Its buffers are longer than the batch.
         names = sorted(
             scheduled.num_scheduled_tokens, key=scheduled.num_scheduled_tokens.__getitem__
         )
@@ -206,8 +209,8 @@ both_ways = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", 
 @both
 @both_ways
 def test_hidden_states_of_a_mixed_batch(generation: Any, asynchronous: bool) -> None:
-    """Each request receives the hidden states of its own tokens, wherever the runner sorted them,
-    and no padding.
+    """Each request receives the hidden states of its own tokens, in any order of the batch, and
+    none of the padding.
     """
     runner = make(generation, asynchronous)
     run(runner, scheduler_output(new=[new_request("old", "all", prompt_len=3)]))
@@ -239,14 +242,16 @@ def test_a_batch_without_requests_for_hidden_states_is_unchanged(generation: Any
     """
     runner = make(generation)
     runner.execute_model(scheduler_output(new=[new_request("r", None)]))
-    runner._copy_hidden_states = None  # calling it would fail
+    runner._copy_hidden_states = None  # a call would fail
     output = runner.sample_tokens(None)
     assert output.pooler_output is None and runner.hidden_state_collector.bytes_copied == 0
 
 
 @both
 def test_a_step_without_requests_for_hidden_states_costs_four_calls(generation: Any) -> None:
-    """The number of calls is independent of the batch, and no object of this package is created."""
+    """A step without requests for hidden states makes four additional calls for any batch, and
+    creates no object of ours.
+    """
     calls: list[str] = []
 
     def note(frame: Any, event: str, argument: Any) -> None:
@@ -277,7 +282,9 @@ def test_a_step_without_requests_for_hidden_states_costs_four_calls(generation: 
 @both
 @both_ways
 def test_rejected_drafts_have_no_hidden_states(generation: Any, asynchronous: bool) -> None:
-    """Of four speculative tokens, only the hidden states of the two accepted ones remain."""
+    """A rejected draft has no hidden states. Of four speculative tokens, only those of the two
+    accepted ones remain.
+    """
     runner = make(generation, asynchronous)
     run(runner, scheduler_output(new=[new_request("r", "all")]))
     runner.sampled = {"r": [5, 6]}
@@ -297,7 +304,9 @@ def test_the_grammar_reaches_the_sampler(generation: Any) -> None:
 
 @both
 def test_a_later_stage_receives_intermediate_tensors(generation: Any) -> None:
-    """Intermediate tensors are forwarded. V1 also accepts them as a positional argument."""
+    """A later stage receives the intermediate tensors. V1 also accepts them as a positional
+    argument.
+    """
     received = IntermediateTensors({"hidden_states": torch.zeros(3, WIDTH)})
     runner = make(generation)
     runner.execute_model(
@@ -311,7 +320,7 @@ def test_a_later_stage_receives_intermediate_tensors(generation: Any) -> None:
 
 @both
 def test_a_finished_request_is_evicted(generation: Any) -> None:
-    """The scheduler output of the following step announces the finished request."""
+    """A finished request is evicted when the scheduler output of the following step announces it."""
     runner = make(generation)
     run(runner, scheduler_output(new=[new_request("r", "all"), new_request("other", None)]))
     output = run(runner, scheduler_output(scheduled={"other": 1}, finished=["r"]))
@@ -343,15 +352,15 @@ def test_fault_1_earlier_stages_return_the_output_of_vllm(generation: Any, state
 def test_fault_1_under_torchrun_every_stage_returns_hidden_states(
     last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under torchrun each stage has its own scheduler, so the last stage broadcasts the hidden
-    states to the others.
+    """Under torchrun, the last stage broadcasts its hidden states to the other stages, because each
+    has its own scheduler.
     """
     shown: list[torch.Tensor] = []
 
     def broadcast(values: torch.Tensor, src: int) -> torch.Tensor:
         assert src == 1
         shown.append(values)
-        # layers are sent in ascending order
+        # Layers are sent in ascending order.
         of_layer = hidden(len(values)) + (200 if len(shown) == 1 else 0)
         return values if last else values.copy_(of_layer)
 
@@ -378,8 +387,9 @@ def test_fault_1_under_torchrun_every_stage_returns_hidden_states(
 @feature("speculative decoding (EAGLE-3, its layers)", "V2", how="mocked")
 @both
 def test_fault_2_a_drafter_receives_every_layer_that_it_reads(generation: Any) -> None:
-    """EAGLE-3 reads auxiliary hidden states, so the sampler receives the same state, list and
-    tensors.
+    """A drafter receives every layer that it reads.
+
+    EAGLE-3 reads auxiliary hidden states, so the sampler receives the same state, list and tensors.
     """
     runner = make(generation)
     runner.execute_model(scheduler_output(new=[new_request("r", "all", layers=(1, -1))]))
@@ -393,8 +403,8 @@ def test_fault_2_a_drafter_receives_every_layer_that_it_reads(generation: Any) -
 @both
 @both_ways
 def test_fault_3_other_output_fields_do_not_change(generation: Any, asynchronous: bool) -> None:
-    """Every field except the pooler output, for example NaN counters and connector results, is the
-    object that vLLM put there.
+    """Every output field except the pooler output is the object that vLLM created, for example NaN
+    counters.
     """
     runner = make(generation, asynchronous)
     runner.execute_model(scheduler_output(new=[new_request("r", "all")]))
@@ -409,7 +419,9 @@ def test_fault_3_other_output_fields_do_not_change(generation: Any, asynchronous
 
 
 def test_fault_4_no_code_of_vllm_is_copied() -> None:
-    """The workers' `init_device` calls vLLM's, and no six lines of vLLM are repeated."""
+    """The workers call vLLM's `init_device` instead of copying it, and no six lines of vLLM occur
+    in our code.
+    """
     assert "init_device" not in vars(ar_gpu_worker.ARGPUWorker)
     from vllm_omni.worker.ar import cpu_worker as ar_cpu_worker
 
@@ -427,7 +439,7 @@ def test_fault_4_no_code_of_vllm_is_copied() -> None:
 
 
 def windows(source: str, length: int = 6) -> list[tuple[str, ...]]:
-    """Return every run of `length` lines of code, without short lines, comments and imports."""
+    """Return every run of `length` lines of code. Short lines, comments and imports are left out."""
     lines = [line.strip() for line in source.splitlines()]
     lines = [
         line for line in lines if len(line) > 3 and not line.startswith(("#", "from ", "import "))
@@ -528,7 +540,7 @@ def test_the_v2_runner_has_the_attributes_that_the_mixin_uses() -> None:
 )
 @feature("EPLB", "V2", how="mocked")
 def test_experts_are_balanced_once_per_step() -> None:
-    """EPLB decorates the stock `sample_tokens`, which the mixin calls exactly once per step."""
+    """The mixin calls the stock `sample_tokens`, which EPLB decorates, exactly once per step."""
     source = inspect.getsource(v2_model_runner)
     assert re.search(r"@step_eplb_after\(\)\s+def sample_tokens", source)
     assert (
@@ -541,7 +553,7 @@ def test_experts_are_balanced_once_per_step() -> None:
 
 
 def test_the_cuda_worker_creates_its_runner_by_a_hook() -> None:
-    """vLLM's CUDA worker creates its runner by the one hook that `ARGPUWorker` overrides."""
+    """vLLM's CUDA worker creates its runner through the hook that `ARGPUWorker` overrides."""
     assert "self._make_model_runner()" in inspect.getsource(
         gpu_worker.Worker._init_workspace_and_model_runner
     )

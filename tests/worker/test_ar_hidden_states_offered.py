@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hidden states that an engine offers, which its configuration determines when the model is
-loaded.
+"""The hidden states that an engine offers.
+
+The configuration determines them when the model is loaded.
 """
 
 from types import SimpleNamespace
@@ -17,7 +18,9 @@ TAPS = LayerTaps(4, (1, 2), installed=True)
 
 
 def config(scheduler: str | None = SCHEDULER, speculative: Any = None, **changed: Any) -> Any:
-    """Return the parts of a `VllmConfig` that are read. `changed` replaces fields of any part."""
+    """Return the fields of a `VllmConfig` that the tested code reads. `changed` replaces some of
+    them.
+    """
     from vllm.config import SchedulerConfig
 
     def part(**fields: Any) -> SimpleNamespace:
@@ -53,14 +56,18 @@ def test_the_final_layer_and_retained_layers_are_offered(tensor_rank: SimpleName
 def test_a_worker_requires_the_hidden_states_scheduler(
     scheduler: str | None,
 ) -> None:
-    """With another scheduler, clients would receive no hidden states and no error."""
+    """A worker refuses to start with another scheduler, because clients would receive neither
+    hidden states nor an error.
+    """
     with pytest.raises(ValueError, match=f"ARGPUWorker requires --scheduler-cls {SCHEDULER}$"):
         check_model(config(scheduler))
     check_model(config())
 
 
 def test_the_language_model_worker_refuses_a_diffusion_model() -> None:
-    """The error is one line that names the worker to use."""
+    """The language model worker refuses a diffusion model with one line that names the worker to
+    use.
+    """
     world = config()
     world.model_config.architecture = "LingBotWorldPipeline"
     with pytest.raises(
@@ -73,8 +80,9 @@ def test_the_language_model_worker_refuses_a_diffusion_model() -> None:
 def test_tensor_parallel_ranks_copy_only_for_a_scheduler(
     tensor_rank: SimpleNamespace, backend: str, copies: bool
 ) -> None:
-    """Only the first tensor-parallel rank copies. Under torchrun every rank copies, because each
-    has a scheduler.
+    """Only the first tensor-parallel rank copies hidden states.
+
+    Under torchrun every rank copies them, because each has a scheduler.
     """
     tensor_rank.rank_in_group = 1
     assert (
@@ -98,13 +106,15 @@ def test_tensor_parallel_ranks_copy_only_for_a_scheduler(
 def test_unsupported_configurations_state_the_reason(
     tensor_rank: SimpleNamespace, changed: dict[str, Any], named: str
 ) -> None:
-    """Configurations that omit or shift hidden states refuse them and state the reason."""
+    """A configuration that would omit or shift hidden states refuses requests for them and states
+    the reason.
+    """
     refusal = module._make_collector(config(**changed), TAPS).refusal
     assert refusal is not None and named in refusal
 
 
 def test_statistics_report_layers_and_copied_bytes(tensor_rank: SimpleNamespace) -> None:
-    """Statistics contain the offered layers and the number of copied bytes of this rank."""
+    """Statistics contain the offered layers and the number of bytes that this rank has copied."""
     tensor_rank.rank_in_group = 1
     collector = module._make_collector(config(), TAPS)
     collector.bytes_copied = 7

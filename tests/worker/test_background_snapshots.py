@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Periodic snapshots of a rank: copied between two steps, written in the background, with the same
-bytes as a snapshot.
+"""Periodic snapshots of a rank.
+
+A periodic snapshot is copied between two steps and written in the background, and has the bytes of
+an ordinary snapshot.
 """
 
 import threading
@@ -36,7 +38,9 @@ def test_a_periodic_snapshot_equals_a_snapshot(
     request: pytest.FixtureRequest,
     tmp_path: Path,
 ) -> None:
-    """The files are equal bit for bit for every tensor layout. Only the owner may read them."""
+    """A periodic snapshot equals an ordinary one bit for bit, for every tensor layout, and only its
+    owner may read it.
+    """
     worker = Worker(make_runner(request.getfixturevalue(family), {"model": options}))
     for index in range(3):
         chunk(worker, "a", index)
@@ -51,8 +55,8 @@ def test_a_periodic_snapshot_equals_a_snapshot(
 def test_chunks_generated_during_the_write_are_not_in_the_file(
     null_world: Path, make_runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine continues while the thread writes. The file holds the session at the time of the
-    copy.
+    """The file contains the session at the time of the copy, although the engine continues while
+    the thread writes.
     """
     may_write, write_bytes = threading.Event(), module.write_bytes
 
@@ -66,7 +70,7 @@ def test_chunks_generated_during_the_write_are_not_in_the_file(
     before = worker.bits("a")
     exchange = live_save_exchange("a", tmp_path / "a", "0.test")
     call: WorkerCall | None = next(exchange)
-    for _ in range(3):  # staged, started, not yet written
+    for _ in range(3):  # the write is staged, then started, and not yet finished
         assert call is not None
         call = exchange.send(worker.rpc(call.method, call.args))
     assert call is not None and call.method == "snapshot_written"
@@ -88,8 +92,9 @@ def test_chunks_generated_during_the_write_are_not_in_the_file(
 def test_a_failed_write_raises_and_leaves_no_file(
     null_world: Path, make_runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An unknown session and a full disk raise typed errors and leave no file. The next periodic
-    snapshot succeeds.
+    """An unknown session and a full disk raise typed errors and leave no file.
+
+    The next periodic snapshot succeeds.
     """
     worker = Worker(make_runner(null_world))
     with pytest.raises(RequestFailed, match="unknown_session"):
@@ -109,8 +114,9 @@ def test_a_failed_write_raises_and_leaves_no_file(
 
 
 def test_the_staging_buffer_is_reused(null_world: Path, make_runner: Any, tmp_path: Path) -> None:
-    """The buffer has the size of the largest session so far, because new pages would cost more
-    than the copy.
+    """The staging buffer is reused and has the size of the largest session so far.
+
+    Allocating new pages would cost more than the copy.
     """
     worker = Worker(make_runner(null_world))
     held = []
@@ -124,7 +130,9 @@ def test_the_staging_buffer_is_reused(null_world: Path, make_runner: Any, tmp_pa
 
 
 def test_unaligned_tensors_are_copied(null_world: Path, make_runner: Any, tmp_path: Path) -> None:
-    """Three uint8 values before floats make the memory of the floats unaligned."""
+    """Tensors at unaligned addresses are copied correctly. In this test, three uint8 values precede
+    floats.
+    """
     background = Worker(make_runner(null_world)).background
     odd, floats = torch.tensor([1, 2, 3], dtype=torch.uint8), torch.arange(6.0).view(2, 3)
     background._copy({"odd": odd, "empty": torch.empty(0), "floats": floats.T})
@@ -137,8 +145,8 @@ def test_unaligned_tensors_are_copied(null_world: Path, make_runner: Any, tmp_pa
 def test_a_write_costs_processor_time_only_on_a_cpu(
     null_world: Path, make_runner: Any, tmp_path: Path
 ) -> None:
-    """On a CPU the cost of a write is the thread's processor time without waits for the disk. On a
-    GPU it is zero.
+    """On a CPU, a write costs the thread's processor time without waits for the disk. On a GPU, it
+    costs none.
     """
     background, path = Worker(make_runner(null_world)).background, tmp_path / "a"
     background._copy({"bytes": torch.ones(1 << 20, dtype=torch.uint8)})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ChunksInFlight` without a runner: when chunks start, wait, and fail with their predecessor."""
+"""`ChunksInFlight` without a runner: when a chunk starts, waits, or fails with its predecessor."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ PREDECESSOR = (
 
 
 class Sessions:
-    """Requests of sessions with `committed` chunks. `start` gives a request its chunk."""
+    """Requests of sessions that have `committed` chunks. `start` assigns a chunk to a request."""
 
     def __init__(self, limit: int, committed: int = 5) -> None:
         self.flights = ChunksInFlight(limit)
@@ -28,7 +28,7 @@ class Sessions:
         self._committed = committed
 
     def send(self, name: str, index: int | None = None) -> RequestState:
-        """Return a request without a chunk. The first letter of its name is its session."""
+        """Return a request without a chunk. The first letter of its name is the session."""
         return RequestState(name, DiffusionParams(session_id=name[0], chunk_index=index), {})
 
     def start(self, name: str, step: int = 0, index: int = 0, after: Any = None) -> RequestState:
@@ -65,8 +65,8 @@ def failure_of(state: RequestState) -> tuple[str, str] | None:
 def test_a_chunk_runs_lag_steps_after_its_predecessor(
     first: int, second: int, after: int, waiting: str
 ) -> None:
-    """A chunk runs `lag_steps` steps after its predecessor, or freely once that has taken all
-    steps.
+    """A chunk stays `lag_steps` steps behind its predecessor, until the predecessor has taken all
+    of its steps.
     """
     runs = Sessions(3)
     runs.flights.order.lag_steps = after
@@ -75,8 +75,8 @@ def test_a_chunk_runs_lag_steps_after_its_predecessor(
 
 
 def test_a_chunk_starts_after_the_last_chunk_of_its_session() -> None:
-    """A chunk starts after the last chunk of its session, up to the limit. Other sessions do not
-    count.
+    """Up to the limit, a chunk starts after the latest chunk of its session. Chunks of other
+    sessions do not count.
     """
     runs = Sessions(3)
     one = runs.start("s1", 2)
@@ -91,8 +91,10 @@ def test_a_chunk_starts_after_the_last_chunk_of_its_session() -> None:
 
 
 def test_one_chunk_of_a_session_starts_per_step() -> None:
-    """Per session, the chunk with the lowest index starts, wherever it is in the batch. Requests
-    without an index follow in order of arrival.
+    """In each step, a session starts only the chunk with the lowest index, at any position in the
+    batch.
+
+    Requests without an index follow in order of arrival.
     """
     runs = Sessions(3)
     assert runs.waiting(runs.send("s2", 2), runs.send("s1", 1), runs.send("s3", 3)) == "s2 s3"
@@ -110,7 +112,9 @@ def test_one_chunk_of_a_session_starts_per_step() -> None:
 
 
 def test_the_first_chunk_of_a_session_runs_alone() -> None:
-    """Until the first chunk is committed there is no session to continue."""
+    """The first chunk of a session runs by itself, because later chunks have no session before it
+    is committed.
+    """
     runs = Sessions(3, committed=0)
     one = runs.start("s0", 3)
     assert runs.waiting(one, runs.send("s1", 1)) == "s1"
@@ -120,7 +124,9 @@ def test_the_first_chunk_of_a_session_runs_alone() -> None:
 
 @pytest.mark.parametrize("because", [None, RequestFailed("lost", "the session is gone")])
 def test_a_failed_chunk_fails_its_successors(because: RequestFailed | None) -> None:
-    """Earlier chunks continue. A later chunk that has already failed keeps its own reason."""
+    """When a chunk fails, its successors fail and earlier chunks continue. A successor that has
+    failed already keeps its reason.
+    """
     runs = Sessions(4)
     one, two, three, four = (runs.start(f"s{index}", index=index) for index in range(1, 5))
     three.failure = own = RequestFailed("non_finite", "NaN")

@@ -57,7 +57,7 @@ def state_of(runner: Any) -> tuple[Any, dict[str, bytes]]:
 def test_frames_are_decoded_before_the_clean_pass_and_committed_after_it(
     make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
-    """The decode precedes the clean-context pass, and the commit follows it."""
+    """A chunk is decoded before its clean-context pass and committed after it."""
     runner = make_runner(null_world, {"overlap_decode": overlap})
     calls = count(runner, monkeypatch)
     run_to_end(runner, chunk("r", 0))
@@ -67,8 +67,10 @@ def test_frames_are_decoded_before_the_clean_pass_and_committed_after_it(
 def test_the_decode_is_launched_in_the_last_denoise_step(
     make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launch is in the same engine step, because launching a decode and a clean-context pass
-    takes a host longer than the decode takes the device.
+    """The decode is launched in the same engine step as the last denoise step.
+
+    On the host, launching a decode and a clean-context pass takes longer than the decode takes on
+    the device.
     """
     runner = make_runner(null_world)
     calls = count(runner, monkeypatch)
@@ -82,8 +84,8 @@ def test_the_decode_is_launched_in_the_last_denoise_step(
 def test_the_order_changes_no_bit(
     family: str, make_runner: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Frames and session state of three chunks equal the results of a decode after the
-    clean-context pass.
+    """Frames and session state of three chunks equal those of a decode after the clean-context pass
+    bit for bit.
     """
     model = request.getfixturevalue(family)
     found = []
@@ -114,8 +116,10 @@ def test_the_order_changes_no_bit(
 def test_a_failed_clean_pass_fails_the_chunk(
     make_runner: Any, null_world: Path, overlap: bool
 ) -> None:
-    """The frames are not delivered, the session is unchanged, and the same chunk can be requested
-    again.
+    """If the clean-context pass fails, the frames are not delivered and the session does not
+    change.
+
+    The same chunk can be requested again.
     """
     runner = make_runner(null_world, {"overlap_decode": overlap})
     run_to_end(runner, chunk("first", 0))
@@ -135,7 +139,9 @@ def test_a_failed_clean_pass_fails_the_chunk(
 def test_a_failed_decode_fails_the_chunk_after_its_clean_pass(
     make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
-    """Other ranks take part in the clean-context pass, so it still runs. Nothing is committed."""
+    """If the decode fails, the clean-context pass still runs, because other ranks take part in it,
+    and nothing is committed.
+    """
     runner = make_runner(null_world, {"overlap_decode": overlap})
     run_to_end(runner, chunk("first", 0))
     before = state_of(runner)
@@ -150,7 +156,7 @@ def test_a_failed_decode_fails_the_chunk_after_its_clean_pass(
 def test_decoded_latents_that_are_not_finite_are_refused(
     make_runner: Any, null_world: Path, overlap: bool
 ) -> None:
-    """Latents that are not finite fail the chunk although they were decoded."""
+    """A chunk with latents that are not finite fails, although it has been decoded."""
     runner = make_runner(null_world, {"overlap_decode": overlap})
     run_to_end(runner, chunk("first", 0))
     before = state_of(runner)
@@ -181,8 +187,10 @@ def test_an_abort_before_the_clean_pass_keeps_the_session(
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_a_result_does_not_wait_for_later_work() -> None:
-    """The host receives the result while the clean-context pass still runs on the same CUDA stream,
-    so the timings exclude that pass.
+    """The host receives a result while the clean-context pass is still running on the same CUDA
+    stream.
+
+    The timings therefore exclude that pass.
     """
     from vllm_omni.model_executor.device_async import StageTimer
     from vllm_omni.model_executor.interfaces import DiffusionRequest
@@ -213,7 +221,7 @@ def test_a_result_does_not_wait_for_later_work() -> None:
 def test_a_shared_decode_requires_all_ranks(
     make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch, clean_pass: bool
 ) -> None:
-    """If another rank has refused the chunk, the decode does not start and the chunk fails."""
+    """If another rank has refused a chunk, a shared decode does not start and the chunk fails."""
     runner = make_runner(null_world)
     runner.chunk_end.shares_decode = True
     calls = count(runner, monkeypatch)
@@ -228,7 +236,9 @@ def test_a_shared_decode_requires_all_ranks(
 
 
 def test_an_error_in_a_shared_decode_stops_the_engine(make_runner: Any, null_world: Path) -> None:
-    """Other ranks wait in the collectives of the decode, so the error leaves the runner."""
+    """An error in a shared decode is raised by the runner, because other ranks are waiting in the
+    collectives of the decode.
+    """
     runner = make_runner(null_world)
     runner.chunk_end.shares_decode = True
     with pytest.raises(RuntimeError, match="injected failure"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouping of chunks into shared decodes, and failures of a shared decode, on a mocked model."""
+"""Groups of chunks that share a decode, and failures of a shared decode, with a mocked model."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +15,11 @@ from vllm_omni.worker.diffusion.decode import ChunkEnd, ResultStream
 
 
 class Model:
-    """A model that decodes chunks with the same prompt together.
+    """A mock of a model that decodes chunks with the same prompt together.
 
     Args:
-    most: Maximum number of chunks in a shared decode, by request.
-    fails: Prompt for which a shared decode raises.
+        most: Maximum number of chunks in a shared decode, by request.
+        fails: Prompt for which a shared decode raises.
     """
 
     def __init__(self, most: dict[str, int], fails: str = "") -> None:
@@ -45,7 +45,7 @@ class Model:
 
 
 def states(letters: str) -> list[RequestState]:
-    """Return chunks 0, 1, 2, ... that started one second apart."""
+    """Return the states of chunks 0, 1, 2, ..., which started one second apart."""
     found = []
     for number, letter in enumerate(letters):
         params = DiffusionParams(session_id=f"s{number}", prompt=letter)
@@ -76,8 +76,9 @@ def chunk_end(model: Any, *, decodes: bool = True) -> ChunkEnd:
     ],
 )
 def test_compatible_chunks_share_a_decode(letters: str, most: list[int], groups: list[str]) -> None:
-    """A group has at most as many chunks as each of them allows. A remaining chunk is decoded alone
-    later.
+    """A group contains at most as many chunks as each of its chunks allows.
+
+    A chunk that remains is later decoded by itself.
     """
     model = Model({str(number): each for number, each in enumerate(most)})
     chunks = states(letters)
@@ -96,7 +97,7 @@ def test_compatible_chunks_share_a_decode(letters: str, most: list[int], groups:
 
 
 def test_every_result_reports_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The total time of a chunk counts from its own start although the decode is shared."""
+    """The total time of a chunk counts from its own start, even if its decode is shared."""
     chunks = states("aaa")
     chunk_end(Model(dict.fromkeys("012", 4))).decode_together(chunks)
     monkeypatch.setattr(
@@ -111,7 +112,7 @@ def test_every_result_reports_its_own_time(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_failed_and_decoded_chunks_are_not_decoded_again() -> None:
-    """Failed chunks and chunks that already have a result are not decoded again."""
+    """Chunks that have failed or already have a result are not decoded again."""
     model, chunks = Model(dict.fromkeys("01234", 4)), states("aaaaa")
     end = chunk_end(model)
     end.decode_together(chunks[:2])
@@ -126,8 +127,10 @@ def test_failed_and_decoded_chunks_are_not_decoded_again() -> None:
 def test_a_failed_shared_decode_does_not_affect_other_groups(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The chunks of a failed shared decode are decoded alone later, other groups are unaffected,
-    and the reason is logged.
+    """The chunks of a failed shared decode are later decoded one at a time, and other groups are
+    unaffected.
+
+    The reason of the failure is logged.
     """
     model, chunks = Model(dict.fromkeys("01234", 4), fails="a"), states("aaabb")
     chunk_end(model).decode_together(chunks)
@@ -143,8 +146,9 @@ MIB = 1 << 20
 
 
 def test_results_beyond_one_message_wait_for_later_steps() -> None:
-    """A message holds 20 MiB. A single larger result is still sent, and small results fill the
-    remaining space.
+    """Results beyond the 20 MiB of a message wait for later steps.
+
+    A single larger result is still sent, and small results fill the remaining space.
     """
     sizes = {"0": 12 * MIB, "1": 12 * MIB, "2": 8 * MIB, "3": 1}
     outputs = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}

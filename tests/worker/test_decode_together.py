@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks of several sessions that end in one forward pass share a decode, unless the engine is
-batch invariant.
+"""Chunks of several sessions that end in the same forward pass share a decode.
+
+In a batch-invariant engine, each chunk is decoded by itself.
 """
 
 import math
@@ -17,12 +18,14 @@ from vllm_omni.worker.diffusion import warm_up
 
 NAMES = ("a", "b", "c")
 TOLERANCE = 1e-4
-"""For fp32 features and latents, because the order of summation depends on the batch size."""
+"""Absolute tolerance for fp32 features and latents, because the order of sums depends on the batch
+size.
+"""
 
 
 def chunk(family: str, name: str, index: int) -> Any:
-    """Return the request for chunk `index` of session `name`. A first chunk gets the inputs that
-    its model family requires.
+    """Return the request for chunk `index` of session `name`. A first chunk has the inputs that its
+    model family requires.
     """
     first: dict[str, Any] = {"prompt": f"field {name}", "seed": ord(name)} if index == 0 else {}
     if index == 0 and family == "causal_wan":
@@ -50,8 +53,8 @@ def shared_decodes(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def play(
     runner: Any, family: str, together: bool, chunks: int = 3
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Generate `chunks` chunks of every session; return the results by request and each session's
-    tensors.
+    """Generate `chunks` chunks of every session; return the results by request, and the tensors of
+    each session.
     """
     results: dict[str, Any] = {}
     for index in range(chunks):
@@ -68,7 +71,7 @@ def shared_runner(make_runner: Any, lingbot_world: Path) -> Any:
 
 @pytest.fixture
 def runner(shared_runner: Any) -> Iterator[Any]:
-    """The shared runner without sessions."""
+    """The shared runner, without any open session."""
     yield shared_runner
     shared_runner.sessions.close_all()
     assert not shared_runner.requests
@@ -78,8 +81,9 @@ def runner(shared_runner: Any) -> Iterator[Any]:
 def test_later_chunks_of_several_sessions_share_a_decode(
     family: str, make_runner: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Frames, metadata and session state equal those of chunks that are decoded alone. A first
-    chunk is always decoded alone.
+    """Frames, metadata and session state equal those of chunks that are decoded one at a time.
+
+    A first chunk never shares a decode.
     """
     runner = make_runner(
         request.getfixturevalue(family), {"batch_invariant": False, "max_sessions": 4}
@@ -110,7 +114,7 @@ def test_later_chunks_of_several_sessions_share_a_decode(
 def test_bit_exact_sessions_share_no_decode(
     make_runner: Any, lingbot_world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch-invariant engine decodes every chunk alone."""
+    """A batch-invariant engine decodes every chunk by itself."""
     runner = make_runner(lingbot_world, {"max_sessions": 4})
     found = shared_decodes(runner, monkeypatch)
     results, _ = play(runner, "lingbot_world", together=True, chunks=2)
@@ -126,7 +130,9 @@ def test_bit_exact_sessions_share_no_decode(
 def test_chunks_of_a_failed_shared_decode_are_decoded_alone(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each chunk is decoded alone then. One that also fails alone leaves its session unchanged."""
+    """After a shared decode fails, each chunk is decoded by itself. If this also fails, the chunk's
+    session does not change.
+    """
     play(runner, "lingbot_world", together=True, chunks=1)
     alone = runner.model.post_decode
 
@@ -149,7 +155,9 @@ def test_chunks_of_a_failed_shared_decode_are_decoded_alone(
 def test_latents_that_are_not_finite_fail_only_their_session(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other chunks of the same decode succeed."""
+    """Latents that are not finite fail only their own chunk, and the other chunks of the same
+    decode succeed.
+    """
     play(runner, "lingbot_world", together=True, chunks=1)
     advance = runner.model.step_scheduler
 
@@ -171,7 +179,7 @@ def test_latents_that_are_not_finite_fail_only_their_session(
 def test_a_warm_up_measures_the_largest_shared_decode(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The warm-up decodes `max_sessions` chunks together, so that the session budget excludes that
+    """The warm-up decodes `max_sessions` chunks together, so that the session budget excludes this
     memory.
     """
     found = shared_decodes(runner, monkeypatch)
@@ -182,7 +190,7 @@ def test_a_warm_up_measures_the_largest_shared_decode(
 def test_a_warm_up_of_bit_exact_sessions_decodes_each_alone(
     make_runner: Any, lingbot_world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch-invariant engine decodes each chunk of the warm-up alone."""
+    """A batch-invariant engine decodes each chunk of the warm-up by itself."""
     runner = make_runner(lingbot_world, {"max_sessions": 4})
     found = shared_decodes(runner, monkeypatch)
     warm_up._run_session(runner)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Degraded chunks of every family with `omni.degradations`, in the runner."""
+"""Degraded chunks (`omni.degradations`) of every model family in the runner."""
 
 from pathlib import Path
 from typing import Any
@@ -46,9 +46,11 @@ def chunk(
 def test_a_degraded_chunk_has_the_values_of_the_preset_realtime(
     make_runner: Any, checkpoints: dict[str, Path], family: str
 ) -> None:
-    """A stream with the degradations in all chunks equals one of the preset, bit for bit. The next
-    chunk without degradations has all steps again, and results name the degradations. A degraded
-    chunk keeps the clean-context pass.
+    """A stream with the degradations in all chunks equals a stream with the preset `realtime`, bit
+    for bit.
+
+    The next chunk without degradations has all steps again. Results name the degradations. A
+    degraded chunk keeps the clean-context pass.
     """
     model = {"preset": "realtime", "fp8": False, "context_kv": "clean_pass", **WINDOW}
     fast = make_runner(checkpoints[family], {"model": model})

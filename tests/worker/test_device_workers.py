@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Additions of the CPU and GPU diffusion workers to vLLM's: threads, environment variables, and
-sessions in sleep mode. No GPU is needed.
+"""The functions that the CPU and GPU diffusion workers add to vLLM's workers.
+
+The tests cover threads, environment variables, and sessions in sleep mode. They need no GPU.
 """
 
 import os
@@ -27,7 +28,7 @@ CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 @pytest.fixture(autouse=True)
 def unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment without these variables. The parent process is not watched."""
+    """An environment without these variables, in which the parent process is not watched."""
     for name in ("OMP_NUM_THREADS", *QUEUES, *SEGMENTS, *CONNECTIONS):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -56,7 +57,10 @@ def settings() -> dict[str, str]:
 def test_cores_are_counted_once_and_within_the_quota(
     monkeypatch: pytest.MonkeyPatch, positions: list[tuple[int, int]], quota: int, cores: int
 ) -> None:
-    """`positions` are the memory node and the core of each hardware thread."""
+    """Cores are counted once each and within the CPU quota.
+
+    `positions` are the memory node and the core of each hardware thread.
+    """
     from vllm_omni.worker.diffusion import cpu_worker
 
     allowed = [SimpleNamespace(numa_node=node, physical_core=core) for node, core in positions]
@@ -70,7 +74,9 @@ def test_cores_are_counted_once_and_within_the_quota(
 def test_a_cpu_worker_uses_all_cores_unless_omp_num_threads_is_set(
     monkeypatch: pytest.MonkeyPatch, requested: dict[str, str], set_to: list[int]
 ) -> None:
-    """The number of threads is set before vLLM's worker fixes it. OMP_NUM_THREADS overrides it."""
+    """A CPU worker uses all cores unless OMP_NUM_THREADS is set. The number of threads is set
+    before vLLM's worker fixes it.
+    """
     from vllm_omni.worker.diffusion import cpu_worker
 
     for name, value in requested.items():
@@ -127,7 +133,9 @@ def gpu_worker(
 def test_cuda_environment_variables_are_set_before_cuda_starts(
     monkeypatch: pytest.MonkeyPatch, stages: int, sleep_mode: bool, made: dict[str, str]
 ) -> None:
-    """Expandable segments are not set in sleep mode, which has another allocator. Pipeline stages
+    """CUDA environment variables are set before CUDA starts.
+
+    Expandable segments are not set in sleep mode, which uses another allocator. Pipeline stages
     require more hardware queues.
     """
     gpu_worker(monkeypatch, stages=stages, sleep_mode=sleep_mode)
@@ -167,8 +175,10 @@ def sleeper(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_sessions_move_to_the_host_in_sleep_mode(sleeper: Any) -> None:
-    """Sessions move to the host after all work has ended and before device memory is freed. They
-    return when the weights are back.
+    """In sleep mode, sessions move to the host after all work has ended and before device memory is
+    freed.
+
+    The sessions return to the device once the weights are back.
     """
     sleeper.sleep()
     assert sleeper.calls == [("wait", sleeper.device), ("to", "cpu"), ("sleep", 1)]

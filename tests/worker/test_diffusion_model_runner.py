@@ -38,7 +38,9 @@ def latents(result: Any) -> torch.Tensor:
 
 
 def test_a_request_takes_one_engine_step_per_denoise_step(runner: Any) -> None:
-    """Only the last step returns an envelope, with metadata and timings."""
+    """A request takes one engine step per denoise step. Only the last one returns an envelope, with
+    metadata and timings.
+    """
     results = [execute(runner, step(new=[chunk("r", "s", 0)]))]
     results += [execute(runner, step(running=["r"])) for _ in range(STEPS - 1)]
     assert [result["r"] for result in results[:-1]] == [None] * (STEPS - 1)
@@ -54,7 +56,7 @@ def test_a_request_takes_one_engine_step_per_denoise_step(runner: Any) -> None:
 
 
 def test_a_window_is_refused_if_the_model_fixes_it(runner: Any) -> None:
-    """The session is not opened."""
+    """If the model fixes the window, a request for another window is refused and opens no session."""
     [result] = execute(runner, step(new=[chunk("r", "s", 0, window_frames=3)])).values()
     assert isinstance(result, RequestFailed) and result.code == "invalid_request"
     assert "window_frames and sink_frames are fixed by this server" in str(result)
@@ -64,7 +66,7 @@ def test_a_window_is_refused_if_the_model_fixes_it(runner: Any) -> None:
 def test_requests_at_different_steps_share_a_step_and_equal_solo_runs(
     runner: Any, make_runner: Any, null_world: Path
 ) -> None:
-    """A request that arrives two steps late joins the batch. Both results equal those of single
+    """A request that arrives two steps late joins the batch, and both results equal those of single
     runs.
     """
     execute(runner, step(new=[chunk("a", "a", 0, seed=1)]))
@@ -81,8 +83,8 @@ def test_requests_at_different_steps_share_a_step_and_equal_solo_runs(
 
 
 def test_an_aborted_chunk_leaves_its_session_byte_identical(runner: Any) -> None:
-    """After an abort in any step the session is unchanged and the same chunk can be requested
-    again.
+    """After an abort in any step, the session is unchanged byte for byte and the same chunk can be
+    requested again.
     """
     run_to_end(runner, chunk("r0", "s", 0))
     before = state_of(runner, "s")
@@ -100,7 +102,7 @@ def test_an_aborted_chunk_leaves_its_session_byte_identical(runner: Any) -> None
 
 
 def test_finishing_an_unknown_request_has_no_effect(runner: Any) -> None:
-    """The scheduler may report such a request as finished. The runner ignores it."""
+    """Finishing an unknown request has no effect, although the scheduler may report such a request."""
     execute(runner, step(new=[chunk("r", "s", 0)]))
     execute(runner, step(finished=["aborted while it waited"], running=["r"]))
     assert runner.request_progress() == {"s": [2, STEPS]}
@@ -109,8 +111,9 @@ def test_finishing_an_unknown_request_has_no_effect(runner: Any) -> None:
 def test_a_snapshot_first_applies_results_of_finished_chunks(
     make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Results of other sessions, of running chunks, and of requests without a chunk are not
-    received.
+    """Before a snapshot, the runner receives only results of finished chunks of the session.
+
+    Results of other sessions, of running chunks, and of requests without a chunk are not received.
     """
     runner = make_runner(null_world, {"overlap_decode": True})
     execute(
@@ -140,8 +143,10 @@ def test_a_snapshot_first_applies_results_of_finished_chunks(
 def test_a_failed_request_affects_no_other(
     runner: Any, make_runner: Any, null_world: Path, options: dict[str, Any], code: str
 ) -> None:
-    """The other request's result equals that of a single run, and the session of the failed request
-    is unchanged. The error does not contain the text of an unexpected exception.
+    """A request that fails affects no other request: the other result equals that of a single run.
+
+    The session of the failed request is unchanged. The error does not contain the text of an
+    unexpected exception.
     """
     run_to_end(runner, chunk("bad0", "bad", 0), chunk("good0", "good", 0))
     before = state_of(runner, "bad")
@@ -159,7 +164,7 @@ def test_a_failed_request_affects_no_other(
 
 
 def test_a_chunk_out_of_order_is_refused(runner: Any) -> None:
-    """The error names the received index and the expected one."""
+    """A chunk out of order is refused with the received and the expected index."""
     run_to_end(runner, chunk("r0", "s", 0))
     failure = run_to_end(runner, chunk("r5", "s", 5))["r5"]
     assert (
@@ -168,8 +173,8 @@ def test_a_chunk_out_of_order_is_refused(runner: Any) -> None:
 
 
 def test_a_malformed_request_is_refused(runner: Any) -> None:
-    """Missing keys, wrong types and unknown fields fail with `invalid_request`; the engine
-    continues.
+    """A request with missing keys, wrong types or unknown fields fails with `invalid_request`, and
+    the engine continues.
     """
     for extra in (
         None,
@@ -208,7 +213,9 @@ def test_session_operations(runner: Any) -> None:
 
 
 def test_a_full_server_refuses_new_sessions(make_runner: Any, null_world: Path) -> None:
-    """The request beyond the limit fails with `capacity`. No active session is evicted for it."""
+    """A request above the limit of sessions fails with `capacity`, and no active session is evicted
+    for it.
+    """
     runner = make_runner(null_world, {"max_sessions": 2})
     run_to_end(runner, chunk("a", "a", 0), chunk("b", "b", 0))
     failure = run_to_end(runner, chunk("c", "c", 0))["c"]
@@ -218,7 +225,9 @@ def test_a_full_server_refuses_new_sessions(make_runner: Any, null_world: Path) 
 
 
 def test_sessions_are_bounded_in_bytes(make_runner: Any, null_world: Path) -> None:
-    """`omni.max_session_bytes` limits sessions. A limit below one session is refused at startup."""
+    """`omni.max_session_bytes` limits the bytes of sessions. A limit below the size of one session
+    is refused at startup.
+    """
     one = 4 * 4 * 6 * 4
     runner = make_runner(null_world, {"max_session_bytes": one})
     run_to_end(runner, chunk("a", "a", 0))
@@ -230,7 +239,7 @@ def test_sessions_are_bounded_in_bytes(make_runner: Any, null_world: Path) -> No
 def test_the_stock_scheduler_gets_whole_chunks(
     make_runner: Any, null_world: Path, runner: Any
 ) -> None:
-    """Without `StreamBatchScheduler` one engine step generates a whole chunk with equal results."""
+    """Without `StreamBatchScheduler`, one engine step generates a whole chunk, with equal results."""
     stock = make_runner(null_world, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
     result = execute(stock, step(new=[chunk("r", "s", 0), chunk("q", "s", 1)]))
     assert result["r"][0]["chunk_index"] == 0 and result["q"][0]["chunk_index"] == 1
@@ -241,8 +250,8 @@ def test_the_stock_scheduler_gets_whole_chunks(
 def test_a_stage_passes_tensors_from_the_previous_one_to_the_next(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The role receives the tensors of the previous stage, and its tensors are returned for the
-    next.
+    """A role receives the tensors of the previous stage, and the tensors that it returns are sent
+    to the next stage.
     """
     received, sent, seen = IntermediateTensors({}), IntermediateTensors({}), []
 
@@ -256,7 +265,7 @@ def test_a_stage_passes_tensors_from_the_previous_one_to_the_next(
 
 
 def test_input_tensors_reach_the_model_by_name(runner: Any) -> None:
-    """A NaN pose sent as a tensor is refused by the model with its own error code."""
+    """Input tensors reach the model by name: the model refuses a NaN pose with its own error code."""
     poses = torch.full((9, 4, 4), float("nan"))
     data = new_request("r", {"poses": poses}, session_id="s", prompt="x", chunk_index=0)
     assert run_to_end(runner, data)["r"].code == "non_finite_pose"
@@ -270,8 +279,9 @@ def test_batch_invariance_decides_how_forwards_are_shared(
     batch_invariant: bool,
     sizes: list[int],
 ) -> None:
-    """With `batch_invariant` (the default) every request has its own forward pass. Without it,
-    requests of equal shape share one.
+    """With `batch_invariant` (the default), every request has its own forward pass.
+
+    Without it, requests of equal shape share a forward pass.
     """
     runner = make_runner(null_world, {"batch_invariant": batch_invariant})
     seen: list[int] = []
@@ -293,8 +303,9 @@ def test_an_exception_in_a_shared_forward_fails_only_its_request(
     fail_at: int,
     names: list[str],
 ) -> None:
-    """With `batch_invariant` false, the other requests of the forward pass finish with the results
-    of single runs.
+    """With `batch_invariant` false, an exception in a shared forward pass fails only one request.
+
+    The other requests of the forward pass finish with the results of single runs.
     """
     runner = make_runner(null_world, {"batch_invariant": False})
     sizes: list[int] = []
@@ -328,7 +339,7 @@ def test_an_exception_in_a_shared_forward_fails_only_its_request(
 def test_an_error_of_the_model_reaches_the_client(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A `RequestFailed` of the model is returned with its code and message."""
+    """A `RequestFailed` that the model raises is returned to the client with its code and message."""
 
     def denoise_step(batch: Any, hidden: Any = None) -> Any:
         raise RequestFailed("unsupported", "not with this camera")
@@ -340,7 +351,9 @@ def test_an_error_of_the_model_reaches_the_client(
 
 
 def test_a_retried_first_chunk_keeps_its_session(runner: Any) -> None:
-    """The client may retry before the scheduler releases the failed request."""
+    """A client may retry a first chunk before the scheduler has released the failed request, and
+    the session is retained.
+    """
     failed = execute(runner, step(new=[chunk("r", "s", 0, options={"fail_in": "prepare"})]))["r"]
     assert isinstance(failed, RequestFailed) and "s" not in runner.sessions
     execute(runner, step(new=[chunk("again", "s", 0)]))
@@ -354,7 +367,9 @@ def test_a_retried_first_chunk_keeps_its_session(runner: Any) -> None:
 def test_a_result_that_cannot_be_packed_fails_its_chunk(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It fails before the commit, so the same chunk can be requested again."""
+    """A result that cannot be packed fails its chunk before the commit, so the same chunk can be
+    requested again.
+    """
     run_to_end(runner, chunk("first", "s", 0))
     before = state_of(runner, "s")
     with monkeypatch.context() as patched:
@@ -380,7 +395,9 @@ def test_a_one_shot_session_ends_with_its_request(runner: Any, ending: str) -> N
 
 
 def test_a_one_shot_request_refuses_a_live_session(runner: Any) -> None:
-    """A one-shot request would close the existing session."""
+    """A one-shot request for an existing session is refused, because its end would close that
+    session.
+    """
     run_to_end(runner, chunk("a", "s", 0))
     before = state_of(runner, "s")
     refused = run_to_end(runner, new_request("b", session_id="s", prompt="x", one_shot=True))["b"]
@@ -392,7 +409,9 @@ def test_a_one_shot_request_refuses_a_live_session(runner: Any) -> None:
 def test_a_chunk_that_failed_on_another_rank_has_no_result(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This rank has packed a result, which is neither committed nor delivered."""
+    """A chunk that failed on another rank has no result: the packed result of this rank is neither
+    committed nor delivered.
+    """
     run_to_end(runner, chunk("first", "s", 0))
     before = state_of(runner, "s")
     monkeypatch.setattr(runner.agreement, "several", True)

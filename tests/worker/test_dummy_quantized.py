@@ -31,7 +31,9 @@ LAYOUTS = {
 def test_weights_are_generated_and_quantized(
     family: str, make_runner: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """The runner's warm-up generates a chunk and checks that its latents are finite."""
+    """Weights are generated and quantized: the runner's warm-up generates a chunk and checks that
+    its latents are finite.
+    """
     get_family(family).make_tiny(tmp_path, 0, LAYOUTS[family])
     for file in tmp_path.rglob("*transformer*/*.safetensors"):
         file.unlink()

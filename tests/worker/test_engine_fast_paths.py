@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fast paths of a loaded model: those of its parts, and those that its options need."""
+"""Fast paths of a loaded model: those of its components, and those that its options require."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +21,7 @@ def paths_of(runner: Any) -> dict[str, FastPath]:
 
 
 def test_parts_of_a_model_report_their_choices(make_runner: MakeRunner, causal_wan: Path) -> None:
-    """The options of the model, the autoencoder and the ranks each have a path."""
+    """A model's options, its autoencoder and its ranks each report a fast path."""
     found = paths_of(make_runner(causal_wan, {"model": {"compile": False}}))
     assert found["compile"].reason == "omni.model.compile is false"
     for name in ("cuda_graphs", "cuda_graphs_of_text_encoder", "fused_vae", "pointwise_kernels"):
@@ -36,14 +36,14 @@ def test_parts_of_a_model_report_their_choices(make_runner: MakeRunner, causal_w
 def test_attention_over_fp8_needs_fp8_keys_and_values(
     make_runner: MakeRunner, causal_wan: Path, options: dict[str, str], reason: str
 ) -> None:
-    """A path that no option selects is off for that reason, on every machine."""
+    """A fast path that no option selects is off, and its reason says so on every machine."""
     assert reason in paths_of(make_runner(causal_wan, **options))["cudnn_fp8_attention"].reason
 
 
 def test_layers_with_fp8_weights_name_the_kernel_of_vllm(
     make_runner: MakeRunner, causal_wan: Path
 ) -> None:
-    """vLLM chooses another kernel on CPUs than on GPUs."""
+    """Layers with FP8 weights report vLLM's kernel, which is a different one on CPUs and GPUs."""
     precision = {"dtype": "bfloat16", "quantization": "fp8_per_channel"}
     plain = paths_of(make_runner(causal_wan))
     quantized = paths_of(make_runner(causal_wan, **precision))

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`HiddenStateCollector`: the hidden states that a step copies and returns with sampled tokens."""
+"""`HiddenStateCollector` copies the hidden states of a step and returns them with the sampled
+tokens.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -20,7 +22,7 @@ def make_collector(**options: Any) -> HiddenStateCollector:
 
 
 def hidden(num_rows: int, layer: int = LAYERS) -> torch.Tensor:
-    """Return hidden states in which token i of layer k is filled with 100 k + i."""
+    """Return hidden states in which every value of token i of layer k is 100 k + i."""
     return (100.0 * layer + torch.arange(num_rows))[:, None].expand(num_rows, WIDTH).clone()
 
 
@@ -42,12 +44,14 @@ def take(
     sampled: list[list[int]],
     drafts: Any = None,
 ) -> list[Any]:
-    """Run one step of requests r0, r1, ...; return the values of column 0 per request and layer."""
+    """Run one step of requests r0, r1, ...; return the values of column 0 for each request and
+    layer.
+    """
     offsets = [0]
     for count in counts:
         offsets.append(offsets[-1] + count)
     names = [f"r{i}" for i in range(len(counts))]
-    # 3 padded tokens at the end, as data parallelism and CUDA graphs add them
+    # The last 3 tokens are padding, as data parallelism and CUDA graphs add it.
     step = StepHiddenStates(names, offsets, computed, drafts or {}, sources(offsets[-1] + 3))
     entries = collector.copy_step(step).attach_to_output(output(sampled)).pooler_output
     assert entries is None or len(entries) == len(counts)
@@ -55,7 +59,7 @@ def take(
 
 
 def test_requests_without_hidden_states_are_ignored() -> None:
-    """Requests without hidden states create no entry, no output field and no copies."""
+    """A request without hidden states creates no entry, no output field and no copy."""
     collector = make_collector()
     pooled = replace(new_request("r2", "all"), sampling_params=None)
     collector.update(
@@ -67,7 +71,9 @@ def test_requests_without_hidden_states_are_ignored() -> None:
 
 
 def test_mode_all_returns_every_scheduled_token() -> None:
-    """Each scheduled token yields its hidden states. Other requests of the batch yield none."""
+    """In mode `all`, each scheduled token yields its hidden states. Requests without hidden states
+    yield none.
+    """
     collector = make_collector()
     collector.update(scheduler_output(new=[new_request("r1", "all", prompt_len=5)]))
     assert take(collector, [2, 3], [0, 0], [[7], []]) == [None, [[402.0], [403.0], [404.0]]]
@@ -76,7 +82,7 @@ def test_mode_all_returns_every_scheduled_token() -> None:
 
 
 def test_mode_generated_starts_after_the_prompt() -> None:
-    """Hidden states of the prompt are not copied."""
+    """In mode `generated`, the hidden states of the prompt are not copied."""
     collector = make_collector()
     collector.update(scheduler_output(new=[new_request("r0", "generated", prompt_len=5)]))
     assert take(collector, [3], [0], [[]]) == [None]
@@ -87,8 +93,9 @@ def test_mode_generated_starts_after_the_prompt() -> None:
 
 
 def test_mode_generated_after_a_preemption() -> None:
-    """After a preemption, prompt and generated tokens are computed together. Only the generated
-    ones are returned.
+    """After a preemption, the prompt and the generated tokens are computed together.
+
+    In mode `generated`, only the hidden states of the generated tokens are returned.
     """
     collector = make_collector()
     collector.update(scheduler_output(new=[new_request("r0", "generated", prompt_len=5)]))
@@ -96,7 +103,9 @@ def test_mode_generated_after_a_preemption() -> None:
 
 
 def test_mode_last_returns_one_token_per_step() -> None:
-    """A prefill chunk before the last yields nothing; every later step yields its last token."""
+    """In mode `last`, every step yields its last token, except for prefill chunks before the last
+    one.
+    """
     collector = make_collector()
     collector.update(scheduler_output(new=[new_request("r0", "last", prompt_len=5)]))
     assert take(collector, [3], [0], [[]]) == [None]
@@ -116,7 +125,9 @@ def test_mode_last_returns_one_token_per_step() -> None:
 def test_hidden_states_of_rejected_drafts_are_dropped(
     mode: str, sampled: list[int], expected: list[Any]
 ) -> None:
-    """Of three drafts, a step that samples n tokens has accepted n - 1."""
+    """Hidden states of rejected drafts are dropped: a step with three drafts that samples n tokens
+    has accepted n - 1 of them.
+    """
     collector = make_collector()
     collector.update(scheduler_output(new=[new_request("r0", mode, prompt_len=5)]))
     assert take(collector, [4], [6], [sampled], {"r0": 3}) == [expected]
@@ -124,14 +135,16 @@ def test_hidden_states_of_rejected_drafts_are_dropped(
 
 @pytest.mark.parametrize("sampled", [[], [[]]], ids=["no request", "not this one"])
 def test_drafts_are_retained_if_nothing_was_sampled(sampled: list[list[int]]) -> None:
-    """Without sampled tokens no draft has been rejected."""
+    """If no token was sampled, no draft has been rejected, so all hidden states are returned."""
     collector = make_collector()
     collector.update(scheduler_output(new=[new_request("r0", "all", prompt_len=5)]))
     assert take(collector, [2], [6], sampled, {"r0": 1}) == [[[400.0], [401.0]]]
 
 
 def test_layers_are_returned_in_the_requested_order() -> None:
-    """Layers are numbered as in transformers; negative numbers count from the last."""
+    """Layers are returned in the requested order and numbered as in transformers. Negative numbers
+    count from the last layer.
+    """
     collector = make_collector()
     collector.update(
         scheduler_output(
@@ -151,8 +164,9 @@ def test_layers_are_returned_in_the_requested_order() -> None:
 
 
 def test_requests_of_one_copy_get_their_own_hidden_states() -> None:
-    """The batch starts with a request without hidden states, so that every offset differs from
-    zero.
+    """Requests that share a copy each get their own hidden states.
+
+    The batch starts with a request without hidden states, so that no offset is zero.
     """
     collector = make_collector()
     asking = [
@@ -174,7 +188,7 @@ def test_requests_of_one_copy_get_their_own_hidden_states() -> None:
     ],
 )
 def test_a_refused_request_affects_no_other(requested: Any, code: str, named: str) -> None:
-    """The error is in that request's entry from its first step until its end."""
+    """A refused request has its error in its own entry, and other requests get their hidden states."""
     collector = make_collector()
     bad = new_request(
         "r0", "all", requested.get("extra"), prompt_len=2, layers=requested.get("layers", (-1,))
@@ -191,7 +205,9 @@ def test_a_refused_request_affects_no_other(requested: Any, code: str, named: st
 
 
 def test_an_unsupported_configuration_refuses_every_request() -> None:
-    """The collector's refusal is returned for every request."""
+    """In an unsupported configuration, every request for hidden states gets the collector's
+    refusal.
+    """
     collector = make_collector(refusal="not with this option")
     collector.update(scheduler_output(new=[new_request("r0", "all")]))
     step = StepHiddenStates(["r0"], [0, 1], [0], {}, sources(1))
@@ -201,14 +217,18 @@ def test_an_unsupported_configuration_refuses_every_request() -> None:
 
 
 def test_ranks_without_a_reader_copy_nothing() -> None:
-    """Tensor-parallel ranks other than the first only do the bookkeeping."""
+    """Tensor-parallel ranks other than the first one copy no hidden states and only track the
+    requests.
+    """
     collector = make_collector(copies=False)
     collector.update(scheduler_output(new=[new_request("r0", "all", prompt_len=2)]))
     assert take(collector, [2], [0], [[1]]) == [None] and collector.bytes_copied == 0 and collector
 
 
 def test_copied_hidden_states_outlive_the_buffers_of_the_model() -> None:
-    """CUDA graphs and the next step overwrite the model's output in place."""
+    """Copied hidden states stay unchanged when CUDA graphs and the next step overwrite the model's
+    output in place.
+    """
     collector = make_collector()
     collector.update(scheduler_output(new=[new_request("r0", "all", prompt_len=2)]))
     buffers = sources(2)

@@ -43,14 +43,18 @@ def with_layers(config: VllmConfig, *layers: int, method: str | None = None) -> 
 
 
 def test_without_options_the_model_is_unchanged(vllm_config: VllmConfig, model: Any) -> None:
-    """No layer is retained."""
+    """Without options, no layer is retained and the model is unchanged."""
     taps = LayerTaps.install(with_layers(vllm_config), model, drafter_reads_layers=False)
     assert taps == LayerTaps(BLOCKS, (), installed=False)
     assert model.model.aux_hidden_state_layers == () and taps.named(None) == {}
 
 
 def test_layers_are_retained_in_the_order_of_the_model(vllm_config: VllmConfig, model: Any) -> None:
-    """Layers may be requested in any order, repeatedly, also the last, which needs no tap."""
+    """Layers are retained in the order of the model.
+
+    Layers may be requested in any order and repeatedly. The last layer may be requested too and
+    needs no tap.
+    """
     taps = LayerTaps.install(
         with_layers(vllm_config, 3, 0, 3, BLOCKS), model, drafter_reads_layers=False
     )
@@ -65,7 +69,7 @@ def test_layers_are_retained_in_the_order_of_the_model(vllm_config: VllmConfig, 
 
 
 def test_only_the_layers_of_a_drafter_can_be_requested(vllm_config: VllmConfig, model: Any) -> None:
-    """A drafter reads every returned layer, so the set of layers must not grow."""
+    """With a drafter, only its layers can be requested, because it reads every returned layer."""
     model.set_aux_hidden_state_layers((1, 2))
     taps = LayerTaps.install(with_layers(vllm_config, 2), model, drafter_reads_layers=True)
     assert taps == LayerTaps(
@@ -82,7 +86,7 @@ def test_only_the_layers_of_a_drafter_can_be_requested(vllm_config: VllmConfig, 
 def test_a_drafter_that_would_read_the_taps_is_refused(
     vllm_config: VllmConfig, model: Any, method: str
 ) -> None:
-    """The drafter would read the tapped layers as its own."""
+    """A drafter that would read the tapped layers as its own is refused."""
     with pytest.raises(ValueError, match=f"{method}.*ngram"):
         LayerTaps.install(
             with_layers(vllm_config, 1, method=method), model, drafter_reads_layers=False

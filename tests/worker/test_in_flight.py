@@ -39,7 +39,7 @@ def chunk(index: int | None, name: str | None = None, session: str = "s", **fiel
 
 
 def started(runner: Any) -> None:
-    """Commit chunk 0 and start chunks 1, 2 and 3, each a step after its predecessor."""
+    """Commit chunk 0, and start chunks 1, 2 and 3, each one step after its predecessor."""
     run_to_end(runner, chunk(0))
     execute(runner, step(new=[chunk(1)]))
     assert execute(runner, step(new=[chunk(2)])) == {"s2": None}
@@ -47,7 +47,7 @@ def started(runner: Any) -> None:
 
 
 def rest(runner: Any, first: int, count: int = 3) -> list[torch.Tensor]:
-    """Return the latents of chunks that are requested again one by one."""
+    """Request chunks again, one at a time, and return their latents."""
     results = [
         run_to_end(runner, chunk(index, f"again{index}"))[f"again{index}"]
         for index in range(first, count + 1)
@@ -62,7 +62,9 @@ def expected(make_runner: Any, causal_wan: Path) -> list[torch.Tensor]:
 
 
 def test_chunks_in_flight_end_in_order(runner: Any) -> None:
-    """Each chunk of the batch advances by one step, and the output names the committed one."""
+    """Chunks in flight end in order: each advances by one step, and the output names the chunk that
+    was committed.
+    """
     started(runner)
     for names in (["s1", "s2", "s3"], ["s2", "s3"], ["s3"]):
         assert runner.request_progress()["s"] == [1, STEPS]
@@ -80,7 +82,7 @@ def test_chunks_in_flight_end_in_order(runner: Any) -> None:
 
 
 def test_a_batch_may_contain_waiting_chunks(runner: Any, expected: list[torch.Tensor]) -> None:
-    """A chunk that may not run yet waits in the batch. The successor of a first chunk waits for the
+    """Chunks that may not run yet wait in the batch. Successors of a first chunk wait for its
     session.
     """
     results: dict[str, Any] = execute(runner, step(new=[chunk(0), chunk(1), chunk(2)]))
@@ -98,8 +100,10 @@ def test_a_batch_may_contain_waiting_chunks(runner: Any, expected: list[torch.Te
 
 
 def test_an_aborted_chunk_fails_its_successors(runner: Any, expected: list[torch.Tensor]) -> None:
-    """Earlier chunks and other sessions are unaffected. The session continues after its last
-    committed chunk.
+    """When a chunk is aborted, its successors fail, and earlier chunks and other sessions are
+    unaffected.
+
+    The session continues after its last committed chunk.
     """
     run_to_end(runner, chunk(0, session="t"))
     started(runner)
@@ -117,7 +121,9 @@ def test_an_aborted_chunk_fails_its_successors(runner: Any, expected: list[torch
 
 
 def test_a_chunk_with_nan_fails_its_successors(runner: Any, expected: list[torch.Tensor]) -> None:
-    """NaN is detected at the end of the chunk. K/V written by its successors are discarded."""
+    """NaN is detected at the end of a chunk. The chunk's successors fail, and the K/V that they
+    have written are discarded.
+    """
     started(runner)
     working = runner.requests["s1"].chunk.state
     working.latents = working.latents * float("nan")
@@ -136,8 +142,10 @@ def test_a_chunk_with_nan_fails_its_successors(runner: Any, expected: list[torch
 def test_successors_started_by_an_earlier_stage_run_and_are_discarded(
     runner: Any, expected: list[torch.Tensor]
 ) -> None:
-    """The earlier stage sends hidden states with the chunk index before it receives the failure.
-    Such chunks run and are discarded. A chunk that no stage started is refused.
+    """Successors that an earlier stage has started still run on this stage and are discarded.
+
+    The earlier stage sends their hidden states with the chunk index before it receives the failure.
+    A chunk that no stage has started is refused.
     """
     started(runner)
     runner.parts.in_flight.fail(runner.requests["s2"].chunk)
@@ -162,7 +170,9 @@ def test_successors_started_by_an_earlier_stage_run_and_are_discarded(
 
 
 def test_a_chunk_that_is_not_next_is_refused(runner: Any) -> None:
-    """Chunks in flight count for the expected index. A refusal does not affect other chunks."""
+    """A chunk that is not the next one is refused, and other chunks are unaffected. Chunks in
+    flight count for the index.
+    """
     started(runner)
     outcome = execute(runner, step(new=[chunk(3, "twice")], running=["s1", "s2", "s3"]))
     assert outcome["twice"] is None, "three are in flight: it waits"
@@ -174,7 +184,7 @@ def test_a_chunk_that_is_not_next_is_refused(runner: Any) -> None:
 def test_models_without_chunks_in_flight_are_refused(
     make_runner: Any, causal_wan: Path, null_world: Path
 ) -> None:
-    """The error states why the model cannot have several chunks in flight."""
+    """If a model cannot have several chunks in flight, the option is refused with the reason."""
     with pytest.raises(ValueError, match="cache 'strict' shows a chunk the clean chunk before it"):
         make_runner(causal_wan, {"chunks_in_flight": 2})
     with pytest.raises(ValueError, match="its next chunk needs the previous one complete"):

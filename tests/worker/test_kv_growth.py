@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`omni.kv_growth`: sessions whose K/V windows are allocated as they fill."""
+"""`omni.kv_growth`: sessions with K/V windows that are allocated as they fill."""
 
 import logging
 from collections.abc import Callable
@@ -18,9 +18,12 @@ from vllm_omni.model_executor.models.capabilities import Refusals, check_refusal
 from vllm_omni.outputs import RequestFailed
 
 WINDOW = {"window_frames": 36, "sink_frames": 3}
-"""36 latent frames of 1.5 KiB per row, so that pages of 4 KiB matter little."""
+"""A window of 36 latent frames, so that pages of 4 KiB matter little.
+
+A frame takes up 1.5 KiB in each row of the buffer, which holds the keys or the values of a layer.
+"""
 FIRST_FRAMES = 6
-"""A chunk and the chunk before it."""
+"""Frames for which a session has memory at its start: a chunk and the preceding chunk."""
 
 
 @pytest.fixture
@@ -68,7 +71,10 @@ def test_results_equal_those_of_full_windows(
     count: int,
     make_worker: Callable[..., Worker],
 ) -> None:
-    """Bit for bit, until after the window is full, and also for a fork and a snapshot's content."""
+    """Results equal those of full windows bit for bit, even after the window is full.
+
+    The same holds for a fork and for the content of a snapshot.
+    """
     growing = make_worker(family, **dict(omni))
     full = make_worker(family, kv_growth=False, **dict(omni))
     before = 0
@@ -92,7 +98,11 @@ def test_results_equal_those_of_full_windows(
 def test_a_session_counts_with_the_frames_that_it_has(
     make_worker: Callable[..., Worker],
 ) -> None:
-    """Before its creation, after each chunk, and no more after it was closed."""
+    """A session counts with the memory of the frames that it has: at its creation and after each
+    chunk.
+
+    A closed session does not count.
+    """
     growing, full = make_worker(), make_worker(kv_growth=False)
     first, most = session_bytes(growing), session_bytes(full)
     frame = (most - first) // (36 - FIRST_FRAMES)
@@ -108,7 +118,9 @@ def test_a_session_counts_with_the_frames_that_it_has(
 
 
 def test_more_short_sessions_fit(make_worker: Callable[..., Worker]) -> None:
-    """In the same memory. With full windows a further session is refused."""
+    """More short sessions fit into the same memory. When all windows are allocated in full, a new
+    session is refused earlier.
+    """
     for kv_growth, fitting in ((False, 2), (True, 3)):
         worker = make_worker(kv_growth=kv_growth, max_session_bytes=2_000_000)
         for number in range(fitting):
@@ -118,8 +130,10 @@ def test_more_short_sessions_fit(make_worker: Callable[..., Worker]) -> None:
 
 
 def test_a_session_without_memory_keeps_its_window(make_worker: Callable[..., Worker]) -> None:
-    """It continues, bit for bit as a session that chose the window that it has reached. Its
-    results say so, the log does once, and other sessions are not affected.
+    """A session that cannot grow continues with the window that it has reached.
+
+    The session equals, bit for bit, one that was opened with this window. Its results report the
+    shorter window, the log reports it once, and other sessions are not affected.
     """
     budget = 2 * session_bytes(make_worker()) + 2**16
     worker, roomy = make_worker(max_session_bytes=budget), make_worker(kv_growth=False)
@@ -156,8 +170,10 @@ def test_a_session_without_memory_keeps_its_window(make_worker: Callable[..., Wo
 def test_a_shortened_session_can_be_copied_and_moved(
     make_worker: Callable[..., Worker], tmp_path: Path
 ) -> None:
-    """A fork and a restored session have the window that it has reached. The restoring server may
-    be one with full windows."""
+    """A fork or a restored copy of a shortened session has the window that the session has reached.
+
+    The restoring server may be one with full windows.
+    """
     worker, there = make_worker(), make_worker(kv_growth=False)
     worker.runner.sessions.max_bytes = session_bytes(worker) + 2**16
     latents(worker, "a", range(6))
@@ -178,7 +194,10 @@ def test_a_shortened_session_can_be_copied_and_moved(
 def test_a_restored_session_has_the_memory_of_its_frames(
     make_worker: Callable[..., Worker], tmp_path: Path
 ) -> None:
-    """It continues bit for bit, and is refused where this memory does not fit."""
+    """A restored session has the memory of its frames and continues bit for bit.
+
+    If this memory does not fit, the session is refused.
+    """
     here, there = make_worker(), make_worker()
     latents(here, "a", range(6))
     here.save("a", tmp_path / "a")
@@ -195,7 +214,9 @@ def test_a_restored_session_has_the_memory_of_its_frames(
 def test_an_idle_session_is_closed_for_a_window_that_grows(
     make_worker: Callable[..., Worker],
 ) -> None:
-    """As for a new session. A session that is used is not."""
+    """To let a window grow, an idle session is closed, as it is for a new session. A session in use
+    is not closed.
+    """
     budget = 2 * session_bytes(make_worker()) + 2**14
     worker = make_worker(max_session_bytes=budget)
     sessions, now = worker.runner.sessions, [0.0]
@@ -210,7 +231,9 @@ def test_an_idle_session_is_closed_for_a_window_that_grows(
 def test_ranks_use_the_shortest_of_their_windows(
     make_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If another rank has memory for 12 frames only. This rank has already taken more."""
+    """All ranks use the shortest of their windows. In this test, another rank has memory for only
+    12 frames, and this rank has more.
+    """
     worker = make_worker()
     monkeypatch.setattr(
         worker.runner.agreement, "least", lambda values: [min(12, value) for value in values]
@@ -227,7 +250,10 @@ def test_sink_frames_stay_as_far_as_there_is_room(
     make_worker: Callable[..., Worker],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Next to a chunk and the one before it. The session equals one that chose these numbers."""
+    """As many sink frames are retained as fit next to a chunk and the preceding chunk.
+
+    The session equals one that was opened with these numbers.
+    """
     worker, roomy = make_worker(), make_worker(kv_growth=False)
     monkeypatch.setattr(
         worker.runner.agreement, "least", lambda values: [min(frames, value) for value in values]
@@ -243,7 +269,9 @@ def test_sink_frames_stay_as_far_as_there_is_room(
 def test_a_failed_chunk_leaves_the_session_as_it_was(
     make_worker: Callable[..., Worker],
 ) -> None:
-    """Except for memory, which the next chunk uses."""
+    """A failed chunk leaves the session unchanged, except for allocated memory, which the next
+    chunk uses.
+    """
     worker, full = make_worker(), make_worker(kv_growth=False)
     for index in range(5):
         for one in (worker, full):
@@ -261,7 +289,9 @@ def test_a_model_with_a_fixed_window_refuses_it_at_start() -> None:
 
 
 def test_pipeline_stages_refuse_it_at_start() -> None:
-    """Their windows could differ in length."""
+    """Pipeline stages refuse `omni.kv_growth` at start, because the windows of the stages could
+    differ in length.
+    """
     with pytest.raises(ValueError, match="stages of a pipeline cannot agree"):
         OmniConfig(kv_growth=True).check_stages(2)
     OmniConfig(kv_growth=True).check_stages(1)

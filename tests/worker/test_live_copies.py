@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A session that is copied to another runner while it plays continues there bit for bit."""
+"""A session that is copied to another runner while it is running continues there bit for bit."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +16,10 @@ from vllm_omni.tensors import file_io
 from vllm_omni.tensors.digests import tensor_digests
 
 STAGED_DAILY = ("world, ring and sinks", "game, windows of trunk, mouse and keyboard")
-"""Cases that `make test` copies through staging buffers too. tests/test_tensor_bytes.py tests these
-for every layout and dtype; they do not depend on the model.
+"""Cases that `make test` also copies through staging buffers.
+
+The buffers do not depend on the model. tests/test_tensor_bytes.py tests them for every layout and
+dtype.
 """
 
 
@@ -32,7 +34,9 @@ def pair(make_runner: Any, request: pytest.FixtureRequest) -> Callable[..., tupl
 
 
 def copied_ahead(pair: Any, path: Path) -> tuple[Worker, Worker]:
-    """Play four chunks of the session `a`, whose first version is `b` of the second worker."""
+    """Generate four chunks of session `a`, copy it, and restore the first version as session `b` of
+    the second worker.
+    """
     here, there = pair("lingbot_world", SMALL)
     for index in range(4):
         world_chunk(here, "a", index)
@@ -57,10 +61,13 @@ def copied_ahead(pair: Any, path: Path) -> tuple[Worker, Worker]:
 def test_a_session_is_copied_while_it_plays(
     case: str, staged: bool, pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other runner restores a first version of the file, and two later ones after further
-    chunks. State and chunks are then equal, and the file alone is a complete snapshot.
+    """A session is copied while it runs: the other runner restores a first version and two later
+    ones.
+
+    Chunks run between the versions. At the end, both sessions have equal state and generate equal
+    chunks, and the file by itself is a complete snapshot.
     """
-    if staged:  # host memory takes the path of device memory
+    if staged:  # Tensors in host memory are then copied like those in device memory.
         monkeypatch.setattr(file_io, "_passes_staging", lambda tensor: True)
     family, model, chunk, chunks = CASES[case]
     here, there = pair(family, model)
@@ -89,7 +96,11 @@ def test_a_session_is_copied_while_it_plays(
 
 
 def test_what_a_chunk_tears_is_mended_by_the_next_version(pair: Any, tmp_path: Path) -> None:
-    """A chunk that runs while a version is written replaces the oldest frames of the window."""
+    """If a chunk runs while a version is written, that version is incomplete, and a later version
+    completes it.
+
+    The chunk replaces the oldest frames of the window.
+    """
     path = tmp_path / "a"
     here, there = copied_ahead(pair, path)
     index = 4
@@ -97,7 +108,7 @@ def test_what_a_chunk_tears_is_mended_by_the_next_version(pair: Any, tmp_path: P
     def rpc(method: str, args: tuple[Any, ...]) -> list[Any]:
         nonlocal index
         if method == "write_copy":
-            for _ in range(2):  # the first one writes where no finished chunk has written
+            for _ in range(2):  # the first chunk writes where no finished chunk has written
                 world_chunk(here, "a", index)
                 index += 1
         return here.rpc(method, args)
@@ -112,7 +123,9 @@ def test_what_a_chunk_tears_is_mended_by_the_next_version(pair: Any, tmp_path: P
 
 
 def test_only_what_has_changed_is_written(pair: Any, tmp_path: Path) -> None:
-    """Frames that stay in the window keep their place in the file."""
+    """Only changed data are written again, because frames that stay in the window keep their place
+    in the file.
+    """
     here, _ = pair("lingbot_world", SMALL)
     path = tmp_path / "a"
     for index in range(4):
@@ -128,7 +141,9 @@ def test_only_what_has_changed_is_written(pair: Any, tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def test_damage_is_noticed(pair: Any, tmp_path: Path) -> None:
-    """What is damaged in memory is read again. What is damaged in the file closes the copy."""
+    """Data that are damaged in memory are read again from the file. If the file itself is damaged,
+    the copy is closed.
+    """
     path = tmp_path / "a"
     here, there = copied_ahead(pair, path)
 
@@ -188,7 +203,9 @@ def test_a_session_that_was_started_anew_is_not_updated(pair: Any, tmp_path: Pat
 
 
 def test_a_chunk_between_the_two_calls_is_noticed(pair: Any, tmp_path: Path) -> None:
-    """The last version must be of one moment."""
+    """A chunk that runs between the two calls of the last version fails it, because that version
+    must be consistent.
+    """
     here, _ = pair("null_world")
     text_chunk(here, "a", 0)
     exchange = copy_exchange("a", tmp_path / "a", "0.test", is_playing=False)
@@ -203,7 +220,9 @@ def test_a_chunk_between_the_two_calls_is_noticed(pair: Any, tmp_path: Path) -> 
 
 
 def test_digests_depend_on_the_elements_only() -> None:
-    """Not on strides or memory formats, and one bit changes them."""
+    """A digest depends only on the elements of a tensor, not on strides or memory formats, and
+    changes with every bit.
+    """
     frames = torch.randn(3, 2, 600, 2, 8).to(torch.bfloat16)
     window = frames[:, :, 100:500]
     image = torch.randn(1, 16, 4, 30, 40)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MemoryBudget` on a mocked GPU that other processes use too."""
+"""`MemoryBudget` on a mocked GPU that other processes also use."""
 
 import re
 from types import SimpleNamespace
@@ -20,10 +20,11 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A mocked GPU. This process has 3 GiB of weights, a peak of 5 GiB and 6 GiB reserved by torch.
+    """A mocked GPU. This process has 3 GiB of weights, a peak of 5 GiB, and 6 GiB that torch has
+    reserved.
 
-    `used` are the bytes in use by all processes; `taken` are the sizes requested from the
-    allocator.
+    `used` is the number of bytes that all processes use. `taken` contains the sizes requested from
+    the allocator.
     """
     gpu = SimpleNamespace(used=0, taken=[])
 
@@ -61,7 +62,9 @@ def session_bytes(device: SimpleNamespace, used_before: int) -> int:
 
 
 def test_memory_of_other_processes_does_not_reduce_sessions(device: SimpleNamespace) -> None:
-    """A tenth of a GPU has the same size next to an engine that uses 92 GiB and on an empty GPU."""
+    """A session budget of a tenth of a GPU is the same on an empty GPU and next to an engine that
+    uses 92 GiB.
+    """
     device.used = 6 * GIB + GIB
     alone = session_bytes(device, used_before=0)
     assert alone == int(TOTAL * 0.1) - (5 * GIB + GIB) + SESSION
@@ -70,8 +73,9 @@ def test_memory_of_other_processes_does_not_reduce_sessions(device: SimpleNamesp
 
 
 def test_memory_allocated_after_the_start_counts(device: SimpleNamespace) -> None:
-    """Memory that this rank's libraries allocate outside torch counts. Memory that other processes
-    free does not increase the budget.
+    """Memory that this rank's libraries allocate outside torch after the start reduces the budget.
+
+    Memory that other processes free does not increase it.
     """
     device.used = 6 * GIB + 92 * GIB
     without = session_bytes(device, used_before=92 * GIB)
@@ -84,7 +88,9 @@ def test_memory_allocated_after_the_start_counts(device: SimpleNamespace) -> Non
 def test_memory_pools_of_cuda_graphs_count(
     device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pools of CUDA graphs are unused after a run but not available for sessions."""
+    """Pools of CUDA graphs reduce the budget, because their unused memory is not available for
+    sessions.
+    """
     device.used = 6 * GIB
     without = session_bytes(device, used_before=0)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4 * GIB)
@@ -92,7 +98,7 @@ def test_memory_pools_of_cuda_graphs_count(
 
 
 def test_sessions_that_do_not_fit_are_an_error(device: SimpleNamespace) -> None:
-    """The error names the option to raise."""
+    """If sessions do not fit into memory, an error names the option to raise."""
     device.used = 6 * GIB + 92 * GIB
     with pytest.raises(ValueError, match="raise --gpu-memory-utilization"):
         session_bytes(device, used_before=80 * GIB)
@@ -101,8 +107,10 @@ def test_sessions_that_do_not_fit_are_an_error(device: SimpleNamespace) -> None:
 def test_a_worker_passes_the_initial_memory_use_to_the_warm_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """vLLM's memory snapshot from before loading reaches the warm-up. The heap is frozen
-    afterwards, as in vLLM's workers, to avoid full garbage collections between requests.
+    """The worker passes vLLM's memory snapshot from before loading to the warm-up.
+
+    The heap is frozen afterwards, as in vLLM's workers, to avoid full garbage collections between
+    requests.
     """
     worker: Any = object.__new__(DiffusionGPUWorker)
     worker.init_snapshot = SimpleNamespace(total_memory=TOTAL, free_memory=TOTAL - 93 * GIB)
@@ -127,8 +135,11 @@ def test_a_worker_passes_the_initial_memory_use_to_the_warm_up(
 def test_the_memory_of_the_warm_up_stays_reserved(
     device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The measurement releases the memory to separate it from graph pools. It is allocated again,
-    so that the first session does not wait for the driver.
+    """The memory of the warm-up stays reserved, so that the first session does not wait for the
+    driver.
+
+    The measurement releases this memory to separate it from graph pools, and allocates it again
+    afterwards.
     """
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * GIB)
     session_bytes(device, used_before=0)
@@ -154,8 +165,9 @@ def test_a_session_after_the_warm_up_reserves_no_memory() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_kv_cache_memory_bytes_is_the_budget(device: str) -> None:
-    """`--kv-cache-memory-bytes` overrides the share of the device, as in vLLM.
-    `omni.max_session_bytes` may lower it.
+    """`--kv-cache-memory-bytes` replaces the share of the device as the budget, as in vLLM.
+
+    `omni.max_session_bytes` may lower the budget.
     """
     config = SimpleNamespace(
         cache_config=SimpleNamespace(kv_cache_memory_bytes=8 * MIB, gpu_memory_utilization=0.9)
@@ -177,7 +189,7 @@ def test_kv_cache_memory_bytes_is_the_budget(device: str) -> None:
 def test_sessions_on_a_cpu_may_use_half_of_the_free_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The budget is an integer number of bytes."""
+    """On a CPU, sessions may use half of the free memory, as an integer number of bytes."""
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=12 * MIB + 1))
     config: Any = SimpleNamespace(
         cache_config=SimpleNamespace(kv_cache_memory_bytes=None, gpu_memory_utilization=0.9)

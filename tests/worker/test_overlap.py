@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results that are delivered with a step after the chunk's last one (`omni.overlap_decode`), and
-pacing of the host.
+"""Results that are delivered in a step after the chunk's last one (`omni.overlap_decode`).
+
+The tests also cover the pacing of the host.
 """
 
 from collections.abc import Callable
@@ -52,7 +53,9 @@ def denoise(runner: Any, request: Any) -> Any:
 
 
 def test_the_chunk_is_committed_before_its_result_is_delivered(runner: Any) -> None:
-    """The last step reports the chunk as denoised. The next step that contains the request returns
+    """A chunk is committed before its result is delivered.
+
+    The last step reports the chunk as denoised, and the next step that contains the request returns
     the result.
     """
     output = denoise(runner, chunk("r", 0))
@@ -65,7 +68,9 @@ def test_the_chunk_is_committed_before_its_result_is_delivered(runner: Any) -> N
 def test_the_next_chunk_starts_in_the_step_that_delivers_the_last(
     runner: Any, make_runner: Any, null_world: Path
 ) -> None:
-    """Frames equal those of chunks that run one by one."""
+    """The next chunk starts in the step that delivers the previous result. Frames equal those of
+    chunks run one at a time.
+    """
     one_by_one = make_runner(null_world, {"overlap_decode": False})
     expected = [run_to_end(one_by_one, chunk(name, index))[name] for index, name in enumerate("ab")]
     denoise(runner, chunk("a", 0))
@@ -82,7 +87,10 @@ def test_the_next_chunk_starts_in_the_step_that_delivers_the_last(
 
 
 def test_aborting_a_pending_result_keeps_the_chunk(runner: Any) -> None:
-    """The chunk is already part of the session, so the client continues with the next one."""
+    """If a request with a pending result is aborted, its chunk stays part of the session.
+
+    The client therefore continues with the next chunk.
+    """
     denoise(runner, chunk("r", 0))
     execute(runner, step(finished=["r"]))
     assert runner.sessions.get("s").chunk_index == 1 and not runner.sessions.is_pinned("s")
@@ -92,7 +100,9 @@ def test_aborting_a_pending_result_keeps_the_chunk(runner: Any) -> None:
 def test_the_stock_scheduler_receives_results_immediately(
     make_runner: Any, null_world: Path
 ) -> None:
-    """The stock scheduler would not schedule the request again."""
+    """The stock scheduler receives a result immediately, because it would not schedule the request
+    again.
+    """
     runner = make_runner(
         null_world, {"overlap_decode": True}, "vllm.v1.core.sched.scheduler.Scheduler"
     )
@@ -102,7 +112,9 @@ def test_the_stock_scheduler_receives_results_immediately(
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_the_decode_overlaps_later_work() -> None:
-    """Later work neither delays the copy of the result nor changes its inputs."""
+    """Work that is launched after a decode neither delays the copy of the result nor changes the
+    decode's inputs.
+    """
 
     class Slow:
         def post_decode(self, request: Any) -> Any:
@@ -128,8 +140,9 @@ def test_the_decode_overlaps_later_work() -> None:
 
 
 class Device:
-    """CUDA events of a device that computes for `step_ms` before each, and a clock that advances
-    only while the host waits.
+    """A mock of CUDA events on a device that computes for `step_ms` before each event.
+
+    Its clock advances only while the host waits.
     """
 
     def __init__(self, step_ms: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,8 +204,9 @@ class Device:
 def test_the_host_launches_a_step_ahead_and_later_for_long_steps(
     monkeypatch: pytest.MonkeyPatch, step_ms: float, stages: bool, hurry: bool, before_end_ms: float
 ) -> None:
-    """`before_end_ms` is the time between the launch of the next step and the end of the current
-    one. The device never idles.
+    """The host launches one step ahead, and later if steps are long, and the device never idles.
+
+    `before_end_ms` is the time between the launch of the next step and the end of the current one.
     """
     device = Device(step_ms, monkeypatch)
     pacer = StepPacer(torch.device("cuda"), stages=stages)
@@ -206,13 +220,14 @@ def test_the_host_launches_a_step_ahead_and_later_for_long_steps(
 def test_a_slow_launch_counts_from_the_start_of_the_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The device starts a step while the host still launches it, so the expected end counts from
-    there.
+    """The expected end of a step with a slow launch counts from the step's start.
+
+    The device starts the step while the host is still launching it.
     """
     device = Device(0.0, monkeypatch)
     pacer = StepPacer(torch.device("cuda"))
     for _ in range(8):
-        device.step_s = 0.06  # given to the device with the first kernel
+        device.step_s = 0.06  # the device learns this duration with the first kernel
         pacer.launching()
         device.sleep(0.04)
         device.step_s = 0.0
@@ -224,7 +239,9 @@ def test_a_slow_launch_counts_from_the_start_of_the_step(
 def test_the_host_stops_waiting_when_a_step_ends_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The next step is expected to start when it is launched."""
+    """When a step ends early, the host stops waiting. The end of the next step is predicted from
+    the time of its launch.
+    """
     device = Device(200.0, monkeypatch)
     pacer = StepPacer(torch.device("cuda"))
     for step_s in (0.2, 0.2, 0.2, 0.07):
@@ -242,8 +259,11 @@ def test_the_host_stops_waiting_when_a_step_ends_early(
 def test_a_long_step_does_not_delay_later_launches(
     monkeypatch: pytest.MonkeyPatch, launch_s: float
 ) -> None:
-    """The first step of a chunk also encodes and the last shares the device with a decode. All
-    other steps are launched 10 ms ahead, also if the host notices an end late.
+    """After a long step, later steps are still launched 10 ms ahead, even if the host notices an
+    end late.
+
+    For example, the first step of a chunk also encodes, and the last one shares the device with a
+    decode.
     """
     device = Device(0.0, monkeypatch)
     pacer, leads = StepPacer(torch.device("cuda")), []
@@ -267,7 +287,9 @@ def test_a_long_step_does_not_delay_later_launches(
 def test_the_device_time_of_a_step_is_reported_with_a_later_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The duration of a step is available once it has ended."""
+    """The device time of a step is reported with a later step, because it is available only once
+    the step has ended.
+    """
     device = Device(0.0, monkeypatch)
     pacer, reported = StepPacer(torch.device("cuda")), []
     for number in range(4):
@@ -302,7 +324,9 @@ def test_the_pacer_does_nothing_without_cuda(
 
 @pytest.fixture
 def slow_device(runner: Any, monkeypatch: pytest.MonkeyPatch) -> Device:
-    """Steps of 200 ms on the last of several stages. The runner itself computes on the CPU."""
+    """A device with steps of 200 ms on the last of several stages. The runner itself computes on
+    the CPU.
+    """
     if torch.cuda.is_available():
         pytest.skip("the device is mocked")
     device = Device(200.0, monkeypatch)
@@ -314,7 +338,9 @@ def slow_device(runner: Any, monkeypatch: pytest.MonkeyPatch) -> Device:
 def test_a_result_that_arrives_during_the_wait_is_returned_immediately(
     runner: Any, slow_device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is returned with the step that ended its chunk and is not reported as pending."""
+    """A result that arrives during the wait is returned with the step that ended its chunk, and not
+    reported as pending.
+    """
     came_s = 4.5 * slow_device.step_s
     monkeypatch.setattr(PendingResult, "ready", lambda _: slow_device.now_s >= came_s)
     output = denoise(runner, chunk("a", 0))
@@ -328,7 +354,9 @@ def test_a_result_that_arrives_during_the_wait_is_returned_immediately(
 def test_a_result_without_room_does_not_delay_its_session(
     runner: Any, slow_device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is reported as denoised, so that the next chunk of its session may start."""
+    """A result that does not fit into the message is reported as denoised, so the next chunk of its
+    session may start.
+    """
     monkeypatch.setattr("vllm_omni.worker.diffusion.decode._MAX_STEP_BYTES", 1024)
     requests = [new_request(name, session_id=name, prompt="a field", seed=3) for name in "ab"]
     execute(runner, step(new=requests))
@@ -344,7 +372,9 @@ def test_a_result_without_room_does_not_delay_its_session(
 def test_a_ready_result_shortens_the_wait_for_the_device(
     runner: Any, slow_device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the client would receive it a step later."""
+    """A ready result shortens the wait for the device, because the client would otherwise receive
+    it a step later.
+    """
     device = slow_device
     monkeypatch.setattr(PendingResult, "ready", lambda _: False)
     denoise(runner, chunk("a", 0))
@@ -383,8 +413,9 @@ def test_a_clean_context_pass_is_launched_during_the_last_denoise_step(
 def test_a_stage_before_the_vae_waits_before_its_step(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rank before the VAE stage waits for the device before a step. A step that only fetches
-    results does not wait.
+    """The rank before the VAE stage waits for the device before each step.
+
+    A step that only fetches results does not wait.
     """
     calls: list[str] = []
 
@@ -402,7 +433,7 @@ def test_a_stage_before_the_vae_waits_before_its_step(
             calls.append("launched")
 
     class Alone(BeforeVAE):
-        """A role without a VAE stage to send to; its micro-step only records the call."""
+        """A role without a VAE stage to send to. Its micro-step only records the call."""
 
         def __init__(self, parts: Any) -> None:
             super().__init__(parts, EveryStep(parts.model, ends_steps=True))

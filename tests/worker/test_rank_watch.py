@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The effect of one rank's failure on the others, on real processes (gloo)."""
+"""The effect of one rank's failure on the other ranks, with real processes (gloo)."""
 
 import os
 import time
@@ -43,12 +43,13 @@ def work(rank: int, size: int, heard: bool, address: str, output: Path, stop: Ev
             dist.all_reduce(torch.ones(1))
     except Exception as error:
         print("raised", type(error).__name__, flush=True)
-        stop.wait()  # like a worker that waits for its next call
+        stop.wait()  # wait like a worker that waits for its next call
 
 
 class Ranks:
-    """Processes, one for each value of `heard`. `stop` ends processes that wait for their next
-    call.
+    """Processes of several ranks, one for each value of `heard`.
+
+    `stop` ends the processes that wait for their next call.
     """
 
     def __init__(self, folder: Path, *heard: bool) -> None:
@@ -81,7 +82,7 @@ class Ranks:
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[list[Ranks]]:
-    """A list to which tests add the ranks that they start."""
+    """A list to which tests add the ranks that they start, so that the fixture can stop them."""
     running: list[Ranks] = []
     yield running
     for ranks in running:
@@ -93,8 +94,9 @@ def started(tmp_path: Path) -> Iterator[list[Ranks]]:
 def test_a_failed_rank_exits_and_wakes_the_waiting_rank(
     started: list[Ranks], tmp_path: Path
 ) -> None:
-    """It logs its traceback. The rank that returns the result raises immediately instead of waiting
-    for its collective.
+    """A rank that fails logs its traceback and exits.
+
+    The rank that returns the result raises immediately instead of waiting for its collective.
     """
     started.append(ranks := Ranks(tmp_path, True, False))
     output = ranks.join(1, timeout_s=60)
@@ -111,7 +113,7 @@ def test_a_failed_rank_exits_and_wakes_the_waiting_rank(
 
 
 def test_an_exception_on_a_single_rank_is_raised(started: list[Ranks], tmp_path: Path) -> None:
-    """An exception on an engine's only rank does not end the process."""
+    """On an engine's only rank, an exception is raised and does not end the process."""
     started.append(rank := Ranks(tmp_path, False))
     rank.wait_for(0, "raised ValueError", timeout_s=60)
     assert rank.processes[0].is_alive()

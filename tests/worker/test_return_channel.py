@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class Work:
-    """A transfer, not completed until the test completes it."""
+    """A mock of a transfer that stays incomplete until the test completes it."""
 
     completed = False
 
@@ -31,7 +31,7 @@ class Work:
 
 
 class Group:
-    """A mock of torch.distributed with seven ranks, of which `rank` acts."""
+    """A mock of torch.distributed with seven ranks, for code that runs on `rank`."""
 
     def __init__(self) -> None:
         self.rank = 0
@@ -91,8 +91,10 @@ def channel(group: Group, rank: int, device: torch.device = CPU) -> ReturnChanne
 def test_every_rank_creates_all_groups_and_connects_its_own(
     group: Group, rank: int, connected: list[Any]
 ) -> None:
-    """All ranks create the groups in the same order, as `new_group` requires. The last stage sends
-    one element to each earlier stage.
+    """Every rank creates all groups in the same order, as `new_group` requires, and connects its
+    own.
+
+    The last stage sends one element to each earlier stage.
     """
     made = channel(group, rank, META)
     assert made.is_last == (rank in (4, 5))
@@ -112,7 +114,7 @@ def test_every_rank_creates_all_groups_and_connects_its_own(
 def test_stages_are_connected_forward(
     group: Group, first: bool, last: bool, calls: list[str]
 ) -> None:
-    """Connections follow vLLM's send direction, so no two ranks wait for each other."""
+    """Stages are connected in vLLM's send direction, so no two ranks wait for each other."""
     pp: Any = SimpleNamespace(
         is_first_rank=first, is_last_rank=last, prev_rank=7, next_rank=9, device_group="stages"
     )
@@ -122,12 +124,12 @@ def test_stages_are_connected_forward(
 
 
 def batch() -> list[Any]:
-    """Two requests."""
+    """Return a batch of two requests."""
     return [SimpleNamespace(request_id=name, step=4, num_steps=4) for name in ("a", "b")]
 
 
 def test_a_message_lives_until_every_stage_has_it(group: Group) -> None:
-    """The last stage keeps a message until all transfers have completed."""
+    """The last stage retains a message until all of its transfers have completed."""
     last = channel(group, 4)
     group.calls.clear()
     for _ in range(2):
@@ -150,7 +152,9 @@ TWO_STAGES = ((0, 2), (1, 3))
 
 
 class Growing:
-    """Latents of batch n in bf16: n + 1 elements of its first request and 2 of its second."""
+    """A mocked model with latents in bf16. In batch n, the first request has n + 1 elements and the
+    second has 2.
+    """
 
     def latents(self, request: Any) -> torch.Tensor:
         shape = (request.batch + 1, 1) if request.request_id.startswith("first") else (1, 2)
@@ -167,8 +171,9 @@ def batch_of(number: int, value: float) -> list[Any]:
 
 
 def rank_of_a_column(rank: int, address: str) -> None:
-    """Send three batches of results. Receives are posted by `listen`, and results are applied up to
-    the newest requested one.
+    """Send or receive three batches of results on one rank.
+
+    `listen` posts the receives, and results are applied up to the newest requested one.
     """
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=5)
     column = TWO_STAGES[rank % 2]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The role of a rank, which follows from the options and its stage, and the small roles."""
+"""The role of a rank, which the options and the stage determine, and the small roles themselves."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -48,7 +48,9 @@ def test_the_stage_of_a_rank_determines_its_role(
     decodes: bool,
     pipeline: Any,
 ) -> None:
-    """The split into blocks or steps does not change the role."""
+    """The stage of a rank determines its role. A split into blocks and a split into steps lead to
+    the same role.
+    """
     stage, num_stages, vae_stage = position
     parts = replace(
         make_runner(null_world).parts,
@@ -63,7 +65,7 @@ def test_the_stage_of_a_rank_determines_its_role(
 
 
 class Doubler:
-    """A model that doubles the latents in each step and adds the step's number."""
+    """A mock of a model that doubles the latents in each step and adds the number of the step."""
 
     def set_latents(self, request: Any, latents: torch.Tensor) -> None:
         request.latents = latents
@@ -80,8 +82,9 @@ class Doubler:
 
 
 def test_temporal_stages_pass_latents_through_all_steps() -> None:
-    """Each stage runs the step of its number. The last stage returns its input to earlier stages
-    once.
+    """Each temporal stage runs the step with the stage's own number.
+
+    The last stage returns its input to the earlier stages once.
     """
     model: Any = Doubler()
     chunks = [
@@ -110,8 +113,9 @@ def test_temporal_stages_pass_latents_through_all_steps() -> None:
 def test_whole_chunks_of_a_session_run_in_the_order_of_their_index(
     make_runner: Any, null_world: Path
 ) -> None:
-    """The order in the batch has no effect. The batch has another session and an invalid
-    request.
+    """Whole chunks of a session run in the order of their index, whatever their order in the batch.
+
+    The batch also contains another session and an invalid request.
     """
     runner = make_runner(null_world, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
     assert isinstance(runner.role, WholeChunks)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runner has every attribute that vLLM's worker uses, read from the worker's source.
+"""The runner has every attribute that vLLM's worker uses. The attributes are read from the worker's
+source.
 
 tests/seams/test_called_on_us.py checks the arguments of the calls.
 """
@@ -14,7 +15,7 @@ from vllm.v1.worker import gpu_worker
 from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
 from vllm_omni.worker.diffusion.surface import RunnerSurface
 
-# Attributes on paths that a diffusion worker cannot reach, with the reason.
+# Attributes on code paths that a diffusion worker cannot reach, each with the reason.
 UNREACHABLE = {
     "_init_kv_zero_meta": "guarded by hasattr and by needs_kv_cache_zeroing, which needs a "
     "KV group",
@@ -31,13 +32,17 @@ def used_by_worker() -> list[str]:
 
 
 def test_the_pattern_finds_the_attributes() -> None:
-    """If vLLM renames the attribute, this test fails, because no name would be found."""
+    """The pattern finds attributes in vLLM's source. It fails if vLLM renames `model_runner`,
+    because it would find no name.
+    """
     assert {"execute_model", "load_model", "get_kv_cache_spec"} <= set(used_by_worker())
 
 
 @pytest.mark.parametrize("name", [name for name in used_by_worker() if name not in UNREACHABLE])
 def test_every_attribute_that_the_worker_uses_exists(name: str) -> None:
-    """Methods are defined by the class; attributes are assigned in `__init__` or `load_model`."""
+    """Every attribute that the worker uses exists as a method of the class, or is assigned in
+    `__init__` or `load_model`.
+    """
     assigned = inspect.getsource(DiffusionGPUModelRunner)
     module_like = name in {"GPUModelRunner"} or f"model_runner.{name} import" in inspect.getsource(
         gpu_worker

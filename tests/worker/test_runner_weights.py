@@ -25,7 +25,7 @@ MakeRunner = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def other_world(tiny_checkpoint: Callable[..., Path]) -> Path:
-    """`null_world` with other weights."""
+    """A `null_world` checkpoint with other weights."""
     return tiny_checkpoint("null_world", seed=1)
 
 
@@ -42,7 +42,7 @@ def first_frames(runner: Any, session_id: str) -> torch.Tensor:
 def test_memory_usage_counts_weights_and_adapters(
     make_runner: MakeRunner, causal_wan: Path
 ) -> None:
-    """vLLM logs the sum of both."""
+    """The memory usage that vLLM logs is the sum of weights and adapters."""
     runner = make_runner(causal_wan, SMALL, enable_lora=True, max_loras=1, max_lora_rank=8)
     assert runner.adapters.nbytes > 0
     assert runner.model_memory_usage == bytes_of(runner) + runner.adapters.nbytes
@@ -55,8 +55,10 @@ def test_memory_usage_counts_weights_and_adapters(
 def test_offloaded_weights_change_no_frame(
     make_runner: MakeRunner, causal_wan: Path, precision: dict[str, str]
 ) -> None:
-    """Memory use counts the slots on the device instead of weights on the host. Frames are equal,
-    also after a reload, which gives quantized layers new parameters.
+    """Offloading weights changes no frame, even after a reload, which gives quantized layers new
+    parameters.
+
+    Memory usage counts the slots on the device instead of the weights on the host.
     """
     plain = make_runner(causal_wan, SMALL, **precision)
     expected = first_frames(plain, "a")
@@ -66,7 +68,7 @@ def test_offloaded_weights_change_no_frame(
     device_bytes = bytes_of(plain) + offloader.slot_bytes - offloader.host_bytes
     assert runner.model_memory_usage == device_bytes
     assert torch.equal(first_frames(runner, "a"), expected)
-    with torch.inference_mode():  # `make_runner` creates the weights in it
+    with torch.inference_mode():  # `make_runner` creates the weights in this mode
         runner.reload_weights()
     assert torch.equal(first_frames(runner, "b"), expected)
 
@@ -100,8 +102,8 @@ def test_two_offloaded_experts_in_one_step(make_runner: MakeRunner, tmp_path: Pa
 def test_weights_are_replaced_in_place(
     make_runner: MakeRunner, null_world: Path, other_world: Path
 ) -> None:
-    """Weights can be replaced by another checkpoint of the same shape, which later reloads read
-    again.
+    """Weights can be replaced by another checkpoint of the same shape, and later reloads read that
+    checkpoint again.
     """
     runner, other = make_runner(null_world), make_runner(other_world)
     expected = first_frames(other, "a")
@@ -116,8 +118,11 @@ def test_weights_are_replaced_in_place(
 
 
 def test_a_reload_ends_every_session(make_runner: MakeRunner, causal_wan: Path) -> None:
-    """Their keys and values are of the old weights. A chunk in flight fails, and a session that
-    starts afterwards gets the frames of the new weights, also for a prompt that was known."""
+    """A reload ends every session, because its K/V belong to the old weights.
+
+    A chunk in flight fails. A session that starts afterwards gets the frames of the new weights,
+    even for a prompt with cached embeddings.
+    """
     runner = make_runner(causal_wan, SMALL)
     worker = Worker(runner)
     expected = first_frames(runner, "old")
@@ -138,7 +143,9 @@ def test_a_reload_ends_every_session(make_runner: MakeRunner, causal_wan: Path) 
 def test_a_reload_does_not_map_files(
     make_runner: MakeRunner, causal_wan: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process may be writing the files, and truncating a mapped file ends the process."""
+    """A reload does not memory-map files, because another process may truncate them, which would
+    end this process.
+    """
     runner = make_runner(causal_wan, SMALL)
     load, unmapped = type(runner.network).load_checkpoint, []
 
@@ -165,7 +172,9 @@ def test_weights_are_reloaded_from_a_checkpoint_only(
 
 
 def test_dummy_weights_read_no_file(single_rank: None, null_world: Path, tmp_path: Path) -> None:
-    """vLLM's worker requests dummy weights if others send them later. No weight file is read."""
+    """Dummy weights read no weight file. vLLM's worker requests them if another process sends the
+    weights later.
+    """
     shutil.copytree(null_world, tmp_path / "empty", ignore=shutil.ignore_patterns("*.safetensors"))
     args = EngineArgs(
         model=str(tmp_path / "empty"),

@@ -22,7 +22,7 @@ from vllm_omni.worker.ar.cpu_worker import ARCPUModelRunner
 def runner(unfinished: list[bool], generators: dict[int, torch.Generator]) -> Any:
     made: Any = ARCPUModelRunner.__new__(ARCPUModelRunner)
     made.input_batch = SimpleNamespace(num_reqs=len(unfinished), generators=generators)
-    # longer than the batch
+    # The mask is longer than the batch.
     made.discard_request_mask = SimpleNamespace(np=np.array([*unfinished, True, True]))
     return made
 
@@ -30,7 +30,9 @@ def runner(unfinished: list[bool], generators: dict[int, torch.Generator]) -> An
 def test_an_unfinished_prompt_does_not_use_its_generator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The sampler receives only the other generators. Afterwards all are restored."""
+    """The sampler does not receive the generator of an unfinished prompt. Afterwards all generators
+    are restored.
+    """
     generators = {index: torch.Generator().manual_seed(index) for index in (0, 1, 3)}
     retained, seen = dict(generators), []
     monkeypatch.setattr(
@@ -44,7 +46,7 @@ def test_an_unfinished_prompt_does_not_use_its_generator(
 
 
 def test_a_failed_step_restores_the_generators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exception is raised to the caller."""
+    """A failed step restores the generators and raises its exception to the caller."""
 
     def fail(self: Any, output: Any) -> None:
         raise RuntimeError("a fault of the model")
@@ -57,7 +59,10 @@ def test_a_failed_step_restores_the_generators(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_vllm_rewinds_by_an_offset_that_a_cpu_lacks() -> None:
-    """If this test fails, remove `ARCPUModelRunner.sample_tokens`."""
+    """vLLM rewinds a generator by an offset that CPU generators lack.
+
+    If this test fails, remove `ARCPUModelRunner.sample_tokens`.
+    """
     source = inspect.getsource(GPUModelRunner._bookkeeping_sync)
     assert (
         "gen.set_offset(gen.get_offset() - 4)" in source

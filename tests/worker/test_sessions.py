@@ -55,7 +55,7 @@ def store(clock: Clock) -> SessionStore:
 
 
 def test_a_session_above_the_limit_evicts_no_other(store: SessionStore, clock: Clock) -> None:
-    """No idle session is closed for one that cannot fit."""
+    """A session that cannot fit is refused, and no idle session is closed for it."""
     store.add_session(Session("a"))
     clock.now = 1000
     with pytest.raises(RequestFailed, match="capacity"):
@@ -64,7 +64,9 @@ def test_a_session_above_the_limit_evicts_no_other(store: SessionStore, clock: C
 
 
 def test_the_least_recently_used_idle_session_is_evicted(store: SessionStore, clock: Clock) -> None:
-    """`a` is older but was used again, so `b` is evicted."""
+    """The least recently used idle session is evicted. Here `a` is older but was used again, so `b`
+    is evicted.
+    """
     a, b = Session("a"), Session("b")
     store.add_session(a)
     store.add_session(b)
@@ -78,7 +80,9 @@ def test_the_least_recently_used_idle_session_is_evicted(store: SessionStore, cl
 def test_a_session_with_a_chunk_in_flight_is_never_evicted(
     store: SessionStore, clock: Clock
 ) -> None:
-    """Pinned sessions stay until their last chunk ends, however long they were idle."""
+    """A session with a chunk in flight is pinned and never evicted until its last chunk ends,
+    however long it was idle.
+    """
     store.add_session(Session("a"))
     store.add_session(Session("b"))
     store.pin("a"), store.pin("a"), store.pin("b")
@@ -102,7 +106,7 @@ def failure_of(call: Any, *args: Any) -> tuple[str, str]:
 
 
 def test_refusals_name_the_limit_and_the_remedy(store: SessionStore) -> None:
-    """The message names the session, the limit and the remedy."""
+    """A refusal names the session, the limit and the remedy."""
     assert failure_of(store.get, "x") == (
         "unknown_session",
         "session 'x' is not live here: start it with an image and a prompt",
@@ -118,7 +122,7 @@ def test_refusals_name_the_limit_and_the_remedy(store: SessionStore) -> None:
 
 
 def test_the_limits_are_inclusive(store: SessionStore, clock: Clock) -> None:
-    """All bytes, all sessions, and the exact idle time are within the limits."""
+    """Limits are inclusive: all bytes, all sessions and the exact idle time are within the limits."""
     store.make_room(25)
     store.add_session(Session("a", 15))
     store.make_room(10)
@@ -142,7 +146,7 @@ def test_the_number_of_sessions_is_limited_without_a_limit_on_bytes(clock: Clock
 
 
 def test_eviction_skips_pinned_sessions(store: SessionStore, clock: Clock) -> None:
-    """The pinned session is skipped and as many idle ones as required are evicted."""
+    """Eviction skips a pinned session and evicts as many idle sessions as required."""
     for name in "abc":
         store.add_session(Session(name, 8))
     store.pin("a")
@@ -158,7 +162,9 @@ def operation(op: str, session_id: str = "a", fork_to: str | None = None) -> Dif
 
 @pytest.mark.parametrize("op", ["close", "reset"])
 def test_close_and_reset_report_whether_the_session_existed(store: SessionStore, op: str) -> None:
-    """A chunk after a reset starts a new session with the same id."""
+    """`close` and `reset` report whether the session existed. A chunk after a reset starts a new
+    session with the same id.
+    """
     session = Session("a")
     store.add_session(session)
     assert store.operate(operation(op)) == {"op": op, "session_id": "a", "existed": True}
@@ -168,8 +174,10 @@ def test_close_and_reset_report_whether_the_session_existed(store: SessionStore,
 
 
 def test_a_fork_is_a_separate_session(store: SessionStore, clock: Clock) -> None:
-    """The fork continues after the same chunk, has the failure of its source, and counts in bytes.
-    Both are marked as used.
+    """A fork continues after the same chunk, has the failure of its source, and counts towards the
+    bytes.
+
+    The source and the fork are both marked as used.
     """
     source = Session("a")
     source.chunk_index, source.failure = 7, RequestFailed("non_finite", "NaN")
@@ -233,7 +241,7 @@ def test_all_sessions_are_moved_closed_and_listed(store: SessionStore) -> None:
 
 
 def test_pooled_memory_is_trimmed_for_live_sessions(store: SessionStore) -> None:
-    """Retained memory counts as free. Each new session trims the pool to the remaining bytes."""
+    """Pooled memory counts as free, and each new session trims the pool to the remaining bytes."""
     limits: list[int] = []
     store.trim_pool = limits.append
     store.make_room(20)
@@ -248,7 +256,9 @@ def test_pooled_memory_is_trimmed_for_live_sessions(store: SessionStore) -> None
 
 @pytest.fixture
 def moves(store: SessionStore, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """(session, device) of each move. The store may suspend 25 bytes after 5 s."""
+    """Return the list of moves, each as (session, device). The store may suspend 25 bytes after 5
+    s.
+    """
     store.max_sessions, store.suspension = 8, Suspension(5.0, 25, torch.device("cuda"))
     moves: list[tuple[str, str]] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
@@ -261,12 +271,14 @@ def moves(store: SessionStore, monkeypatch: pytest.MonkeyPatch) -> list[tuple[st
 def test_an_idle_session_makes_room_in_host_memory(
     store: SessionStore, clock: Clock, moves: list[tuple[str, str]]
 ) -> None:
-    """The least recently used one moves, and returns for its next chunk in exchange for another."""
+    """The least recently used idle session moves to host memory and returns for its next chunk in
+    exchange for another one.
+    """
     for name in ("a", "b"):
         store.make_room(10)
         store.add_session(Session(name))
     with pytest.raises(RequestFailed, match="capacity"):
-        store.make_room(10)  # neither has been idle for 5 s
+        store.make_room(10)  # neither session has been idle for 5 s
     clock.now = 5
     assert store.stats()["can_suspend"]
     store.make_room(10)
@@ -276,7 +288,7 @@ def test_an_idle_session_makes_room_in_host_memory(
     clock.now = 20
     store.resume("a")
     assert moves == [("a", "cpu"), ("b", "cpu"), ("a", "cuda")]
-    store.resume("a")  # is there
+    store.resume("a")  # `a` is on the device already
     assert len(moves) == 3
     store.close("b")
     assert store.suspended_nbytes == 0
@@ -285,7 +297,11 @@ def test_an_idle_session_makes_room_in_host_memory(
 def test_host_memory_is_bounded_and_a_chunk_in_flight_protects(
     store: SessionStore, clock: Clock, moves: list[tuple[str, str]]
 ) -> None:
-    """Two of three idle sessions fit; what does not is refused, and nothing is closed."""
+    """Of three idle sessions, two fit into host memory. A session that does not fit is refused, and
+    no session is closed.
+
+    A session with a chunk in flight is not moved.
+    """
     for number, name in enumerate("abcd"):
         clock.now = 10 * number
         store.make_room(10)
@@ -300,7 +316,7 @@ def test_host_memory_is_bounded_and_a_chunk_in_flight_protects(
     with pytest.raises(RequestFailed, match="capacity"):
         store.resume("a")
     assert store.suspended_nbytes == 20
-    # after `idle_s`, sessions are closed as ever, but only where that frees device memory
+    # After `idle_s`, sessions are closed as usual, but only if that frees device memory.
     store.unpin("c")
     clock.now = 1000
     store.make_room(10)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text embeddings between ranks: sent for the first step of a chunk, in order, with an error if
-they are missing.
+"""Text embeddings that ranks exchange.
+
+The embeddings are sent in order for the first step of a chunk. Missing embeddings are an error.
 """
 
 from types import SimpleNamespace
@@ -13,8 +14,9 @@ from vllm_omni.worker.diffusion.shared_text import SharedText
 
 
 class Group:
-    """A tensor-parallel group from the view of one rank. `first` are the tensors of rank 0, in the
-    order of its broadcasts.
+    """A mock of a tensor-parallel group, as one rank sees it.
+
+    `first` contains the tensors of rank 0 in the order of its broadcasts.
     """
 
     def __init__(self, size: int, first: list[torch.Tensor] | None = None) -> None:
@@ -47,8 +49,9 @@ def embeddings(length: int, value: float = 0.0) -> torch.Tensor:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_text_embeddings_reach_every_rank_of_every_stage(ranks: int) -> None:
-    """Chunks have one prompt, none and two. The lengths of messages are not divisible by the number
-    of ranks, so vLLM does not split them.
+    """Text embeddings reach every rank of every stage, for chunks with one prompt, none and two.
+
+    The lengths of messages are not divisible by the number of ranks, so vLLM does not split them.
     """
     owner = [
         request(embeddings(3, 1.0)),
@@ -93,7 +96,7 @@ def test_a_stage_with_the_cached_prompt_skips_its_embeddings() -> None:
 
 @pytest.mark.parametrize("sent", [[], [embeddings(2)]])
 def test_missing_text_embeddings_raise(sent: list[torch.Tensor]) -> None:
-    """Uninitialised memory is never used as a prompt."""
+    """Missing text embeddings raise an error, so uninitialised memory is never used as a prompt."""
     message = shared(Group(1)).message([request(*sent)])
     with pytest.raises(RuntimeError, match=f"sent {len(sent)} prompts of a chunk that has 2 here"):
         shared(Group(1), first_stage=False).complete(

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A snapshot with tensors that this model does not produce is refused by the tensor's name, without
-effects on other sessions.
+"""A snapshot with tensors that the model does not produce is refused with the name of the tensor.
 
-The file is complete and its header is valid, as a forger or another version of the model could
-write it.
+The file is complete and its header is valid, as it would be from a forger or another version of the
+model. Other sessions are not affected.
 """
 
 import functools
@@ -61,7 +60,7 @@ KINDS = {
     ),
     "stream, renewed sinks": frozenset({"kv.frame", "kv.sink_at"}),
 }
-"""Tensors that a session must have, so that the test forges them."""
+"""Tensors that a session of each case must have, so that the test forges them."""
 DAILY = ("world", "stream, video in")
 
 
@@ -78,14 +77,16 @@ class Saved:
     metadata: dict[str, str]
 
     def refusal(self, path: Path) -> RequestFailed:
-        """Restore a file that must be refused; no session may remain."""
+        """Restore a file that must be refused, check that no session remains, and return the error."""
         with pytest.raises(RequestFailed) as failure:
             self.worker.restore("b", path)
         assert list(self.worker.runner.sessions.stats()["chunks"]) == ["a"]
         return failure.value
 
     def check_continues(self) -> None:
-        """Check that the live session generates the same chunk as its valid snapshot."""
+        """Check that the live session generates the same chunk as a session restored from its valid
+        snapshot.
+        """
         self.worker.restore("b", self.path)
         ours, theirs = (self.chunk(self.worker, name, self.chunks) for name in "ab")
         assert ours.keys() == theirs.keys()
@@ -124,7 +125,7 @@ def saved(
 
 
 def forgeries(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield replacements of a tensor: other shapes or dtypes, or none."""
+    """Yield forgeries of a tensor: other shapes, other dtypes, or None to remove it."""
     longer = list(tensor.shape)
     longer[-2 if len(longer) > 1 else -1] += 1
     yield "one element more", torch.zeros(longer, dtype=tensor.dtype)
@@ -141,7 +142,7 @@ def forgeries(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tens
 
 
 def test_forged_tensors_are_refused_by_name(saved: Saved, tmp_path: Path) -> None:
-    """Another shape or dtype of any tensor, or a missing one, is refused by name. The other session
+    """A tensor that is missing, or has another shape or dtype, is refused by name. The live session
     continues.
     """
     path = tmp_path / "forged"
@@ -165,8 +166,10 @@ def test_forged_tensors_are_refused_by_name(saved: Saved, tmp_path: Path) -> Non
 
 
 def test_surplus_tensors_are_refused(saved: Saved, tmp_path: Path) -> None:
-    """Surplus tensors are refused: decoder features, caches that the session does not use, and
-    frames outside its window.
+    """A snapshot with surplus tensors is refused.
+
+    For example, these are decoder features, caches that the session does not use, or frames outside
+    its window.
     """
     path = tmp_path / "forged"
     for name in (
@@ -191,8 +194,10 @@ def test_surplus_tensors_are_refused(saved: Saved, tmp_path: Path) -> None:
 def test_a_degraded_snapshot_restores_on_a_server_with_the_exact_decoder(
     saved: Saved, tmp_path: Path
 ) -> None:
-    """If `tiny_vae` degraded the last chunk of a session elsewhere, the session continues with
-    the tensors that the exact decoder requires.
+    """A session that `tiny_vae` degraded elsewhere in its last chunk continues on a server with the
+    exact decoder.
+
+    The snapshot of the session contains the tensors that the exact decoder requires.
     """
     path, cells = tmp_path / "tiny", (1, 16, 3, 4, 6)
     tensors = {name: tensor for name, tensor in saved.tensors.items() if "decoder." not in name}
@@ -223,7 +228,9 @@ def refused(saved: Saved, tensors: dict[str, torch.Tensor], path: Path) -> Reque
 )
 @pytest.mark.parametrize("saved", ["stream, video in"], indirect=True)
 def test_forged_video_input_is_refused(saved: Saved, tmp_path: Path, case: dict[str, Any]) -> None:
-    """The noise scale is required and must be in the range of the noise controller."""
+    """A snapshot of a session with video input requires a noise scale in the range of the noise
+    controller.
+    """
     forged_scalars_are_refused(saved, tmp_path, case)
 
 
@@ -246,7 +253,9 @@ def test_forged_video_input_is_refused(saved: Saved, tmp_path: Path, case: dict[
 def test_forged_conditioning_and_camera_are_refused(
     saved: Saved, tmp_path: Path, case: dict[str, Any]
 ) -> None:
-    """A settled condition has no cache, and the angles of a camera are finite."""
+    """A snapshot is refused if a settled condition has a cache, or if the angles of a camera are
+    not finite.
+    """
     forged_scalars_are_refused(saved, tmp_path, case)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model that a snapshot belongs to: digests of its configuration and weights.
+"""The model that a snapshot belongs to: digests of its configuration and its weights.
 
-A change of either digest for the same model would invalidate every existing snapshot.
+If either digest changed for the same model, every existing snapshot would become invalid.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from vllm_omni.worker.diffusion.sessions.snapshots import model_identity, weight
 
 
 def vllm_config(omni: dict[str, Any] | None, cache_dtype: str = "auto", **hf: Any) -> Any:
-    """Return a configuration. `omni` None makes `additional_config` no mapping."""
+    """Return a configuration. With `omni` None, its `additional_config` is not a mapping."""
     fields = {"layers": 4, "torch_dtype": torch.float32, **hf}
     return SimpleNamespace(
         model_config=SimpleNamespace(
@@ -33,7 +33,7 @@ def vllm_config(omni: dict[str, Any] | None, cache_dtype: str = "auto", **hf: An
 
 
 def identity(text: str, *, sequence: bool = False, decode: bool = False) -> ModelIdentity:
-    """Return the identity with the digest of `text`."""
+    """Return the model identity that contains the digest of `text`."""
     digest = hashlib.sha256(text.encode()).hexdigest()
     return ModelIdentity(
         family="a_world", config=digest, parallel=ParallelLayout(2, 3, sequence, decode)
@@ -52,13 +52,15 @@ PLAIN = (
 def test_the_digest_covers_configuration_and_dtype(
     omni: dict[str, Any] | None,
 ) -> None:
-    """The version of transformers and the path of the checkpoint do not count."""
+    """The digest does not cover the version of transformers or the path of the checkpoint."""
     config = vllm_config(omni, transformers_version="5.0", _name_or_path="/models/a")
     assert model_identity(config, False, ()) == identity(PLAIN + "}")
 
 
 def test_the_digest_covers_options_caches_and_stages() -> None:
-    """Keys are sorted, so their order has no effect."""
+    """The digest covers options, the K/V cache dtype and stages. Keys are sorted, so their order
+    has no effect.
+    """
     omni = {
         "model": {"window_frames": 7, "sequence_parallel": True},
         "vae_stage": True,
@@ -77,7 +79,7 @@ def test_the_digest_covers_options_caches_and_stages() -> None:
 def test_a_snapshot_records_the_current_partition(
     make_runner: Any, null_world: Path, tmp_path: Path
 ) -> None:
-    """The identity has the current partition instead of the one before the warm-up."""
+    """A snapshot records the current partition of layers instead of the one before the warm-up."""
     worker = Worker(make_runner(null_world))
     worker.runner.partition = (3, 1)
     text_chunk(worker, "a", 0)
@@ -88,8 +90,10 @@ def test_a_snapshot_records_the_current_partition(
 
 
 def test_the_weights_digest_covers_names_dtypes_shapes_and_sixteen_values() -> None:
-    """Of a transposed matrix, as quantized weights are, values of the first row are used, because
-    that needs no copy.
+    """The digest of weights covers names, dtypes, shapes and sixteen values of each tensor.
+
+    For a transposed matrix, such as quantized weights, the values of the first row are used,
+    because that needs no copy.
     """
     table = torch.arange(160.0).view(4, 40)
     weights = {
@@ -113,8 +117,8 @@ def test_the_weights_digest_covers_names_dtypes_shapes_and_sixteen_values() -> N
 def test_a_snapshot_of_other_weights_is_refused(
     make_runner: Any, null_world: Path, tmp_path: Path
 ) -> None:
-    """A process that has loaded other weights refuses its own snapshot and accepts it once its
-    weights are back.
+    """A process that has loaded other weights refuses its own snapshot, and accepts it once the
+    original weights are back.
     """
     worker = Worker(make_runner(null_world))
     text_chunk(worker, "a", 0)

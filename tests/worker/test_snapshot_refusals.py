@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The format of a snapshot and the files that are refused, each with a reason and without a
-session.
+"""The format of a snapshot, and files that are refused.
+
+Every refused file gets a reason and leaves no session.
 """
 
 import errno
@@ -24,7 +25,7 @@ _WORKERS: dict[str, Worker] = {}
 
 @pytest.fixture
 def worker(make_runner: Any, null_world: Path) -> Worker:
-    """The module's runner without sessions."""
+    """The module's runner, without any open session."""
     if "worker" not in _WORKERS:
         _WORKERS["worker"] = Worker(make_runner(null_world))
     _WORKERS["worker"].runner.sessions.close_all()
@@ -33,7 +34,7 @@ def worker(make_runner: Any, null_world: Path) -> Worker:
 
 @pytest.fixture
 def snapshot(worker: Worker, tmp_path: Path) -> Path:
-    """A session of two chunks, saved and closed."""
+    """The snapshot of a session of two chunks, which is then closed."""
     for index in range(2):
         worker.chunk("a", prompt="a field" if index == 0 else None, seed=5 if index == 0 else None)
     worker.save("a", tmp_path / "a", owner={"session_id": "client"})
@@ -42,7 +43,7 @@ def snapshot(worker: Worker, tmp_path: Path) -> Path:
 
 
 def refusal(worker: Worker, path: Path) -> RequestFailed:
-    """Restore a file that must be refused; no session may remain."""
+    """Restore a file that must be refused, check that no session remains, and return the error."""
     with pytest.raises(RequestFailed) as failure:
         worker.restore("b", path)
     assert len(worker.runner.sessions) == 0
@@ -51,8 +52,9 @@ def refusal(worker: Worker, path: Path) -> RequestFailed:
 
 
 def test_a_snapshot_is_a_safetensors_file(worker: Worker, snapshot: Path) -> None:
-    """The library reads the file, only its owner may access it, and the header names its content
-    and owner.
+    """A snapshot is a safetensors file that the library reads and only its owner may access.
+
+    The header names its content and owner.
     """
     header = read_header(snapshot)
     assert (header.format_version, header.model.family, header.chunk_index) == (1, "null_world", 2)
@@ -65,7 +67,7 @@ def test_a_snapshot_is_a_safetensors_file(worker: Worker, snapshot: Path) -> Non
 
 @pytest.mark.parametrize("retained", [0, 7, 100, 0.5, -1])
 def test_a_truncated_file_is_refused(worker: Worker, snapshot: Path, retained: float) -> None:
-    """The file is cut in the length, in the header, in the tensors, and by one byte."""
+    """A file that is cut in its length, in its header, in its tensors or by one byte is refused."""
     content = snapshot.read_bytes()
     size = (
         int(len(content) * retained)
@@ -84,7 +86,7 @@ def test_a_truncated_file_is_refused(worker: Worker, snapshot: Path, retained: f
 def test_another_file_is_refused_and_never_unpickled(
     worker: Worker, tmp_path: Path, content: bytes
 ) -> None:
-    """Noise, zeros, an archive and a pickle are refused."""
+    """Noise, zeros, an archive and a pickle are refused, and the pickle is never unpickled."""
     path = tmp_path / "foreign"
     path.write_bytes(content)
     assert refusal(worker, path).code == "invalid_snapshot"
@@ -93,7 +95,7 @@ def test_another_file_is_refused_and_never_unpickled(
 def test_a_longer_file_and_other_safetensors_are_refused(
     worker: Worker, snapshot: Path, tmp_path: Path
 ) -> None:
-    """Bytes after the tensors and a weight file are refused."""
+    """A snapshot with bytes after its tensors is refused, and so is a weight file."""
     snapshot.write_bytes(snapshot.read_bytes() + b"\0")
     assert refusal(worker, snapshot).code == "invalid_snapshot"
     save_file({"weight": torch.zeros(3)}, tmp_path / "weights")
@@ -172,7 +174,9 @@ def test_a_longer_file_and_other_safetensors_are_refused(
 def test_an_incompatible_snapshot_is_refused_with_the_reason(
     worker: Worker, snapshot: Path, change: Any, code: str, reason: str
 ) -> None:
-    """The message names the wrong version, model, weights, parallel layout, size, or part."""
+    """An incompatible snapshot is refused with the version, model, weights, parallel layout, size
+    or tensor that is wrong.
+    """
     rewrite(snapshot, change)
     failure = refusal(worker, snapshot)
     assert failure.code == code
@@ -180,8 +184,9 @@ def test_an_incompatible_snapshot_is_refused_with_the_reason(
 
 
 def test_a_worker_checks_the_header_against_the_file(worker: Worker, snapshot: Path) -> None:
-    """The file may shrink after the front end has read it, or differ on the worker's machine. No
-    memory is allocated for it.
+    """A worker checks the header against the file before it allocates memory.
+
+    The file may shrink after the front end has read it, or be different on the worker's machine.
     """
     whole = snapshot.read_bytes()
     length = int.from_bytes(whole[:8], "little")
@@ -200,7 +205,9 @@ def test_a_worker_checks_the_header_against_the_file(worker: Worker, snapshot: P
 def test_a_session_above_the_byte_limit_is_refused(
     worker: Worker, snapshot: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limit is `max_session_bytes`, inclusive. The front end compares the size of the file."""
+    """A snapshot above `max_session_bytes`, which is inclusive, is refused. The front end compares
+    the size of the file.
+    """
     worker.restore("b", snapshot)
     nbytes = worker.runner.sessions.nbytes
     worker.runner.sessions.close("b")
@@ -216,15 +223,17 @@ def test_a_session_above_the_byte_limit_is_refused(
 
 
 def test_a_file_that_is_invisible_to_a_worker_is_refused(worker: Worker, tmp_path: Path) -> None:
-    """The front end may run on another machine. The message says that all machines must share the
-    directory.
+    """A file that a worker cannot open is refused, and the message says that all machines must
+    share the directory.
+
+    The front end may run on another machine.
     """
     (response,) = worker.rpc("restore_session", ("b", str(tmp_path / "elsewhere")))
     assert response == {"error": ["snapshot_storage", UNSEEN]}
 
 
 def test_a_live_session_is_not_overwritten(worker: Worker, snapshot: Path) -> None:
-    """The refusal does not close the live session."""
+    """A snapshot does not replace a live session, and the refusal does not close that session."""
     worker.restore("b", snapshot)
     with pytest.raises(RequestFailed) as failure:
         worker.restore("b", snapshot)
@@ -235,7 +244,7 @@ def test_a_live_session_is_not_overwritten(worker: Worker, snapshot: Path) -> No
 def test_a_full_server_refuses_and_a_file_is_not_overwritten(
     worker: Worker, snapshot: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Restoring respects `max_sessions`, and saving never replaces a file."""
+    """Restoring a snapshot respects `max_sessions`, and saving one never replaces a file."""
     monkeypatch.setattr(worker.runner.sessions, "max_sessions", 1)
     worker.restore("b", snapshot)
     with pytest.raises(RequestFailed) as failure:
@@ -249,8 +258,8 @@ def test_a_full_server_refuses_and_a_file_is_not_overwritten(
 def test_a_session_that_changes_during_a_save_is_busy(
     worker: Worker, snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a chunk ends between the description and the write, saving fails with `session_busy` and
-    leaves no file.
+    """Saving a session fails with `session_busy` and leaves no file if a chunk ends between the
+    description and the write.
     """
     worker.restore("b", snapshot)
     write = worker.snapshots.write
@@ -269,7 +278,9 @@ def test_a_session_that_changes_during_a_save_is_busy(
 def test_a_full_disk_is_an_error_and_no_file_is_left(
     worker: Worker, snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error occurs before the copy if the disk is full, and during the write if it fills up."""
+    """A full disk is an error and leaves no file. If the disk is full at the start, the error
+    occurs before the copy.
+    """
     worker.restore("b", snapshot)
 
     def full(*args: Any) -> int:
@@ -289,7 +300,9 @@ def test_a_full_disk_is_an_error_and_no_file_is_left(
 def test_damage_to_the_header_is_refused_or_harmless(
     worker: Worker, snapshot: Path, tmp_path: Path
 ) -> None:
-    """A changed byte of the header either raises `RequestFailed` or restores a session."""
+    """A changed byte in the header raises `RequestFailed` or has no effect, in which case a session
+    is restored.
+    """
     content = snapshot.read_bytes()
     head = 8 + int.from_bytes(content[:8], "little")
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of tensors of a snapshot is validated like in the safetensors library, which does not
-read snapshots here.
+"""The table of tensors in a snapshot is validated as strictly as by the safetensors library.
+
+The library itself does not read snapshots here.
 """
 
 import json
@@ -57,7 +58,7 @@ def theirs(path: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def whole() -> bytes:
-    """Three tensors, of which one is empty, and the metadata of a snapshot."""
+    """A snapshot with metadata and three tensors, one of which is empty."""
     tensors = {
         "rank0.a": torch.arange(6, dtype=torch.float32).view(2, 3),
         "rank0.b": torch.zeros(0, 2),
@@ -68,8 +69,9 @@ def whole() -> bytes:
 
 
 def test_files_that_the_library_refuses_are_refused(whole: bytes, tmp_path: Path) -> None:
-    """Every byte of the table is changed in turn, and bytes are cut or appended. Every file that
-    the library refuses is refused.
+    """Every file that the library refuses is refused.
+
+    Each byte of the table is changed in turn, and bytes are cut off or appended.
     """
     path = tmp_path / "file"
     length = 8 + int.from_bytes(whole[:8], "little")
@@ -79,7 +81,7 @@ def test_files_that_the_library_refuses_are_refused(whole: bytes, tmp_path: Path
         damaged += [whole[:position] + bytes([value]) + whole[position + 1 :] for value in values]
     verdicts = set()
     for content in damaged:
-        path.unlink(missing_ok=True)  # ext4 flushes a file that is truncated and written again
+        path.unlink(missing_ok=True)  # ext4 flushes a file that is truncated and rewritten
         path.write_bytes(content)
         verdict = (ours(path), theirs(path))
         assert verdict != (True, False), content
@@ -109,8 +111,10 @@ def test_files_that_the_library_refuses_are_refused(whole: bytes, tmp_path: Path
 def test_invalid_offsets_are_refused(
     whole: bytes, tmp_path: Path, name: str, entry: dict[str, object]
 ) -> None:
-    """Both refuse shapes that do not match their bytes, unknown dtypes, gaps, and offsets that
-    overlap or exceed the file.
+    """The library and this package refuse shapes that do not match their bytes, unknown dtypes and
+    gaps.
+
+    The library and this package also refuse offsets that overlap or exceed the file.
     """
     length = int.from_bytes(whole[:8], "little")
     table = json.loads(whole[8 : 8 + length])
@@ -140,7 +144,7 @@ def test_invalid_offsets_are_refused(
     ],
 )
 def test_a_large_table_is_refused_before_it_is_decoded(table: bytes, tmp_path: Path) -> None:
-    """The table is refused by its size before it is decoded."""
+    """A large table is refused because of its size, before it is decoded."""
     (tmp_path / "file").write_bytes(len(table).to_bytes(8, "little") + table)
     with pytest.raises(
         RequestFailed, match=f"at most {MAX_OBJECTS}|at most {MAX_TABLE_BYTES}"
@@ -150,7 +154,9 @@ def test_a_large_table_is_refused_before_it_is_decoded(table: bytes, tmp_path: P
 
 
 def test_a_session_that_could_not_be_read_is_not_saved() -> None:
-    """A session with too many tensors, or with too long names, is not saved."""
+    """A session is not saved if it has too many tensors or too long names, because it could not be
+    read again.
+    """
     for names in ([f"{n:x}" for n in range(MAX_OBJECTS)], ["x" * MAX_TABLE_BYTES]):
         tensors = {name: torch.zeros(0) for name in names}
         described = describe(_HEADER.model, "w", 1, {}, {}, tensors)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A session that is restored from a snapshot by another runner continues bit for bit, for every
-family and cache.
+"""A session that another runner restores from a snapshot continues bit for bit, for every family
+and cache.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ SIZES = {
     "abot_world": {"height": 32, "width": 64},
     "dreamx_world": {"height": 64, "width": 96},
 }
-"""Sizes of models that do not take the default of the tests."""
+"""Frame sizes of models that do not support the default size of the tests."""
 CASES: dict[str, tuple[str, dict[str, Any], Chunk, int]] = {
     "null world": ("null_world", {}, text_chunk, 3),
     "null world of buttons and axes": ("null_world", {"actions": PLAY}, played_chunk, 3),
@@ -130,8 +130,9 @@ DAILY = (
 def test_a_restored_session_continues_bit_for_bit(
     case: str, make_worker: Callable[..., Worker], tmp_path: Path
 ) -> None:
-    """On another runner and with another id, the state, the next chunk and a chunk with a new
-    prompt are equal.
+    """A restored session has the same state, next chunk and chunk with a new prompt, bit for bit.
+
+    The restored session runs on another runner and has another id.
     """
     family, model, chunk, chunks = CASES[case]
     here, there = (make_worker(family, {"model": model}) for _ in range(2))
@@ -153,7 +154,7 @@ def test_a_restored_session_continues_bit_for_bit(
 def test_a_snapshot_during_a_chunk_has_the_state_before_it(
     make_worker: Callable[..., Worker], tmp_path: Path
 ) -> None:
-    """Between two denoise steps of a chunk, a snapshot contains the state before that chunk and
+    """A snapshot between two denoise steps of a chunk contains the state before that chunk, and
     changes nothing.
     """
     here, there = (
@@ -176,7 +177,9 @@ def test_a_snapshot_during_a_chunk_has_the_state_before_it(
 def test_unknown_and_unstarted_sessions_cannot_be_saved(
     make_worker: Callable[..., Worker], tmp_path: Path
 ) -> None:
-    """The message states the reason and no file is left."""
+    """Saving an unknown session, or one that has not started, fails with the reason and leaves no
+    file.
+    """
     worker = make_worker("null_world")
     execute(worker.runner, step(new=[new_request("r", session_id="young", prompt="a field")]))
     for session_id, reason in (
@@ -193,7 +196,7 @@ def test_unknown_and_unstarted_sessions_cannot_be_saved(
 def test_pending_results_are_applied_before_a_snapshot(
     make_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Results of the last stage are applied first, and the GPU is synchronized."""
+    """Pending results of the last stage are applied before a snapshot, and the GPU is synchronized."""
     worker = make_worker("null_world")
     calls: list[Any] = []
     text_chunk(worker, "a", 0)
@@ -207,7 +210,9 @@ def test_pending_results_are_applied_before_a_snapshot(
 
 
 def test_one_shot_sessions_cannot_be_saved_or_restored() -> None:
-    """An image model has no state to save."""
+    """A one-shot session, as image models use, cannot be saved or restored, because it has no
+    state.
+    """
     session = OneShotSession("a", 1)
     for call in (session.start_params, lambda: session.restore({}, None)):  # type: ignore[arg-type]
         with pytest.raises(RequestFailed, match="end with their request") as failure:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between stages arrive complete for every number of ranks."""
+"""Messages between pipeline stages arrive complete for any number of ranks."""
 
 import pytest
 import torch
@@ -14,8 +14,9 @@ from vllm_omni.worker.diffusion.link import ChunkNote, StageNote, padding, toget
     [[(2, 3, 4)], [(1, 5, 7), (6,), (2, 2, 3, 2)], [(3, 4)] * 12, [(), (5,)], [(0, 3), (2, 1)]],
 )
 def test_tensors_are_sent_unsplit(ranks: int, shapes: list[tuple[int, ...]]) -> None:
-    """vLLM's worker would send a divisible tensor in shards of different ranks. Tensors without
-    dimensions or elements are included.
+    """Tensors are sent unsplit, also those without dimensions or elements.
+
+    vLLM's worker would send a divisible tensor in shards of different ranks.
     """
     tensors = [torch.randn(shape).transpose(0, -1) for shape in shapes]
     message = together("hidden", tensors, ranks)
@@ -51,7 +52,7 @@ def test_a_stage_note_arrives_with_its_latents(ranks: int) -> None:
     ("ranks", "length", "sent"), [(1, 8, 8), (2, 7, 7), (2, 8, 9), (3, 8, 8), (3, 9, 10)]
 )
 def test_a_single_tensor_is_sent_without_a_copy(ranks: int, length: int, sent: int) -> None:
-    """A single tensor is sent without a copy, unless its length would be split."""
+    """A single tensor is sent without a copy, unless vLLM would split a tensor of its length."""
     tensor = torch.randn(length)
     message = together("hidden", [tensor], ranks)
     assert message["hidden"].numel() == sent

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouping of requests into batches by their key, up to the limit, in the scheduler's order."""
+"""Requests are grouped into batches by their key, up to the limit, in the scheduler's order."""
 
 from types import SimpleNamespace
 
@@ -20,7 +20,9 @@ from vllm_omni.model_executor.requests import group_states
     ],
 )
 def test_requests_with_equal_keys_share_a_batch(keys: str, limit: int, groups: list[str]) -> None:
-    """Letters are batch keys."""
+    """Requests with equal keys share a batch, up to the limit. In this test, each letter is a batch
+    key.
+    """
     model = SimpleNamespace(batch_key=lambda request: request.key)
     chunks = [
         SimpleNamespace(key=key, number=number, adapters=()) for number, key in enumerate(keys)
@@ -34,7 +36,9 @@ def test_requests_with_equal_keys_share_a_batch(keys: str, limit: int, groups: l
 
 
 def test_requests_with_different_adapters_have_separate_batches() -> None:
-    """Adapters apply to a whole forward pass."""
+    """Requests with different adapters have separate batches, because adapters apply to a whole
+    forward pass.
+    """
     model = SimpleNamespace(batch_key=lambda request: request.key)
     chunks = [
         SimpleNamespace(key="a", adapters=adapters)

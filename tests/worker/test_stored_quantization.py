@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints that are stored quantized, on a CPU: computed by vLLM's kernels, or dequantized.
 
-Wan 2.2 with both experts from tests/golden/quantized, in every format for which vLLM has a CPU
-kernel. Formats for GPUs only are refused (tests/model_executor/test_checkpoint_quantization.py) and
-run by benchmarks/fp8.py.
+The model is Wan 2.2 with both experts from tests/golden/quantized, in every format for which vLLM
+has a CPU kernel. Formats that only GPUs support are refused here
+(tests/model_executor/test_checkpoint_quantization.py), and benchmarks/fp8.py runs them.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,9 @@ pytestmark = pytest.mark.usefixtures("uncompiled")
 
 MakeRunner = Callable[..., Any]
 FP8_ERROR, INT8_ERROR, FP4_ERROR = 0.15, 0.05, 0.4
-"""Relative errors of a video's latents after four steps. Measured: 0.064, 0.017 and 0.26."""
+"""Allowed relative errors of a video's latents after four steps. The measured errors are 0.064,
+0.017 and 0.26.
+"""
 VIDEO: dict[str, Any] = {
     "one_shot": True,
     "prompt": "a field",
@@ -53,7 +55,8 @@ def exact(make_runner: MakeRunner, pipeline: Path) -> torch.Tensor:
     ("name", "allowed"),
     [
         ("llmcompressor_fp8", FP8_ERROR),
-        # Without VNNI a CPU saturates sums of int8 products at 16 bits. Measured: 0.065.
+        # Without VNNI, a CPU saturates sums of int8 products at 16 bits. The measured error is then
+        # 0.065.
         ("llmcompressor_int8", INT8_ERROR if torch.cpu._is_vnni_supported() else 0.15),
     ],
 )
@@ -65,9 +68,10 @@ def test_stored_weights_are_computed_by_kernels_of_vllm(
     name: str,
     allowed: float,
 ) -> None:
-    """The video is close to that of the bf16 weights, but not equal, and equal after a reload.
+    """A video from stored weights is close to one from bf16 weights but not equal, and does not
+    change after a reload.
 
-    vLLM's int8 kernel for AMX keeps the weights. Its oneDNN kernel drops them, so the reload is
+    vLLM's int8 kernel for AMX keeps the weights. vLLM's oneDNN kernel drops them, so the reload is
     refused and changes nothing.
     """
     runner = make_runner(with_transformer(pipeline, QUANTIZED / name, tmp_path), dtype="bfloat16")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`omni.suspend_idle_s`: more live sessions than the device holds, with a real model."""
+"""`omni.suspend_idle_s` with a real model: more live sessions than fit on the device."""
 
 import os
 from pathlib import Path
@@ -19,8 +19,8 @@ NUM_SESSIONS = 4
 
 
 def play_in_turn(chunk: Any, tight: Worker, roomy: Worker) -> None:
-    """Play three chunks of each session, one session after the other, on both workers, and compare
-    the bits.
+    """Generate three chunks of each session on both workers, taking the sessions in turn, and
+    compare the bits.
     """
     for index in range(3):
         for number in range(NUM_SESSIONS):
@@ -37,7 +37,9 @@ def play_in_turn(chunk: Any, tight: Worker, roomy: Worker) -> None:
 def test_sessions_take_turns_on_the_device(
     make_runner: Any, request: pytest.FixtureRequest, family: str, chunk: Any
 ) -> None:
-    """Four sessions play in turn where two fit, bit for bit as where all fit."""
+    """Four sessions that take turns on a device with room for two equal those on a device with room
+    for all, bit for bit.
+    """
     checkpoint = request.getfixturevalue(family)
     roomy = Worker(make_runner(checkpoint, {}))
     params = DiffusionParams(session_id="s", prompt="a harbour", output="latents")
@@ -68,9 +70,10 @@ def test_windows_that_grow_are_refused() -> None:
 
 @pytest.fixture
 def on_disk(make_runner: Any, lingbot_world: Any, tmp_path: Path) -> tuple[Worker, int]:
-    """A worker that holds one session on the device and one in host memory, and a session's size.
+    """A worker with room for one session on the device and one in host memory, and the size of a
+    session.
 
-    Others go to disk.
+    Further sessions are moved to disk.
     """
     worker = Worker(make_runner(lingbot_world, {"suspend_idle_s": 0}))
     params = DiffusionParams(session_id="s", prompt="a harbour", output="latents")
@@ -85,8 +88,10 @@ def on_disk(make_runner: Any, lingbot_world: Any, tmp_path: Path) -> tuple[Worke
 def test_sessions_return_from_disk_bit_for_bit(
     on_disk: tuple[Worker, int], make_runner: Any, lingbot_world: Any, tmp_path: Path
 ) -> None:
-    """Four sessions play in turn where one fits on the device and one in host memory. A snapshot
-    and a copy of one that is on disk are those of the session.
+    """Four sessions take turns with room for one on the device and one in host memory, and return
+    from disk bit for bit.
+
+    A snapshot or a copy of a session that is on disk equals the session.
     """
     (tight, nbytes), roomy = on_disk, Worker(make_runner(lingbot_world, {}))
     play_in_turn(world_chunk, tight, roomy)
@@ -95,7 +100,7 @@ def test_sessions_return_from_disk_bit_for_bit(
     assert [stats[name] for name in names] == [NUM_SESSIONS, 1, 2, nbytes, nbytes]
     assert stats["chunks"] == {f"s{number}": 3 for number in range(NUM_SESSIONS)}
     assert stats["disk_bytes"] > 0
-    assert list((tmp_path / "disk").iterdir()) == []  # files without names
+    assert list((tmp_path / "disk").iterdir()) == []  # the files have no names
     tight.save("s0", tmp_path / "s0")
     roomy.restore("again", tmp_path / "s0")
     assert roomy.bits("again")[1] == roomy.bits("s0")[1]
@@ -104,7 +109,10 @@ def test_sessions_return_from_disk_bit_for_bit(
 
 
 def test_a_damaged_file_fails_its_session_only(on_disk: tuple[Worker, int]) -> None:
-    """Its chunks fail until it is closed, and nothing of it is left on the device."""
+    """A damaged file fails only its own session.
+
+    The session's chunks fail until it is closed, and none of its memory remains on the device.
+    """
     worker, _ = on_disk
     for number in range(3):
         world_chunk(worker, f"s{number}", 0, output="latents")
@@ -128,7 +136,9 @@ def test_a_damaged_file_fails_its_session_only(on_disk: tuple[Worker, int]) -> N
 def test_a_full_disk_refuses_what_does_not_fit(
     on_disk: tuple[Worker, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every live session continues."""
+    """If the disk is full, a new session that does not fit is refused, and every live session
+    continues.
+    """
     worker, _ = on_disk
 
     def full(*args: Any) -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks that the scheduler degrades to the tiny decoder in the runner: warm-up, results,
-snapshots.
+"""Chunks that the scheduler degrades to the tiny decoder: warm-up, results and snapshots in the
+runner.
 """
 
 from collections.abc import Callable
@@ -56,8 +56,8 @@ def chunks(worker: Worker, session_id: str, tiny: list[bool]) -> list[torch.Tens
 
 @pytest.fixture
 def decodes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, bool]]:
-    """All decodes from now on: the decoder, the number of latent frames, and whether it has no
-    cache.
+    """A list of all decodes from now on: the decoder, the number of latent frames, and whether it
+    has no cache.
     """
     calls: list[tuple[str, int, bool]] = []
     for kind in (StreamingWanVAE, TinyVAEDecoder):
@@ -73,7 +73,7 @@ def decodes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, bool]]:
 def test_the_warm_up_runs_both_decoders(
     make_worker: Callable[[], Worker], decodes: list[tuple[str, int, bool]]
 ) -> None:
-    """The warm-up runs every decode, so that no stream waits for a compilation, and its memory is
+    """The warm-up runs both decoders, so that no stream waits for a compilation and their memory is
     measured.
     """
     wan, tiny = "StreamingWanVAE", "TinyVAEDecoder"
@@ -85,7 +85,10 @@ def test_the_warm_up_runs_both_decoders(
 def test_a_degraded_chunk_is_decoded_by_the_tiny_decoder_only(
     make_worker: Callable[[], Worker], decodes: list[tuple[str, int, bool]]
 ) -> None:
-    """The tiny decoder first processes the previous latents, at most one chunk at a time."""
+    """A degraded chunk is decoded only by the tiny decoder.
+
+    The tiny decoder first processes the previous latents, at most one chunk at a time.
+    """
     worker = make_worker()
     decodes.clear()
     chunks(worker, "a", [False, False, True, True, False])
@@ -105,7 +108,9 @@ def test_a_degraded_chunk_is_decoded_by_the_tiny_decoder_only(
 def test_a_snapshot_of_a_degraded_session_continues_bit_for_bit(
     make_worker: Callable[[], Worker], tmp_path: Path
 ) -> None:
-    """The next chunk may be degraded or not."""
+    """A degraded session continues from its snapshot bit for bit, whether or not its next chunk is
+    degraded.
+    """
     here, there = make_worker(), make_worker()
     chunks(here, "a", [False, False, True])
     here.save("a", tmp_path / "a")

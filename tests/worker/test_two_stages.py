@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two pipeline stages in one process, each a runner with some of the null world's layers."""
+"""Two pipeline stages in one process. Each stage is a runner with some of the null world's layers."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -21,8 +21,10 @@ STEPS = 5
 
 
 class Channel:
-    """Both ends of a return channel, with results as `ReturnChannel` transfers them: by batch, in
-    order, flat.
+    """Both ends of a return channel, with results in the form in which `ReturnChannel` transfers
+    them.
+
+    Results are flat and are transferred in order and by batch.
     """
 
     def __init__(self) -> None:
@@ -96,7 +98,7 @@ class Stages:
         return results
 
     def run(self, *new: Any, steps: int = STEPS) -> dict[str, Any]:
-        """Run requests to their end and finish them."""
+        """Run requests to their end, and report them as finished."""
         names = [data.req_id for data in new]
         results = self.execute(new=new)
         for _ in range(steps - 1):
@@ -130,8 +132,10 @@ def stages(make_runner: Any, null_world: Path) -> Stages:
 def test_two_stages_equal_one_rank(
     make_runner: Any, null_world: Path, batch_invariant: bool
 ) -> None:
-    """Chunks of two sessions, of which one starts a step later, equal those of one rank. Both
-    stages have the same session state.
+    """Chunks of two sessions on two stages equal those of one rank, although one session starts a
+    step later.
+
+    Both stages have the same session state.
     """
     stages, alone = (
         Stages(make_runner, null_world, batch_invariant=batch_invariant),
@@ -157,7 +161,9 @@ def test_two_stages_equal_one_rank(
 def test_text_embeddings_are_sent_at_the_first_step_only(
     stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first stage computes the text embeddings; the last stage receives them."""
+    """Text embeddings are sent only at the first step: the first stage computes them and the last
+    stage receives them.
+    """
     completed: list[tuple[list[str], bool]] = []
     sent: list[list[str]] = []
 
@@ -180,7 +186,11 @@ def test_text_embeddings_are_sent_at_the_first_step_only(
 def test_a_request_that_the_first_stage_refuses_is_refused_by_the_last(
     stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No stage has a session afterwards. The other request continues."""
+    """If the first stage refuses a request, the last stage refuses it too, and neither has a
+    session afterwards.
+
+    The other request continues.
+    """
     prepare = stages.first.model.prepare_encode
 
     def refuse(request: Any) -> Any:
@@ -201,7 +211,9 @@ def test_a_request_that_the_first_stage_refuses_is_refused_by_the_last(
 def test_a_request_that_waits_on_the_first_stage_waits_on_all(
     stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is prepared for the request while it waits."""
+    """A request that waits on the first stage waits on all stages, and no stage prepares it while
+    it waits.
+    """
     with monkeypatch.context() as patched:
         patched.setattr(
             stages.first.role.in_flight,
@@ -224,7 +236,10 @@ def test_a_request_that_waits_on_the_first_stage_waits_on_all(
 def test_the_first_stage_determines_the_chunk_index(
     stages: Stages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request may omit the index, and the last stage may commit earlier."""
+    """The first stage determines the index of a chunk.
+
+    A request may omit the index, and the last stage may commit earlier.
+    """
     requested: list[int | None] = []
     admit = stages.last.admission.admit
 
@@ -239,7 +254,11 @@ def test_the_first_stage_determines_the_chunk_index(
 
 
 def test_a_chunk_that_is_not_finite_is_committed_by_no_stage(stages: Stages) -> None:
-    """The last stage detects it and informs the first. The same chunk can be requested again."""
+    """If a chunk is not finite, the last stage detects it and informs the first, and no stage
+    commits the chunk.
+
+    The same chunk can be requested again.
+    """
     stages.run(chunk("a0", "a", 0))
     before = stages.sessions("a")
     results = stages.run(chunk("a1", "a", 1, options={"nan_at": 2}))
@@ -249,7 +268,7 @@ def test_a_chunk_that_is_not_finite_is_committed_by_no_stage(stages: Stages) -> 
 
 
 def test_a_session_operation_runs_on_every_stage(stages: Stages) -> None:
-    """Every stage performs the operation while a chunk of another session runs."""
+    """A session operation runs on every stage, even while a chunk of another session is running."""
     stages.run(chunk("a0", "a", 0))
     results = stages.run(new_request("close", session_id="a", op="close"), chunk("b0", "b", 0))
     assert results["close"][0]["existed"]
@@ -262,7 +281,9 @@ def test_a_session_operation_runs_on_every_stage(stages: Stages) -> None:
 def test_an_exception_in_a_forward_of_several_ranks_is_raised(
     make_runner: Any, null_world: Path
 ) -> None:
-    """Other ranks are in the collectives of the forward pass, so the engine must end."""
+    """An exception in a forward pass of several ranks is raised, because the others wait in
+    collectives and the engine must end.
+    """
     runner = make_runner(null_world)
     object.__setattr__(runner.parts, "num_ranks", 2)
     with pytest.raises(RuntimeError, match="injected failure"):

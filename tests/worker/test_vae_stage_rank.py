@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both sides of a VAE stage in one process: denoise steps on one runner, decodes on another."""
+"""Both sides of a VAE stage in one process: one runner denoises, and another one decodes."""
 
 import time
 from dataclasses import replace
@@ -24,7 +24,7 @@ STEPS = 5
 
 
 class Pair:
-    """A rank with layers and the VAE stage after it."""
+    """A rank with layers, and the VAE stage that follows it."""
 
     def __init__(self, make_runner: Any, checkpoint: Path) -> None:
         self.layers, self.vae = make_runner(checkpoint), make_runner(checkpoint)
@@ -36,7 +36,7 @@ class Pair:
         return self.layers, self.vae
 
     def set_parts(self, **parts: Any) -> None:
-        """Create the VAE stage again with changed `parts` of the runner."""
+        """Create the VAE stage again with changed fields of the runner's `parts`."""
         self.vae.parts = replace(self.vae.parts, **parts)
         self.vae.role = self.stage = VAEStage(self.vae.parts)
 
@@ -93,8 +93,10 @@ def test_a_decode_starts_with_the_clean_pass_and_is_committed_after_it(pair: Pai
 
 
 def test_a_decode_that_fails_after_the_commit_ends_the_session(pair: Pair) -> None:
-    """The rank with layers has already committed, so forks and later chunks are refused until a
+    """If a decode fails after the commit, forks and later chunks of the session are refused until a
     reset.
+
+    The rank with layers has already committed the chunk.
     """
     pair.close(*pair.chunk(0))
     ours, theirs = pair.chunk(1, options={"fail_in": "decode"})
@@ -106,7 +108,9 @@ def test_a_decode_that_fails_after_the_commit_ends_the_session(pair: Pair) -> No
 
 
 def test_ranks_with_different_chunk_indices_refuse(pair: Pair) -> None:
-    """This happens after a first chunk for which this rank had no room."""
+    """Ranks with different chunk indices refuse a chunk, for example after a first chunk for which
+    one rank had no room.
+    """
     pair.close(*pair.chunk(0))
     pair.vae.sessions.get("s").chunk_index = 0
     ours = pair.layers.requests.add_request(new_request("r", session_id="s"))
@@ -126,8 +130,9 @@ def test_a_failure_of_the_other_rank_arrives_with_its_reason(pair: Pair) -> None
 
 
 def test_a_finished_chunk_is_processed_before_its_successor(pair: Pair) -> None:
-    """The other rank counts the chunks of a session by their order, whatever their order in the
-    batch.
+    """A finished chunk is processed before its successor, whatever their order in the batch.
+
+    The other rank counts the chunks of a session in their order.
     """
     pair.close(*pair.chunk(0))
     (ours, theirs), (our_next, their_next) = pair.admit("r1", 1), pair.admit("r2", 2)
@@ -142,8 +147,9 @@ def test_a_finished_chunk_is_processed_before_its_successor(pair: Pair) -> None:
 
 
 def test_a_failed_chunk_fails_its_successor_on_both_ranks(pair: Pair) -> None:
-    """The successor fails on both ranks in the same step, because it could end before the scheduler
-    receives the failure.
+    """A failed chunk fails its successor on both ranks in the same step.
+
+    If the successor failed later, it could end before the scheduler receives the failure.
     """
     pair.close(*pair.chunk(0))
     (ours, theirs), (our_next, their_next) = (
@@ -159,7 +165,9 @@ def test_a_failed_chunk_fails_its_successor_on_both_ranks(pair: Pair) -> None:
 
 
 def test_a_chunk_that_waits_on_the_first_rank_does_not_start(pair: Pair) -> None:
-    """Otherwise it would be another chunk of its session when it starts."""
+    """A chunk that waits on the first rank does not start on the VAE stage, because it could get
+    the wrong index.
+    """
     pair.close(*pair.chunk(0))
     ours, theirs = pair.admit("r1", 1)
     waits = pair.vae.requests.add_request(new_request("r2", session_id="s", chunk_index=2))
@@ -174,7 +182,7 @@ def test_a_chunk_that_waits_on_the_first_rank_does_not_start(pair: Pair) -> None
 def test_the_decode_state_is_sent_once_with_the_final_latents(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The decode state is sent once, with the final latents. Timings come with the last step."""
+    """The decode state is sent once, with the final latents. Timings are sent with the last step."""
     reported: list[Any] = []
     requested: list[str] = []
     model, take_over = pair.layers.model, pair.vae.model.unpack_decode_state
@@ -204,7 +212,9 @@ def test_the_decode_state_is_sent_once_with_the_final_latents(
 
 
 def test_an_operation_that_the_first_rank_refuses_is_refused(pair: Pair) -> None:
-    """For example a fork for which only this rank has room."""
+    """An operation that the first rank refuses is refused on all ranks, for example a fork for
+    which it has no room.
+    """
     pair.close(*pair.chunk(0))
     fork = new_request("fork", session_id="s", op="fork", fork_to="copy")
     ours, theirs = (runner.requests.add_request(fork) for runner in pair.ranks)
@@ -218,14 +228,16 @@ def test_an_operation_that_the_first_rank_refuses_is_refused(pair: Pair) -> None
 
 
 def unreadable(name: str) -> Any:
-    """Return a request that only the VAE stage's rank cannot parse."""
+    """Return a request that only the rank of the VAE stage cannot parse."""
     request = new_request(name, session_id="s")
     request.pooling_params.extra_kwargs = {"session_id": 7}
     return request
 
 
 def test_a_chunk_with_a_failed_clean_pass_is_not_delivered(pair: Pair) -> None:
-    """The frames of the failed chunk are already on the host."""
+    """A chunk with a failed clean-context pass is not delivered, although its frames are already on
+    the host.
+    """
     ours, theirs = pair.admit("r", 0, options={"clean_pass": True})
     for _ in range(STEPS - 1):
         pair.step(ours, theirs)
@@ -237,7 +249,9 @@ def test_a_chunk_with_a_failed_clean_pass_is_not_delivered(pair: Pair) -> None:
 
 
 def test_the_first_failure_is_kept(pair: Pair) -> None:
-    """The failure of the other rank arrives later and may be a consequence."""
+    """The first failure is reported. The failure of the other rank arrives later and may be a
+    consequence of it.
+    """
     ours, theirs = pair.admit("r", 0)
     ours.failure, theirs.failure = RequestFailed("capacity", "there"), RequestFailed("oom", "here")
     message = send_to_vae_stage(pair.layers.model, pair.layers.parts.in_flight, [ours], 1).tensors
@@ -247,7 +261,10 @@ def test_the_first_failure_is_kept(pair: Pair) -> None:
 
 @pytest.mark.parametrize("started", [True, False], ids=["a started chunk", "an operation"])
 def test_only_a_starting_chunk_fails_with_session_lost(pair: Pair, started: bool) -> None:
-    """Closing a lost session is allowed, and a failure of the other rank has its own reason."""
+    """Only a chunk that starts fails with `session_lost`.
+
+    A lost session can be closed, and a failure of the other rank keeps its own reason.
+    """
     pair.close(*pair.chunk(0))
     if started:
         ours, theirs = pair.admit("r", 1)
@@ -265,7 +282,11 @@ def test_only_a_starting_chunk_fails_with_session_lost(pair: Pair, started: bool
 
 @pytest.mark.parametrize("reason", ["unreadable", "no room"])
 def test_a_chunk_that_never_started_on_the_vae_stage_is_lost(pair: Pair, reason: str) -> None:
-    """The client receives the error. No session exists here, and other chunks continue."""
+    """If a chunk cannot start on the VAE stage, the client receives the error, and the VAE stage
+    has no session.
+
+    Other chunks continue.
+    """
     ours = pair.layers.requests.add_request(
         new_request("r", session_id="s", prompt="a field", seed=3)
     )
@@ -285,7 +306,7 @@ def test_a_chunk_that_never_started_on_the_vae_stage_is_lost(pair: Pair, reason:
 
 
 def share_decode(pair: Pair, others_fine: bool) -> None:
-    """Let the VAE stage decode together with another rank, which succeeds or fails."""
+    """Make the VAE stage decode together with another rank, which succeeds or fails."""
     agreement = RankAgreement(SimpleNamespace(world_size=2), None)
     agreement.all_fine = lambda fine: fine and others_fine  # type: ignore[method-assign]
     pair.set_parts(shares_decode=True, agreement=agreement)
@@ -293,7 +314,10 @@ def share_decode(pair: Pair, others_fine: bool) -> None:
 
 @pytest.mark.parametrize("others_fine", [True, False])
 def test_ranks_of_a_shared_decode_fail_together(pair: Pair, others_fine: bool) -> None:
-    """They agree before the clean-context pass, so that the chunk can be requested again."""
+    """Ranks of a shared decode fail together, because they agree before the clean-context pass.
+
+    The chunk can be requested again.
+    """
     share_decode(pair, others_fine)
     ours, theirs = pair.admit("r", 0, options={"clean_pass": True})
     for _ in range(STEPS - 1):
@@ -304,7 +328,9 @@ def test_ranks_of_a_shared_decode_fail_together(pair: Pair, others_fine: bool) -
 
 
 def test_an_error_in_a_shared_decode_of_the_vae_stage_is_raised(pair: Pair) -> None:
-    """Other ranks wait in the collectives of the decode, so the engine must end."""
+    """An error in a shared decode of the VAE stage is raised, because other ranks wait in
+    collectives and the engine must end.
+    """
     share_decode(pair, True)
     ours, theirs = pair.admit("r", 0, options={"clean_pass": True, "fail_in": "decode"})
     for _ in range(STEPS - 2):
@@ -315,7 +341,7 @@ def test_an_error_in_a_shared_decode_of_the_vae_stage_is_raised(pair: Pair) -> N
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_several_ranks_send_the_same_note(pair: Pair, ranks: int) -> None:
-    """A failure that one rank detects early is sent only after all ranks agree."""
+    """A failure that one of several ranks detects early is sent only after all ranks agree."""
     ours, _ = pair.admit("r", 0, options={"nan_at": 3, "clean_pass": True})
     with torch.inference_mode():
         for _ in range(STEPS - 1):
@@ -328,7 +354,7 @@ def test_several_ranks_send_the_same_note(pair: Pair, ranks: int) -> None:
 
 
 class Slow(PendingResult):
-    """A result with a slow decode."""
+    """A pending result with a slow decode."""
 
     def __init__(self, seconds: float) -> None:
         self.ends, self.waited = time.perf_counter() + seconds, False
@@ -357,7 +383,7 @@ def test_a_step_waits_only_for_results_that_are_nearly_ready(
 
 
 def test_decodes_in_flight_are_limited(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fourth decode waits for the first."""
+    """The number of decodes in flight is limited to three: a fourth decode waits for the first one."""
     made: list[Slow] = []
 
     def launch(*_: Any) -> list[Slow]:

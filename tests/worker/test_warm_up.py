@@ -37,8 +37,10 @@ def admitted(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[RequestState]
 def test_a_warm_up_sets_the_byte_limit_of_sessions(
     make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limit is the least budget of all ranks and at most `max_session_bytes`. No session
-    remains.
+    """The warm-up sets the byte limit of sessions to the lowest budget of all ranks, at most
+    `max_session_bytes`.
+
+    No session remains afterwards.
     """
     runner = make_runner(null_world, {"max_session_bytes": 3 << 28, "max_sessions": 5})
     one = 4 * 4 * 6 * 4
@@ -62,8 +64,8 @@ def test_a_warm_up_sets_the_byte_limit_of_sessions(
 def test_a_warm_up_runs_with_and_without_degradations(
     make_runner: Any, null_world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A session without degradations is followed by one with all of them in its first chunk,
-    because both need memory.
+    """The warm-up runs one session without degradations and one with all of them in its first
+    chunk, because both need memory.
     """
     runner = make_runner(null_world, {"scheduling": "deadline", "degradations": ["fewer_steps"]})
     chunks = 2
@@ -119,8 +121,8 @@ def test_a_warm_up_decodes_the_largest_shared_batch(
     model_allows: int,
     together: list[int],
 ) -> None:
-    """The last chunk is decoded as often as the limits of sessions, of a step and of the model
-    allow.
+    """The warm-up decodes its last chunk in the largest batch that the limits of sessions, a step
+    and the model allow.
     """
     runner = make_runner(lingbot_world, {"batch_invariant": False, **omni})
     found = admitted(runner, monkeypatch)
@@ -133,7 +135,9 @@ def test_a_warm_up_decodes_the_largest_shared_batch(
 
 
 def test_a_later_stage_uses_the_received_tensors_in_the_warm_up() -> None:
-    """Tensors are received and sent by vLLM's messages, and results are received after the send."""
+    """In the warm-up, a later stage exchanges tensors through vLLM's messages and receives results
+    after it has sent them.
+    """
     tp, sent, seen = object(), {"hidden": torch.ones(1)}, []
     received = {"hidden": torch.zeros(1)}
 
@@ -169,8 +173,9 @@ def test_a_measured_partition_requires_movable_layers(make_runner: Any, null_wor
 
 
 class Pipeline:
-    """One rank of two stages with two ranks each, and a rank that only decodes. `times` belong
-    to the other ranks.
+    """One rank of a pipeline with two stages of two ranks each and a rank that only decodes.
+
+    `times` belong to the other ranks.
     """
 
     def __init__(
@@ -210,9 +215,10 @@ def others(*of_stages: tuple[int, float, int, float]) -> dict[int, tuple[int, fl
 @pytest.mark.parametrize(
     ("mine", "rest", "partition"),
     [
-        # A step of the second stage takes 5 ms more, the time of 5 layers.
+        # A step of the second stage takes 5 ms longer, which is the time of 5 layers.
         ((5.0, 0.0), [(0, 4.0, 3, 0.0), (1, 10.0, 3, 0.0), (1, 9.0, 3, 0.0)], [8, 2]),
-        # Its slower rank decodes for 12 ms per chunk, the time of 4 layers in 3 passes.
+        # The slower rank of the second stage decodes for 12 ms per chunk, which is the time of 4
+        # layers in 3 passes.
         ((5.0, 0.0), [(0, 5.0, 3, 0.0), (1, 5.0, 3, 12.0), (1, 5.0, 3, 1.0)], [7, 3]),
         ((5.0, 12.0), [(0, 5.0, 3, 0.0), (1, 5.0, 3, 0.0), (1, 5.0, 3, 0.0)], [3, 7]),
         ((5.0, 0.0), [(0, 5.0, 3, 0.0), (1, 5.0, 3, 0.0), (1, 5.0, 3, 0.0)], [5, 5]),
@@ -224,7 +230,7 @@ def test_layers_move_to_balance_the_stages(
     rest: list[tuple[int, float, int, float]],
     partition: list[int],
 ) -> None:
-    """The time of a stage is the median step of a chunk. Times of a VAE stage do not count."""
+    """Layers move to balance the stages by their median step. Times of a VAE stage do not count."""
     step_ms, decode_ms = mine
     pipeline = Pipeline(monkeypatch, others(*rest, (2, 0.0, 1, 1000.0)))
     runner = pipeline.runner(0)
@@ -243,7 +249,7 @@ def test_layers_move_to_balance_the_stages(
 def test_a_stage_without_layers_only_stores_the_partition(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It stores the partition, which is part of every snapshot."""
+    """A stage without layers only stores the partition, because it is part of every snapshot."""
     rest = [(0, 5.0, 3, 0.0), (0, 5.0, 3, 0.0), (1, 10.0, 3, 0.0), (1, 10.0, 3, 0.0)]
     pipeline = Pipeline(monkeypatch, others(*rest))
     runner = pipeline.runner(2)
@@ -259,8 +265,9 @@ def test_one_stage_keeps_all_layers(make_runner: Any, causal_wan: Path) -> None:
 
 
 def test_memory_of_moved_layers_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache is emptied once nothing uses it, because the budget of sessions is measured
-    afterwards.
+    """The memory of moved layers is freed before the budget of sessions is measured.
+
+    The cache is emptied once nothing uses it.
     """
     pipeline = Pipeline(
         monkeypatch,

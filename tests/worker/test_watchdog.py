@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watchdogs on real processes: one rank stopped or killed, all stopped, and an orderly shutdown."""
+"""Watchdogs of real processes: one rank is stopped or killed, all ranks are stopped, or the engine
+shuts down.
+"""
 
 import os
 import signal
@@ -63,7 +65,7 @@ def ranks() -> Iterator[list[subprocess.Popen[str]]]:
 def test_all_ranks_exit_when_one_is_stopped_or_killed(
     ranks: list[subprocess.Popen[str]], how: signal.Signals
 ) -> None:
-    """A stopped rank is killed too."""
+    """When one rank is stopped or killed, all other ranks exit, and a stopped rank is killed."""
     pause(0.6)
     start = time.monotonic()
     ranks[1].send_signal(how)
@@ -74,8 +76,9 @@ def test_all_ranks_exit_when_one_is_stopped_or_killed(
 
 @pytest.mark.nightly
 def test_no_rank_exits_after_all_were_stopped(ranks: list[subprocess.Popen[str]]) -> None:
-    """All ranks are stopped for longer than the timeout, as by Ctrl-Z. A staggered shutdown ends no
-    rank with an error either.
+    """No rank exits if all were stopped for longer than the timeout, as by Ctrl-Z.
+
+    No rank ends with an error if the ranks shut down one after another.
     """
     pause(1)
     for process in ranks:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The watchdog of one rank: its datagrams, its timeouts, and the exit of the process, which is only
-recorded here.
+"""The watchdog of one rank: its datagrams and timeouts, and the exit of the process.
+
+The exit is only recorded here.
 """
 
 import os
@@ -38,9 +39,9 @@ pytestmark = [
 TOKEN, RANK, BEAT_S = b"token of sixteen", 258, 0.1
 HERE, ELSEWHERE = "this machine", "another machine"
 NO_PROCESS = 2**30
-"""Larger than any process id."""
+"""A process id that is larger than any real one."""
 SOON_S = 20.0
-"""Timeout for a busy machine."""
+"""Timeout that suffices on a busy machine, in seconds."""
 
 
 def bound() -> socket.socket:
@@ -52,7 +53,9 @@ def bound() -> socket.socket:
 
 @pytest.fixture
 def exits(monkeypatch: pytest.MonkeyPatch) -> "queue.Queue[int]":
-    """Exit codes of this process. Only the calling thread ends."""
+    """A queue of the exit codes with which this process would exit. In the test, only the calling
+    thread ends.
+    """
     codes: queue.Queue[int] = queue.Queue()
 
     def leave(code: int) -> None:
@@ -65,7 +68,7 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> "queue.Queue[int]":
 
 @pytest.fixture
 def process() -> Iterator["subprocess.Popen[bytes]"]:
-    """Another rank's process."""
+    """The process of another rank."""
     sleeping = subprocess.Popen(["sleep", "600"])
     yield sleeping
     sleeping.kill()
@@ -74,7 +77,9 @@ def process() -> Iterator["subprocess.Popen[bytes]"]:
 
 @pytest.fixture
 def watch() -> Iterator[Callable[..., Watchdog]]:
-    """`watch(*peers, timeout_s=..., listen=...)` starts a watchdog, which the fixture stops."""
+    """Return a function that starts watchdogs: `watch(*peers, timeout_s=..., listen=...)`. The
+    fixture stops them.
+    """
     dogs: list[Watchdog] = []
 
     def start(
@@ -102,7 +107,10 @@ def beat(rank: int, token: bytes = TOKEN) -> bytes:
 
 
 def test_every_other_rank_receives_a_datagram_per_beat(watch: Callable[..., Watchdog]) -> None:
-    """An invalid address of another rank and received datagrams do not change the interval."""
+    """Every other rank receives one datagram per beat.
+
+    An invalid address of a rank and received datagrams do not change the interval.
+    """
     first, second = bound(), bound()
     unreachable = PeerRank(1, NO_PROCESS, ELSEWHERE, ("127.0.0.1", 0))
     peers = [
@@ -143,7 +151,7 @@ def test_silent_ranks_of_other_machines_are_named_and_not_killed(
 def test_a_silent_rank_of_this_machine_is_killed(
     watch: Callable[..., Watchdog], exits: "queue.Queue[int]", process: "subprocess.Popen[bytes]"
 ) -> None:
-    """A stopped process would keep its GPU memory."""
+    """A silent rank on this machine is killed, because a stopped process would keep its GPU memory."""
     watch(PeerRank(1, process.pid, HERE, bound().getsockname()), timeout_s=0.5)
     assert exits.get(timeout=SOON_S) == ENGINE_DIED
     assert process.wait(SOON_S) == -signal.SIGKILL
@@ -163,8 +171,10 @@ def test_an_ended_process_is_detected_within_a_few_beats(
     process: "subprocess.Popen[bytes]",
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The timeout does not apply to a rank of this machine that has ended. A live rank and a remote
-    rank are unaffected.
+    """If a rank on this machine has ended, this is detected within a few beats instead of after the
+    timeout.
+
+    A live rank and a remote rank are unaffected.
     """
     address = bound().getsockname()
     living = PeerRank(1, os.getpid(), HERE, address)
@@ -182,7 +192,7 @@ def test_an_ended_process_is_detected_within_a_few_beats(
 def test_an_orderly_shutdown_ends_no_process(
     watch: Callable[..., Watchdog], exits: "queue.Queue[int]", process: "subprocess.Popen[bytes]"
 ) -> None:
-    """The thread ends and closes its descriptors."""
+    """An orderly shutdown ends no process. The watchdog's thread ends and closes its descriptors."""
     address = bound().getsockname()
     before = set(os.listdir("/proc/self/fd"))
     dog = watch(PeerRank(1, process.pid, HERE, address), timeout_s=0.5)
@@ -200,7 +210,10 @@ def test_an_orderly_shutdown_ends_no_process(
 def test_only_datagrams_with_the_token_count(
     watch: Callable[..., Watchdog], exits: "queue.Queue[int]", caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One of two ranks sends the engine's token and stays alive; the other sends another token."""
+    """Only datagrams with the engine's token count.
+
+    Of two ranks, one sends this token and stays alive, and the other sends another token.
+    """
     address = bound().getsockname()
     others = [PeerRank(rank, NO_PROCESS, ELSEWHERE, address) for rank in (1, 2)]
     dog, sender = watch(*others, timeout_s=1.0), bound()
@@ -216,7 +229,7 @@ def test_only_datagrams_with_the_token_count(
 
 
 class DelayedSocket(socket.socket):
-    """A socket with a first send of more than four beats, as after a pause of the machine."""
+    """A socket that delays its first send by more than four beats, as after a pause of the machine."""
 
     delay_s = 0.0
 
@@ -249,7 +262,7 @@ def test_steps_are_served_by_the_first_rank_of_the_last_stage(
 
 
 class Groups:
-    """vLLM's groups of the second of four ranks, with two stages on `machines`."""
+    """A mock of vLLM's groups on the second of four ranks, with two stages on `machines`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *machines: str) -> None:
         self.machines = machines
@@ -270,7 +283,7 @@ class Groups:
             found[:] = [self.of(0, mine), mine]
 
     def of(self, rank: int, mine: Any) -> Any:
-        """Return the object that another rank contributes."""
+        """Return the object that another rank contributes to a collective."""
         machine = self.machines[rank // 2]
         if isinstance(mine, str):
             return machine
@@ -306,8 +319,10 @@ IPV6 = (
 def test_ranks_exchange_addresses_and_a_token(
     monkeypatch: pytest.MonkeyPatch, other_machine: bool, address: str, family: int, used: str
 ) -> None:
-    """On one machine all ranks listen on the loopback interface, else on the host's address. The
-    token of rank 0 counts.
+    """Ranks exchange their addresses, and all use the token of rank 0.
+
+    If all ranks are on one machine, they listen on the loopback interface, otherwise on the address
+    of their host.
     """
     here = machine_id()
     groups = Groups(monkeypatch, here, "another machine" if other_machine else here)

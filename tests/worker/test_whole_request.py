@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models without the step protocol: the method that runs, and the errors that it raises."""
+"""Models without the step protocol: which method runs, and which errors it raises."""
 
 import dataclasses
 import shutil
@@ -73,8 +73,9 @@ def doubler(tmp_path: Path, null_world: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_the_runner_serves_a_model_without_steps(
     doubler: Path, make_runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One request is one engine step, a failure affects only its request, and the log names the
-    method.
+    """For a model without steps, one request is one engine step.
+
+    A failure affects only its own request, and the log names the method that runs.
     """
     said: list[str] = []
     monkeypatch.setattr(whole_request.logger, "info", lambda text, *args: said.append(text % args))
@@ -114,7 +115,9 @@ def test_the_runner_serves_a_model_without_steps(
     ],
 )
 def test_sample_precedes_forward_and_diffuse(methods: tuple[str, ...], found: str) -> None:
-    """Methods of nn.Module and StepPipeline do not count."""
+    """`sample` takes precedence over `forward` and `diffuse`. Methods of nn.Module and StepPipeline
+    do not count.
+    """
     for base in (nn.Module, StepPipeline):
         model = type(
             "Model", (base,), dict.fromkeys(methods, lambda self, params, tensors: ({}, {}))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DiffusionWorkerMixin` on a mocked stock worker and a runner in this process."""
+"""`DiffusionWorkerMixin` with a mocked stock worker and a runner in this process."""
 
 import contextlib
 from collections.abc import Iterator
@@ -50,7 +50,9 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_worker_disables_the_v2_model_runner(worker: Any) -> None:
-    """The diffusion runner belongs to neither runner generation."""
+    """The worker disables vLLM's V2 model runner, because the diffusion runner belongs to neither
+    generation.
+    """
     assert worker.calls == [(("config",), {"rank": 3})]
     assert worker.use_v2_model_runner is False
 
@@ -92,8 +94,9 @@ def test_a_reload_invalidates_the_weights_digest(worker: Any) -> None:
 def test_a_rank_reports_whether_its_exceptions_reach_the_engine(
     worker: Any, monkeypatch: pytest.MonkeyPatch, responses: bool
 ) -> None:
-    """An exception on the rank that returns results ends the step. The engine does not receive
-    exceptions of other ranks. Results are received after the step.
+    """An exception on the rank that returns results ends the step.
+
+    The engine does not receive exceptions of other ranks. Results are received after the step.
     """
     heard: list[bool] = []
 
@@ -125,7 +128,10 @@ def test_ranks_watch_each_other_from_the_warm_up_to_the_shutdown(
     timeout_s: float | None,
     watched: list[Any],
 ) -> None:
-    """A single rank has no watchdog, and `rank_timeout_s` None disables it."""
+    """Ranks watch each other from the warm-up to the shutdown.
+
+    A single rank has no watchdog, and `rank_timeout_s` None disables it.
+    """
     seen: list[Any] = []
     used: list[int] = []
 
@@ -155,7 +161,7 @@ def test_ranks_watch_each_other_from_the_warm_up_to_the_shutdown(
 def test_every_rank_has_the_paths_of_all_and_the_first_logs_them(
     worker: Any, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
-    """A path that the other rank lacks is off on both."""
+    """A fast path that one rank lacks is off on every rank, and the first rank logs the paths."""
     on, off = FastPath("a", "slow"), FastPath("a", "slow", "it is missing")
     world = SimpleNamespace(rank=rank, world_size=2, cpu_group="gloo")
     worker.vllm_config, worker.model_runner = None, SimpleNamespace(network=None)
@@ -173,7 +179,7 @@ def test_every_rank_has_the_paths_of_all_and_the_first_logs_them(
 
 
 def test_device_memory_is_reported_on_a_gpu(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU reports no memory."""
+    """A GPU worker reports device memory, and a CPU worker reports none."""
     assert worker.device_memory() == {}
     worker.device = torch.device("cuda", 1)
     responses = {

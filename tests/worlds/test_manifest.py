@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest detects a damaged directory; the error has one line and names the command to rewrite
-it.
+"""The manifest detects a damaged directory.
+
+The error has one line and names the command that writes the directory again.
 """
 
 import json
@@ -21,7 +22,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_whole_directory_passes(folder: Path) -> None:
-    """Every file except the manifest is listed; additional files are ignored."""
+    """A complete directory passes. The manifest lists every other file, and additional files are
+    ignored.
+    """
     manifest = read_manifest(folder)
     assert manifest is not None
     assert sorted(manifest.files) == ["b.txt", "weights/a.bin"]
@@ -30,7 +33,9 @@ def test_a_whole_directory_passes(folder: Path) -> None:
 
 
 def test_a_directory_without_manifest_is_not_checked(tmp_path: Path) -> None:
-    """Checkpoints of other projects have no manifest."""
+    """A directory without a manifest is not checked, because checkpoints of other projects have
+    none.
+    """
     assert read_manifest(tmp_path) is None
     check_files(tmp_path)
 
@@ -48,7 +53,7 @@ def test_a_directory_without_manifest_is_not_checked(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_file_is_one_line(folder: Path, damage: object, what: str) -> None:
-    """The error names the file, the damage and the command."""
+    """The error for a damaged file has one line with the file, the damage and the command."""
     assert callable(damage)
     damage(folder / "weights" / "a.bin")
     with pytest.raises(ValueError, match=what) as caught:
@@ -76,7 +81,7 @@ def test_a_damaged_file_is_one_line(folder: Path, damage: object, what: str) -> 
     ],
 )
 def test_a_broken_manifest_is_refused(tmp_path: Path, content: str) -> None:
-    """This includes a manifest that names files outside its directory."""
+    """A broken manifest is refused, and so is one that names files outside its directory."""
     (tmp_path / "manifest.json").write_text(content)
     with pytest.raises(ValueError, match=r"manifest\.json cannot be read: "):
         check_files(tmp_path)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Controls move cameras: look first, then walk. Walls stop a camera and let it slide along them."""
+"""Controls move a camera: it first turns and then walks. A wall stops it or makes it slide along
+the wall.
+"""
 
 from pathlib import Path
 
@@ -19,7 +21,7 @@ STEP = 0.5
 
 
 def _grid() -> OccupancyGrid:
-    """Return a free grid of 20 m with cells of 10 cm and a wall over everything north of z = 5."""
+    """Return a free grid of 20 m with cells of 10 cm and a wall everywhere north of z = 5."""
     cells = torch.zeros(200, 200, dtype=torch.bool)
     cells[:50] = True
     return OccupancyGrid(cells, 20.0)
@@ -44,7 +46,9 @@ def _walk(pose: torch.Tensor, keys: str, count: int, grid: OccupancyGrid | None)
     ],
 )
 def test_movement_keys_walk_along_the_view(keys: str, x: float, z: float) -> None:
-    """Facing north, forward adds to z and right adds to x; opposite keys cancel."""
+    """Movement keys walk along the view: facing north, forward adds to z and right adds to x.
+    Opposite keys cancel.
+    """
     pose = _walk(world_pose(0, 0, 0), keys, 1, None)
     assert pose[:3, 3].tolist() == pytest.approx([x, 0.0, z], abs=1e-5)
 
@@ -65,7 +69,9 @@ def test_looking_up_neither_slows_nor_lifts_a_walker() -> None:
 
 @pytest.mark.parametrize(("start", "end"), [(0, 40), (38, 38), (60, 60)])
 def test_a_world_limits_how_far_a_camera_looks_up(start: float, end: float) -> None:
-    """A look key has no effect beyond the limit, and leads back from a start beyond it."""
+    """A key that looks up has no effect beyond the world's limit. A camera that starts beyond it
+    can look back.
+    """
     poses, pitch = world_pose(0, 0, 0, start)[None], torch.tensor([start], dtype=torch.float64)
     for _ in range(20):
         motion = CameraMotion.of_keys(["i"])
@@ -76,7 +82,7 @@ def test_a_world_limits_how_far_a_camera_looks_up(start: float, end: float) -> N
 
 
 def test_a_wall_ends_a_straight_walk() -> None:
-    """The camera stays in the last free cell before the wall while it pushes."""
+    """A camera that walks straight at a wall stays in the last free cell in front of it."""
     pose = _walk(world_pose(0.03, 0, 0), "w", 40, _grid())
     assert 4.9 < float(pose[2, 3]) < 5.0 and abs(float(pose[0, 3]) - 0.03) < 0.2
     again = _walk(pose, "w", 40, _grid())
@@ -84,14 +90,16 @@ def test_a_wall_ends_a_straight_walk() -> None:
 
 
 def test_a_walker_slides_along_a_wall() -> None:
-    """At 45 degrees the component of the step along the wall remains."""
+    """A camera that walks into a wall at 45 degrees keeps the component of its step along the wall."""
     pose = _walk(world_pose(0, 4.9, 45), "w", 8, _grid())
     assert float(pose[2, 3]) < 5.0
     assert float(pose[0, 3]) == pytest.approx(8 * STEP * 0.5**0.5, rel=0.3)
 
 
 def test_nothing_is_jumped_over_at_the_largest_speed() -> None:
-    """Eight steps per latent frame are 4 m; a wall of 60 cm still stops the camera."""
+    """At the largest speed, a wall of 60 cm still stops a camera, although its eight steps per
+    latent frame are 4 m.
+    """
     cells = torch.zeros(200, 200, dtype=torch.bool)
     cells[60:66] = True
     motion = CameraMotion.of_keys(["w"])
@@ -106,7 +114,9 @@ def test_nothing_is_jumped_over_at_the_largest_speed() -> None:
 
 
 def test_a_walker_inside_an_obstacle_can_leave_it() -> None:
-    """The pose of a start image or of a client may be in a blocked cell."""
+    """A camera inside an obstacle can leave it, because the pose of a start image or of a client
+    may be in a blocked cell.
+    """
     pose = _walk(world_pose(0, 6, 180), "w", 4, _grid())
     assert float(pose[2, 3]) == pytest.approx(4.0, abs=1e-3)
 
@@ -117,7 +127,7 @@ def test_the_world_repeats_after_its_side() -> None:
         [[0.0, 6.0], [0.0, -14.0], [20.0, 26.0], [0.0, 0.0], [-20.0, 20.0]], dtype=torch.float64
     )
     assert grid.blocked(positions).tolist() == [True, True, True, False, False]
-    # the next wall in the south belongs to the next period
+    # The next wall in the south belongs to the next period.
     south = _walk(world_pose(0, -15.5, 0), "s", 60, grid)
     assert -30.0 <= float(south[2, 3]) < -29.9
 
@@ -133,7 +143,9 @@ def test_cameras_move_independently_of_each_other() -> None:
 
 
 def test_a_grid_survives_its_file(tmp_path: Path) -> None:
-    """The first row of the image is north; black cells are blocked."""
+    """A grid that is written to a file is read back unchanged. The first row of the image is north,
+    and black cells are blocked.
+    """
     cells = torch.rand(30, 40, generator=torch.Generator().manual_seed(3)) < 0.4
     OccupancyGrid(cells, 12.0).write(tmp_path / "grid.png")
     read = OccupancyGrid.read_image(tmp_path / "grid.png", 12.0)

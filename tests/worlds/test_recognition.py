@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The world's start images are recognised after changes of the file; other images are not."""
+"""A world's start images are recognised even if their files were changed, and other images are not."""
 
 import importlib.resources
 import io
@@ -60,8 +60,8 @@ def test_a_start_image_is_recognised(
     scale: float,
     quality: int | None,
 ) -> None:
-    """Recognised are JPEGs of low quality, at half and double size, and stretched as by the
-    endpoints.
+    """A start image is recognised as a JPEG of low quality, at half and double size, and stretched
+    as by the endpoints.
 
     The three styles of an image are distinguished.
     """
@@ -80,7 +80,8 @@ def test_a_start_image_is_recognised(
 
 
 def test_a_view_half_a_metre_away_is_another_image(images: StartImages) -> None:
-    """Nor is the view from the same point recognised after a turn of five degrees.
+    """A view from half a metre away, or after a turn of five degrees, is not recognised as the
+    start image.
 
     The street at dusk has the least contrast.
     """
@@ -106,7 +107,7 @@ def other_images(description: WorldDescription) -> list[torch.Tensor]:
             as_tensor(each) for each in (ImageOps.mirror(image), ImageOps.flip(image), *shifted)
         ]
     tour, _ = decode_mp4((VILLAGE / "tour.mp4").read_bytes())
-    others += [torch.from_numpy(frame) for frame in tour[12:]]  # after the start image
+    others += [torch.from_numpy(frame) for frame in tour[12:]]  # frames after the start image
     for path in sorted(SAMPLES.glob("*.jpg")):
         with Image.open(path) as opened:
             sample = opened.convert("RGB")
@@ -134,7 +135,9 @@ def other_images(description: WorldDescription) -> list[torch.Tensor]:
 
 
 def test_no_other_image_is_recognised(description: WorldDescription, images: StartImages) -> None:
-    """Mirrored and shifted start images, a walk, photographs, gradients, flat colours and noise."""
+    """Mirrored and shifted start images, a walk, photographs, gradients, flat colours and noise are
+    not recognised.
+    """
     others = other_images(description)
     assert len(others) == 1000
     assert [

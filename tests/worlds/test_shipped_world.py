@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The world in the package is complete, described, and can be written to any directory."""
+"""The world in the package is complete and described, and it can be written to any directory."""
 
 import logging
 import shutil
@@ -33,7 +33,7 @@ def written(tmp_path: Path) -> Path:
 
 
 def test_everything_is_there_and_small(village: Path) -> None:
-    """Every file of the directory is in its manifest; together they have at most 25 MB."""
+    """Every file of the directory is in its manifest, and the files take up at most 25 MB."""
     manifest = read_manifest(village)
     assert manifest is not None
     found = {path.relative_to(village).as_posix() for path in village.rglob("*") if path.is_file()}
@@ -43,9 +43,7 @@ def test_everything_is_there_and_small(village: Path) -> None:
 
 
 def test_the_description_fits_the_files(village: Path) -> None:
-    """Start images have the trained size, and the tour's video has a frame for each of the
-    tour's.
-    """
+    """Start images have the trained size, and the video of the tour has as many frames as the tour."""
     description = read_description(village)
     assert description is not None
     assert description.domain == "tiny_village"
@@ -64,7 +62,7 @@ def test_the_description_fits_the_files(village: Path) -> None:
 def test_what_is_written_is_the_same(
     village: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The files are identical, and the command that serves them is printed."""
+    """`make-world` writes identical files and prints the command that serves them."""
     written = tmp_path / "world"
     with pytest.raises(SystemExit, match="0"):
         main(["make-world", str(written)])
@@ -81,7 +79,9 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
 
 
 def test_serving_it_needs_no_option(written: Path) -> None:
-    """The defaults are the trained size, the world's decoder, and the focal length of keys."""
+    """Serving the world needs no option: the defaults are the trained size, the world's decoder and
+    the keys' focal length.
+    """
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_omni.config import OmniConfig
@@ -103,7 +103,9 @@ def test_serving_it_needs_no_option(written: Path) -> None:
 def test_a_size_it_was_not_trained_for_is_warned_of(
     written: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The server starts and logs a warning with the trained size."""
+    """With a size that the world was not trained for, the server starts and logs a warning with the
+    trained size.
+    """
     from vllm.engine.arg_utils import EngineArgs
 
     logging.getLogger("vllm").addHandler(caplog.handler)
@@ -121,7 +123,9 @@ def test_a_size_it_was_not_trained_for_is_warned_of(
 
 @pytest.mark.parametrize("name", [*WEIGHTS, "transformers/config.json", "world.json"])
 def test_a_damaged_copy_is_refused_before_anything_starts(written: Path, name: str) -> None:
-    """One line names the file and the command that writes it again."""
+    """A damaged copy is refused before a process starts, in one line with the file and the command
+    that writes it again.
+    """
     (written / name).write_bytes((written / name).read_bytes()[:-1])
     with pytest.raises(CommandError, match=r"is damaged .*`vllm-omni make-world DIR`$") as caught:
         serve.check(serve.ServeFlags.scan([str(written), "--port", "0"]))
@@ -134,7 +138,7 @@ def test_a_damaged_copy_is_refused_before_anything_starts(written: Path, name: s
 def test_a_damaged_installation_says_so(
     written: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """`make-world` cannot repair a damaged installation."""
+    """If the installation itself is damaged, the error says that `make-world` cannot repair it."""
     monkeypatch.setattr(vllm_omni.worlds, "__file__", str(tmp_path / "package" / "__init__.py"))
     with pytest.raises(ValueError, match=r"manifest\.json is missing; install vllm-worlds again"):
         village_checkpoint()

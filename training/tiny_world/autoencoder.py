@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan 2.1's video autoencoder over whole clips, fast to train, under the original's parameter
-names.
+"""Wan 2.1's video autoencoder for whole clips, which is fast to train and uses the original's
+parameter names.
 
-Frames of all clips lie in one batch of pictures; a causal convolution over time is a 2-D one over
-three frames laid side by side in its channels. As in the original, the first latent frame skips the
-convolutions that change the frame rate, and those of the decoder see zeros before the second. Its
-result equals the serving package's, which streams.
-Tested by tests/training/tiny_world/test_autoencoder.py.
+The frames of all clips form one batch of images. A causal convolution over time is a 2-D
+convolution over three frames that are concatenated along the channels. As in the original, the
+first latent frame skips the convolutions that change the frame rate, and those of the decoder see
+zeros before the second latent frame. The results equal those of the streaming autoencoder in the
+serving package. Tested by tests/training/tiny_world/test_autoencoder.py.
 """
 
 # B clips, T frames, C channels, H, W pixels, h, w latent cells
@@ -28,7 +28,7 @@ _DOWN_IN_TIME = (False, True, True)
 
 
 class Frames:
-    """Pictures [B T, C, H, W] of `clips` clips; clips outermost."""
+    """Images [B T, C, H, W] of `clips` clips, ordered by clip and then by time."""
 
     def __init__(self, pixels: torch.Tensor, clips: int) -> None:
         self.pixels, self.clips = pixels, clips
@@ -72,7 +72,7 @@ class CausalConv3d(nn.Module):
         return x.like(self._convolve([history[:, tap : tap + x.length] for tap in range(taps)]))
 
     def every_second(self, x: Frames) -> Frames:
-        """Frames 2, 4, ... of the result, without any padding."""
+        """Return frames 2, 4, ... of the result, without any padding."""
         clips = x.split()
         count = (x.length - 1) // 2
         return x.like(self._convolve([clips[:, tap : tap + 2 * count - 1 : 2] for tap in range(3)]))
@@ -123,7 +123,7 @@ class ResidualBlock(nn.Module):
 
 
 class Attention(nn.Module):
-    """Over the cells of each frame."""
+    """Self-attention over the cells of each frame."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Attention(nn.Module):
 
 
 class Resample(nn.Module):
-    """Halve or double the side of the frames, and with `in_time` their rate."""
+    """Halve or double the height and width of the frames and, with `in_time`, their rate."""
 
     def __init__(self, channels: int, *, down: bool, in_time: bool) -> None:
         super().__init__()
@@ -238,10 +238,11 @@ class Decoder(nn.Module):
 
 
 class Autoencoder(nn.Module):
-    """Pixels [B, T, 3, H, W] in [-1, 1], T = 1 + 4 n, to latents [B, 1 + n, 16, H/8, W/8] and back.
+    """Encodes pixels [B, T, 3, H, W] in [-1, 1], T = 1 + 4 n, to latents [B, 1 + n, 16, H/8, W/8],
+    and decodes latents to pixels.
 
-    Latents are those that the transformer sees; `export.py` folds Wan's fixed normalisation into
-    `conv1` and `conv2`.
+    The latents are normalised as the transformer expects. `export.py` folds Wan's fixed
+    normalisation into `conv1` and `conv2`.
     """
 
     def __init__(self, width: int = BASE_WIDTH) -> None:
@@ -251,14 +252,14 @@ class Autoencoder(nn.Module):
         self.conv2 = CausalConv3d(LATENT_CHANNELS, LATENT_CHANNELS, (1, 1, 1))
 
     def moments(self, pixels_BTCHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and log-variance of the posterior, each [B, 1 + n, 16, h, w] fp32."""
+        """Return the mean and the log-variance of the posterior, each fp32 [B, 1 + n, 16, h, w]."""
         clips = len(pixels_BTCHW)
         encoded = self.conv1(self.encoder(Frames(_merge(pixels_BTCHW), clips))).split().float()
         mean, log_variance = encoded.chunk(2, dim=2)
         return mean, log_variance.clamp(-12.0, 4.0)
 
     def decode(self, latents_BTCHW: torch.Tensor) -> torch.Tensor:
-        """Pixels [B, 1 + 4 n, 3, H, W], fp32, not clamped."""
+        """Decode latents to pixels, fp32 [B, 1 + 4 n, 3, H, W], without clamping them."""
         clips = len(latents_BTCHW)
         return self.decoder(self.conv2(Frames(_merge(latents_BTCHW), clips))).split().float()
 
@@ -266,8 +267,8 @@ class Autoencoder(nn.Module):
 def with_latents_scaled(
     state: dict[str, torch.Tensor], centre_C: torch.Tensor, scale_C: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """The same autoencoder with latents (z - centre) / scale, by its last and first convolutions
-    over single cells.
+    """Return the state dict of the same autoencoder with latents (z - centre) / scale. Only its
+    last and first convolutions over single cells change.
     """
     out = {name: value.clone() for name, value in state.items()}
     own = slice(0, LATENT_CHANNELS)
@@ -279,7 +280,7 @@ def with_latents_scaled(
 
 
 def load_autoencoder(path: Path, device: torch.device | str) -> Autoencoder:
-    """The trained autoencoder of a `vae.pt`, frozen."""
+    """Load the trained autoencoder from a `vae.pt`, with frozen parameters."""
     weights = torch.load(path, map_location="cpu", weights_only=True)
     model = Autoencoder(width=len(weights["encoder.conv1.bias"]))
     model.load_state_dict(weights)
@@ -287,8 +288,8 @@ def load_autoencoder(path: Path, device: torch.device | str) -> Autoencoder:
 
 
 def load_decoder(path: Path, device: torch.device | str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Latents [B, n, 16, h, w] to video [B, 3, 4 n - 3, H, W] in about [-1, 1]; gradients pass
-    through.
+    """Return a function that decodes latents [B, n, 16, h, w] to video [B, 3, 4 n - 3, H, W] in
+    about [-1, 1]. Gradients pass through it.
     """
     model = load_autoencoder(path, device)
     return lambda latents: model.decode(latents).transpose(1, 2)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rays against the village: which bodies are near a camera, and what each ray meets first.
+"""Casts rays into the village: finds the bodies near a camera, and what each ray hits first.
 
-Every body is seen with its repetitions in the periodic ground plane, the camera at the origin.
-`cast` is written for torch's compiler: one fused reduction over the bodies.
-Tested by tests/training/tiny_world/test_render.py.
+Every body is repeated in the periodic ground plane, and the camera is at the origin. `cast` is
+written for torch's compiler, which turns it into one fused reduction over the bodies. Tested by
+tests/training/tiny_world/test_render.py.
 """
 
 # B frames, R rays, K nearest polyhedra, J nearest ellipsoids, P = 6 planes
@@ -15,14 +15,14 @@ import torch
 from training.tiny_world.village import EYE_HEIGHT, PERIOD, Village, wrap
 
 FAR = 1e4
-"""Distance of what no ray meets, metres."""
+"""Distance in metres that is reported for rays that hit no body."""
 _NEAREST = (52, 28)
-"""Polyhedra and ellipsoids kept for a frame."""
+"""Numbers of the nearest polyhedra and ellipsoids that are rendered in a frame."""
 
 
 def rotate(rays_R3: torch.Tensor, yaw_B: torch.Tensor, pitch_B: torch.Tensor) -> torch.Tensor:
-    """Camera axes -> world axes: pitch about x, then yaw about y, as `camera.py` composes held
-    keys.
+    """Rotate rays from camera axes to world axes: pitch about x, then yaw about y, as `camera.py`
+    composes held keys.
     """
     cp, sp = pitch_B.cos()[:, None], pitch_B.sin()[:, None]
     cy, sy = yaw_B.cos()[:, None], yaw_B.sin()[:, None]
@@ -32,8 +32,8 @@ def rotate(rays_R3: torch.Tensor, yaw_B: torch.Tensor, pitch_B: torch.Tensor) ->
 
 
 def copies(centres_N3: torch.Tensor, positions_B2: torch.Tensor) -> torch.Tensor:
-    """Centres as seen from each camera, [B, 4 N, 3]: the nearest copy and the next one along
-    each axis.
+    """Return body centres relative to each camera, [B, 4 N, 3]: the nearest copy of a body and the
+    next copy along each axis.
     """
     dx = wrap(centres_N3[:, 0] - positions_B2[:, :1])
     dz = wrap(centres_N3[:, 2] - positions_B2[:, 1:])
@@ -51,8 +51,8 @@ def closest(centres_BN3: torch.Tensor, radius_N: torch.Tensor, keep: int) -> tor
 def nearest_polyhedra(
     village: Village, positions_B2: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Normals [B, K, P, 3], offsets [B, K, P] with the camera at the origin, and which
-    polyhedron each is [B, K].
+    """Return the nearest polyhedra of each camera: normals [B, K, P, 3], offsets [B, K, P] with the
+    camera at the origin, and indices of the polyhedra [B, K].
     """
     centres = copies(village.centres_O3, positions_B2)
     chosen = closest(centres, village.radius_O.repeat(4), _NEAREST[0])
@@ -79,8 +79,8 @@ def nearest_ellipsoids(
 def slabs(
     rays: torch.Tensor, normals: torch.Tensor, offsets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where rays from the origin enter and leave convex bodies, and the plane they enter by;
-    offsets [..., P].
+    """Return the distances at which rays from the origin enter and leave convex bodies, and the
+    plane through which they enter. `offsets` is [..., P].
     """
     enter = torch.full_like(offsets[..., 0] * rays[..., 0], -FAR)
     leave = torch.full_like(enter, FAR)
@@ -103,8 +103,8 @@ def cast(
     centres: torch.Tensor,
     radii: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Distance [B, R] to the nearest body (else `FAR`) and its index: polyhedra first, then
-    ellipsoids.
+    """Return the distance [B, R] to the nearest body (`FAR` if a ray hits none) and the index of
+    this body, counting polyhedra first and then ellipsoids.
     """
     rays = rays_BR3[:, :, None, :]
     enter, leave, _ = slabs(rays, normals[:, None], offsets[:, None])
@@ -126,12 +126,12 @@ def cast(
 def shadow_patch(
     centre_3: torch.Tensor, radius: float, sun_3: torch.Tensor, side: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Points x, z of the ground that a body can shade, each [n], and the index of the texel each
-    lies in.
+    """Return the points x, z of the ground that a body can shade, each [n], and the index of each
+    point's texel.
     """
     sx, sy, sz = sun_3.tolist()
     x, y, z = centre_3.tolist()
-    # the shadow ends so many times the sun's horizontal part away
+    # Distance to the end of the shadow, in multiples of the horizontal part of the sun direction.
     reach = (EYE_HEIGHT - y + radius) / -sy
     low_x, high_x = sorted((x, x - sx * reach))
     low_z, high_z = sorted((z, z - sz * reach))

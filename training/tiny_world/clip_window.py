@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clips made chunk by chunk as served, with the keys and values of earlier chunks; no gradients."""
+"""Generates clips chunk by chunk as when served, with the K/V of earlier chunks and without
+gradients.
+"""
 
 from functools import cache
 
@@ -12,7 +14,7 @@ def _slot(frame: int, retained: int, sink: int) -> int:
     return frame if frame < sink else sink + (frame - sink) % (retained - sink)
 
 
-@cache  # a copy to the device waits for it: once for each chunk of a clip
+@cache  # cached, because a copy to the device blocks
 def _allowed(
     window: int, sink: int, chunk: int, start: int, tokens: int, device: torch.device
 ) -> torch.Tensor:
@@ -26,10 +28,10 @@ def _allowed(
 
 
 class ClipWindow:
-    """The keys and values that clips keep while they are made chunk by chunk; without gradients.
+    """K/V window of clips that are generated chunk by chunk, without gradients.
 
-    Sink frames and a ring, as `KVWindow`, but without room for the chunk itself: shapes stay the
-    same for every chunk.
+    The window has sink frames and a ring buffer like `KVWindow`, but no room for the chunk itself,
+    so shapes are the same for every chunk.
     """
 
     def __init__(self, model: WorldTransformer, batch: int, chunk: int) -> None:
@@ -50,7 +52,9 @@ class ClipWindow:
         return _slot(frame, self.kept, self.model.sizes.sink)
 
     def allowed(self, start: int) -> torch.Tensor:
-        """bool [kept tokens + chunk's tokens]: what chunk [start, ...) sees."""
+        """Return which tokens the chunk [start, ...) attends to, bool [tokens in the window +
+        tokens of the chunk].
+        """
         sizes = self.model.sizes
         return _allowed(
             sizes.window, sizes.sink, self.size, start, sizes.tokens, self.buffer.device
@@ -68,9 +72,10 @@ class ClipWindow:
 
 
 class ChunkRun:
-    """One chunk [start, start + size) of clips: what every pass shares is computed once.
+    """One chunk [start, start + size) of clips. Values that all forward passes share are computed
+    once.
 
-    Use under `no_grad`.
+    For use under `torch.no_grad` only.
     """
 
     def __init__(self, window: ClipWindow, clips: Clips, start: int) -> None:
@@ -78,7 +83,7 @@ class ChunkRun:
         self.window, self.model, self.start = window, model, start
         own = clips.frames(start, start + window.size)
         camera = model.camera(own)
-        # A chunk has one prompt: its first frame's.
+        # A chunk has one prompt, which is that of its first frame.
         rows = torch.arange(len(own.text), device=own.text.device)
         text = model.text(own.text[rows, own.switched[:, 0].long()]).unsqueeze(1)
         self.camera = [block.camera(camera) for block in model._blocks()]
@@ -90,8 +95,8 @@ class ChunkRun:
     def predict(
         self, latents: torch.Tensor, timestep: torch.Tensor, *, write: bool = False
     ) -> torch.Tensor:
-        """Flow of latents [B, f, 16, h, w] at timesteps [B, f]; `write`: keep the keys and
-        values (at 0: clean).
+        """Predict the flow of latents [B, f, 16, h, w] at timesteps [B, f]. With `write`, store the
+        keys and values in the window, which are clean at timestep 0.
         """
         model = self.model
         time, rows = model.time(timestep)
@@ -124,13 +129,13 @@ def roll_out(
     sigmas: tuple[float, ...],
     generator: torch.Generator | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make clips chunk by chunk as served.
+    """Generate clips chunk by chunk, as when served.
 
-    Returns (latents [B, F, 16, h, w], step inputs [steps, B, F, 16, h, w]).
+    Return (latents [B, F, 16, h, w], step inputs [steps, B, F, 16, h, w]).
 
-    given: [B, F, 16, h, w], true latents; the first num_given [B] chunks of a clip are taken from
-    them. step inputs: what the network was given at each step, its own x0 of the step before with
-    fresh noise.
+    `given` contains the true latents, [B, F, 16, h, w]. The first `num_given` [B] chunks of a clip
+    are copied from them. The step inputs are the latents that the network received at each step:
+    its own x0 of the previous step with new noise.
     """
     frames = given.shape[1]
     window = ClipWindow(model, len(given), chunk)

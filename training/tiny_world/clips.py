@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the transformer's training data: walks as latents, conditions and camera commands.
+"""Write the training data of the transformer: walks as latents, conditions and camera commands.
 
     torchrun --nproc-per-node 2 -m training.tiny_world.clips --vae vae.pt --out DIR --seconds 90
 
-Each process writes `clips-R.pt`, and the first one also writes `clips-held.pt`. README.md describes
-the format. A quarter of the walks is rendered in two styles, for prompts that change during a clip.
+Each process writes `clips-R.pt`, and the first one also writes `clips-held.pt`. `world_data.Shard`
+reads these files. A quarter of the walks is rendered in two styles, for prompts that change during
+a clip.
 """
 
 import argparse
@@ -22,16 +23,18 @@ from training.tiny_world.village import STYLES
 from training.tiny_world.walks import Walks, random_walks
 
 LATENTS = 21
-"""Default number of latent frames of a clip: a window and its sink frames."""
+"""Default number of latent frames of a clip, which is that of a window and its sink frames."""
 CONDITION_LATENTS = 6
-"""Latent frames of [image, grey, grey, ...] that are stored; the rest equals the last of them."""
+"""Number of latent frames of [image, grey, grey, ...] that are stored. All later ones equal the
+last of them.
+"""
 _HELD_OUT_SEED = 880_001
 
 Shard = dict[str, torch.Tensor]
 
 
 class Encoder:
-    """The trained encoder: pixels to fp16 latents."""
+    """Encodes pixels to fp16 latents with the trained encoder."""
 
     def __init__(self, model: Autoencoder) -> None:
         self.model = model
@@ -61,7 +64,7 @@ class Encoder:
 def encode_walks(
     walks: Walks, style_N: torch.Tensor, renderer: Renderer, encoder: Encoder, *, at_once: int
 ) -> Shard:
-    """Render and encode walks; returns tensors on the renderer's device."""
+    """Render and encode walks, and return tensors on the renderer's device."""
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []
     for start in range(0, len(walks), at_once):
         clips = render_video(
@@ -94,8 +97,9 @@ def make_clips(
     at_once: int = 16,
     paired: float = 0.25,
 ) -> Shard:
-    """One batch of the data set; `number` walks of `latents` latent frames and, for a share of
-    them, the same walk in a second style."""
+    """Return one batch of the data set: `number` walks of `latents` latent frames and, for a share
+    `paired` of them, the same walk in a second style.
+    """
     generator = torch.Generator().manual_seed(seed)
     walks = random_walks(number, latents, seed)
     style = torch.randint(len(STYLES), (number,), generator=generator)
@@ -116,7 +120,7 @@ def make_clips(
 
 
 def joined(shards: list[Shard]) -> Shard:
-    """Concatenate shards and adjust the indices of twins."""
+    """Concatenate shards, and adjust the indices of twins (the same walk in a second style)."""
     start, twins = 0, []
     for shard in shards:
         twins.append(torch.where(shard["twin"] >= 0, shard["twin"] + start, -1))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimate from a video how far its camera walked, by comparison with rendered views.
+"""Estimates how far the camera of a video has walked, by comparing frames with rendered views.
 
-Frames are [N, H, W, 3], uint8 or float. Tested by tests/training/tiny_world/test_score_controls.py.
+All frames are [N, H, W, 3], uint8 or float. Tested by
+tests/training/tiny_world/test_score_controls.py.
 """
 
 import torch
@@ -13,12 +14,13 @@ from vllm_omni.evaluation.camera_motion import channels_first, peak
 def distances_walked(
     frames_NHW3: torch.Tensor, rendered_DHW3: torch.Tensor, distances_D: torch.Tensor
 ) -> torch.Tensor:
-    """Return the metres walked at each frame, [N]: the distance of the most similar rendered view.
+    """Return the metres walked at each frame, [N], which are the distance of the most similar
+    rendered view.
 
-    Both images are blurred slightly, so that noise does not decide.
+    Both images are blurred slightly, so that noise does not affect the result.
 
     Args:
-        distances_D: Distances of the rendered views in metres, evenly spaced, increasing.
+        distances_D: Distances of the rendered views in metres, evenly spaced and increasing.
     """
     made, along = (_standardised(channels_first(frames)) for frames in (frames_NHW3, rendered_DHW3))
     alike = made @ along.mT

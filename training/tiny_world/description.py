@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Complete an exported checkpoint: `world.json`, the map, the tour as it should look, and the
-manifest.
+"""Complete an exported checkpoint, for example with `world.json` and a map.
+
+The script writes `world.json`, the map, the expected video of the tour, and the manifest.
 
     # a checkpoint written by training.tiny_world.export
     python -m training.tiny_world.description DIR
     # keep the tour's video (rendering it takes a minute)
     python -m training.tiny_world.description DIR --no-truth
 
-Run it last: the manifest describes every file as it is then.
-Tested by tests/training/tiny_world/test_tiny_world_description.py.
+Run this script last, because the manifest contains the checksums of all files at that time. Tested
+by tests/training/tiny_world/test_tiny_world_description.py.
 """
 
 # T video frames, L latent frames
@@ -65,18 +66,18 @@ ABOUT = (
 )
 _MAP_PIXELS = 384
 DENOISE_INDICES = (0,)
-"""Denoise steps that the world is served with: with the pose known, more of them score no
-better.
+"""Denoise steps with which the world is served. More steps do not score better if the pose is
+known.
 """
-# Keys and for how many latent frames: into the square along the street, a turn away and back, on
-# under another prompt.
+# Keys, and for how many latent frames they are held: along the street into the square, a turn away
+# and back, and then on with another prompt.
 _TOUR = (("", 1), ("w", 6), ("l", 6), ("j", 6), ("wj", 4), ("w", 7), ("wl", 4), ("l", 2))
 _TOUR_START = ("street", "day")
 _TOUR_PROMPTS = [(0, "day"), (21, "snow")]
 
 
 def describe_world(*, decoder: str = "tiny", truth: bool = True) -> WorldDescription:
-    """What `world.json` says."""
+    """Return the contents of `world.json`."""
     keys = [held for held, count in _TOUR for _ in range(count)]
     start = _image(*_TOUR_START)
     return WorldDescription(
@@ -110,7 +111,7 @@ def describe_world(*, decoder: str = "tiny", truth: bool = True) -> WorldDescrip
 
 
 def tour_walk(description: WorldDescription) -> Walks:
-    """Where the tour leads."""
+    """Return the walk of the tour."""
     assert description.tour is not None
     start = next(start for start in description.starts if start.file == description.tour.start)
     keys = torch.tensor([[key_bits(held) for held in description.tour.keys]], dtype=torch.uint8)
@@ -119,8 +120,8 @@ def tour_walk(description: WorldDescription) -> Walks:
 
 
 def tour_styles(description: WorldDescription) -> torch.Tensor:
-    """The style of each video frame, [T]: a prompt holds from its latent frame's first video
-    frame on.
+    """Return the style of each video frame of the tour, [T]. A prompt applies from the first video
+    frame of its latent frame.
     """
     assert description.tour is not None
     style_T = torch.zeros(4 * len(description.tour.keys) - 3, dtype=torch.long)
@@ -132,14 +133,14 @@ def tour_styles(description: WorldDescription) -> torch.Tensor:
 def render_tour(
     description: WorldDescription, renderer: Renderer, frames: slice = slice(None)
 ) -> np.ndarray:
-    """The tour's frames as they should look, uint8 [T, H, W, 3]."""
+    """Render the expected frames of the tour, uint8 [T, H, W, 3]."""
     positions, yaw, pitch = (value[0] for value in tour_walk(description).frames())
     views = (value[frames] for value in (positions, yaw, pitch, tour_styles(description)))
     return renderer.render(*views).cpu().numpy()
 
 
 def draw_map(pixels: int = _MAP_PIXELS) -> Image.Image:
-    """The village from above by day, north up, (0, 0) in the middle."""
+    """Draw the village from above by day, with north at the top and (0, 0) in the middle."""
     ground = Renderer().ground(0)
     middle = len(ground) // 2
     rolled = ground.roll((middle, middle), dims=(0, 1)).flip(0)
@@ -156,7 +157,7 @@ def draw_map(pixels: int = _MAP_PIXELS) -> Image.Image:
         x: float, z: float, width: float, depth: float, heading: float, colour: Colour
     ) -> None:
         cos, sin = math.cos(math.radians(heading)), math.sin(math.radians(heading))
-        # two slopes, the ridge along the house's own depth
+        # The roof has two slopes, and its ridge runs along the depth of the house.
         for side, shade in ((-1, 0.85), (1, 1.05)):
             corners = [(0, -depth), (side * width, -depth), (side * width, depth), (0, depth)]
             polygon = [at(x + cos * u + sin * v, z - sin * u + cos * v) for u, v in corners]
@@ -191,8 +192,8 @@ def draw_map(pixels: int = _MAP_PIXELS) -> Image.Image:
 def complete(
     folder: Path, *, decoder: str = "tiny", truth: bool = True, compiled: bool = True
 ) -> ChecksumManifest:
-    """Write card, map, tour and manifest into a checkpoint directory. truth: render the tour's
-    video anew.
+    """Write world description, map, tour and manifest into a checkpoint directory. With `truth`,
+    the video of the tour is rendered again.
     """
     description = describe_world(decoder=decoder)
     (folder / CARD).write_text(json.dumps(msgspec.to_builtins(description), indent=1) + "\n")

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the trained world as a checkpoint in LingBot World 2's own layout, with its start pictures.
+"""Write the trained world as a checkpoint in LingBot World 2's own layout, with its start images.
 
     python -m training.tiny_world.export --vae vae.pt --tiny-decoder tiny_decoder.pt --transformer
     STATE_DIR --out DIR
 
-All weights are fp16. The layout fixes what latents are normalised by, so the autoencoder's
-outermost convolutions take the difference; the text encoder is copied from the checkpoint whose
-embeddings were trained on (see `embed_prompts`).
+All weights are fp16. The layout fixes the normalisation of latents, so the difference is folded
+into the outermost convolutions of the autoencoder. The text encoder is copied from the checkpoint
+that computed the embeddings for training (see `embed_prompts`).
 """
 
 import argparse
@@ -26,7 +26,8 @@ from vllm_omni.model_executor.models.wan.architecture import VAEConfig
 
 TINY_DECODER = "taew2_1.safetensors"
 _TEXT_WEIGHTS = "models_t5_umt5-xxl-enc-bf16.pth"
-# name, x, z in metres, heading in degrees: wide places from which every landmark can be reached
+# Name, x and z in metres, heading in degrees. Every landmark can be reached from these open
+# positions.
 VIEWS = (("square", 1.2, -4.0, 0.0), ("street", 2.6, 7.4, 195.0), ("pond", 7.4, -5.6, 290.0))
 
 
@@ -42,7 +43,7 @@ def export_world(
     """Write the checkpoint to the directory `out`.
 
     Args:
-        text_encoder: Checkpoint from which the text encoder is copied.
+        text_encoder: Checkpoint that contains the text encoder to copy.
     """
     out.mkdir(parents=True, exist_ok=True)
     export_transformer(transformer, out / "transformers", chunk_frames)
@@ -61,7 +62,7 @@ def export_world(
 
 
 def write_start_images(folder: Path) -> None:
-    """Render each view in each style, `VIEW_STYLE.png`, at the size the world is made in."""
+    """Render each view in each style to `VIEW_STYLE.png`, at the size of the world's frames."""
     folder.mkdir(parents=True, exist_ok=True)
     positions = torch.tensor([[x, z] for _, x, z, _ in VIEWS for _ in STYLES])
     yaw = torch.deg2rad(torch.tensor([heading for *_, heading in VIEWS for _ in STYLES]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rendered clips of random walks on the device, from which the autoencoder and decoders are
+"""Renders clips of random walks on the device, on which the autoencoder and the decoders are
 trained.
 """
 
@@ -13,7 +13,7 @@ from training.tiny_world.walks import Walks, random_walks
 
 
 def render_video(renderer: Renderer, walks: Walks, style_N: torch.Tensor) -> torch.Tensor:
-    """Render walks, each in its style: uint8 [N, T, H, W, 3] on the renderer's device."""
+    """Render each walk in its style, and return uint8 [N, T, H, W, 3] on the renderer's device."""
     positions, yaw, pitch = walks.frames()
     number, frames = yaw.shape
     styles = style_N[:, None].expand(number, frames).flatten()
@@ -22,14 +22,16 @@ def render_video(renderer: Renderer, walks: Walks, style_N: torch.Tensor) -> tor
 
 
 def pixels(clips_BTHW3: torch.Tensor) -> torch.Tensor:
-    """uint8 [B, T, H, W, 3] -> fp32 [B, T, 3, H, W] in [-1, 1]."""
+    """Convert uint8 frames [B, T, H, W, 3] to fp32 [B, T, 3, H, W] in [-1, 1]."""
     return clips_BTHW3.permute(0, 1, 4, 2, 3).float() / 127.5 - 1
 
 
 class Footage:
-    """A pool of clips of `latents` latent frames, drawn from one seed; sampled without end.
+    """A pool of rendered clips of `latents` latent frames, which are drawn from one seed and can be
+    sampled indefinitely.
 
-    seconds: render for so long (at least one batch of `at_once` clips, at most `largest`).
+    Clips are rendered for `seconds` seconds, in batches of `at_once`: at least one batch, and no
+    more batches once there are `largest` clips.
     """
 
     def __init__(
@@ -58,8 +60,8 @@ class Footage:
         return len(self.clips)
 
     def sample(self, number: int, frames: int) -> torch.Tensor:
-        """Pixels [number, frames, 3, H, W] of clips cut at random places (at whole latent
-        frames).
+        """Return pixels [number, frames, 3, H, W] of random clips, which are cut at random latent
+        frames.
         """
         device = self.clips.device
         which = torch.randint(len(self.clips), (number, 1), device=device)

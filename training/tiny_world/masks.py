@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masks of packed clips: which frame sees which, clean frames before noisy ones."""
+"""Attention masks of packed clips, in which the clean frames precede the noisy ones."""
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 
 def visibility(frames: int, chunk: int, window: int, sink: int) -> torch.Tensor:
-    """Return which frame sees which, bool [2 frames, 2 frames], clean before noisy ones.
+    """Return which frame attends to which, bool [2 frames, 2 frames], with clean frames before
+    noisy ones.
 
-    A clean frame sees the clean ones of its chunk's window, a noisy one the same but its own
-    chunk's noisy ones for the clean ones. A chunk [a, b) has in its window the first `sink` frames
-    and those from b - (window - sink) on.
+    A clean frame attends to the clean frames in the window of its chunk. A noisy frame attends to
+    the same frames, except that the noisy frames of its own chunk replace the clean ones. The
+    window of a chunk [a, b) contains the first `sink` frames and all frames from b - (window -
+    sink) to b.
     """
     frame = torch.arange(frames)
     start = frame // chunk * chunk
@@ -24,18 +26,18 @@ def visibility(frames: int, chunk: int, window: int, sink: int) -> torch.Tensor:
 
 
 def dense_mask(seen: torch.Tensor, tokens: int) -> torch.Tensor:
-    """[M, 2F, 2F] of `visibility` -> bool [M, 1, S, S], for attention without FlexAttention
-    (CPU).
+    """Convert `visibility` tables [M, 2F, 2F] to bool masks [M, 1, S, S], for attention without
+    FlexAttention (on a CPU).
     """
     return seen.repeat_interleave(tokens, 1).repeat_interleave(tokens, 2).unsqueeze(1)
 
 
 def seen_runs(seen: torch.Tensor, tokens: int) -> torch.Tensor:
-    """`visibility` tables [M, 2F, 2F] -> int32 [M, 6, S]: of each token, the three runs of tokens
-    that it sees.
+    """Convert `visibility` tables [M, 2F, 2F] to int32 [M, 6, S]: the three runs of tokens that
+    each token attends to.
 
-    Rows are first and end of the sinks, of the later clean frames and of the noisy ones; an empty
-    run is (0, 0).
+    The six rows are the start and the end of the sink frames, of the later clean frames and of the
+    noisy frames. An empty run is (0, 0).
     """
     modes, frames = seen.shape[0], seen.shape[1]
     runs = torch.zeros(modes, 6, frames, dtype=torch.int32)
@@ -59,12 +61,14 @@ def seen_runs(seen: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def block_mask(seen: torch.Tensor, clip_mode: torch.Tensor, tokens: int) -> BlockMask:
-    """Return FlexAttention's mask of clips whose `visibility` is `seen[clip_mode[b]]`.
+    """Return the FlexAttention mask for clips, where clip b has the visibility
+    `seen[clip_mode[b]]`.
 
-    All on one device.
+    All tensors must be on one device.
 
-    Tokens of one frame are no whole blocks, so more than half of the blocks are masked one by one:
-    each query's runs are read once, a key is only compared.
+    The tokens of one frame do not fill whole blocks, so more than half of the blocks are masked
+    token by token. To make this fast, the runs of each query are read once, and each key is only
+    compared with them.
     """
     length = seen.shape[1] * tokens
     runs = seen_runs(seen.cpu(), tokens).to(seen.device)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mean colours of styles, and losses of decoders.
+"""Computes mean colours of styles, and losses of decoders.
 
-Frames are [B, T, 3, H, W] in [0, 1]. PSNR, SSIM and sharpness are in
+Frames are [B, T, 3, H, W] in [0, 1]. PSNR, SSIM and sharpness are implemented in
 `vllm_omni.evaluation.likeness`.
 """
 
@@ -19,7 +19,9 @@ def named_style(colours_N3: torch.Tensor, styles_NS3: torch.Tensor) -> torch.Ten
 
 
 def image_errors(made: torch.Tensor, truth: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the means of the absolute error, its square and its gradients, as decoder losses."""
+    """Return the means of the absolute error, of its square and of its gradients, as losses for
+    decoders.
+    """
     error = made - truth
     across, down = error[..., 1:] - error[..., :-1], error[..., 1:, :] - error[..., :-1, :]
     return {

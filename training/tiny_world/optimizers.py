@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon for matrices, AdamW for other parameters, a learning-rate schedule, and averaged weights.
+"""Muon for matrices, AdamW for all other parameters, a learning-rate schedule, and averaged
+weights.
 
-Muon: K. Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/. The scale of its update
-(RMS 0.2, as AdamW's) is Moonlight's, arXiv 2502.16982. Every weight is treated as a matrix
+Muon: K. Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/. The scale of Muon's update
+(RMS 0.2, as in AdamW) is that of Moonlight, arXiv 2502.16982. Every weight is treated as a matrix
 [outputs, everything else], which covers convolutions. A step neither synchronises with the device
 nor changes a shape, so it can be captured in a CUDA graph.
 """
@@ -16,8 +17,8 @@ import torch
 from torch import nn
 
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-"""Quintic coefficients that pull singular values from (0, 1] to about 1 (0.7 to 1.2) in five
-rounds.
+"""Coefficients of the quintic polynomial that moves singular values from (0, 1] to about 1 (0.7 to
+1.2) in five iterations.
 """
 _ROUNDS = 5
 _EPS = 1e-7
@@ -36,10 +37,10 @@ FIRST_AND_LAST = (
 
 
 def orthogonalised(update_GMN: torch.Tensor) -> torch.Tensor:
-    """Return the matrices with their singular values moved to about 1; [G, M, N], M <= N, on any
-    device.
+    """Return matrices [G, M, N], M <= N, with their singular values moved to about 1.
 
-    bf16 on a GPU, where five rounds forgive it; the input's type elsewhere.
+    On a GPU, the computation uses bf16, which is precise enough for five iterations. Elsewhere it
+    uses the dtype of the input.
     """
     a, b, c = _NEWTON_SCHULZ
     x = update_GMN.bfloat16() if update_GMN.is_cuda else update_GMN
@@ -53,11 +54,11 @@ def orthogonalised(update_GMN: torch.Tensor) -> torch.Tensor:
 def parameter_groups(
     module: nn.Module, adam: tuple[str, ...] = FIRST_AND_LAST
 ) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-    """Split the trainable parameters by name into those of Muon and those of AdamW.
+    """Split the trainable parameters into those that use Muon and those that use AdamW, by name.
 
-    AdamW has vectors (including those stored with more axes, such as norms and modulations),
-    embedding tables, and the parameters that `adam` names by their whole name or by its beginning
-    up to a dot.
+    AdamW is used for vectors (including vectors that are stored with more axes, such as norms and
+    modulations), for embedding tables, and for the parameters that `adam` specifies by their whole
+    name or by a prefix that ends before a dot.
     """
     tables = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
     matrices: dict[str, nn.Parameter] = {}
@@ -76,7 +77,9 @@ def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Muon:
-    """Momentum followed by the nearest orthogonal matrix; equal shapes are processed together."""
+    """Muon: momentum followed by the nearest orthogonal matrix. Matrices of equal shape are
+    processed together.
+    """
 
     def __init__(
         self,
@@ -104,8 +107,8 @@ class Muon:
 
     @torch.no_grad()
     def step(self, scale: torch.Tensor) -> None:
-        """Apply the parameters' gradients; `scale` multiplies the learning rate and lies on
-        their device.
+        """Apply the gradients of the parameters. `scale` multiplies the learning rate and is on the
+        same device.
         """
         if not self.parameters:
             return
@@ -163,8 +166,8 @@ def _check_names(state: Mapping[str, Any], own: Mapping[str, Any], what: str) ->
 
 
 class Optimizer:
-    """Both optimisers of a network as one object. `scale` of `step` is the schedule's factor, 0 to
-    1.
+    """Muon and AdamW for one network, as a single object. The `scale` of a step is the factor of
+    the learning-rate schedule, 0 to 1.
     """
 
     def __init__(
@@ -180,13 +183,13 @@ class Optimizer:
         self.parameters = [*muon.parameters.values(), *adam_parameters.values()]
 
     def step(self, scale: float = 1.0) -> None:
-        """Apply the gradients."""
+        """Apply the gradients with both optimisers."""
         self.set_scale(scale)
         self.apply()
 
     def set_scale(self, scale: float) -> None:
-        """Set the factor of both learning rates; apart from `apply` so that this one stays out
-        of a CUDA graph.
+        """Set the factor of both learning rates. The factor is set separately from `apply`, so that
+        this is not part of a CUDA graph.
         """
         self.scale.fill_(scale)
         for group in self.adam.param_groups:
@@ -210,14 +213,14 @@ class Optimizer:
             )
 
     def clip(self, largest_norm: float) -> torch.Tensor:
-        """Scale all gradients so that their common norm is at most this; returns the norm, on
-        the device.
+        """Scale all gradients so that their common norm is at most `largest_norm`. Return the norm
+        before scaling, on the device.
         """
         return torch.nn.utils.clip_grad_norm_(self.parameters, largest_norm)
 
     def state_dict(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
-        """Everything that `load_state_dict` needs, by parameter name; `dtype`: momenta in that
-        type (smaller).
+        """Return everything that `load_state_dict` needs, by parameter name. With `dtype`, momenta
+        are converted to this dtype to save space.
         """
 
         def kept(tensor: torch.Tensor) -> torch.Tensor:
@@ -263,9 +266,10 @@ def build_optimizer(
     betas: tuple[float, float] = (0.9, 0.95),
     update_rms: float = 0.2,
 ) -> Optimizer:
-    """Build the optimiser of `module`, whose parameters must lie on their final device.
+    """Build the optimiser of `module`. The parameters must already be on their final device.
 
-    weight_decay: decoupled, of Muon's matrices only. adam: see `parameter_groups`.
+    `weight_decay` is decoupled and applies only to Muon's matrices. `adam` is the argument of
+    `parameter_groups`.
     """
     matrices, others = parameter_groups(module, adam)
     if not matrices and not others:
@@ -290,8 +294,8 @@ def learning_rate(
     last: float = 0.0,
     shape: Literal["linear", "cosine"] = "linear",
 ) -> float:
-    """Return the schedule's factor at `fraction` of the training's whole time: up over `warmup`,
-    flat, then down.
+    """Return the factor of the learning-rate schedule at `fraction` of the whole training time. The
+    factor rises during `warmup`, is then constant, and decreases from `decay_from`.
     """
     fraction = min(max(fraction, 0.0), 1.0)
     if fraction < warmup:
@@ -306,8 +310,8 @@ def learning_rate(
 class Ema:
     """Exponential moving average of a module's parameters, stored in fp32.
 
-    The weight of update n is at most (1 + n) / (10 + n), so that a young average is not dominated
-    by the random start. Buffers are not averaged.
+    The decay at update n is at most (1 + n) / (10 + n), so that a new average is not dominated by
+    the random initial weights. Buffers are not averaged.
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
@@ -333,7 +337,7 @@ class Ema:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Replace the module's parameters by the averages for the duration of the block."""
+        """Context manager that replaces the module's parameters with the averages."""
         own = [parameter.detach().clone() for parameter in self.module.parameters()]
         self.copy_to(self.module)
         try:
@@ -344,7 +348,7 @@ class Ema:
                     parameter.copy_(before)
 
     def averaged_state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the module's state dict with averaged parameters, fp32."""
+        """Return the state dict of the module with averaged parameters, in fp32."""
         state = {name: value.detach() for name, value in self.module.state_dict().items()}
         return state | {name: mean.clone() for name, mean in self.means.items()}
 

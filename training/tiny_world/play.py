@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generate walks with the model in the real engine: vLLM's `LLM`, one request per chunk.
 
-`Played` describes a walk; a `World` generates videos of walks, several sessions at a time.
-`score.py` measures any world, and its tests measure one that shows the rendered truth. This model
-is so small that on a GPU the host's work per session dominates, so `SeveralEngines` distributes
-walks over engines with one core each.
+`Played` describes a walk, and a `World` generates videos of walks, several sessions at a time.
+`score.py` can measure any world, and its tests measure one that shows the rendered truth. The model
+is so small that on a GPU the work of the host per session dominates. `SeveralEngines` therefore
+distributes walks over several engines with one core each.
 """
 
 import math
@@ -26,18 +26,21 @@ from PIL import Image
 from training.tiny_world.walks import Walks, key_bits, scripted_walks
 
 LATENTS_A_CHUNK = 3
-"""Latent frames of a chunk in the measures: 12 video frames, 9 in the first chunk of a walk."""
+"""Number of latent frames per chunk in all measures. A chunk has 12 video frames, or 9 if it is the
+first chunk of a walk.
+"""
 
 
 @dataclass(frozen=True)
 class Played:
-    """A walk. The start image is the first latent frame, which no key moves.
+    """A walk that a world generates. The start image is the first latent frame, which keys do not
+    affect.
 
     Args:
-        start: x, z in metres. None: the start image's pose is unknown.
-        yaw: Radians.
+        start: Start position x, z in metres. None: the pose of the start image is unknown.
+        yaw: Heading at the start, in radians.
         keys: Keys held at each latent frame.
-        prompts: Latent frame -> prompt from there on; one at 0.
+        prompts: Latent frame -> prompt from this frame on. Must contain frame 0.
     """
 
     start: tuple[float, float] | None
@@ -48,7 +51,7 @@ class Played:
     seed: int
 
     def options(self) -> dict[str, Any]:
-        """Return the options of the first chunk."""
+        """Return the request options of the first chunk."""
         if self.start is None:
             return {}
         x_m, z_m = self.start
@@ -56,32 +59,34 @@ class Played:
         return {"start_pose": {"x_m": x_m, "z_m": z_m, "heading_degrees": heading}}
 
     def walk(self) -> Walks:
-        """Return the positions and angles that the keys lead to."""
+        """Return the walk with the positions and angles to which the keys lead."""
         assert self.start is not None
         bits = torch.tensor([[key_bits(keys) for keys in self.keys]], dtype=torch.uint8)
         return scripted_walks(torch.tensor([self.start]), torch.tensor([self.yaw]), bits)
 
 
 class World(Protocol):
-    """Generates videos of walks."""
+    """Interface of a world that generates videos of walks."""
 
     def play(self, walks: Sequence[Played], images_NHW3: torch.Tensor) -> list[torch.Tensor]:
-        """A video for each walk, uint8 [4 L - 3, H, W, 3]; pictures: what each starts from,
-        uint8.
+        """Return a video for each walk, uint8 [4 L - 3, H, W, 3]. `images_NHW3` are the start
+        images, uint8.
         """
         ...
 
 
 @dataclass
 class Times:
-    """What making chunks (of `LATENTS_A_CHUNK` latent frames) took."""
+    """Times of generating chunks (of `LATENTS_A_CHUNK` latent frames)."""
 
     chunks: float = 0.0
     wall_s: float = 0.0
     stages_ms: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def summary(self) -> dict[str, Any]:
-        """Wall seconds a chunk, all sessions counted, and milliseconds of each stage of it."""
+        """Return the elapsed seconds per chunk over all sessions, and the milliseconds of each
+        stage.
+        """
         chunks = max(self.chunks, 1e-9)
         stages = {name: round(value / chunks, 1) for name, value in self.stages_ms.items()}
         return {
@@ -91,7 +96,7 @@ class Times:
         }
 
     def add_engine(self, other: "Times") -> None:
-        """Count another engine's; wall seconds are then seconds of engines."""
+        """Add the times of another engine. Elapsed seconds are then summed over engines."""
         self.chunks += other.chunks
         self.wall_s += other.wall_s
         for name, value in other.stages_ms.items():
@@ -99,14 +104,13 @@ class Times:
 
 
 class EngineWorld:
-    """The model in vLLM's engine.
+    """World that generates videos with the model in vLLM's engine.
 
     Args:
-        omni: `additional_config.omni` without size and sessions.
-        batch: Sessions at a time.
+        omni: Options under `additional_config.omni`, except the size and the number of sessions.
+        batch: Number of sessions that run at the same time.
         snapshot_every: Number of the model's chunks after which a session is saved, closed and
-            restored.
-            Default: never.
+            restored. Default: sessions are never saved.
     """
 
     def __init__(
@@ -120,10 +124,10 @@ class EngineWorld:
         **engine_args: Any,
     ) -> None:
         self.snapshot_every = snapshot_every
-        # GiB that sessions may hold on a CPU; unset, vLLM's CPU worker wants 92 % of the memory to
-        # be free.
+        # GiB that vLLM reserves on a CPU. Without this value, vLLM's CPU worker requires 92 % of
+        # the memory to be free.
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
-        from vllm import LLM  # takes seconds; `--help` should not
+        from vllm import LLM  # slow import, which `--help` should not need
 
         from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 
@@ -161,7 +165,7 @@ class EngineWorld:
         self.llm.llm_engine.engine_core.shutdown()
 
     def _together(self, walks: Sequence[Played], images_NHW3: torch.Tensor) -> list[torch.Tensor]:
-        """Walks of one length, a chunk of each at a time."""
+        """Generate walks of equal length together, one chunk of each at a time."""
         length = len(walks[0].keys)
         names = [f"walk-{self._sessions + index}" for index in range(len(walks))]
         self._sessions += len(walks)
@@ -244,7 +248,9 @@ class EngineWorld:
 
 
 class SeveralEngines:
-    """`EngineWorld`s with equal arguments in separate processes, which share the walks."""
+    """World that distributes walks over several `EngineWorld`s with equal arguments, in separate
+    processes.
+    """
 
     def __init__(self, engines: int, model: Path, size: tuple[int, int], **options: Any) -> None:
         self.engines = engines
@@ -279,26 +285,29 @@ class SeveralEngines:
 
 
 class _Worker:
-    """The state of a process of `SeveralEngines`: one engine."""
+    """State of one process of `SeveralEngines`, which runs one engine."""
 
     world: EngineWorld
 
     @classmethod
     def start_worker(cls, model: Path, size: tuple[int, int], options: Mapping[str, Any]) -> None:
         cls.world = EngineWorld(model, size, **options)
-        # Before this process waits for its children, which the engine's process is.
+        # The engine must be closed before this process waits for its children, which include the
+        # engine's process.
         multiprocessing.util.Finalize(None, cls.world.close, exitpriority=100)
 
     @classmethod
     def play(cls, walks: Sequence[Played], images_NHW3: Any) -> tuple[list[Any], Times]:
-        """Pictures and videos are NumPy arrays: those of torch would go through shared memory."""
+        """Generate walks in this process. Images and videos are NumPy arrays, because torch tensors
+        would be sent through shared memory.
+        """
         cls.world.times = Times()
         videos = cls.world.play(walks, torch.from_numpy(images_NHW3))
         return [video.numpy() for video in videos], cls.world.times
 
 
 def _runs(order: Sequence[int], keys: Sequence[int], longest: int) -> Iterator[list[int]]:
-    """Split `order` where the key changes and into runs of at most `longest`."""
+    """Split `order` into runs of equal keys with at most `longest` entries each."""
     run: list[int] = []
     for index, item in enumerate(order):
         if run and (keys[index] != keys[index - 1] or len(run) == longest):

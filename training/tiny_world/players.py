@@ -1,27 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walks as people play them, and what a world shows in each second of them, against the rendered
+"""Walks as people play them, and a comparison of each second of a generated walk with the rendered
 truth.
 
     python -m training.tiny_world.score --model DIR --seed 1 --players               # all scenarios
     python -m training.tiny_world.score --model DIR --seed 1 --players still bot
 
-Held-out walks of `score.py` come from the training's walker. These do not: they stand still for
-minutes, walk into walls, hold one key across the border of the period, and switch prompts at any
-time. Where a walk is, is decided by the same integrator and occupancy grid that the server uses.
+The held-out walks of `score.py` are drawn from the same walker as the training data. The walks in
+this module are different: they stand still for minutes, walk into walls, hold one key across the
+border of the period, and switch prompts at any time. Positions are computed with the same
+integrator and occupancy grid as in the server.
 
-Measured are latent frames, four a second, without the start image. Per second of each walk:
+Latent frames (four per second) are measured, without the start image. The following values are
+computed for each second of a walk:
 
-    psnr, start_psnr    against the truth, and against the start image (`still` and `home`)
-    sharpness           mean horizontal difference of neighbouring pixels over the truth's
-    contrast            standard deviation over the truth's
+    psnr, start_psnr    PSNR against the truth, and against the start image (`still` and `home`)
+    sharpness           mean horizontal difference of neighbouring pixels, divided by that of the
+                        truth
+    contrast            standard deviation divided by that of the truth
     village             share of frames that `recognise.py` recognises as a village in the prompt's
-                        style, or that are the same view as the truth (`SAME_VIEW_DB`). Frames are
-                        judged where the view is open, as in its calibration, and where it
-                        recognises the truth; None if there are none. In the second after a prompt,
-                        the previous style counts too
+                        style, or that show the same view as the truth (`SAME_VIEW_DB`). A frame is
+                        judged only if its view is open, as in the calibration of the classifier,
+                        and if the classifier recognises the truth. None: no frame was judged. In
+                        the second after a prompt, the previous style is also accepted
 
-`table` holds the measures that have a target, and whether it is met.
-Tested by tests/training/tiny_world/test_players.py.
+`table` contains the measures that have a target, and whether each target is met. Tested by
+tests/training/tiny_world/test_players.py.
 """
 
 # L latent frames, N walks
@@ -53,28 +56,34 @@ from vllm_omni.worlds.movement import (
 
 LATENTS_A_SECOND = 4
 HALF_TURN = round(180 / YAW_DEGREES)
-"""Latent frames of a look key that turn the camera around."""
+"""Number of latent frames for which a look key must be held to turn the camera around."""
 BURST_S = 0.5, 8.0
-"""Shortest and longest time that a player holds the same keys; drawn evenly in its logarithm."""
+"""Shortest and longest time in seconds for which a player holds the same keys. The logarithm of the
+time is drawn uniformly.
+"""
 PAUSE_S = 2.0, 20.0
 IDLE_SHARE = 0.3
-"""Share of a bot's spells in which nothing is held."""
+"""Share of the bot's periods in which it holds no key."""
 SWITCH_S = 10.0, 40.0
-"""Shortest and longest time between two prompts of a bot."""
+"""Shortest and longest time between two prompts of a bot, in seconds."""
 LARGEST_PITCH = 32.0
-"""Degrees up or down that players look at most, nearly what most walks of the training do."""
+"""Largest angle in degrees by which players look up or down. Most training walks reach nearly the
+same angle.
+"""
 APPROACH_LATENTS = 24
-"""A walk into a wall arrives within so many."""
+"""Number of latent frames within which a walk into a wall arrives there."""
 AGAIN_S = 3.0
-"""A world must show a village again so soon after the camera has turned away from a wall."""
-
-SAME_VIEW_DB = 30.0
-"""PSNR from which a frame is a village if the truth is one, whatever the classifier says.
-
-Near its threshold the classifier can reject an image of 36 dB whose truth it accepts.
+"""Seconds after the camera has turned away from a wall within which a world must show a village
+again.
 """
 
-# (keys, weight): what a player holds next
+SAME_VIEW_DB = 30.0
+"""PSNR from which a frame counts as a village if the truth does, regardless of the classifier.
+
+Near its threshold, the classifier can reject a frame with 36 dB although it accepts the truth.
+"""
+
+# (keys, weight) from which the next held keys of a player are drawn
 _HABITS = (
     ("w", 0.34),
     ("wl", 0.11),
@@ -97,8 +106,8 @@ _STYLE_OF = {prompt: style for style, name in enumerate(STYLES) for prompt in PR
 
 @dataclass(frozen=True)
 class Player:
-    """A walk. turned_at: the latent frame from which on the camera looks away from the wall
-    again; None = no wall.
+    """A walk of a player. From latent frame `turned_at`, the camera looks away from the wall again.
+    None: the walk has no wall.
     """
 
     walk: Played
@@ -106,18 +115,18 @@ class Player:
 
     @property
     def seconds(self) -> int:
-        """Whole seconds that are measured."""
+        """Number of whole seconds that are measured."""
         return (len(self.walk.keys) - 1) // LATENTS_A_SECOND
 
     def styles(self) -> torch.Tensor:
-        """The style that the prompt names at each latent frame, [L]."""
+        """Return the style that the prompt names at each latent frame, [L]."""
         shown = torch.zeros(len(self.walk.keys), dtype=torch.long)
         for latent, prompt in self.walk.prompts.items():
             shown[latent:] = _STYLE_OF[prompt]
         return shown
 
     def styles_before(self) -> torch.Tensor:
-        """As `styles`, each prompt a second late, [L]."""
+        """Return `styles` with each prompt delayed by one second, [L]."""
         styles = self.styles()
         late = LATENTS_A_SECOND
         return torch.cat((styles[:1].expand(late), styles))[: len(styles)]
@@ -125,11 +134,11 @@ class Player:
 
 @dataclass(frozen=True)
 class Scenario:
-    """How to draw walks. walks: how many when not asked for another number. seconds: of play, at
-    most.
+    """How to draw the walks of a scenario. `walks` is the default number of walks, and `seconds` is
+    the default maximum duration.
 
-    make: (walks, seconds, seed, generator) -> players; lengths may be longer by what a scenario
-    adds at its end.
+    `make` maps (walks, seconds, seed, generator) to players. A scenario may add an ending, which
+    makes walks longer.
     """
 
     walks: int
@@ -141,20 +150,20 @@ class Scenario:
 
 
 def _still(number: int, seconds: int, seed: int, generator: torch.Generator) -> list[Player]:
-    """No key."""
+    """Hold no key."""
     return _players(_open_places(number, generator), [_rest(seconds)] * number, seed, generator)
 
 
 def _idle_spells(number: int, seconds: int, seed: int, generator: torch.Generator) -> list[Player]:
-    """Random keys, a pause after each."""
+    """Hold random keys, with a pause after each."""
     latents = LATENTS_A_SECOND * seconds
     keys = [_played_keys(latents, generator, idle=1.0, idle_s=PAUSE_S) for _ in range(number)]
     return _players(free_places(number, generator), keys, seed, generator)
 
 
 def _straight(number: int, seconds: int, seed: int, generator: torch.Generator) -> list[Player]:
-    """`w` held where the way is longest and crosses the period's border; then turn around and
-    walk back.
+    """Hold `w` where the free way is longest and crosses the border of the period, then turn around
+    and walk back.
     """
     latents = LATENTS_A_SECOND * seconds
     starts, yaw = free_places(128 * number, generator)
@@ -173,7 +182,9 @@ def _straight(number: int, seconds: int, seed: int, generator: torch.Generator) 
 
 
 def _wall(number: int, seconds: int, seed: int, generator: torch.Generator) -> list[Player]:
-    """Walk into a wall, stay there (every second player still holds `w`), turn around, walk."""
+    """Walk into a wall, stay there (every second player still holds `w`), turn around, and walk
+    away.
+    """
     latents = LATENTS_A_SECOND * seconds
     starts, yaw = free_places(64 * number, generator)
     moved = _along(starts, yaw, APPROACH_LATENTS + 8).diff(dim=1).norm(dim=2)
@@ -191,7 +202,7 @@ def _wall(number: int, seconds: int, seed: int, generator: torch.Generator) -> l
 
 
 def _spin(number: int, seconds: int, seed: int, generator: torch.Generator) -> list[Player]:
-    """One look key."""
+    """Hold one look key."""
     keys = [[side] * (LATENTS_A_SECOND * seconds) for side in _sides(number)]
     return _players(free_places(number, generator), keys, seed, generator)
 
@@ -199,8 +210,8 @@ def _spin(number: int, seconds: int, seed: int, generator: torch.Generator) -> l
 def _back_and_forth(
     number: int, seconds: int, seed: int, generator: torch.Generator
 ) -> list[Player]:
-    """One key for one to four seconds, its opposite for as long, and so on: ahead, aside, or
-    looking, in turn.
+    """Hold one key for one to four seconds, then its opposite for the same time, and so on. Players
+    take turns with movement ahead, movement aside and looking.
     """
     keys = []
     for index in range(number):
@@ -213,8 +224,8 @@ def _back_and_forth(
 
 
 def _bot(number: int, seconds: int, seed: int, generator: torch.Generator) -> list[Player]:
-    """Random keys, a third of the time none, another prompt now and then; a start for each three
-    walks.
+    """Hold random keys, with none for a third of the time, and switch the prompt from time to time.
+    Three walks share each start.
     """
     latents = LATENTS_A_SECOND * seconds
     starts, yaw = _open_places(math.ceil(number / len(STYLES)), generator)
@@ -224,7 +235,7 @@ def _bot(number: int, seconds: int, seed: int, generator: torch.Generator) -> li
 
 
 def _home(number: int, seconds: int, seed: int, generator: torch.Generator) -> list[Player]:
-    """Walk away for `seconds`, undo every key, rest for a second where the walk started."""
+    """Walk away for `seconds`, undo every key, and rest for a second at the start position."""
     starts, yaw = _open_places(number, generator)
     away = _free_keys(starts, yaw, LATENTS_A_SECOND * seconds, generator)
     return _players(
@@ -247,8 +258,8 @@ SCENARIOS: dict[str, Scenario] = {
 def players(
     name: str, seed: int, *, walks: int | None = None, seconds: int | None = None
 ) -> list[Player]:
-    """Draw a scenario's walks from the seed alone. walks: None = its own number; seconds: at
-    most so many of play.
+    """Draw the walks of a scenario, which depend only on the seed. `walks` is their number (None:
+    the scenario's own number), and `seconds` is the maximum duration.
     """
     scenario = SCENARIOS[name]
     generator = torch.Generator().manual_seed(
@@ -259,10 +270,11 @@ def players(
 
 
 def undone(keys: Sequence[str]) -> list[str]:
-    """Keys that lead back to where `keys` began, if nothing was in the way; one latent frame more.
+    """Return the keys that lead back to the start of `keys` if there were no obstacles. The result
+    is one latent frame longer.
 
-    A camera looks first and moves then. So the way back moves first: each movement is undone
-    together with the look of the latent frame after it.
+    In each latent frame, the camera first turns and then moves. The way back must therefore move
+    first: each movement is undone together with the turn of the following latent frame.
     """
     looks = [_only(held, "jlik").translate(_OPPOSITE) for held in keys]
     moves = [_only(held, "wsad").translate(_OPPOSITE) for held in keys]
@@ -279,9 +291,10 @@ def _players(
     turned_at: int | None = None,
     switches: bool = False,
 ) -> list[Player]:
-    """Walks whose first latent frame is the start image; styles take turns.
+    """Return players with these keys. The first latent frame of a walk is the start image, and
+    players take turns with the styles.
 
-    Chunks of three latent frames fill them.
+    Walks are filled up to whole chunks of three latent frames.
     """
     out = []
     for index, held in enumerate(keys):
@@ -307,8 +320,8 @@ def _players(
 
 
 def _open_places(number: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places with three metres of free way ahead: a wall at arm's length has no sharpness to
-    compare with.
+    """Draw positions with three metres of free way ahead, because a wall at arm's length has no
+    edges for comparing sharpness.
     """
     starts, yaw = free_places(16 * number, generator)
     path = _along(starts, yaw, 6)
@@ -318,14 +331,14 @@ def _open_places(number: int, generator: torch.Generator) -> tuple[torch.Tensor,
 
 
 def _along(starts: torch.Tensor, yaw: torch.Tensor, latents: int) -> torch.Tensor:
-    """Positions [N, 1 + latents, 2] of walkers that hold `w`."""
+    """Return the positions [N, 1 + latents, 2] of walkers that hold `w`."""
     keys = torch.full((len(starts), 1 + latents), key_bits("w"), dtype=torch.uint8)
     return scripted_walks(starts, yaw, keys).positions
 
 
 def _bot_keys(latents: int, generator: torch.Generator) -> list[str]:
-    """Keys follow each pause; so a larger share than `IDLE_SHARE` of the spells of keys has a
-    pause behind it.
+    """Return random keys, with pauses in a share `IDLE_SHARE` of the periods. Two pauses never
+    follow each other, so a larger share of the periods with keys is followed by a pause.
     """
     return _played_keys(latents, generator, idle=IDLE_SHARE / (1 - IDLE_SHARE), idle_s=BURST_S)
 
@@ -333,8 +346,8 @@ def _bot_keys(latents: int, generator: torch.Generator) -> list[str]:
 def _played_keys(
     latents: int, generator: torch.Generator, *, idle: float, idle_s: tuple[float, float]
 ) -> list[str]:
-    """Spells of keys, each other ones than before. idle: how likely a pause follows a spell, for
-    `idle_s` seconds.
+    """Return periods of held keys, which differ from the previous keys each time. With probability
+    `idle`, a period is followed by a pause of `idle_s` seconds.
     """
     out: list[str] = []
     held, pitch, may_pause = "", 0.0, False
@@ -345,7 +358,7 @@ def _played_keys(
             continue
         drawn = _other_keys(held, generator)
         count = _latents(*BURST_S, generator)
-        if _only(drawn, "ik"):  # where there is more room
+        if _only(drawn, "ik"):  # look in the direction with more room
             drawn = _only(drawn, "wsadjl") + ("k" if pitch > 0 else "i")
             if drawn == held:
                 continue
@@ -364,8 +377,8 @@ def _other_keys(last: str, generator: torch.Generator) -> str:
 def _free_keys(
     starts: torch.Tensor, yaw: torch.Tensor, latents: int, generator: torch.Generator
 ) -> list[list[str]]:
-    """A bot's keys for each start that can be undone: a player who would touch a wall turns
-    instead, and one who would look further up or down than `LARGEST_PITCH` does not.
+    """Return keys of a bot for each start that can be undone: a player that would touch a wall
+    turns instead, and never looks further up or down than `LARGEST_PITCH`.
     """
     number = len(starts)
     wished = [_bot_keys(latents, generator) for _ in range(number)]
@@ -417,7 +430,7 @@ def _between(low: float, high: float, generator: torch.Generator) -> float:
 
 
 def _latents(shortest_s: float, longest_s: float, generator: torch.Generator) -> int:
-    """A time as latent frames, drawn evenly in its logarithm."""
+    """Draw a time as a number of latent frames, uniformly in its logarithm."""
     return round(
         LATENTS_A_SECOND * math.exp(_between(math.log(shortest_s), math.log(longest_s), generator))
     )
@@ -432,7 +445,7 @@ def _prompt(style: int, generator: torch.Generator) -> str:
 
 
 def truth_of(renderer: Renderer, player: Player) -> torch.Tensor:
-    """What a walk should look like, uint8 [L, H, W, 3] on the CPU; equal views are rendered
+    """Render the expected frames of a walk, uint8 [L, H, W, 3] on the CPU. Equal views are rendered
     once.
     """
     path, styles = player.walk.walk(), player.styles()
@@ -449,10 +462,10 @@ def truth_of(renderer: Renderer, player: Player) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Seconds:
-    """One walk's measures, a value for each second.
+    """Measures of one walk, with one value per second.
 
-    village: whether each latent frame is recognised as a village, bool [L]. judged: whether it is
-    judged, bool [L].
+    `village`, bool [L], is whether each latent frame is recognised as a village. `judged`, bool
+    [L], is whether the frame is judged.
     """
 
     values: dict[str, list[float | None]]
@@ -460,7 +473,7 @@ class Seconds:
     judged: torch.Tensor
 
     def share(self) -> float | None:
-        """Return the share of villages among the judged frames, or None without such frames."""
+        """Return the share of villages among the judged frames, or None if no frame is judged."""
         judged = self.village[self.judged].float()
         return _rounded(judged.mean()) if len(judged) else None
 
@@ -468,7 +481,7 @@ class Seconds:
 def measured(
     made_LHW3: torch.Tensor, truth_LHW3: torch.Tensor, player: Player, recogniser: Recogniser
 ) -> Seconds:
-    """Measure one walk. Frames are uint8, one a latent frame, the start image first."""
+    """Measure one walk. Frames are uint8, one per latent frame, with the start image first."""
     styles, before = player.styles(), player.styles_before()
     accepted = recogniser.villages(made_LHW3, styles)
     late = before != styles
@@ -497,15 +510,16 @@ def measured(
 
 
 def _same_view(made_LHW3: torch.Tensor, truth_LHW3: torch.Tensor) -> torch.Tensor:
-    """Return whether each frame has at least `SAME_VIEW_DB`, bool [L]."""
+    """Return whether each frame has a PSNR of at least `SAME_VIEW_DB`, bool [L]."""
     error_L = (made_LHW3.float() - truth_LHW3.float()).square().mean(dim=(1, 2, 3))
     return error_L <= 255**2 / 10 ** (SAME_VIEW_DB / 10)
 
 
 def again(seconds: Seconds, turned_at: int) -> float | None:
-    """Seconds from the end of a turn until three of four frames are a village; None = never.
+    """Return the seconds from the end of a turn until three of four frames are a village, or None
+    if this never happens.
 
-    Frames that are not judged do not count.
+    Frames that are not judged are ignored.
     """
     judged = seconds.village[turned_at - 1 :][seconds.judged[turned_at - 1 :]].float()
     if len(judged) < LATENTS_A_SECOND:
@@ -515,7 +529,7 @@ def again(seconds: Seconds, turned_at: int) -> float | None:
 
 
 def tens(values: Sequence[float | None]) -> list[float]:
-    """Means over every ten seconds; shorter walks have one mean over all."""
+    """Return the means over every ten seconds, or a single mean if the walk is shorter."""
     numbers = [value for value in values if value is not None]
     step = min(10, len(numbers))
     return [
@@ -525,7 +539,7 @@ def tens(values: Sequence[float | None]) -> list[float]:
 
 
 def _deviation(frames_1T3HW: torch.Tensor) -> torch.Tensor:
-    """Mean over frames of the standard deviation of all values."""
+    """Return the standard deviation of the values of a frame, averaged over frames."""
     return frames_1T3HW.flatten(2).std(dim=2).mean()
 
 
@@ -545,7 +559,9 @@ def score_players(
     walks: int | None = None,
     seconds: int | None = None,
 ) -> dict[str, Any]:
-    """Measure a world in the named scenarios (none: in all). walks, seconds: as in `players`."""
+    """Measure a world in the named scenarios, or in all if `names` is empty. `walks` and `seconds`
+    are the arguments of `players`.
+    """
     recogniser = shipped()
     scenarios: dict[str, Any] = {}
     for name in names or SCENARIOS:
@@ -581,8 +597,8 @@ def _summary(name: str, drawn: Sequence[Player], found: Sequence[Seconds]) -> di
 
 
 def table(scenarios: dict[str, Any]) -> list[dict[str, Any]]:
-    """What has a target, for the scenarios that were played: measure, value, target, and whether
-    it is met.
+    """Return the measures that have a target, for the scenarios that were played: measure, value,
+    target, and whether it is met.
     """
     rows: list[dict[str, Any]] = []
 

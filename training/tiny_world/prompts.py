@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sixty prompts for each style of the village.
 
-The first of each is the one that the demo and the page offer.
+The demo and the web page offer the first prompt of each style.
 """
 
 from training.tiny_world.village import STYLES

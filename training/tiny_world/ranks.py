@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes under `torchrun`, one per GPU, or a single process; averages gradients over them."""
+"""Processes under `torchrun` (one per GPU) or a single process, and averaging of gradients over
+them.
+"""
 
 import os
 import time
@@ -12,7 +14,9 @@ from torch import distributed, nn
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those of torchrun; one process without it. device: its own."""
+    """This process among all processes of torchrun, or a single process without torchrun. `device`
+    is the device of this process.
+    """
 
     rank: int
     world: int
@@ -57,7 +61,7 @@ class Ranks:
         )
 
     def agree(self, values: Sequence[float]) -> list[float]:
-        """Return the first rank's values."""
+        """Return the values of the first rank on all ranks."""
         if self.world == 1:
             return list(values)
         sent = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -76,7 +80,7 @@ class Ranks:
 
 
 class Clock:
-    """How far a piece of training is, by wall time since the clock was made."""
+    """Progress of one run of training, by wall time since the clock was created."""
 
     def __init__(self, minutes: float) -> None:
         self.seconds, self.started = 60 * minutes, time.monotonic()

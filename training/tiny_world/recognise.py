@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recognise a village: whether a frame shows the village in a given style, or a mosaic, fog, a
-smear, another style.
+"""Recognise whether a frame shows the village in a given style.
+
+Other frames show, for example, a mosaic, fog, a smear or another style.
 
     # minutes on a CPU; writes recognise.safetensors
     python -m training.tiny_world.recognise --train
@@ -8,13 +9,13 @@ smear, another style.
     # measures the shipped classifier on fresh renders
     python -m training.tiny_world.recognise --seed 2
 
-A small network reads hand-made features of a frame at 48x80 pixels: colours in a coarse grid,
-histograms of gradients at two scales, and the autocorrelation of gradients, in which repeated edges
-stand out. It is trained on renders, on damaged renders, and on frames of `broken.webp`: what the
-world without world poses made after 40 s and more of standing still or walking, chosen by eye. The
-threshold comes from other renders, of which 99.5 % are accepted. Renders are views without a wall
-or a tree at arm's length, see `open_views`.
-Tested by tests/training/tiny_world/test_recognise.py.
+The classifier is a small network on hand-made features of a frame at 48x80 pixels: colours in a
+coarse grid, histograms of gradients at two scales, and the autocorrelation of gradients, which
+reveals repeated edges. The classifier is trained on renders, on damaged renders, and on the frames
+of `broken.webp`. The frames of `broken.webp` were chosen by eye from what the world without world
+poses generated after 40 s or more of standing still or walking. The threshold is set on other
+renders, so that 99.5 % of them are accepted. Renders contain only views without a wall or a tree at
+arm's length (`open_views`). Tested by tests/training/tiny_world/test_recognise.py.
 """
 
 # N frames, S styles, F features
@@ -40,31 +41,34 @@ from vllm_omni.evaluation.likeness import unit
 
 WEIGHTS = Path(__file__).with_name("recognise.safetensors")
 BROKEN = Path(__file__).with_name("broken.webp")
-"""Frames that are no village, at the size that the classifier reads; a row shows a session of
-`STYLES[row % 3]`.
+"""Frames that do not show a village, at the size that the classifier reads. Each row shows a
+session in the style `STYLES[row % 3]`.
 """
 BROKEN_COLUMNS = 10
 UNSEEN_ROWS = 11, 14
-"""Rows of `broken.webp` that training leaves out: another session."""
+"""Rows of `broken.webp` that are not used for training, because they show another session."""
 SIZE = 48, 80
-"""Pixels that a frame is reduced to, so that worlds of any size are measured alike."""
+"""Height and width to which frames are reduced, so that worlds of any size are measured in the same
+way.
+"""
 ACCEPTED = 0.995
-"""Share of the calibration's renders that is accepted; 0.99 is promised, for renders of any
-seed.
+"""Share of the calibration renders that is accepted. For renders of any seed, at least 0.99 must be
+accepted.
 """
 _VIEW_LATENT = 40
-"""Renders show what a random walker sees after so many latent frames."""
+"""Number of latent frames after which a render shows the view of a random walker."""
 _LARGEST_PITCH = 0.6
 _HIDDEN = 192
 _JITTER = 0.2
-"""Noise on the features in training, in their deviations."""
+"""Noise on the features in training, in units of their standard deviations."""
 _SEEDS = {"train": 880_001, "calibrate": 880_002, "check": 880_003}
 
 
 class Recogniser(nn.Module):
-    """Says whether frames are a village in a style.
+    """Classifier that decides whether frames show the village in a style.
 
-    Same frames, same result: no randomness, fp32 on the CPU.
+    The result depends only on the frames: the classifier uses no randomness and runs in fp32 on the
+    CPU.
     """
 
     mean: torch.Tensor
@@ -82,18 +86,18 @@ class Recogniser(nn.Module):
         )  # fmt: skip
 
     def forward(self, features_NF: torch.Tensor) -> torch.Tensor:
-        """Logits [N, S + 1] of the styles, and of no village."""
+        """Return logits [N, S + 1] of the styles and of "no village"."""
         return self.layers((features_NF - self.mean) / self.deviation)
 
     @torch.no_grad()
     def margins(self, features_NF: torch.Tensor, style_N: torch.Tensor) -> torch.Tensor:
-        """Log-odds [N] that a frame is a village in its style."""
+        """Return the log-odds [N] that a frame shows the village in its style."""
         logits = self(features_NF).log_softmax(dim=1)
         chosen = functional.one_hot(style_N.long(), len(STYLES) + 1).bool()
         return logits[chosen] - logits.masked_fill(chosen, -torch.inf).logsumexp(dim=1)
 
     def villages(self, frames_NHW3: torch.Tensor, style_N: torch.Tensor) -> torch.Tensor:
-        """Return whether each uint8 frame [N, H, W, 3] is a village in its style (index into
+        """Return whether each uint8 frame [N, H, W, 3] shows the village in its style (index into
         `STYLES`), bool [N].
         """
         parts = zip(frames_NHW3.split(256), style_N.split(256), strict=True)
@@ -106,7 +110,7 @@ class Recogniser(nn.Module):
 
 @cache
 def shipped() -> Recogniser:
-    """The classifier of `recognise.safetensors`."""
+    """Load the shipped classifier from `recognise.safetensors`."""
     tensors = load_file(WEIGHTS)
     recogniser = Recogniser(len(tensors["mean"]))
     recogniser.load_state_dict(tensors)
@@ -117,12 +121,12 @@ def shipped() -> Recogniser:
 
 
 def reduced(frames_NHW3: torch.Tensor) -> torch.Tensor:
-    """uint8 [N, H, W, 3] -> fp32 [N, 3, 48, 80] in [0, 1], areas averaged."""
+    """Reduce uint8 frames [N, H, W, 3] to fp32 [N, 3, 48, 80] in [0, 1], by averaging areas."""
     return functional.interpolate(unit(frames_NHW3.cpu()), SIZE, mode="area")
 
 
 def features(frames_N3HW: torch.Tensor) -> torch.Tensor:
-    """Describe reduced frames, [N, F]."""
+    """Return the features of reduced frames, [N, F]."""
     grey = frames_N3HW.mean(dim=1, keepdim=True)
     half = functional.avg_pool2d(grey, 2)
     cells = functional.avg_pool2d(frames_N3HW, 8)  # 6 x 10
@@ -146,13 +150,15 @@ def features(frames_N3HW: torch.Tensor) -> torch.Tensor:
 
 
 def _histogram(steps_N1HW: torch.Tensor) -> torch.Tensor:
-    """Shares of gradients that are larger than each of eight sizes, [N, 8]."""
+    """Return the shares of gradients that are larger than each of eight thresholds, [N, 8]."""
     size = steps_N1HW.abs().flatten(1)
     return torch.stack([(size > 2.0**power / 256).float().mean(dim=1) for power in range(8)], dim=1)
 
 
 def _autocorrelation(steps_N1HW: torch.Tensor) -> torch.Tensor:
-    """Of the gradients along the rows at lags 1 to 12, over their power, [N, 12]."""
+    """Return the autocorrelation of the gradients along rows at lags 1 to 12, divided by their
+    power, [N, 12].
+    """
     power = steps_N1HW.square().flatten(1).mean(dim=1) + 1e-5
     lags = [steps_N1HW[..., lag:] * steps_N1HW[..., :-lag] for lag in range(1, 13)]
     return torch.stack([product.flatten(1).mean(dim=1) / power for product in lags], dim=1)
@@ -164,8 +170,8 @@ def _autocorrelation(steps_N1HW: torch.Tensor) -> torch.Tensor:
 def renders(
     walkers: int, seed: int, size: tuple[int, int], *, compiled: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What random walkers see, uint8 [N, H, W, 3], and the styles, which take turns; N: those
-    with an open view.
+    """Render the views of random walkers, uint8 [N, H, W, 3], and return them with their styles,
+    which alternate. Only open views are included.
     """
     renderer = Renderer("cpu", *size, compiled=compiled, frames_per_call=8 if compiled else 2)
     walks = random_walks(walkers, _VIEW_LATENT + 1, seed)
@@ -178,10 +184,11 @@ def renders(
 def open_views(
     position_N2: torch.Tensor, yaw_N: torch.Tensor, pitch_N: torch.Tensor
 ) -> torch.Tensor:
-    """Whether nothing stands within a metre ahead and the view is not far up or down, bool [N].
+    """Return whether the view is open, bool [N]: there is no obstacle within a metre ahead, and the
+    camera does not look far up or down.
 
-    A wall or a tree that fills the view looks like fog, in any style, and nobody could tell; so
-    could not a classifier.
+    A wall or a tree that fills the view looks like fog in every style, so neither a person nor a
+    classifier could recognise it.
     """
     ahead_N2 = torch.stack((yaw_N.sin(), yaw_N.cos()), dim=1)
     probes = torch.stack([(position_N2 + metres * ahead_N2).double() for metres in (0.5, 1.0)])
@@ -190,8 +197,8 @@ def open_views(
 
 
 def broken_frames() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Frames of `broken.webp`, uint8 [N, 48, 80, 3], their styles [N], and whether training sees
-    them, bool [N].
+    """Return the frames of `broken.webp`, uint8 [N, 48, 80, 3], their styles [N], and whether they
+    are used for training, bool [N].
     """
     import numpy as np
 
@@ -204,7 +211,9 @@ def broken_frames() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def slightly_off(frames_N3HW: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Frames as a good world makes them: a little soft, noisy, and off in level and contrast."""
+    """Return frames with the small defects of a good world: slightly soft and noisy, and with small
+    errors in level and contrast.
+    """
     number = len(frames_N3HW)
     soft = _blurred(frames_N3HW, 0.9)
     out = torch.lerp(frames_N3HW, soft, _uniform(number, 0.0, 1.0, generator))
@@ -237,7 +246,7 @@ def _fog(frames: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def _melted(frames: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Soft, flat and darker at once."""
+    """Make frames soft, flat and darker at the same time."""
     soft = _blur(frames, generator)
     flat = torch.lerp(
         soft, soft.mean(dim=(2, 3), keepdim=True), _uniform(len(frames), 0.0, 0.8, generator)
@@ -261,7 +270,9 @@ def _noisy(frames: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def _mosaic(frames: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Tiles in another order, some of them many times; or one tile everywhere."""
+    """Put tiles of a frame in another order, some of them several times, or repeat one tile
+    everywhere.
+    """
     side = (4, 8, 16)[int(torch.randint(3, (1,), generator=generator))]
     number, _, height, width = frames.shape
     tiles = functional.unfold(frames, side, stride=side)  # [N, 3 side^2, tiles]
@@ -274,7 +285,7 @@ def _mosaic(frames: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def _repeated(frames: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A part of the width (or height) again and again: rows of posts and windows."""
+    """Repeat a part of the width (or height) of a frame, which gives rows of posts and windows."""
     part = (4, 8, 16)[int(torch.randint(3, (1,), generator=generator))]
     along = 3 if float(torch.rand(1, generator=generator)) < 0.6 else 2
     length = frames.shape[along]
@@ -283,7 +294,7 @@ def _repeated(frames: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def _smear(frames: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A few columns (or rows) stretched over the whole."""
+    """Stretch a few columns (or rows) of a frame over the whole frame."""
     part = (2, 4, 8, 16)[int(torch.randint(4, (1,), generator=generator))]
     along = 3 if float(torch.rand(1, generator=generator)) < 0.5 else 2
     length = frames.shape[along]
@@ -295,7 +306,7 @@ def _smear(frames: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def _ghosts(frames: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Several views at once, as a mean over places looks."""
+    """Blend several views, which looks like a mean over positions."""
     shifts = torch.randint(1, max(2, len(frames)), (3,), generator=generator).tolist()
     return torch.stack([frames, *(frames.roll(shift, dims=0) for shift in shifts)]).mean(dim=0)
 
@@ -311,19 +322,19 @@ DAMAGES: dict[str, Damage] = {
     "smear": _smear,
     "ghosts": _ghosts,
 }
-"""Ways in which a render is made no village."""
+"""Ways to damage a render so that it no longer shows a village."""
 _HARDER = "mosaic", "noise", "melted"
-"""What training sees more of."""
+"""Damages that occur more often in training."""
 
 
 def damaged(
     frames_N3HW: torch.Tensor, generator: torch.Generator, names: Sequence[str] = tuple(DAMAGES)
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Damage reduced frames, each way in turn; returns those that are clearly damaged, and their
-    indices.
+    """Damage reduced frames in each of the named ways. Return the frames that are clearly damaged,
+    and their indices.
 
-    What hardly changes (a wall that fills the view, blurred) is still a view of the village and is
-    left out.
+    A frame that hardly changes, for example a blurred wall that fills the view, still shows the
+    village and is left out.
     """
     out, retained = [], []
     for first in range(len(names)):
@@ -341,7 +352,7 @@ def _uniform(number: int, low: float, high: float, generator: torch.Generator) -
 
 
 def _noise(shape: torch.Size, cell: int, generator: torch.Generator) -> torch.Tensor:
-    """Normal noise whose grains are `cell` pixels wide."""
+    """Return normal noise with grains that are `cell` pixels wide."""
     number, channels, height, width = shape
     small = torch.randn(
         number, channels, -(-height // cell), -(-width // cell), generator=generator
@@ -363,7 +374,9 @@ def _blurred(frames_N3HW: torch.Tensor, sigma: float) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Examples:
-    """Features [N, F] and what they show [N]: a style, or no village (the number of styles)."""
+    """Training examples: features [N, F] and labels [N], each of which is a style or "no village"
+    (the number of styles).
+    """
 
     features: torch.Tensor
     shown: torch.Tensor
@@ -375,10 +388,10 @@ def examples(
     broken_NHW3: torch.Tensor,
     generator: torch.Generator,
 ) -> Examples:
-    """Renders as they are and slightly off, damaged renders, and broken frames; all of them
-    mirrored as well.
+    """Return unchanged and slightly defective renders, damaged renders and broken frames, each also
+    mirrored.
     """
-    order = style_N.argsort(stable=True)  # ghosts are of one style
+    order = style_N.argsort(stable=True)  # ghosts blend frames of one style
     good, style_N = reduced(frames_NHW3)[order], style_N[order]
     no_village = len(STYLES)
     parts, shown = [], []
@@ -402,7 +415,9 @@ def examples(
 
 
 def trained(data: Examples, *, steps: int, seed: int) -> Recogniser:
-    """Fit the classifier on as many villages as others; its threshold stays 0."""
+    """Train the classifier on equal numbers of villages and other frames. The threshold of the
+    classifier remains 0.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -432,7 +447,9 @@ def trained(data: Examples, *, steps: int, seed: int) -> Recogniser:
 
 
 def calibrate(recogniser: Recogniser, frames_NHW3: torch.Tensor, style_N: torch.Tensor) -> None:
-    """Set the threshold so that the share `ACCEPTED` of these renders is accepted."""
+    """Set the threshold of the classifier so that the share `ACCEPTED` of the given renders is
+    accepted.
+    """
     margins = recogniser.margins(_features_by_part(reduced(frames_NHW3)), style_N)
     recogniser.threshold.copy_(margins.quantile(1 - ACCEPTED))
 
@@ -440,7 +457,9 @@ def calibrate(recogniser: Recogniser, frames_NHW3: torch.Tensor, style_N: torch.
 def checked(
     recogniser: Recogniser, frames_NHW3: torch.Tensor, style_N: torch.Tensor, seed: int
 ) -> dict[str, Any]:
-    """Shares accepted: of renders, and of everything that is no village in the style asked for."""
+    """Return the accepted share of renders, and of each kind of frame that does not show the
+    village in the requested style.
+    """
     generator = torch.Generator().manual_seed(seed)
     good = reduced(frames_NHW3)
 

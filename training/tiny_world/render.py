@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A ray caster for the village, with equal results on a CPU and on a GPU.
+"""A ray caster for the village, which gives equal results on a CPU and on a GPU.
 
-Every frame casts 2x2 rays per pixel. The bodies nearest to the camera are intersected by slabs
-(`casting.py`) and shaded by their faces' directions. The ground and its baked sun shadows are a
-mip-mapped texture (`shading.py`). torch compiles two functions into a few fused kernels; without a
-compiler they run eagerly and slower. Tested by tests/training/tiny_world/test_render.py.
+Every frame casts 2x2 rays per pixel. The bodies nearest to the camera are intersected with the slab
+method (`casting.py`) and shaded by the directions of their faces. The ground and its baked sun
+shadows are a mip-mapped texture (`shading.py`). torch compiles two functions into a few fused
+kernels; without a compiler they run eagerly and slower. Tested by
+tests/training/tiny_world/test_render.py.
 """
 
 # B frames, R rays, K nearest polyhedra, J nearest ellipsoids, P planes, S styles
@@ -26,15 +27,15 @@ from training.tiny_world.shading import LEVELS, LIGHTS, TEXELS, ground_masks, sh
 from training.tiny_world.village import EYE_HEIGHT, PERIOD, Village
 
 FOCAL = 0.65
-"""Focal length divided by the image's width: a field of view of 75 degrees."""
+"""Focal length divided by the width of the image, which gives a field of view of 75 degrees."""
 
 
 class Renderer:
     """Renders frames of the village on one device.
 
     Args:
-        height: Pixels of the output.
-        width: Pixels of the output.
+        height: Height of the frames in pixels.
+        width: Width of the frames in pixels.
         compiled: Whether to use torch.compile. Default: only on CUDA.
     """
 
@@ -63,10 +64,10 @@ class Renderer:
         pitch_B: torch.Tensor,
         style_B: torch.Tensor,
     ) -> torch.Tensor:
-        """Return frames uint8 [B, height, width, 3] on the device.
+        """Render frames, uint8 [B, height, width, 3] on the device.
 
-        positions: x, z in metres; yaw to the right and pitch upwards in radians; style: index into
-        `STYLES`.
+        Positions are x, z in metres. Yaw (to the right) and pitch (upwards) are in radians. A style
+        is an index into `STYLES`.
         """
         out = torch.empty(
             len(yaw_B), self.height, self.width, 3, dtype=torch.uint8, device=self.device
@@ -78,7 +79,7 @@ class Renderer:
                 for value in (positions_B2, yaw_B, pitch_B, style_B)
             ]
             count = len(views[1])
-            if self.compiled and count < step:  # one shape, so that nothing is compiled twice
+            if self.compiled and count < step:  # pad to one shape: no recompilation
                 views = [
                     torch.cat((value, value[-1:].expand(step - count, *value.shape[1:])))
                     for value in views
@@ -127,14 +128,14 @@ class Renderer:
         return (pixels.clamp(0, 1) * 255).round().to(torch.uint8)
 
     def ground(self, style: int) -> torch.Tensor:
-        """The lit ground from above, [texels z, texels x, 3] in [0, 1], (0, 0) in the first
-        corner.
+        """Return the lit ground from above, [texels z, texels x, 3] in [0, 1], with (0, 0) in the
+        first corner.
         """
         return self._ground[style, : TEXELS * TEXELS, :3].reshape(TEXELS, TEXELS, 3)
 
     @cached_property
     def _camera_rays(self) -> torch.Tensor:
-        """Unit directions of all rays in camera axes, rows first."""
+        """Return the unit directions of all rays in camera axes, row by row."""
         focal = 2 * self.width * FOCAL
         u = (torch.arange(2 * self.width, device=self.device) + 0.5 - self.width) / focal
         v = (torch.arange(2 * self.height, device=self.device) + 0.5 - self.height) / focal
@@ -145,7 +146,9 @@ class Renderer:
 
     @cached_property
     def _lights(self) -> torch.Tensor:
-        """fp32 [S, 8, 3]: sun direction, sunlight, ambient, zenith, horizon, hills, water, snow."""
+        """Return the lighting of all styles, fp32 [S, 8, 3]: sun direction, sunlight, ambient,
+        zenith, horizon, hills, water, snow.
+        """
         rows = []
         for light in LIGHTS:
             norm = math.hypot(*light.sun_3)
@@ -166,8 +169,8 @@ class Renderer:
 
     @cached_property
     def _ground(self) -> torch.Tensor:
-        """The ground's colours as lit, fp32 [S, texels of all levels, 4]; the fourth channel is
-        water.
+        """Return the lit colours of the ground, fp32 [S, texels of all levels, 4]. The fourth
+        channel is water.
         """
         lights = self._lights
         cells = (torch.arange(TEXELS, device=self.device) + 0.5) * (PERIOD / TEXELS)
@@ -193,8 +196,8 @@ class Renderer:
         return torch.cat(flat, dim=1).contiguous()
 
     def _in_shadow(self, sun_3: torch.Tensor) -> torch.Tensor:
-        """How much of each texel's sunlight is blocked, [texels]; cast at half the texture's
-        resolution.
+        """Return how much sunlight is blocked at each texel, [texels]. Shadows are cast at half the
+        resolution of the texture.
         """
         side = TEXELS // 2
         shadow = torch.zeros(side * side, device=self.device)

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The second phase: own roll-outs as context, the truth as target.
+"""Second training phase: the network's own rollouts are the context, and the truth is the target.
 
     torchrun --nproc-per-node N -m training.tiny_world.rollout --data DIR --prompts prompts.pt --out
         DIR --resume DIR_OF_TEACHER --minutes M [--total-minutes T] [--decay]
 
-Clips are made chunk by chunk by the present weights, as served: few steps, keys and values kept, no
-gradients. That yields each chunk's own result and what the network was given at each of its steps.
-One packed pass then predicts, at one step of every chunk drawn at random, the true frames from its
-own input behind its own earlier chunks; gradients go through that step and through the pass that
-keeps keys and values, not through the steps before it (their gradient is that of other draws).
-Longer clips in the shards make longer roll-outs; nothing else changes.
+Clips are generated chunk by chunk with the current weights, as when served: with few steps, a K/V
+window and no gradients. This gives the result of each chunk and the input of the network at each of
+its steps. For every chunk, one step is drawn at random. A single packed forward pass then predicts
+the true frames from the network's own input at that step, after its own earlier chunks. Gradients
+flow through this step and through the clean frames that provide keys and values, but not through
+earlier steps, which are trained by other draws. Longer clips in the shards give longer rollouts
+without any other change.
 
-A roll-out serves several updates, each with other steps, because making it takes longer than an
-update.
+A rollout is used for several updates, each with other steps, because generating it takes longer
+than an update.
 """
 
 import argparse
@@ -27,14 +28,14 @@ from training.tiny_world.train_world import Losses, Trainer, add_common_options,
 from training.tiny_world.world_data import Batch, Sampler, noised
 
 _SOON = 9
-"""Latent frames after a crop's gap that count for less."""
+"""Number of latent frames after the gap of a crop that have a smaller weight."""
 
 
 @dataclass
 class OwnClips:
-    """made: [B, F, 16, h, w], the network's clips. inputs: [steps, B, F, 16, h, w], what each step
-    was given.
-    age: int64 [B, F], how many frames the network has made by then; at most 0 where they are given.
+    """Clips that the network has generated. `made`, [B, F, 16, h, w], contains their latents, and
+    `inputs`, [steps, B, F, 16, h, w], the input of each step. `age`, int64 [B, F], is the number of
+    frames that the network has generated up to each frame, and at most 0 for given frames.
     """
 
     batch: Batch
@@ -44,10 +45,11 @@ class OwnClips:
 
 
 class RollOuts:
-    """Own clips for training, whole walks long; each roll-out serves `reuse` updates, each with
-    other crops of it.
+    """Generates clips of whole walks for training. Each rollout is used for `reuse` updates, each
+    with other crops of it.
 
-    given: at most so many true threes of frames come first. batch: walks of a roll-out, a GPU.
+    A clip starts with at most `given` true groups of three frames. `batch` is the number of walks
+    per rollout and GPU.
     """
 
     def __init__(self, trainer: Trainer, reuse: int, given: int, batch: int) -> None:
@@ -77,8 +79,8 @@ class RollOuts:
         sampler, sigmas = self.sampler, self.trainer.mix.sigmas
         batch = sampler.draw()
         threes = torch.randint(self.given + 1, (len(batch.latents),), device=sampler.device)
-        # Behind foreign sinks a clip whose pose is unknown has to be shown before it can be gone on
-        # with.
+        # A clip with sink frames of another walk and without a pose can only be continued if some
+        # of its frames are given.
         threes = torch.where(batch.weights[:, sampler.sizes.sink] == 0, 3, threes)
         made, inputs = [], []
         for chunk, rows in same_lengths(sampler.chunk_B1[:, 0]):
@@ -99,7 +101,9 @@ class RollOuts:
         return OwnClips(batch, torch.cat(made), torch.cat(inputs, dim=1), age)
 
     def _cropped(self, own: OwnClips) -> OwnClips:
-        """A batch of the trainer's size: crops of the roll-out, with its first frames as sinks."""
+        """Return a batch of the trainer's size with crops of the rollout, which have its first
+        frames as sink frames.
+        """
         sampler = self.trainer.sampler
         wanted = sampler.chunk_B1[:, 0]
         rows = [
@@ -116,7 +120,7 @@ class RollOuts:
             sampler.frame_F < sampler.sizes.sink, 0, crop_B.unsqueeze(1)
         )
         at = row_B.unsqueeze(1), frame_BF
-        # The first frames after the gap miss most of what they were made from.
+        # The first frames after the gap lack most of the context from which they were generated.
         soon = (sampler.frame_F >= sampler.sizes.sink) & (
             sampler.frame_F < sampler.sizes.sink + _SOON
         )
@@ -127,21 +131,21 @@ class RollOuts:
 
 
 def same_lengths(chunk_B: torch.Tensor) -> list[tuple[int, slice]]:
-    """The clips of a batch by chunk length, which are beside each other."""
+    """Return the clips of a batch by chunk length. Clips with the same chunk length are contiguous."""
     threes = int((chunk_B == 3).sum())
     parts = [(3, slice(0, threes)), (1, slice(threes, len(chunk_B)))]
     return [(chunk, rows) for chunk, rows in parts if rows.start < rows.stop]
 
 
 def drawn_steps(trainer: Trainer) -> torch.Tensor:
-    """A step for each frame, the same throughout a chunk; int64 [B, F]."""
+    """Draw a step for each frame, int64 [B, F]. All frames of a chunk have the same step."""
     sampler = trainer.sampler
     steps = torch.randint(len(trainer.mix.sigmas), sampler.first_BF.shape, device=sampler.device)
     return steps.gather(1, sampler.first_BF)
 
 
 def at_steps(inputs: torch.Tensor, steps_BF: torch.Tensor) -> torch.Tensor:
-    """Pick from [steps, B, F, ...] the step of each frame."""
+    """Select the step of each frame from [steps, B, F, ...]."""
     index = steps_BF.view(1, *steps_BF.shape, 1, 1, 1).expand(1, *inputs.shape[1:])
     return inputs.gather(0, index)[0]
 
@@ -149,9 +153,10 @@ def at_steps(inputs: torch.Tensor, steps_BF: torch.Tensor) -> torch.Tensor:
 def predicted(
     trainer: Trainer, own: OwnClips, steps_BF: torch.Tensor, true_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (x0 of the network behind its own chunks, from its own inputs; the sigmas [B, F]).
+    """Return (x0 that the network predicts from its own inputs, after its own chunks; sigmas [B,
+    F]).
 
-    true_B: clips that are teacher-forced instead, with true frames behind and in the input.
+    Clips in `true_B` are teacher-forced instead: their context and their inputs are true frames.
     """
     sampler, batch = trainer.sampler, own.batch
     sigma = sampler.few[steps_BF]
@@ -164,13 +169,15 @@ def predicted(
 
 
 def squares(x0: torch.Tensor, truth: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-    """Mean square of v's error by frame, [B, F]: that of x0 over sigma."""
+    """Return the mean squared error of v for each frame, [B, F], which is that of x0 divided by
+    sigma squared.
+    """
     return (x0 - truth).square().mean((2, 3, 4)) / sigma.square()
 
 
 class OwnContext:
-    """The objective. true: fraction of clips that are teacher-forced, so that what was learnt
-    stays.
+    """Objective of the second phase. A fraction `true` of the clips is teacher-forced, so that the
+    network does not unlearn the first phase.
     """
 
     def __init__(self, trainer: Trainer, rollouts: RollOuts, true: float) -> None:

@@ -1,38 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Score a trained world: walks it was never shown, made through the real engine, measured against
-the rendered truth.
+"""Score a trained world by comparing generated walks with the rendered truth.
+
+The world has never seen the walks, and the real engine generates them.
 
     python -m training.tiny_world.score --model DIR --seed 1 --walks 24 --chunks 100 --json
 
-Prints one JSON object (logs go to stderr). A chunk is three latent frames, 12 video frames,
-whatever the model's own chunks are. Lists hold a value a chunk, the mean over walks:
+The script prints one JSON object (logs go to stderr). In all measures, a chunk is three latent
+frames (12 video frames), regardless of the model's own chunks. Lists contain one value per chunk,
+which is the mean over walks:
 
     psnr, ssim
-        of the latent frames, each weighted by the video frames it stands for (4; the first one 1)
-    sharpness           mean horizontal difference over the truth's
+        PSNR and SSIM of the latent frames, weighted by the number of video frames that each
+        represents (4, or 1 for the first one)
+    sharpness
+        mean horizontal difference divided by that of the truth
     style
-        share of walks whose mean colour is nearest to that of the same views rendered in their
-        own
-                        style, not in another (over all views, the styles' mean colours name a fifth
-                        of the truth wrong)
+        share of walks with a mean colour that is closest to that of the same views rendered in
+        their own style instead of another. The same views are used because the mean colours of the
+        styles over all views would misclassify a fifth of the truth
     turn
-        `l` or `j` held for 20 latents: median turn of a latent over the commanded one, wrong
-        signs
-    step                `w` held for 8 latents: median way walked over the commanded one
+        `l` or `j` held for 20 latent frames: the median turn of a latent frame divided by the
+        commanded turn, and the number of turns in the wrong direction
+    step
+        `w` held for 8 latent frames: the median distance walked divided by the commanded distance
     switch
-        share of walks named after their new prompt's style, one and two chunks after the switch
+        share of walks recognised as the style of their new prompt, one and two chunks after the
+        switch
     level
-        mean level of the last tenth of the chunks minus the style's mean, in a range of 2
+        mean level of the last tenth of the chunks minus the mean of the style, in a range of 2
     loop
-        two latents of rest, 6 turning away, 6 turning back, rest: PSNR of the last chunk against
-        the
-                        first chunk's last frame
-    seconds_per_chunk   wall time of the engine (of all engines together), and each stage's
+        two latent frames of rest, 6 turning away, 6 turning back, rest: PSNR of the last chunk
+        against the last frame of the first chunk
+    seconds_per_chunk
+        elapsed time of the engine (summed over all engines), and the time of each stage
 
-With --players it plays the scenarios of `players.py` instead: walks as people play them. With
---uploads it continues images from elsewhere (`uploads.py`).
+With --players, the script measures the scenarios of `players.py` instead, which are walks as people
+play them. With --uploads, it continues images from elsewhere (`uploads.py`).
 
-Prompts, keys, starts and the noise of a walk come from the seed alone.
+Prompts, keys, start positions and noise of a walk depend only on the seed.
 """
 
 import argparse
@@ -66,8 +71,8 @@ TURN_LATENTS, STEP_LATENTS, AWAY_LATENTS = 20, 8, 6
 SWITCH_AT, SWITCH_LATENTS = 6, 12
 DRILLS = ("turn", "step", "switch", "loop")
 _STEP_RANGE, _STEP_GRID = 1.5, 0.125
-"""Places that are compared with a frame: up to so many times the commanded way, so many metres
-apart.
+"""Range and spacing of the positions that are compared with a frame. The range is a multiple of the
+commanded distance, and the spacing is in metres.
 """
 
 
@@ -75,7 +80,9 @@ apart.
 
 
 def wandering(number: int, chunks: int, seed: int) -> list[Played]:
-    """Random keys; styles take turns, prompts are drawn from their style's."""
+    """Return walks with random keys. The walks take turns with the styles, and prompts are drawn
+    from those of the style.
+    """
     walks = random_walks(number, LATENTS_A_CHUNK * chunks, seed + HELD_OUT)
     generator = torch.Generator().manual_seed(seed + HELD_OUT + 1)
     return [
@@ -92,13 +99,13 @@ def wandering(number: int, chunks: int, seed: int) -> list[Played]:
 
 
 def turning(number: int, seed: int) -> list[Played]:
-    """`l` or `j` held."""
+    """Return walks that hold `l` or `j`."""
     keys = [(key,) * (1 + TURN_LATENTS) for key in ("l", "j")]
     return _drill(number, seed, 2, lambda index: keys[index % 2])
 
 
 def stepping(number: int, seed: int) -> list[Played]:
-    """`w` held, where the way is free for half as far again."""
+    """Return walks that hold `w`, where the way is free for 1.5 times the distance."""
     far = math.ceil(STEP_LATENTS * _STEP_RANGE)
     keys = torch.full((64 * number, 1 + far), key_bits("w"), dtype=torch.uint8)
     starts, yaw = free_places(64 * number, torch.Generator().manual_seed(seed + HELD_OUT + 3))
@@ -109,7 +116,7 @@ def stepping(number: int, seed: int) -> list[Played]:
 
 
 def switching(number: int, seed: int) -> list[Played]:
-    """Random keys, another style's prompt after two chunks."""
+    """Return walks with random keys that switch to a prompt of another style after two chunks."""
     wanders = wandering(number, SWITCH_LATENTS // LATENTS_A_CHUNK, seed + 4)
     generator = torch.Generator().manual_seed(seed + HELD_OUT + 4)
     out = []
@@ -122,12 +129,14 @@ def switching(number: int, seed: int) -> list[Played]:
 
 
 def switched_to(index: int) -> int:
-    """The style that a switching walk ends in: each of the two others in turn."""
+    """Return the style in which a switching walk ends, which alternates between the two other
+    styles.
+    """
     return (index + 1 + index // len(STYLES) % 2) % len(STYLES)
 
 
 def looping(number: int, seed: int) -> list[Played]:
-    """Rest, turn away, turn back, rest."""
+    """Return walks that rest, turn away, turn back and rest."""
     rest = ("",) * LATENTS_A_CHUNK
     ways = [
         (*rest, *away * AWAY_LATENTS, *back * AWAY_LATENTS, *rest) for away, back in ("lj", "jl")
@@ -168,7 +177,7 @@ def _prompt(style: int, generator: torch.Generator) -> str:
 
 
 def _turn(keys: str) -> float:
-    """Radians to the right that a latent frame with these keys turns."""
+    """Return by how many radians a latent frame with these keys turns to the right."""
     return math.radians(YAW_DEGREES) * (("l" in keys) - ("j" in keys))
 
 
@@ -176,14 +185,14 @@ def _turn(keys: str) -> float:
 
 
 def latent_frames(videos: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Of videos of one length the frames at latent frames, [N, L, H, W, 3]: the last of each
-    four.
+    """Return the video frames at latent frames, [N, L, H, W, 3], which are the last of each four.
+    All videos must have the same length.
     """
     return torch.stack([video[::4] for video in videos])
 
 
 def against_truth(made_NLHW3: torch.Tensor, truth_NLHW3: torch.Tensor) -> dict[str, list[float]]:
-    """psnr, ssim and sharpness by chunk, means over walks."""
+    """Return PSNR, SSIM and sharpness for each chunk, averaged over walks."""
     out: dict[str, list[float]] = {"psnr": [], "ssim": [], "sharpness": []}
     for start in range(0, made_NLHW3.shape[1], LATENTS_A_CHUNK):
         made, truth = (
@@ -202,7 +211,9 @@ def against_truth(made_NLHW3: torch.Tensor, truth_NLHW3: torch.Tensor) -> dict[s
 def style_shares(
     frames_NLHW3: torch.Tensor, style_N: torch.Tensor, palette_NLS3: torch.Tensor
 ) -> list[float]:
-    """By chunk: share of walks whose mean colour is nearest to the palette's of their own style."""
+    """Return, for each chunk, the share of walks with a mean colour that is closest to the palette
+    of their own style.
+    """
     shares = []
     for part, colours in zip(
         frames_NLHW3.split(LATENTS_A_CHUNK, dim=1),
@@ -215,8 +226,8 @@ def style_shares(
 
 
 def turn_score(videos: Sequence[torch.Tensor], walks: Sequence[Played]) -> dict[str, Any]:
-    """Turn of each latent against the commanded one. ratio: median; pixels: of the picture's
-    middle, median.
+    """Compare the turn of each latent frame with the commanded one. In the result, `ratio` is the
+    median ratio, and `pixels` is the median movement of the middle of the image.
     """
     ratios, signs = [], 0
     for video, walk in zip(videos, walks, strict=True):
@@ -240,8 +251,8 @@ def turn_score(videos: Sequence[torch.Tensor], walks: Sequence[Played]) -> dict[
 def step_score(
     videos: Sequence[torch.Tensor], walks: Sequence[Played], renderer: Renderer
 ) -> dict[str, Any]:
-    """How far the camera walked at each latent frame over what was commanded so far: median, and
-    by latent frame.
+    """Return the distance that the camera has walked at each latent frame divided by the distance
+    commanded so far: the median over all frames, and by latent frame.
     """
     rows = []
     distances = torch.arange(0, STEP_LATENTS * STEP_M * _STEP_RANGE + 1e-6, _STEP_GRID)
@@ -264,8 +275,8 @@ def step_score(
 
 
 def switch_score(videos: Sequence[torch.Tensor], palette_NLS3: torch.Tensor) -> dict[str, Any]:
-    """Share of walks named after the new prompt's style, by chunks after the switch (1 = the
-    first under it).
+    """Return the share of walks that are recognised as the new prompt's style, by the number of
+    chunks after the switch (1 is the first chunk with the new prompt).
     """
     frames = latent_frames(videos)[:, SWITCH_AT:]
     target = torch.tensor([switched_to(index) for index in range(len(videos))])
@@ -276,13 +287,13 @@ def switch_score(videos: Sequence[torch.Tensor], palette_NLS3: torch.Tensor) -> 
 
 
 def loop_score(videos: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """PSNR of the last chunk's frames against the first chunk's last one; the camera stands the
-    same in both.
+    """Return the PSNR of the last chunk's frames against the last frame of the first chunk. The
+    camera has the same pose in both.
     """
     rows = []
     for video in videos:
         first = video[4 * (LATENTS_A_CHUNK - 1)]
-        last = video[-4 * (LATENTS_A_CHUNK - 1) :]  # the chunk's first frames still turn
+        last = video[-4 * (LATENTS_A_CHUNK - 1) :]  # the first frames of the chunk still turn
         rows.append(likeness.decibels((unit(last) - unit(first)).square().mean()))
     return {
         "psnr": _mean(torch.stack(rows)),
@@ -297,10 +308,11 @@ def level_score(
     style_N: torch.Tensor,
     means_S3: torch.Tensor,
 ) -> dict[str, Any]:
-    """Mean level of the last tenth of the chunks minus the style's mean (range 2); the truth's
-    beside it.
+    """Return the mean level of the last tenth of the chunks minus the mean of the style, in a range
+    of 2, and the same value for the truth.
 
-    A style's walks count together: places differ, so one walk's level says little.
+    The walks of a style are averaged, because positions differ in level and a single walk therefore
+    says little.
     """
     chunks = made_NLHW3.shape[1] // LATENTS_A_CHUNK
     first = min(math.floor(0.9 * chunks), chunks - 1)
@@ -340,8 +352,8 @@ def score(
     drills: Sequence[str] = DRILLS,
     strip: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure a world. drills: of `DRILLS`, which to make beside the random walks. strip: a
-    picture to write.
+    """Measure a world. `drills` are those of `DRILLS` that are measured in addition to random
+    walks, and `strip` is the path of an image to write.
     """
     wander = wandering(walks, chunks, seed)
     made = latent_frames(world.play(wander, truth.starts(wander)))
@@ -375,8 +387,8 @@ def score(
 def write_strip(
     path: Path, made_NLHW3: torch.Tensor, truth_NLHW3: torch.Tensor, *, walks: int = 3
 ) -> None:
-    """Rows of truth above made, a pair a walk; columns: the ends of chunks 1, 2, 5, 10, 20, 50,
-    100 that there are.
+    """Write an image with two rows per walk, the truth above the generated frames. The columns are
+    the last frames of chunks 1, 2, 5, 10, 20, 50 and 100, as far as they exist.
     """
     chunks = made_NLHW3.shape[1] // LATENTS_A_CHUNK
     latents = [
@@ -390,7 +402,9 @@ def write_strip(
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
-    """`omni.model` as the arguments say; `--model-options` wins."""
+    """Return the options under `omni.model` that the arguments select. `--model-options` overrides
+    them.
+    """
     options: dict[str, Any] = {"decoder": args.decoder} if args.decoder else {}
     if args.steps:
         options["denoise_indices"] = steps_of(args.model, args.steps)
@@ -402,7 +416,7 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def steps_of(model: Path, steps: int) -> list[int]:
-    """So many of the checkpoint's denoise steps, evenly spread, the first one among them."""
+    """Return `steps` evenly spaced denoise steps of the checkpoint, including the first one."""
     from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout
     from vllm_omni.model_executor.models.lingbot_world.config import DENOISE_INDICES
 
@@ -472,14 +486,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def make_truth(args: argparse.Namespace) -> Truth:
-    """What worlds of the arguments' size are measured against."""
+    """Return the truth with which worlds of the selected size are compared."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     at_once = 32 if device == "cuda" else 8
     return Truth(Renderer(device, *args.size, compiled=not args.eager, frames_per_call=at_once))
 
 
 def run(args: argparse.Namespace, truth: Truth) -> dict[str, Any]:
-    """Score what the arguments name."""
+    """Score the world that the arguments select."""
     world, shape = make_world(args, truth.renderer.device.type)
     options = {name: getattr(args, name) for name in ("seed", "walks", "chunks", "drills", "strip")}
     try:
@@ -490,7 +504,7 @@ def run(args: argparse.Namespace, truth: Truth) -> dict[str, Any]:
 
 
 def run_players(args: argparse.Namespace, truth: Truth) -> dict[str, Any]:
-    """Play the scenarios that the arguments name."""
+    """Measure the scenarios that the arguments select."""
     world, shape = make_world(args, truth.renderer.device.type)
     options = {"names": args.players, "walks": args.player_walks, "seconds": args.player_seconds}
     try:
@@ -503,7 +517,9 @@ def run_players(args: argparse.Namespace, truth: Truth) -> dict[str, Any]:
 def make_world(
     args: argparse.Namespace, device: str
 ) -> tuple[EngineWorld | SeveralEngines, dict[str, Any]]:
-    """The engine that the arguments name, and what a result says of it."""
+    """Start the engine that the arguments select, and return it with its description for the
+    result.
+    """
     engine: dict[str, Any] = {
         "tensor_parallel_size": args.tensor_parallel_size,
         "enforce_eager": args.eager,
@@ -522,7 +538,7 @@ def make_world(
                 "worker_cls": "vllm_omni.worker.SharedGPUWorker",
                 "distributed_executor_backend": "mp",
             }
-    # one forward for all
+    # One forward pass computes all sessions.
     together = {"max_requests_per_step": args.batch, "batch_invariant": False}
     omni = {**together, **args.omni, "model": model_options(args)}
     engine |= {"omni": omni, "batch": args.batch}
@@ -539,7 +555,7 @@ def make_world(
 
 
 def run_uploads(args: argparse.Namespace, truth: Truth) -> dict[str, Any]:
-    """Continue the uploaded images."""
+    """Continue the images from elsewhere, and measure the results."""
     world, shape = make_world(args, truth.renderer.device.type)
     try:
         result = score_uploads(world, tuple(args.size), truth.style_means(), seed=args.seed)
@@ -549,7 +565,7 @@ def run_uploads(args: argparse.Namespace, truth: Truth) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result for people."""
+    """Format the result as a readable table."""
     lines = [f"{'chunk':>6} {'psnr':>7} {'ssim':>6} {'sharp':>6} {'style':>6}"]
     for index in range(result["chunks"]):
         row = [result[name][index] for name in ("psnr", "ssim", "sharpness", "style")]
@@ -563,8 +579,8 @@ def table(result: dict[str, Any]) -> str:
 
 
 def own_stdout() -> TextIO:
-    """The standard output for the result alone: vLLM logs to it, in its processes too, and from
-    here on to stderr.
+    """Return a stream to the standard output that only the result uses. vLLM and its processes,
+    which log to standard output, write to stderr from now on.
     """
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check in under a minute what only the training machine can show: prints one line a check and
-raises on the first fault.
+"""Check the training machine in under a minute: prints one line per check and raises an exception
+at the first fault.
 
     torchrun --nproc-per-node N -m training.tiny_world.selftest --out DIR [--profile]
 """
@@ -93,7 +93,9 @@ def main() -> None:
 def profile(
     trainer: Trainer, objective: Objective, say: Callable[[str], None], steps: int = 4
 ) -> None:
-    """Say where the time of a step goes: the longest kernels, and all of them against the clock."""
+    """Print where the time of a step is spent: the longest kernels, and the total of all kernels
+    compared with the elapsed time.
+    """
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if trainer.ranks.device.type == "cuda":
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
@@ -114,8 +116,8 @@ def profile(
 
 
 def check_mask(trainer: Trainer, say: Callable[[str], None]) -> None:
-    """Compiled FlexAttention against plain masked attention: flows and gradients, in the
-    products' type.
+    """Compare compiled FlexAttention with plain masked attention: flows and gradients, in the dtype
+    of the matrix products.
     """
     batch = trainer.sampler.draw()
     sigma = trainer.sampler.noise_levels()
@@ -128,7 +130,7 @@ def check_mask(trainer: Trainer, say: Callable[[str], None]) -> None:
         )[(trainer.chunk_B == 1).long()],
         trainer.sizes.tokens,
     ).to(trainer.ranks.device)
-    with torch.no_grad():  # a fresh head is zero
+    with torch.no_grad():  # a newly initialised head is zero
         before = trainer.model.head.head.weight.clone()
         trainer.model.head.head.weight.normal_(std=0.05)
         for block in trainer.model._blocks():

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Colours of the village: light and sky of the three styles, the ground's pattern, faces, leaves,
-water and fog.
+"""Colours of the village: light and sky of the three styles, the pattern of the ground, faces,
+leaves, water and fog.
 
-`shade` is written for torch's compiler; where a ray's body is gathered from is the caller's
-business.
-Tested by tests/training/tiny_world/test_render.py.
+`shade` is written for torch's compiler. The caller gathers the properties of the body that each ray
+hits. Tested by tests/training/tiny_world/test_render.py.
 """
 
 # B frames, R rays, S styles
@@ -18,15 +17,15 @@ from training.tiny_world.casting import FAR, slabs
 from training.tiny_world.village import EYE_HEIGHT, PERIOD, POND, ROOF, STRIPES, WALL, wrap
 
 TEXELS = 512
-"""Side of the ground's texture."""
+"""Side length of the ground texture, in texels."""
 LEVELS = 6
-"""Mip levels of it."""
+"""Number of mip levels of the ground texture."""
 _FOG_M = 19.0
 
 
 @dataclass(frozen=True)
 class Light:
-    """How a style is lit: direction to the sun, colours in [0, 1]."""
+    """Lighting of a style: the direction to the sun, and colours in [0, 1]."""
 
     sun_3: tuple[float, float, float]
     sunlight: tuple[float, float, float]
@@ -81,8 +80,8 @@ LIGHTS = (
 
 
 def ground_masks(here_N2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Paths, the pond, and soft patches of grass at points x, z: each [N], paths and pond in [0,
-    1].
+    """Return masks of paths, the pond, and soft patches of grass at points x, z, each [N]. Paths
+    and pond are in [0, 1].
     """
     x, z = here_N2.unbind(1)
     turn = 2 * math.pi / PERIOD
@@ -105,7 +104,7 @@ def ground_masks(here_N2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
 def _texture(
     ground: torch.Tensor, style: torch.Tensor, x: torch.Tensor, z: torch.Tensor, level: torch.Tensor
 ) -> torch.Tensor:
-    """Trilinear look-up of the periodic ground: [B, R, 4]."""
+    """Look up the periodic ground texture with trilinear filtering, [B, R, 4]."""
     low = level.floor().clamp(0, LEVELS - 2)
     blend = (level - low).clamp(0, 1)[..., None]
     return torch.lerp(
@@ -117,7 +116,7 @@ def _bilinear(
     ground: torch.Tensor, style: torch.Tensor, x: torch.Tensor, z: torch.Tensor, level: torch.Tensor
 ) -> torch.Tensor:
     side = TEXELS / torch.exp2(level)
-    # texels of the levels before: side0^2 (1 + 1/4 + ...) = 4/3 side0^2 (1 - 4^-level)
+    # Number of texels in the previous levels: side0^2 (1 + 1/4 + ...) = 4/3 side0^2 (1 - 4^-level).
     start = (TEXELS * TEXELS * 4 / 3 * (1 - torch.exp2(-2 * level))).round().long()
     u, v = x / PERIOD * side - 0.5, z / PERIOD * side - 0.5
     u0, v0 = u.floor(), v.floor()
@@ -132,7 +131,9 @@ def _bilinear(
 
 
 def _sky(rays: torch.Tensor, lights: torch.Tensor) -> torch.Tensor:
-    """Colour of the sky and the hills [B, R, 3] for directions; lights [B, 1, 8, 3]."""
+    """Return the colour of the sky and the hills, [B, R, 3], in the direction of each ray. `lights`
+    is [B, 1, 8, 3].
+    """
     x, y, z = rays.unbind(-1)
     flat = torch.hypot(x, z).clamp(min=1e-6)
     up = -y / flat
@@ -189,17 +190,19 @@ def shade(
     all_lights: torch.Tensor,
     focal: float,
 ) -> torch.Tensor:
-    """Colour [B, R, 3] of every ray; hits as gathered by the caller."""
+    """Return the colour of every ray, [B, R, 3]. The caller has gathered the properties of the hit
+    bodies.
+    """
     lights = all_lights[style][:, None]
     sky = _sky(rays, lights)
     point = rays * distance[..., None]
 
-    # bodies with faces: which plane was entered decides normal and pattern
+    # For bodies with faces, the plane through which the ray enters determines normal and pattern.
     _, _, face = slabs(rays, normals, offsets)
     chosen = face.long()[..., None, None].expand(*face.shape, 1, 3)
     normal = torch.gather(normals, 2, chosen)[..., 0, :]
-    # distances along the wall from its middle, whatever copy it is: the middle lies on the planes'
-    # offsets
+    # Distances along the wall from its middle, for every copy of a body: the offsets of the planes
+    # give the middle.
     side = torch.where(face < 2, 2.0, 0.0)
     pair = torch.stack((side, side + 1), dim=-1).long()
     low = torch.gather(offsets, 2, pair)
@@ -238,7 +241,7 @@ def shade(
     body = torch.where(striped[..., None], accent, body)
     lamp = is_wall & window & (style == 1)[:, None]
 
-    # round bodies
+    # Round bodies.
     ball_normal = (point - centres) / (radii * radii)
     ball_normal = ball_normal / ball_normal.norm(dim=-1, keepdim=True).clamp(min=1e-9)
     normal = torch.where(is_ball[..., None], ball_normal, normal)
@@ -250,7 +253,7 @@ def shade(
     lit = body * (lights[..., 2, :] * dome + lights[..., 1, :] * facing)
     lit = torch.where((lamp & ~is_ball)[..., None], accent * 1.05, lit)
 
-    # the ground plane
+    # The ground plane.
     down = rays[..., 1].clamp(min=1e-6)
     to_ground = EYE_HEIGHT / down
     gx, gz = (
@@ -266,7 +269,7 @@ def shade(
     reach = torch.where(is_ground, to_ground, distance)
     colour = torch.where(is_ground[..., None], earth, lit)
     fog = torch.exp(-((reach / _FOG_M) ** 3))[..., None]
-    # the ground reaches the horizon, where the hills begin
+    # The ground extends to the horizon, where the hills begin.
     haze = torch.where(
         is_ground[..., None],
         torch.lerp(lights[..., 5, :], lights[..., 4, :], 0.15).expand_as(sky),

@@ -1,28 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The third phase: an adversary that tells own roll-outs from the truth, beside the regression that
-keeps obedience.
+"""Third training phase: an adversary that distinguishes own rollouts from the truth, in addition to
+the regression that preserves the response to controls.
 
     torchrun --nproc-per-node N -m training.tiny_world.sharpen --data DIR --prompts prompts.pt --out
         DIR --resume DIR_OF_ROLLOUT --minutes M [--decoder FILE] [--adversarial R]
 
-Regression gives the mean of what may come, which is soft; the few-step sampler's last step then has
-nothing to undo that. The adversary (a patch network over space and time) sees a few latent frames
-of the last step's result, decoded by the frozen decoder (`--decoder`) or, without one, as latents.
-Why not distribution matching: it needs a second network that follows the generator's distribution
-and a teacher good at every sigma; this teacher is trained for a handful of steps, and the time is
-better spent on one small adversary.
+Regression gives the mean of all possible continuations, which is blurred, and the last step of the
+few-step sampler cannot undo the blur. The adversary (a patch network over space and time) sees a
+few latent frames of the last step's result, decoded by the frozen decoder (`--decoder`) or, without
+a decoder, as latents. Distribution matching is not used, because it needs a second network that
+follows the generator's distribution and a teacher that is good at every sigma. This teacher is
+trained for only a handful of steps, and the time is better spent on one small adversary.
 
-- Pairs: the adversary compares a clip with the truth of the same walk, so style, place and motion
-  are no way to tell them apart (relativistic loss: softplus of fake minus real). Its slope is held
-  down at real and at made clips by finite differences (no second derivatives).
-- Balance: the adversary's gradient at x0 is scaled to R times the regression's, by running means of
-  both norms, so R means the same whatever the decoder and the adversary do. With `--sharpness` R
-  follows the sharpness of made frames.
-- Half of the clips (every second one) take part with all frames at the last step; the others go on
-  as in phase two.
-- Behind own frames by the dozen the true place cannot be known, and regression there asks for blur.
-  It fades (`Late`): what is left of it holds the level of a frame, and what such frames show is the
-  adversary's.
+- Pairs: the adversary compares a clip with the truth of the same walk, so style, position and
+  motion do not distinguish the two (relativistic loss: softplus of fake minus real). The slope of
+  the adversary is limited at real and at generated clips, by finite differences instead of second
+  derivatives.
+- Balance: the adversary's gradient at x0 is scaled to R times the regression's, using running means
+  of both norms, so R has the same meaning for every decoder and adversary. With `--sharpness`, R
+  follows the sharpness of generated frames.
+- The adversary is used on every second clip, with all frames at the last step. The other clips are
+  trained as in the second phase.
+- After dozens of own frames, the true position cannot be known, and regression would lead to blur.
+  Regression therefore fades (`Late`): its remaining part controls only the level of a frame, and
+  the adversary determines the content of such frames.
 """
 
 import argparse
@@ -45,8 +46,8 @@ from training.tiny_world.train_world import Decode, Losses, Ranks, Trainer, add_
 
 
 class Adversary(nn.Module):
-    """Logits for patches of a clip [B, c, T, H, W]. strides: spatial, one for each layer but the
-    last.
+    """Network that returns logits for patches of a clip [B, c, T, H, W]. `strides` are the spatial
+    strides of all layers except the last.
     """
 
     def __init__(self, channels: int, widths: Sequence[int], strides: Sequence[int]) -> None:
@@ -54,7 +55,7 @@ class Adversary(nn.Module):
         layers: list[nn.Module] = []
         before = channels
         for number, (width, stride) in enumerate(zip(widths, strides, strict=True)):
-            # The first layer sees pictures, the later ones motion.
+            # The first layer sees single images, and later layers also see motion.
             time = 1 if number == 0 else 3
             size = 4 if stride == 2 else 3
             padding = (time // 2, 1, 1)
@@ -67,7 +68,7 @@ class Adversary(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits [B, 1, T, h, w], one for each patch."""
+        """Return logits [B, 1, T, h, w], one for each patch."""
         logits: torch.Tensor = self.layers(x)
         return logits
 
@@ -81,7 +82,7 @@ class Adversary(nn.Module):
 
 
 class Contest:
-    """The adversary, its optimiser, and the running norms by which its gradient is scaled."""
+    """The adversary, its optimiser, and the running norms that scale its gradient."""
 
     def __init__(
         self,
@@ -100,11 +101,13 @@ class Contest:
         self.network = network.to(ranks.device)
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=lr, betas=(0.0, 0.99))
         self.norms = torch.zeros(2, device=ranks.device)
-        """Running means of the norms of the gradients at x0: regression's, adversary's."""
+        """Running means of the norms of the gradients at x0, for the regression and for the
+        adversary.
+        """
         self.rounds = 0
 
     def look(self, latents: torch.Tensor) -> torch.Tensor:
-        """[b, w, 16, h, w] -> what the adversary sees, [b, c, T, H, W]."""
+        """Convert latents [b, w, 16, h, w] to the input of the adversary, [b, c, T, H, W]."""
         if self.decode is None:
             return latents.transpose(1, 2)
         with torch.autocast(latents.device.type, torch.bfloat16, enabled=latents.is_cuda):
@@ -113,8 +116,8 @@ class Contest:
     def gradient(
         self, x0: torch.Tensor, truth: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Train the adversary on these clips; return its gradient at x0 (uphill for the
-        generator's loss).
+        """Train the adversary on these clips, and return the gradient of the generator's
+        adversarial loss at x0.
         """
         leaf = x0.detach().requires_grad_()
         fake = self.look(leaf)
@@ -147,8 +150,8 @@ class Contest:
         }
 
     def scale(self, regression: torch.Tensor, adversary: torch.Tensor) -> torch.Tensor:
-        """Factor that makes the adversary's gradient as long as the regression's, by their
-        running means.
+        """Return the factor that gives the adversary's gradient the same norm as the regression's,
+        using the running means of both.
         """
         now = torch.stack((regression.norm(), adversary.norm()))
         keep = min(0.98, self.rounds / (self.rounds + 10))
@@ -163,7 +166,7 @@ class Contest:
         return {"network": half, "norms": self.norms.cpu(), "rounds": self.rounds}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on; the adversary's momenta begin anew."""
+        """Restore the state of an earlier run. The adversary's momenta start from zero."""
         self.network.load_state_dict(
             {name: value.float() for name, value in state["network"].items()}
         )
@@ -171,21 +174,21 @@ class Contest:
 
 
 def sharpness(made: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    """Mean horizontal difference of neighbouring pixels (or latent values) over the truth's, a
-    scalar.
+    """Return the mean horizontal difference of neighbouring pixels (or latent values) divided by
+    that of the truth, as a scalar.
     """
     return made.diff(dim=-1).abs().mean() / truth.diff(dim=-1).abs().mean().clamp_min(1e-6)
 
 
 class AdversaryWeight:
-    """The ratio of the adversary's gradient to the regression's, moved until made frames are as
-    sharp as wanted.
+    """Ratio of the adversary's gradient to the regression's, which is adjusted until generated
+    frames have the target sharpness.
 
     Args:
-        ratio: The first ratio, and with `target` None the only one.
-        target: Wanted `sharpness`, for example 0.95.
-        largest: The ratio never exceeds it.
-        rate: Relative change of the ratio per update and unit of missing sharpness.
+        ratio: Initial ratio. If `target` is None, the ratio does not change.
+        target: Target value of `sharpness`, for example 0.95.
+        largest: Upper limit of the ratio.
+        rate: Relative change of the ratio per update and per unit of missing sharpness.
     """
 
     def __init__(
@@ -195,8 +198,8 @@ class AdversaryWeight:
         self.target, self.largest, self.rate, self.smallest = target, largest, rate, 0.05
 
     def follow(self, measured: torch.Tensor) -> None:
-        """Move the ratio after an update whose frames had the sharpness `measured`; stays on its
-        device.
+        """Adjust the ratio after an update in which frames had the sharpness `measured`. The ratio
+        remains on its device.
         """
         if self.target is not None:
             change = torch.exp(self.rate * (self.target - measured))
@@ -205,10 +208,10 @@ class AdversaryWeight:
 
 @dataclass
 class Late:
-    """How the regression fades with the frames that a clip's network has made: from 1 at `begin` to
-    `weight` at `end`.
-    level: weight of the squared error of a frame's mean (of each channel) there, in place of what
-    has faded."""
+    """How the regression fades with the number of frames that the network has generated: from 1 at
+    frame `start` to `weight` at frame `end`. The faded part is replaced by the squared error of a
+    frame's channel means, with the weight `level`.
+    """
 
     weight: float
     level: float
@@ -220,18 +223,20 @@ class Late:
         return 1 - (1 - self.weight) * faded
 
     def levels(self, x0: torch.Tensor, truth: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
-        """Square of v's error in a frame's means, weighted; [B, F].
+        """Return the weighted squared error of v in the channel means of each frame, [B, F].
 
-        As `squares`, of means over places.
+        The error is the result of `squares` for means over all positions of a frame.
         """
         means = (x0 - truth).mean((3, 4), keepdim=True)
         return self.level * squares(means, torch.zeros_like(means), sigma)
 
 
 class Sharpening:
-    """The objective. late: the regression's fading. weight: of the adversary's gradient. alone:
-    rounds that the adversary is trained before it is heeded. window: latent frames that it sees.
-    keep: weight of the regression where it acts."""
+    """Objective of the third phase. `late` defines how the regression fades, and `weight` is the
+    weight of the adversary's gradient. The adversary is trained for `alone` rounds before its
+    gradient is used, and it sees `window` latent frames. `keep` is the weight of the regression on
+    the clips that the adversary sees.
+    """
 
     def __init__(
         self, trainer: Trainer, rollouts: RollOuts, contest: Contest, *,
@@ -280,8 +285,8 @@ class Sharpening:
         )
 
     def _frames(self, weights: torch.Tensor) -> torch.Tensor:
-        """Which frames of each row the adversary sees, [rows, window]; none that could be
-        anything.
+        """Draw the frames of each row that the adversary sees, [rows, window]. Frames that nothing
+        determines are excluded.
         """
         num, frames = len(self.rows), weights.shape[1]
         first = (weights[self.rows] == 0).any(1) * 6

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training's state as files that are small enough to come back from a GPU host."""
+"""Writes the state of a training to files that are small enough to be copied back from a GPU host."""
 
 import io
 from pathlib import Path
@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 _PART_BYTES = 15_500_000
-"""Of one file of a state: files that come back from a GPU host may have 16 MiB."""
+"""Maximum size of one file of a state, because files that are copied back from a GPU host may have
+at most 16 MiB.
+"""
 
 
 def write_parts(state: Any, folder: Path, name: str = "state") -> list[Path]:
-    """Write `state` as files `NAME-K.bin` of at most 15.5 MB, replacing older ones."""
+    """Write `state` to files `NAME-K.bin` of at most 15.5 MB, and replace older files."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     data = buffer.getvalue()
@@ -29,7 +31,7 @@ def write_parts(state: Any, folder: Path, name: str = "state") -> list[Path]:
 
 
 def read_parts(folder: Path, name: str = "state") -> Any:
-    """Read what `write_parts` wrote. Raises ValueError if there is nothing."""
+    """Read what `write_parts` wrote. Raises ValueError if there are no files."""
     parts = sorted(folder.glob(f"{name}-*.bin"), key=lambda path: int(path.stem.rsplit("-", 1)[1]))
     if not parts:
         raise ValueError(f"{folder} has no {name}-*.bin to go on from")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the cheap decoder of the world's latents, in TAEHV's layout.
+"""Train the tiny decoder of the world's latents, in TAEHV's layout.
 
     python -m training.tiny_world.train_tiny_decoder --vae vae.pt --out DIR --minutes 4
 
-Writes `tiny_decoder.pt` (TAEHV's names, fp32) and `tiny_decoder_curve.jsonl`. The latents are the
-autoencoder's, with noise, since those of the transformer are never exact; the target is the
-rendered picture.
+The script writes `tiny_decoder.pt` (with TAEHV's names, in fp32) and `tiny_decoder_curve.jsonl`.
+The inputs are latents of the autoencoder with added noise, because latents of the transformer are
+never exact. The targets are rendered frames.
 """
 
 import argparse
@@ -32,7 +32,7 @@ _FIRST_AND_LAST = ("decoder.1", "decoder.22")
 
 
 class Memory(nn.Module):
-    """A residual block over a frame and the one before it; [B, T, C, H, W]."""
+    """A residual block over each frame and its predecessor, [B, T, C, H, W]."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Memory(nn.Module):
 
 
 class Grow(nn.Module):
-    """Each frame becomes `factor` frames."""
+    """Expand each frame to `factor` frames."""
 
     def __init__(self, channels: int, factor: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Grow(nn.Module):
 
 
 class TinyDecoder(nn.Module):
-    """Latents [B, n, 16, h, w] to pixels [B, 4 n - 3, 3, 8 h, 8 w] in [0, 1]; whole clips."""
+    """Decodes whole clips: latents [B, n, 16, h, w] to pixels [B, 4 n - 3, 3, 8 h, 8 w] in [0, 1]."""
 
     def __init__(self, widths: tuple[int, ...] = WIDTHS) -> None:
         super().__init__()

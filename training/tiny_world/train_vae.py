@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the world's autoencoder: pictures as close as may be, latents smooth enough to be
-predicted.
+"""Train the world's autoencoder.
+
+The autoencoder must reproduce frames closely, with latents that are smooth enough to be predicted.
 
     torchrun --nproc-per-node 2 -m training.tiny_world.train_vae --out DIR --minutes 7
 
-Writes `vae.pt` (running mean of the weights, latents normalised, fp32), `vae_state.pt` (for
---resume) and `vae_curve.jsonl`. Noise on what the decoder sees, and a divergence from the normal
-distribution, keep detail that no context could predict out of the latents; a share of the clips is
-a picture and grey frames, which the served model's condition is made of.
+The script writes `vae.pt` (averaged weights in fp32, with normalised latents), `vae_state.pt` (for
+--resume) and `vae_curve.jsonl`. Noise on the input of the decoder, and a loss for the divergence
+from the normal distribution, keep details that no context could predict out of the latents. A share
+of the clips consists of an image and grey frames, because the condition of the served model
+consists of these.
 """
 
 import argparse
@@ -31,7 +33,7 @@ _GREY_SHARE = 0.05
 def loss_of(
     model: Autoencoder, clips_BTCHW: torch.Tensor, divergence: float, noise: float
 ) -> dict[str, torch.Tensor]:
-    """Terms of the loss of one batch; `total` is what is minimised."""
+    """Return the terms of the loss for one batch. `total` is minimised."""
     mean, log_variance = model.moments(clips_BTCHW)
     deviation = (0.5 * log_variance).exp()
     extra = noise * torch.rand(len(mean), 1, 1, 1, 1, device=mean.device)
@@ -43,7 +45,7 @@ def loss_of(
 
 @torch.no_grad()
 def evaluate(model: Autoencoder, clips: torch.Tensor) -> dict[str, float]:
-    """PSNR and sharpness of held-out clips, and how spread their latents are."""
+    """Return PSNR and sharpness of held-out clips, and the spread of their latents."""
     rows = []
     for part in clips.split(16):
         mean, _ = model.moments(part)
@@ -62,10 +64,11 @@ def evaluate(model: Autoencoder, clips: torch.Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def normalised(model: Autoencoder, clips: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The model's state dict with latents of zero mean and unit deviation on `clips`.
+    """Return the model's state dict, changed so that latents have zero mean and unit standard
+    deviation on `clips`.
 
-    The deviation counts the posterior's own, so channels that carry nothing stay near zero instead
-    of being blown up.
+    The standard deviation includes that of the posterior, so channels that carry no information
+    remain near zero instead of being amplified.
     """
     moments = [model.moments(part) for part in clips.split(16)]
     mean, log_variance = (torch.cat(column) for column in zip(*moments, strict=True))

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the tiny world's transformer: the loop that all phases share, and the first phase,
+"""Train the transformer of the tiny world: the loop that all phases share, and the first phase,
 `teacher`.
 
     torchrun --nproc-per-node N -m training.tiny_world.train_world --phase teacher --data DIR
         --prompts prompts.pt --out DIR --minutes M [--total-minutes T] [--resume DIR] [--decay]
 
-A piece stops after M minutes of wall time, compiling included, and leaves `state-*.bin` (resumable)
-and `curve.jsonl` in `--out`. The learning rate follows the minutes that all pieces together have
-had, of T. `--export` writes the averaged weights as a checkpoint's transformer folder.
-`selftest.py` checks a machine first.
+A run stops after M minutes of wall time, including compilation, and writes `state-*.bin` (which can
+be resumed) and `curve.jsonl` to `--out`. The learning rate depends on the total minutes of all runs
+so far, relative to T. `--export` writes the averaged weights as the transformer folder of a
+checkpoint. Run `selftest.py` first to check a machine.
 
-Phase `teacher`: packed teacher forcing. The network predicts v = eps - x0 at x = (1 - sigma) x0 +
-sigma eps, fed t = 1000 sigma: what the package's sampler subtracts, sigma v, to get x0. The loss is
-the mean square of v's error. An x0-loss is sigma^2 times that; of the sigmas served, it would give
-the last (.625 in v2), which decides what is seen, 0.39 of the first one's weight, where the first
-mostly places things; v weighs all the same.
+Phase `teacher` is packed teacher forcing. The network predicts v = eps - x0 from x = (1 - sigma) x0
++ sigma eps and t = 1000 sigma, because the package's sampler subtracts sigma v to get x0. The loss
+is the mean squared error of v. A loss on x0 would be sigma^2 times this loss. With the sigmas of
+the served steps, a loss on x0 would give the last step (.625 in v2), which determines the visible
+details, only 0.39 of the weight of the first step, which mostly determines positions. A loss on v
+weighs all steps equally.
 
 Tested by tests/training/tiny_world/test_train_world.py.
 """
@@ -53,19 +54,20 @@ from training.tiny_world.world_data import (
 )
 
 _SYNC_STEPS = 20
-"""Steps between two looks at the clock; ranks agree on the learning rate then."""
+"""Number of steps between two checks of the clock, at which ranks also agree on the learning rate.
+"""
 
 _WARMUP_STEPS = 200
 
 Decode = Callable[[torch.Tensor], torch.Tensor]
-"""Latents [B, F, 16, h, w] -> video [B, 3, 4 F - 3, H, W] in [-1, 1]."""
+"""Function that decodes latents [B, F, 16, h, w] to video [B, 3, 4 F - 3, H, W] in [-1, 1]."""
 
 
 # -- settings --------------------------------------------------------------------------------------
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
-    """The options that every phase has."""
+    """Add the command-line options that every phase has."""
     parser.add_argument("--data", type=Path, help="folder of clips-N.pt and clips-held.pt")
     parser.add_argument("--prompts", type=Path, help="what world_data --embed-prompts wrote")
     parser.add_argument("--out", type=Path)
@@ -161,7 +163,7 @@ def read_mix(options: argparse.Namespace) -> Mix:
 
 
 def chunk_lengths(batch: int, single: float) -> torch.Tensor:
-    """Each clip's chunk length by its place: chunks of one frame last."""
+    """Return the chunk length of each clip in a batch. Clips with chunks of one frame come last."""
     ones = round(batch * single)
     return torch.tensor([3] * (batch - ones) + [1] * ones)
 
@@ -171,8 +173,10 @@ def chunk_lengths(batch: int, single: float) -> torch.Tensor:
 
 @dataclass
 class Losses:
-    """What an objective computed. total: scalar, to be differentiated. by_frame: [B, F], detached,
-    and the sigmas and weights it was made with; `parts`: other scalars for the curve, detached."""
+    """Result of an objective. `total` is the scalar to differentiate. `by_frame`, [B, F], contains
+    the detached losses, next to the sigmas and weights with which they were computed. `parts`
+    contains further detached scalars for the curve.
+    """
 
     total: torch.Tensor
     by_frame: torch.Tensor
@@ -182,7 +186,9 @@ class Losses:
 
 
 class Sums:
-    """Sums of losses on the device, by sigma and by place; read without a wait for each step."""
+    """Sums of losses by sigma and by frame position, accumulated on the device so that training
+    steps do not wait for them.
+    """
 
     def __init__(self, mix: Mix, chunk_B: torch.Tensor, device: torch.device) -> None:
         self.sigmas = torch.tensor(mix.sigmas, device=device)
@@ -216,7 +222,7 @@ class Sums:
         self.sums[name] = value if name not in self.sums else self.sums[name] + value
 
     def read_means(self) -> dict[str, Any]:
-        """Means since the last `reset`; waits for the device."""
+        """Return the means since the last `reset`. This waits for the device."""
 
         def mean(name: str) -> Any:
             total, count = self.sums[name].double().cpu()
@@ -248,8 +254,8 @@ class Sums:
 
 
 class Objective(Protocol):
-    """What a phase minimises. extra_state: more than weights and momenta that it needs to go on,
-    or None.
+    """Objective that a phase minimises. `extra_state` returns what the phase needs to resume in
+    addition to weights and momenta, or None.
     """
 
     def losses(self) -> Losses: ...
@@ -258,7 +264,7 @@ class Objective(Protocol):
 
 
 class Trainer:
-    """Network, data and optimiser of one process, and the loop that trains until the time is up."""
+    """Network, data and optimiser of one process, and the loop that trains until the time limit."""
 
     def __init__(self, options: argparse.Namespace, phase: str, ranks: Ranks | None = None) -> None:
         self.options, self.phase, self.clock = options, phase, Clock(options.minutes)
@@ -275,7 +281,7 @@ class Trainer:
         compute = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.model = WorldTransformer(self.sizes, compute).to(device)
         self.step, self.minutes_before = 0, 0.0
-        if resumed:  # another phase begins with the means
+        if resumed:  # another phase starts from the averages
             self._load_weights(resumed["weights" if resumed["phase"] == phase else "ema"])
         self.ema = Ema(self.model, options.ema)
         self.optimizer = build_optimizer(
@@ -292,7 +298,7 @@ class Trainer:
                 self.extra = resumed["extra"]
         if device.type == "cuda" and not options.eager:
             self.model.compile_blocks()
-        # From here on each rank draws its own, and another piece draws others.
+        # From here on, each rank draws different numbers, and so does each resumed run.
         torch.manual_seed(1_000_003 * (options.seed + 1) + 1009 * self.step + self.ranks.rank)
 
         prompts = Prompts.load(options.prompts, device)
@@ -325,11 +331,11 @@ class Trainer:
     # -- time --------------------------------------------------------------------------------------
 
     def minutes(self) -> float:
-        """Wall time of this piece."""
+        """Return the wall time of this run in minutes."""
         return self.clock.elapsed() / 60
 
     def _rate(self) -> float:
-        """The learning rate's factor now."""
+        """Return the current factor of the learning rate."""
         options, now = self.options, self.minutes()
         if options.decay:
             return max(0.0, 1 - now / options.minutes)
@@ -337,7 +343,7 @@ class Trainer:
         return learning_rate(fraction, warmup=0.0, decay_from=options.decay_from, last=0.01)
 
     def run_objective(self, objective: Objective) -> None:
-        """Train until the piece's time is up; leaves state and curve in `--out`."""
+        """Train until the time limit of this run, and write state and curve to `--out`."""
         options, leads = self.options, self.ranks.leads
         if self.extra is not None:
             objective.load_extra_state(self.extra)
@@ -365,8 +371,8 @@ class Trainer:
                 rate, stop, look, keep = self.ranks.agree([self._rate(), stop, look, keep])
                 if stop:
                     break
-                # A phase begins slowly by steps: compiling may take longer than any part of its
-                # time.
+                # The warm-up of a phase is counted in steps, because compilation may take longer
+                # than a share of its time.
                 rate *= min(1.0, (self.step + _SYNC_STEPS) / _WARMUP_STEPS)
                 self.optimizer.set_scale(rate)
                 if look:
@@ -427,7 +433,7 @@ class Trainer:
         (self.options.out / "curve.jsonl").write_text("\n".join(self.curve) + "\n")
 
     def evaluate(self) -> None:
-        """Note the averaged weights' losses and roll-outs on the held-out clips."""
+        """Record losses and rollouts of the averaged weights on the held-out clips."""
         if self.held is None:
             return
         started = time.monotonic()
@@ -438,9 +444,9 @@ class Trainer:
         self._note({**line, "seconds": round(time.monotonic() - started, 1)})
 
     def _held_losses(self, held: Sampler) -> dict[str, Any]:
-        """Teacher-forced losses at each of the few steps' sigmas.
+        """Return teacher-forced losses at the sigma of each of the few steps.
 
-        Keeps gradients on, so that no other graph is compiled for this."""
+        Gradients remain enabled, so that no separate graph is compiled."""
         sums = Sums(self.mix, self.chunk_B, held.device)
         batch = len(self.chunk_B)
         never = torch.zeros(batch, dtype=torch.bool, device=held.device)
@@ -460,8 +466,10 @@ class Trainer:
         }
 
     def _held_rollouts(self, held: Sampler, chunk: int) -> dict[str, Any]:
-        """Scores of own roll-outs of whole held-out walks from the image alone, with one, two and
-        four denoise steps; `still`: of cameras that never move, against the start image."""
+        """Return scores of rollouts of whole held-out walks that start from only the image, with
+        one, two and four denoise steps. `still` contains the scores of cameras that never move,
+        compared with the start image.
+        """
         batch = min(len(held.shard), self.options.held_rollouts)
         index = torch.arange(batch, device=held.device)
         drawn = Sampler(
@@ -487,8 +495,8 @@ class Trainer:
     def _scored(
         self, made: torch.Tensor, truth: torch.Tensor, *, still: bool = False
     ) -> dict[str, Any]:
-        """Mean square error by three latent frames of a few places; with a decoder, the frames'
-        scores there.
+        """Return the mean squared error of a few groups of three latent frames and, with a decoder,
+        the scores of the decoded frames.
         """
         error = (made - truth).square().mean((0, 2, 3, 4)).unfold(0, 3, 3).mean(1)
         positions = [position for position in (0, 4, 19, 43) if position < len(error)]
@@ -502,9 +510,9 @@ class Trainer:
         return out
 
     def save(self, objective: Objective) -> None:
-        """Write a state to go on from.
+        """Write a state from which training can be resumed.
 
-        Lost: weights and means are rounded to fp16, momenta to bf16.
+        The state is not exact: weights and averages are rounded to fp16, and momenta to bf16.
         """
         if not self.ranks.leads:
             return
@@ -529,8 +537,8 @@ class Trainer:
 
 
 def rollout_sigmas(trained: tuple[float, ...]) -> list[tuple[float, ...]]:
-    """Schedules that roll-outs are scored with: the trained one, and those of one, two and four
-    steps.
+    """Return the schedules with which rollouts are scored: the trained one, and those with one, two
+    and four steps.
     """
     others = [few_step_sigmas(indices=indices) for indices in ((0,), (0, 750), (0, 250, 500, 750))]
     return [trained, *(sigmas for sigmas in others if len(sigmas) != len(trained))]
@@ -538,15 +546,17 @@ def rollout_sigmas(trained: tuple[float, ...]) -> list[tuple[float, ...]]:
 
 @contextmanager
 def fixed_draws(device: torch.device) -> Iterator[None]:
-    """Draw the same numbers each time, without a trace in the draws that follow."""
+    """Context manager in which the same random numbers are drawn each time. Later draws are not
+    affected.
+    """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(20)
         yield
 
 
 def uncompiled() -> Any:
-    """A context in which compiled parts run as they are written: nothing is compiled for shapes
-    met once.
+    """Return a context manager in which compiled functions run eagerly, so that nothing is compiled
+    for shapes that occur only once.
     """
     return torch.compiler.set_stance("force_eager")
 
@@ -554,8 +564,8 @@ def uncompiled() -> Any:
 def make_mask(
     sizes: Sizes, frames: int, chunk_B: torch.Tensor, device: torch.device, *, dense: bool = False
 ) -> Any:
-    """Return what `WorldTransformer.packed` takes as its mask: FlexAttention's on a GPU, unless
-    it is to be dense.
+    """Return the mask for `WorldTransformer.packed`: that of FlexAttention on a GPU, or a dense one
+    if `dense` is set.
     """
     seen = torch.stack(
         [visibility(frames, chunk, sizes.window, sizes.sink) for chunk in (3, 1)]
@@ -567,7 +577,7 @@ def make_mask(
 
 
 def load_decoder(path: Path, device: torch.device) -> Decode:
-    """The autoencoder's decoder, frozen; gradients pass through it."""
+    """Load the frozen decoder of the autoencoder. Gradients pass through it."""
     from training.tiny_world import autoencoder  # type: ignore[attr-defined,unused-ignore]
 
     decode: Decode = autoencoder.load_decoder(path, device)
@@ -578,8 +588,9 @@ def load_decoder(path: Path, device: torch.device) -> Decode:
 def frame_scores(
     decode: Decode, made: torch.Tensor, truth: torch.Tensor, *, standing: bool = False
 ) -> dict[str, list[float]]:
-    """PSNR of the video against the decoded truth, and sharpness (mean horizontal difference over
-    the truth's), for every three latent frames. standing: the truth is its first frame, all along.
+    """Return the PSNR of the video against the decoded truth, and its sharpness (mean horizontal
+    difference divided by that of the truth), for every three latent frames. With `standing`, every
+    frame is compared with the first frame of the truth.
     """
 
     def shown(latents: torch.Tensor) -> torch.Tensor:
@@ -604,7 +615,9 @@ def frame_scores(
 def packed_losses(
     model: WorldTransformer, batch: Batch, sigma: torch.Tensor, context: torch.Tensor, mask: Any
 ) -> Losses:
-    """v-loss of every chunk at `sigma` [B, F], behind clean frames `context`."""
+    """Return the loss on v of every chunk at `sigma` [B, F], with the clean frames `context` as its
+    past.
+    """
     noise = torch.randn_like(batch.latents)
     flow = model.packed(
         context, noised(batch.latents, sigma, noise), 1000 * sigma, batch.clips, mask
@@ -615,8 +628,8 @@ def packed_losses(
 
 
 class TeacherForcing:
-    """True frames, slightly noised, as context; every chunk of a clip at once, each at its own
-    sigma.
+    """Objective of the first phase. The context consists of slightly noised true frames. All chunks
+    of a clip are trained at once, each at its own sigma.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -645,9 +658,11 @@ class TeacherForcing:
 
 
 def export(state_folder: Path, out: Path, chunk_frames: int | None) -> None:
-    """Write the averaged weights of a state as a transformer's folder.
+    """Write the averaged weights of a state as the transformer folder of a checkpoint.
 
-    Name it `transformers`: that is v2's layout, whose schedule was trained for."""
+    The folder must be named `transformers` as in the layout of v2, because the network was trained
+    for the schedule of v2.
+    """
     state = read_parts(state_folder)
     sizes = Sizes.read_values(state["sizes"])
     if chunk_frames is not None:

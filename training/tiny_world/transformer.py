@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny world's transformer as it is trained: LingBot World's parameters and maths, whole clips
-at once.
+"""The transformer of the tiny world for training: LingBot World's parameters and maths, applied to
+whole clips at once.
 
-`packed` runs a clip as one sequence, the clean frames before the noisy ones; a mask by pairs of
-frames (`masks.py`) shows each frame what its chunk sees when served. `clip_window.py` runs chunk by
-chunk, as served. Parameter names are the
-original checkpoint's, so `vllm_omni` loads them; nothing of `vllm_omni` is imported but what needs
-torch alone, since the machine that trains need not have what the rest needs.
+`packed` runs a clip as one sequence, with the clean frames before the noisy ones. A mask over pairs
+of frames (`masks.py`) lets each frame attend to the same frames as when its chunk is served.
+`clip_window.py` runs clips chunk by chunk, as when served. Parameters have the names of the
+original checkpoint, so `vllm_omni` can load them. This module imports only those parts of
+`vllm_omni` that need nothing but torch, because the training machine may lack the other
+requirements.
 
-The camera map is linear in a frame's motion (translation and rotation) for a given focal length, so
-its embedding is 12 numbers times a basis that the weights are folded into: no 384-channel maps.
+For a given focal length, the camera map is linear in the motion of a frame (translation and
+rotation). The embedding of the map is therefore computed as 12 numbers times a basis that includes
+the weights, without 384-channel maps.
 
-Tested by tests/training/tiny_world/test_world_transformer.py, which drives `LingBotTransformer`
-beside it.
+Tested by tests/training/tiny_world/test_world_transformer.py, which compares this module with
+`LingBotTransformer`.
 """
 
 # B clips, F latent frames of a clip, G = 2 F (clean, then noisy), P tokens of a frame, S = G P, D
@@ -42,9 +44,10 @@ _MOTION = 12
 
 @dataclass(frozen=True)
 class Sizes:
-    """Architecture and how it is served. grid: latent rows and columns. focals: focal lengths, in
-    pixels of the output, for which camera maps can be embedded. chunk_frames: what the exported
-    checkpoint names as its chunk."""
+    """Architecture, and the sizes with which it is served. `grid` is the number of latent rows and
+    columns. `focals` are the focal lengths, in pixels of the output, for which camera maps can be
+    embedded. `chunk_frames` is the chunk length that the exported checkpoint states.
+    """
 
     dim: int = 256
     layers: int = 6
@@ -66,12 +69,12 @@ class Sizes:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one latent frame."""
+        """Number of tokens of one latent frame."""
         return self.grid[0] * self.grid[1] // 4
 
     @classmethod
     def read_values(cls, values: Mapping[str, Any]) -> "Sizes":
-        """From what `asdict` made, tuples possibly as lists."""
+        """Create sizes from the result of `asdict`, in which tuples may have become lists."""
         read: dict[str, Any] = {
             name: tuple(v) if isinstance(v, list) else v for name, v in values.items()
         }
@@ -81,7 +84,7 @@ class Sizes:
         return asdict(self)
 
     def config_json(self) -> dict[str, Any]:
-        """The original layout's `config.json` of this network."""
+        """Return the `config.json` of this network in the original layout."""
         return {
             "_class_name": "WanModelFast",
             "model_type": "i2v",
@@ -108,7 +111,7 @@ class Sizes:
 
 
 def linear(x: torch.Tensor, *layers: nn.Linear) -> torch.Tensor:
-    """Apply layers side by side, in the type of `x`, as one product."""
+    """Apply several layers to the same input as a single product, in the dtype of `x`."""
     if len(layers) == 1:
         return functional.linear(x, layers[0].weight.to(x.dtype), layers[0].bias.to(x.dtype))
     weight = torch.cat([layer.weight for layer in layers]).to(x.dtype)
@@ -116,13 +119,13 @@ def linear(x: torch.Tensor, *layers: nn.Linear) -> torch.Tensor:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm over all heads together, fp32."""
+    """Apply RMS norm over all heads together, in fp32."""
     x = x.float()
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn interleaved pairs of [..., T, N, H] by angles [..., T, 1, C]; fp32."""
+    """Rotate interleaved pairs of [..., T, N, H] by angles [..., T, 1, C], in fp32."""
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
@@ -132,24 +135,29 @@ def layer_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def patchify(x: torch.Tensor) -> torch.Tensor:
-    """[B, F, c, h, w] -> [B, F, P, 4 c], values in (channel, row, column) order."""
+    """Convert [B, F, c, h, w] to patches [B, F, P, 4 c], with values in (channel, row, column)
+    order.
+    """
     batch, frames, channels, height, width = x.shape
     cells = x.reshape(batch, frames, channels, height // 2, 2, width // 2, 2)
     return cells.permute(0, 1, 3, 5, 2, 4, 6).reshape(batch, frames, -1, 4 * channels)
 
 
 def unpatchify(tokens: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
-    """[B, F, P, 4 c], values in (row, column, channel) order -> [B, F, c, h, w]."""
+    """Convert patches [B, F, P, 4 c], with values in (row, column, channel) order, to [B, F, c, h,
+    w].
+    """
     batch, frames, _, values = tokens.shape
     cells = tokens.view(batch, frames, grid[0] // 2, grid[1] // 2, 2, 2, values // 4)
     return cells.permute(0, 1, 6, 2, 4, 3, 5).reshape(batch, frames, values // 4, *grid)
 
 
 def camera_basis(focal: float, grid: tuple[int, int]) -> torch.Tensor:
-    """Return fp32 [P, 12, 1536]: what each of a frame's 12 numbers adds to its tokens of the camera
-    map.
+    """Return the basis of camera maps, fp32 [P, 12, 1536]: the contribution of each of a frame's 12
+    numbers to its tokens of the camera map.
 
-    The 12: translation x y z, then the rotation's rows. fp64 inside.
+    The 12 numbers are the translation x, y, z and then the rows of the rotation. The basis is
+    computed in fp64.
     """
     height, width = 8 * grid[0], 8 * grid[1]
     x = (torch.arange(width, dtype=torch.float64) + 0.5 - width / 2) / focal
@@ -168,8 +176,8 @@ def camera_basis(focal: float, grid: tuple[int, int]) -> torch.Tensor:
 
 
 class RotaryTables(nn.Module):
-    """Rotations by (frame, row, column); frames come with each clip, in fp64 so that far ones
-    keep their place.
+    """Rotary angles by (frame, row, column). Each clip has its own frame positions, which are in
+    fp64 so that large positions remain exact.
     """
 
     frequencies: torch.Tensor
@@ -195,7 +203,7 @@ class RotaryTables(nn.Module):
         self.register_buffer("sin_hw", angles.sin().float(), persistent=False)
 
     def forward(self, positions_BF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (cos, sin) fp32 [B, F P, 1, C] of frames at absolute positions."""
+        """Return (cos, sin), fp32 [B, F P, 1, C], for frames at absolute positions."""
         batch, frames = positions_BF.shape
         angles = positions_BF.double().unsqueeze(-1) * self.frequencies
         tokens = self.cos_hw.shape[0]
@@ -210,7 +218,7 @@ class RotaryTables(nn.Module):
 
 
 class Attention(nn.Module):
-    """The projections and norms of an attention layer, under Wan's names."""
+    """The projections and norms of an attention layer, with Wan's names."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -227,7 +235,7 @@ class _Scale(nn.Module):
 class Block(nn.Module):
     """One transformer block.
 
-    Tokens come as [B, g, P, D]: g frames, each with its own modulation.
+    Tokens have the shape [B, g, P, D], where each of the g frames has its own modulation.
     """
 
     def __init__(self, sizes: Sizes) -> None:
@@ -258,7 +266,7 @@ class Block(nn.Module):
         return 1 + scale.float(), shift.float()
 
     def text_keys_values(self, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[..., X, D] -> normalised keys and values, each [..., X, D]."""
+        """Return the normalised keys and the values of a text [..., X, D], each [..., X, D]."""
         attn = self.cross_attn
         k, v = linear(text, attn.k, attn.v).chunk(2, dim=-1)
         return rms_norm(k, attn.norm_k.weight, self.eps).to(text.dtype), v
@@ -275,8 +283,8 @@ class Block(nn.Module):
         sin: torch.Tensor,
         dtype: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return q, k (rotated) and v, [B, N, g P, H]; cos, sin: [B, 1, F P, 1, C], g a multiple
-        of F.
+        """Return rotated q and k, and v, each [B, N, g P, H]. `cos` and `sin` are [B, 1, F P, 1,
+        C], and g is a multiple of F.
         """
         attn = self.self_attn
         hidden = (layer_norm(x, self.eps) * (1 + scale) + shift).to(dtype)
@@ -299,8 +307,8 @@ class Block(nn.Module):
         text_k: torch.Tensor,
         text_v: torch.Tensor,
     ) -> torch.Tensor:
-        """The block behind self-attention. text_k, text_v: [B, g or 1, X, D], for each frame or
-        for all.
+        """Run the part of the block that follows self-attention. `text_k` and `text_v` are [B, g or
+        1, X, D], for each frame or for all frames.
         """
         gate1, shift2, scale2, gate2 = modulation[2:]
         dtype, cross = attended.dtype, self.cross_attn
@@ -312,7 +320,7 @@ class Block(nn.Module):
             x, x.shape[-1:], self.norm3.weight.float(), self.norm3.bias.float(), self.eps
         ).to(dtype)
         q = rms_norm(linear(hidden, cross.q), cross.norm_q.weight, self.eps).to(dtype)
-        # Frames of one text are queries of one attention.
+        # Frames with the same text are queries of one attention call.
         q, k, v = (
             y.reshape(
                 x.shape[0] * text_k.shape[1], -1, self.heads, x.shape[-1] // self.heads
@@ -338,11 +346,11 @@ class Block(nn.Module):
         sin: torch.Tensor,
         mask: BlockMask | torch.Tensor,
     ) -> torch.Tensor:
-        """A packed clip: x fp32 [B, G, P, D], time [B, G, 6, D], camera [B, F P, D], text [B, 2, X,
-        D].
+        """Run the block on packed clips: x fp32 [B, G, P, D], time [B, G, 6, D], camera [B, F P,
+        D], text [B, 2, X, D].
 
-        switched: bool [B, G], frames of the second text. The type of `camera` is the type of the
-        products.
+        `switched`, bool [B, G], selects the frames that use the second text. Matrix products use
+        the dtype of `camera`.
         """
         modulation = self._modulate(time)
         q, k, v = self._queries_keys_values(x, modulation[0], modulation[1], cos, sin, camera.dtype)
@@ -370,10 +378,11 @@ class Block(nn.Module):
         past_v: torch.Tensor,
         allowed: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A chunk behind kept keys and values; returns x and the chunk's own k and v.
+        """Run the block on a chunk that attends to cached keys and values, and return x and the
+        chunk's own k and v.
 
-        past_k, past_v: [B, N, K P, H]. allowed: bool [K P + chunk's tokens]. text: keys and values
-        [B, 1, X, D].
+        `past_k` and `past_v` are [B, N, K P, H], `allowed` is bool [K P + tokens of the chunk], and
+        `text` contains keys and values [B, 1, X, D].
         """
         modulation = self._modulate(time)
         q, k, v = self._queries_keys_values(x, modulation[0], modulation[1], cos, sin, past_k.dtype)
@@ -396,7 +405,7 @@ class WorldHead(nn.Module):
         self.head = nn.Linear(sizes.dim, 4 * LATENTS)
 
     def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        """x [B, g, P, D], time [B, g, D] -> patch values, fp32."""
+        """Compute fp32 patch values from x [B, g, P, D] and time [B, g, D]."""
         shift, scale = (self.modulation.float() + time.unsqueeze(2)).unsqueeze(3).unbind(2)
         return linear(layer_norm(x, self.eps) * (1 + scale) + shift, self.head)
 
@@ -406,14 +415,15 @@ class WorldHead(nn.Module):
 
 @dataclass
 class Clips:
-    """What clips bring beside their latents, on the model's device.
+    """Inputs of clips in addition to their latents, on the model's device.
 
-    condition: fp32 [B, F, 20, h, w], mask and image latents. motion: fp32 [B, F, 3, 4], rotation
-    and, last, translation. focal: int64 [B], index into `Sizes.focals`. text: fp32 [B, 2, X, E],
-    zero rows behind each prompt.
-    switched: bool [B, F], frames of the second text. positions: [B, F], absolute.
-    rotation: fp32 [B, F, 3, 3], camera to world; place: fp32 [B, F, 33] (`frame_features`). Both
-    are zero in clips whose world pose is unknown.
+    `condition`, fp32 [B, F, 20, h, w], contains the mask and the image latents. `motion`, fp32 [B,
+    F, 3, 4], is the rotation followed by the translation. `focal`, int64 [B], is an index into
+    `Sizes.focals`. `text`, fp32 [B, 2, X, E], has zero rows after the end of each prompt, and
+    `switched`, bool [B, F], selects the frames with the second text. `positions`, [B, F], are
+    absolute. `rotation`, fp32 [B, F, 3, 3], is from camera to world, and `place`, fp32 [B, F, 33],
+    is the result of `frame_features`. Rotation and place are zero in clips with an unknown world
+    pose.
     """
 
     condition: torch.Tensor
@@ -426,17 +436,17 @@ class Clips:
     place: torch.Tensor
 
     def frames(self, start: int, stop: int) -> "Clips":
-        """The same clips' frames [start, stop)."""
+        """Return frames [start, stop) of all clips."""
         return self._each(lambda whole: whole, lambda by_frame: by_frame[:, start:stop])
 
     def picked(self, row_R: torch.Tensor, frame_RK: torch.Tensor) -> "Clips":
-        """Clips [R] with frames [R, K] of each."""
+        """Return the clips in `row_R`, with frames `frame_RK` of each."""
         return self._each(
             lambda whole: whole[row_R], lambda by_frame: by_frame[row_R.unsqueeze(1), frame_RK]
         )
 
     def standing(self) -> "Clips":
-        """The same clips of cameras that stay where they begin."""
+        """Return the same clips with cameras that stay at their start pose."""
         motion = torch.eye(3, 4, device=self.motion.device).expand_as(self.motion)
         rotation, position = (
             self.rotation[:, :1].expand_as(self.rotation),
@@ -445,7 +455,7 @@ class Clips:
         return replace(self, motion=motion, rotation=rotation, place=position)
 
     def rows(self, which: slice) -> "Clips":
-        """Some of the clips."""
+        """Return the selected clips."""
         return self._each(lambda whole: whole[which], lambda by_frame: by_frame[which])
 
     def _each(
@@ -453,7 +463,7 @@ class Clips:
         of_clip: Callable[[torch.Tensor], torch.Tensor],
         of_frames: Callable[[torch.Tensor], torch.Tensor],
     ) -> "Clips":
-        """Apply one function to what a whole clip has, another to what each of its frames has."""
+        """Apply one function to the fields per clip, and another to the fields per frame."""
         names = self.__dataclass_fields__
         return Clips(
             *((of_clip if n in ("focal", "text") else of_frames)(getattr(self, n)) for n in names)
@@ -461,8 +471,8 @@ class Clips:
 
 
 class WorldTransformer(nn.Module):
-    """The network. compute_dtype: of the products; residual stream, norms, modulation and head
-    are fp32.
+    """The network. `compute_dtype` is the dtype of matrix products. The residual stream, norms,
+    modulation and head are in fp32.
     """
 
     basis: torch.Tensor
@@ -502,7 +512,9 @@ class WorldTransformer(nn.Module):
         self.initialise()
 
     def initialise(self) -> None:
-        """Start as a function near zero: no flow, no camera, open gates into small updates."""
+        """Initialise the network close to a zero function: no flow, no influence of the camera, and
+        open gates with small updates.
+        """
         depth = 2 * len(self.blocks)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Conv3d):
@@ -530,8 +542,8 @@ class WorldTransformer(nn.Module):
         return layer
 
     def compile_blocks(self) -> None:
-        """Compile one block's packed forward and reuse it for all; and the chunk forward
-        likewise.
+        """Compile the packed forward pass and the chunk forward pass of one block, and reuse both
+        for all blocks.
         """
         for block in self._blocks():
             block.compile(dynamic=False)
@@ -540,8 +552,8 @@ class WorldTransformer(nn.Module):
     # -- embeddings --------------------------------------------------------------------------------
 
     def time(self, timesteps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Timesteps [..., in 0 to 1000] -> (e [..., D], its six modulation rows [..., 6, D]),
-        fp32.
+        """Return (embedding [..., D], its six modulation rows [..., 6, D]) of timesteps in 0 to
+        1000, in fp32.
         """
         angles = timesteps.double().unsqueeze(-1) * self.frequencies
         sinusoid = torch.cat((angles.cos(), angles.sin()), dim=-1).float()
@@ -555,13 +567,13 @@ class WorldTransformer(nn.Module):
         return time, linear(functional.silu(time), rows).unflatten(-1, (6, -1))
 
     def camera(self, clips: Clips) -> torch.Tensor:
-        """Motion and world pose of clips' frames -> the camera's tokens [B, F P, D] in the
-        products' type.
+        """Return the camera tokens [B, F P, D] for the motion and the world pose of all frames, in
+        the dtype of matrix products.
         """
         motion, focal = clips.motion, clips.focal
         layer = self.patch_embedding_wancamctrl
         folded = torch.einsum("npjc,dc->npjd", self.basis, layer.weight.float())
-        # a camera that stands: R = 1, t = 0
+        # The embedding of a camera at rest: R = 1, t = 0.
         identity = folded[:, :, 3::4].sum(2) + layer.bias.float()
         turn = motion[..., :3] - torch.eye(3, device=motion.device)
         numbers = torch.cat((motion[..., 3], turn.flatten(2)), dim=-1)
@@ -575,28 +587,30 @@ class WorldTransformer(nn.Module):
         return patches + linear(hidden, self.c2ws_hidden_states_layer2) + self.world(clips)
 
     def world(self, clips: Clips) -> torch.Tensor:
-        """The world pose's tokens [B, F P, D]."""
+        """Return the tokens of the world pose, [B, F P, D]."""
         rays = torch.einsum("bfij,pnj->bfpni", clips.rotation, self.rays).flatten(3)
         position = clips.place.unsqueeze(2).expand(-1, -1, rays.shape[2], -1)
-        # In fp32: bf16 rounds a ray's direction by up to half a pixel.
+        # This product uses fp32, because bf16 rounds the direction of a ray by up to half a pixel.
         hidden = linear(torch.cat((rays, position), dim=3).flatten(1, 2), self.world_pose_layer1)
         return linear(functional.silu(hidden).to(self.compute_dtype), self.world_pose_layer2)
 
     def text(self, text: torch.Tensor) -> torch.Tensor:
-        """Prompt rows [..., X, E] -> [..., X, D] in the products' type."""
+        """Project prompt embeddings [..., X, E] to [..., X, D], in the dtype of matrix products."""
         first, last = self.text_embedding[0], self.text_embedding[2]
         assert isinstance(first, nn.Linear) and isinstance(last, nn.Linear)
         hidden = functional.gelu(linear(text.to(self.compute_dtype), first), approximate="tanh")
         return linear(hidden, last)
 
     def patches(self, latents: torch.Tensor) -> torch.Tensor:
-        """The latents' part of the patch embedding, fp32 [B, F, P, D]."""
+        """Return the part of the patch embedding that depends on the latents, fp32 [B, F, P, D]."""
         return functional.linear(
             patchify(latents), self.patch_embedding.weight[:, :LATENTS].flatten(1)
         )
 
     def condition_patches(self, condition: torch.Tensor) -> torch.Tensor:
-        """The condition's part of the patch embedding, bias included, fp32 [B, F, P, D]."""
+        """Return the part of the patch embedding that depends on the condition, including the bias,
+        fp32 [B, F, P, D].
+        """
         weight = self.patch_embedding.weight[:, LATENTS:].flatten(1)
         return functional.linear(patchify(condition), weight, self.patch_embedding.bias)
 
@@ -612,8 +626,8 @@ class WorldTransformer(nn.Module):
     ) -> torch.Tensor:
         """Predict the flow of every noisy frame, fp32 [B, F, 16, h, w].
 
-        clean, noisy: fp32 [B, F, 16, h, w]. timesteps: [B, F], of the noisy frames; the clean ones
-        are at 0.
+        `clean` and `noisy` are fp32 [B, F, 16, h, w]. `timesteps`, [B, F], are those of the noisy
+        frames. Clean frames have timestep 0.
         """
         time, rows = self.time(timesteps)
         _, clean_rows = self.time(timesteps.new_zeros(1, 1))
@@ -629,8 +643,8 @@ class WorldTransformer(nn.Module):
         return unpatchify(self.head(x[:, clean.shape[1] :], time), self.sizes.grid)
 
     def export(self, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Write `config.json` and one fp16 safetensors file; `weights`: other values for the
-        parameters (means).
+        """Write `config.json` and one fp16 safetensors file. `weights` replaces the values of
+        parameters, for example with averages.
         """
         from safetensors.torch import save_file
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expected frames of walks, rendered, and the mean colours of the styles.
+"""Renders the expected frames of walks, and computes the mean colours of the styles.
 
-Frames are uint8 [N, L, H, W, 3] on the CPU, one per latent frame. Tested by
+All frames are uint8 [N, L, H, W, 3] on the CPU, one per latent frame. Tested by
 tests/training/tiny_world/test_score.py.
 """
 
@@ -18,10 +18,12 @@ from training.tiny_world.walks import free_places
 from vllm_omni.evaluation.likeness import unit
 
 HELD_OUT = 770_001
-"""Offset of the seed, because training draws from no such seeds."""
+"""Offset that is added to the seed of held-out walks, so that training never uses the same seeds.
+"""
 _REFERENCE_PLACES = 96
 _COARSE = 24, 40
-"""Height and width that are sufficient for mean colours, with the field of view of the full image.
+"""Height and width of renders for mean colours. These renders have the same field of view as the
+full image.
 """
 
 
@@ -52,9 +54,9 @@ class RenderedWorld:
     renderer: Renderer
 
     def play(self, walks: Sequence[Played], images_NHW3: torch.Tensor) -> list[torch.Tensor]:
-        """Render latent frames; each is repeated for its video frames.
+        """Render latent frames, and repeat each for its video frames.
 
-        Prompts select the style.
+        The prompts of a walk select the style.
         """
         videos = []
         for walk in walks:
@@ -76,7 +78,7 @@ class RenderedWorld:
 
 @dataclass(frozen=True)
 class Palette:
-    """Mean colours of the truth in every style, from low-resolution renders."""
+    """Computes mean colours of the truth in every style from low-resolution renders."""
 
     renderer: Renderer
 
@@ -125,11 +127,11 @@ class Truth:
         return self._once("starts", walks, lambda: start_images(self.renderer, walks))
 
     def colours(self, walks: Sequence[Played]) -> torch.Tensor:
-        """Return `Palette.of_walks`."""
+        """Return the result of `Palette.of_walks` for these walks."""
         return self._once("colours", walks, lambda: self.palette.of_walks(walks))
 
     def style_means(self) -> torch.Tensor:
-        """Return `Palette.of_styles`."""
+        """Return the result of `Palette.of_styles`."""
         return self._once("styles", (), self.palette.of_styles)
 
     def _once(

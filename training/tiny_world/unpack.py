@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Split an exported world into its parts, so that training can be resumed.
+"""Split an exported world into its components, so that training can be resumed.
 
     python -m training.tiny_world.unpack DIR --out start
 
-Writes `vae.pt`, `tiny_decoder.pt`, and the transformer as a state of phase `shipped`. Weights are
-fp16, as exported. Layers that the exported transformer does not have start as in
+The script writes `vae.pt`, `tiny_decoder.pt`, and the transformer as a state of phase `shipped`.
+Weights are in fp16, as in the export. Layers that the exported transformer lacks are initialised by
 `WorldTransformer.initialise`.
 """
 
@@ -25,7 +25,7 @@ from vllm_omni.model_executor.models.wan.architecture import VAEConfig
 
 
 def unpack_world(world: Path, out: Path) -> None:
-    """Write the parts of the checkpoint directory `world` into `out`."""
+    """Write the components of the checkpoint directory `world` into `out`."""
     out.mkdir(parents=True, exist_ok=True)
     config = VAEConfig()
     mean, std = torch.tensor(config.latents_mean), torch.tensor(config.latents_std)

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a world continues images from elsewhere, whose pose it does not know.
+"""Measures how a world continues images from elsewhere, for which no pose is known.
 
     python -m training.tiny_world.score --model DIR --seed 1 --uploads
 
-Eight photographs (`UPLOADS`) start a session each: three samples of the web page and five pictures
-of scikit-image. There is no truth, so a result is compared with another world's:
+One session starts from each of eight images (`UPLOADS`): three samples of the web page and five
+images of scikit-image. There is no truth, so a result is compared with that of another world:
 
-    turn        a look key held: median turn of a latent over the commanded one, wrong signs
-    step        `w` held: median growth of the picture per latent; 1 does not move. At a depth of
-                d metres, a step of s metres is a growth of d / (d - s)
-    style       share of walks whose last chunk is nearest to the prompt's style
-    level       mean level of the last chunk minus the style's mean, in a range of 2
+    turn        a look key held: the median turn of a latent frame divided by the commanded turn,
+                and the number of turns in the wrong direction
+    step        `w` held: the median growth of the image per latent frame; 1 means no movement. At
+                a depth of d metres, a step of s metres causes a growth of d / (d - s)
+    style       share of walks with a last chunk that is closest to the prompt's style
+    level       mean level of the last chunk minus the mean of the style, in a range of 2
 """
 
 import importlib.resources
@@ -31,12 +32,12 @@ from vllm_omni.evaluation.likeness import unit
 SAMPLES = ("desert.jpg", "forest.jpg", "harbour.jpg")
 PICTURES = ("astronaut.png", "chelsea.png", "coffee.png", "motorcycle_left.png", "rocket.jpg")
 UPLOADS = (*SAMPLES, *PICTURES)
-"""File names of the images."""
+"""File names of the start images."""
 TURN_LATENTS, STEP_LATENTS = 20, 8
 
 
 def load_uploads(height: int, width: int) -> torch.Tensor:
-    """Return the images cropped to a size, uint8 [8, H, W, 3]."""
+    """Return the start images cropped to a size, uint8 [8, H, W, 3]."""
     samples = importlib.resources.files("vllm_omni.entrypoints.webui") / "static/samples"
     pictures = importlib.resources.files("skimage") / "data"
     files = [samples / name for name in SAMPLES] + [pictures / name for name in PICTURES]
@@ -49,7 +50,9 @@ def load_uploads(height: int, width: int) -> torch.Tensor:
 
 
 def uploaded(keys: Sequence[str], latents: int, seed: int) -> list[Played]:
-    """Return a walk from each image: a latent frame of rest, then one of `keys` held, in turn."""
+    """Return one walk from each image: a latent frame of rest, and then one of `keys`, which is
+    held. Images take turns with the keys.
+    """
     walks = []
     for index in range(len(UPLOADS)):
         style = index % len(STYLES)
@@ -62,7 +65,7 @@ def uploaded(keys: Sequence[str], latents: int, seed: int) -> list[Played]:
 def score_uploads(
     world: World, size: tuple[int, int], style_means_S3: torch.Tensor, *, seed: int
 ) -> dict[str, Any]:
-    """Measure a world of frames of `size`. `style_means_S3`: mean colour of each style."""
+    """Measure a world with frames of `size`. `style_means_S3` is the mean colour of each style."""
     from training.tiny_world.score import turn_score
 
     images = load_uploads(*size)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The village: what stands where, and what each of three styles does to its colours.
+"""The village: its objects and their positions, and their colours in each of the three styles.
 
-A square of `PERIOD` metres that repeats in both directions. Houses stand around a wide place, so
-that few walls come within arm's length; a church with a spire, a striped tower, a pond and hills on
-the horizon tell the directions apart. Axes are those of `camera.py`: x right (east), y down, z
-forward (north), and the ground lies `EYE_HEIGHT` below the camera. Built from numbers alone: the
-same tensors on every machine.
-Tested by tests/training/tiny_world/test_render.py.
+The village is a square with a side of `PERIOD` metres that repeats in both directions. Houses stand
+around a large open square, so cameras rarely come close to a wall. A church with a spire, a striped
+tower, a pond and hills on the horizon make the directions distinguishable. The axes are those of
+`camera.py`: x right (east), y down, z forward (north), and the ground is `EYE_HEIGHT` below the
+camera. The village is built only from numbers, so its tensors are the same on every machine. Tested
+by tests/training/tiny_world/test_render.py.
 """
 
 # O polyhedra, P = 6 planes of each, E ellipsoids, S styles
@@ -20,15 +20,16 @@ PERIOD = 30.0
 """Metres after which the village repeats."""
 EYE_HEIGHT = 1.6
 PITCH_LIMIT_DEGREES = 40.0
-"""Largest angle of a view above or below the horizon that the served world allows.
+"""Largest angle in degrees by which the camera of the served world can look up or down.
 
-The clouds form rings around the zenith, and the ground at a camera's feet is one colour. Random
-walks of the training look further, so that the edge of the range is not the edge of the data.
+The range is limited because clouds form rings around the zenith, and the ground directly below a
+camera has a single colour. Random training walks look further, so that the limit is not at the edge
+of the training data.
 """
 STYLES = ("day", "dusk", "snow")
 
 PLAIN, WALL, ROOF, STRIPES = range(4)
-"""Patterns of a polyhedron's faces."""
+"""Patterns that the faces of a polyhedron can have."""
 
 Colour = tuple[float, float, float]
 WALLS: tuple[Colour, ...] = (
@@ -66,9 +67,9 @@ HOUSES = (
 )
 CHURCH = (-9.5, -10.0, 1.9, 2.9, 3.4, 30.0)
 TOWER = (12.0, 12.5, 1.0, 8.5)
-"""x, z, half width, height."""
+"""Tower as (x, z, half width, height) in metres."""
 POND = (3.8, -4.6, 2.0, 1.4)
-"""x, z and half axes in metres. Cameras cannot enter it."""
+"""Pond as (x, z, half axes) in metres. Cameras cannot enter it."""
 # (x, z, height of the crown's middle, radius)
 TREES = (
     (-4.6, 4.2, 2.7, 1.3),
@@ -85,7 +86,7 @@ TREES = (
     (-12.8, 12.8, 3.1, 1.5),
 )
 PINES = ((-13.8, 8.2, 4.6), (13.9, -12.6, 5.2), (7.4, 12.6, 4.4), (-5.4, -13.6, 4.8))
-"""x, z, height."""
+"""Pines as (x, z, height) in metres."""
 BUSHES = (
     (-6.2, 9.6, 0.6),
     (2.9, 7.9, 0.55),
@@ -95,7 +96,7 @@ BUSHES = (
     (0.9, -8.0, 0.5),
 )
 WELL = (0.0, 0.6, 0.75)
-"""x, z, half width."""
+"""Well as (x, z, half width) in metres."""
 
 
 def wrap(offset: torch.Tensor) -> torch.Tensor:
@@ -105,12 +106,12 @@ def wrap(offset: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Village:
-    """Everything the ray caster needs; fp32, on one device.
+    """All inputs of the ray caster, in fp32 and on one device.
 
-    normals_OP3, offsets_OP: a point p is inside a polyhedron when normal . (p - centre) <= offset
-    for all six planes. pattern_O; albedo_SO3 and accent_SO3: faces and windows, gables or stripes.
-    ellipsoid_colour_SE3. blocked: walls and trunks as (x, z, half width, half depth, heading) with
-    the distance a walker keeps.
+    A point p is inside a polyhedron if normal . (p - centre) <= offset for all six planes in
+    `normals_OP3` and `offsets_OP`. `albedo_SO3` contains the colours of faces, and `accent_SO3`
+    those of windows, gables or stripes. `obstacles_N6` contains walls and trunks as (x, z, half
+    width, half depth, heading, distance that a walker keeps).
     """
 
     centres_O3: torch.Tensor
@@ -147,7 +148,9 @@ class Village:
 
 @dataclass
 class _Parts:
-    """Collects primitives; heights count upwards from the ground here."""
+    """Collects the primitives of the village. In this class, heights are measured upwards from the
+    ground.
+    """
 
     centres: list[tuple[float, float, float]] = field(default_factory=list)
     planes: list[list[tuple[float, float, float, float]]] = field(default_factory=list)
@@ -175,8 +178,8 @@ class _Parts:
         albedo: Colour,
         accent: Colour,
     ) -> None:
-        """local: planes (nx, n up, nz, offset) in the object's own axes, turned by `heading`
-        degrees.
+        """Add a polyhedron. `local` contains its planes (nx, n up, nz, offset) in the object's own
+        axes, which are turned by `heading` degrees.
         """
         cos, sin = math.cos(math.radians(heading)), math.sin(math.radians(heading))
         planes = [
@@ -220,9 +223,10 @@ class _Parts:
         roof: Colour,
         wall: Colour,
     ) -> None:
-        """A roof whose ridge runs along the object's own z; half: (width, rise / 2, depth).
+        """Add a roof with its ridge along the z axis of the object. `half` is (width, rise / 2,
+        depth).
 
-        Gable ends are walls.
+        Gable ends have the pattern of walls.
         """
         width, rise, depth = half[0], 2 * half[1], half[2]
         slope = math.hypot(width, rise)

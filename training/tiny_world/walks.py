@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walks through the village: what is held, and where it leads.
+"""Walks through the village: the keys that are held, and the poses to which they lead.
 
-The package's own integrator (`vllm_omni.worlds.movement`) moves the walkers among the village's
-walls, so training, truth and server agree. A walk's first latent frame is the start image: nothing
-held moves it. The network is given the motion that really happened. Everything is drawn from one
-seed on the CPU, so a walk is the same on every machine.
-Tested by tests/training/tiny_world/test_walks.py.
+The package's own integrator (`vllm_omni.worlds.movement`) moves the walkers among the walls of the
+village, so training, truth and server agree. The first latent frame of a walk is the start image,
+which held keys do not affect. The network receives the motion that actually took place, for example
+after a collision. All random numbers are drawn from one seed on the CPU, so a walk is the same on
+every machine. Tested by tests/training/tiny_world/test_walks.py.
 """
 
 # N walks, L latent frames, T = 4 (L - 1) + 1 video frames
@@ -31,17 +31,21 @@ from vllm_omni.worlds.movement import (
 )
 
 STEP_M = 0.5
-"""Metres per latent frame with a movement key held: 2 m/s at 16 frames per second."""
+"""Distance in metres that a walker moves per latent frame while a movement key is held, which is 2
+m/s at 16 frames per second.
+"""
 _GRID_CELLS = 300
 """Cells per side of the occupancy grid; a cell is 10 cm."""
 _COMMON_PITCH, _RARE_PITCH = 48, 85
-"""Largest angle in degrees that most walkers, and one in four, look up or down."""
+"""Largest angles in degrees by which walkers look up or down: for most walkers, and for one in
+four.
+"""
 KEYS = ACTION_SPACE.button_names
 _BIT = {key: 1 << index for index, key in enumerate(KEYS)}
 
 _LOOK_VERTICALLY = _BIT["i"] | _BIT["k"]
 
-# (keys, weight): what a random walker holds next
+# (keys, weight) from which the next held keys of a random walker are drawn
 _HABITS = (
     ("w", 0.40),
     ("wl", 0.13),
@@ -63,9 +67,9 @@ _HABITS = (
 
 @dataclass(frozen=True)
 class Walks:
-    """keys: uint8 [N, L], bits in the order of `KEYS`. positions [N, L, 2] in metres (x, z), yaw
-    and pitch [N, L] in radians. relative: fp32 [N, L, 3, 4], each pose relative to the one before,
-    a step being one unit long.
+    """Several walks. `keys`, uint8 [N, L], contains bits in the order of `KEYS`. `positions`, [N,
+    L, 2], are x, z in metres, and `yaw` and `pitch`, [N, L], are in radians. `relative`, fp32 [N,
+    L, 3, 4], contains each pose relative to the previous one, with one step as the unit of length.
     """
 
     keys: torch.Tensor
@@ -88,7 +92,7 @@ class Walks:
         )
 
     def held(self, walk: int) -> list[str]:
-        """Return the keys of one walk, a string per latent frame."""
+        """Return the held keys of one walk, as one string per latent frame."""
         return [
             "".join(key for key in KEYS if bits & _BIT[key]) for bits in self.keys[walk].tolist()
         ]
@@ -102,8 +106,8 @@ class Walks:
 
 
 def poses_of(positions: torch.Tensor, yaw: torch.Tensor, pitch: torch.Tensor) -> torch.Tensor:
-    """Poses, fp64 [..., 4, 4], of cameras at x, z [..., 2] that look at yaw and pitch [...],
-    radians.
+    """Return the poses, fp64 [..., 4, 4], of cameras at positions x, z [..., 2] with the given yaw
+    and pitch [...] in radians.
     """
     yaw_N, pitch_N = (torch.rad2deg(angle.double().flatten()) for angle in (yaw, pitch))
     poses = torch.eye(4, dtype=torch.float64).repeat(len(yaw_N), 1, 1)
@@ -114,7 +118,9 @@ def poses_of(positions: torch.Tensor, yaw: torch.Tensor, pitch: torch.Tensor) ->
 
 @cache
 def village_grid() -> OccupancyGrid:
-    """Return where a camera cannot be: in an obstacle, or closer to it than its clearance."""
+    """Return the occupancy grid: cells that are inside an obstacle, or closer to it than its
+    clearance.
+    """
     middle = (torch.arange(_GRID_CELLS, dtype=torch.float64) + 0.5) / _GRID_CELLS - 0.5
     z, x = torch.meshgrid(-middle * PERIOD, middle * PERIOD, indexing="ij")
     return OccupancyGrid(
@@ -123,12 +129,12 @@ def village_grid() -> OccupancyGrid:
 
 
 def random_walks(number: int, length: int, seed: int, *, drills: float = 0.1) -> Walks:
-    """Draw walks from free places, at arm's length of walls as well.
+    """Draw random walks, which start at free positions and may come close to walls.
 
-    A walker wanders and turns away from walls, walks into them, stands still for up to a minute,
-    spins, presses keys at random, holds any keys for up to eight seconds, looks up or down, or
-    moves with a stick at any speed; each for a while. drills: share that only turns in place, or
-    away and back.
+    A walker alternates between several ways of playing: it wanders and turns away from walls, walks
+    into walls, stands still for up to a minute, spins, presses random keys, holds any keys for up
+    to eight seconds, looks up or down, or moves with a stick at any speed. A share `drills` of the
+    walkers only turns in place, or turns away and back.
     """
     generator = torch.Generator().manual_seed(seed)
     start, yaw = free_places(number, generator)
@@ -149,8 +155,8 @@ def scripted_walks(
     keys_NL: torch.Tensor,
     pitch_N: torch.Tensor | None = None,
 ) -> Walks:
-    """Move cameras from given positions by given keys (bits as in `Walks.keys`), as the served
-    world moves them. pitch_N: radians.
+    """Move cameras from given positions with given keys (bits as in `Walks.keys`), in the same way
+    as the served world. `pitch_N` is in radians.
     """
     walker = _Walker(start_N2, yaw_N, pitch_N, PITCH_LIMIT_DEGREES)
     for latent in range(keys_NL.shape[1]):
@@ -172,11 +178,12 @@ def free_places(number: int, generator: torch.Generator) -> tuple[torch.Tensor, 
 
 
 class _Habits:
-    """What many random walkers hold: each keeps to one way of playing for a while, then draws
-    another.
+    """Draws the keys of many random walkers. Each walker plays in one way for a while and then
+    draws another.
     """
 
-    # way of playing: weight, shortest and longest latent frames (drawn evenly in their logarithm)
+    # Way of playing -> (weight, shortest and longest number of latent frames). The logarithm of the
+    # number is drawn uniformly.
     WAYS: ClassVar[dict[str, tuple[float, int, int]]] = {
         "wander": (0.46, 8, 60),
         "careless": (0.12, 4, 24),
@@ -206,8 +213,8 @@ class _Habits:
         self.largest_pitch = torch.where(rare, _RARE_PITCH, _COMMON_PITCH)
 
     def next(self, walker: "_Walker") -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what each walker holds in the next latent frame, uint8 [N], and the scale of
-        its motion.
+        """Return the keys that each walker holds in the next latent frame, uint8 [N], and the scale
+        of its motion.
         """
         names = list(self.WAYS)
         fresh = self.way_left <= 0
@@ -239,12 +246,12 @@ class _Habits:
         speed = torch.where(is_way["stick"], 0.15 + 2.0 * self._uniform(), 1.0)
         self.scale = torch.where(over, speed, self.scale)
 
-        # a wanderer turns away from what is in the way until it is free, then walks on
+        # A wanderer turns away from an obstacle until the way is free, and then walks on.
         blocked = walker.blocked_ahead()
         free_again = self.evading & ~blocked & ~fresh
         self.keys = torch.where(free_again, _BIT["w"], self.keys).to(torch.uint8)
         stuck = is_way["wander"] & ((self.keys & _BIT["w"]) > 0) & blocked
-        slides = self._uniform() < 0.6  # along what is in the way, while it turns
+        slides = self._uniform() < 0.6  # keep moving along the obstacle while turning
         self.keys = torch.where(
             stuck & ~self.evading, torch.where(slides, side | _BIT["w"], side), self.keys
         )
@@ -257,8 +264,8 @@ class _Habits:
 
 
 def _drills(number: int, length: int, generator: torch.Generator) -> torch.Tensor:
-    """uint8 [number, length]: one direction all along, or away for some latents and back for as
-    many.
+    """Return the keys of drills, uint8 [number, length]: turning in one direction all the time, or
+    away for some latent frames and back for the same number.
     """
     direction = torch.where(torch.rand(number, generator=generator) < 0.5, _BIT["j"], _BIT["l"])
     back = torch.where(direction == _BIT["j"], _BIT["l"], _BIT["j"])
@@ -276,7 +283,7 @@ def _drills(number: int, length: int, generator: torch.Generator) -> torch.Tenso
 
 
 class _Walker:
-    """Many walkers at once; remembers every latent frame."""
+    """State of many walkers, which records every latent frame."""
 
     def __init__(
         self,
@@ -294,7 +301,9 @@ class _Walker:
         self.rows: list[tuple[torch.Tensor, ...]] = []
 
     def level(self, keys: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-        """Let go of look keys that would go beyond what a walk shows, degrees."""
+        """Replace look keys that would tilt the camera beyond `largest` degrees with their
+        opposites.
+        """
         up = ((keys & _BIT["i"]) > 0) & (self.degrees + 3 * PITCH_DEGREES > largest)
         down = ((keys & _BIT["k"]) > 0) & (self.degrees - 3 * PITCH_DEGREES < -largest)
         return torch.where(up, _BIT["k"], torch.where(down, _BIT["i"], keys)).to(torch.uint8)
@@ -307,7 +316,7 @@ class _Walker:
 
     def step(self, keys_N: torch.Tensor, scale_N: torch.Tensor | float = 1.0) -> None:
         before = self.poses
-        if self.rows:  # the first latent frame is the image the walk starts from
+        if self.rows:  # the first latent frame is the start image
             motion = _motion(keys_N, scale_N)
             self.poses, degrees = move_cameras(
                 before, self.degrees, motion, STEP_M, village_grid(), self.pitch_limit_degrees
@@ -326,7 +335,9 @@ class _Walker:
 
 
 def _motion(keys_N: torch.Tensor, scale_N: torch.Tensor | float) -> CameraMotion:
-    """Return the motion of keys given as bits. scale: factor of the motion, as from a stick."""
+    """Return the motion for keys given as bits. `scale_N` is a factor of the motion, as from a
+    stick.
+    """
     held = {key: ((keys_N & bit) > 0).double() * scale_N for key, bit in _BIT.items()}
     return CameraMotion(
         ahead=held["w"] - held["s"],
@@ -338,7 +349,9 @@ def _motion(keys_N: torch.Tensor, scale_N: torch.Tensor | float) -> CameraMotion
 
 
 def _obstructed(slots: torch.Tensor, obstacles_N6: torch.Tensor) -> torch.Tensor:
-    """Whether a place [..., 2] is nearer to an obstacle (a turned rectangle) than its clearance."""
+    """Return whether a position [..., 2] is closer to an obstacle (a rotated rectangle) than its
+    clearance.
+    """
     x, z, width, depth, heading, clearance = obstacles_N6.to(slots.dtype).unbind(1)
     dx, dz = slots[..., :1] - x, slots[..., 1:] - z
     dx, dz = wrap(dx), wrap(dz)
@@ -349,7 +362,7 @@ def _obstructed(slots: torch.Tensor, obstacles_N6: torch.Tensor) -> torch.Tensor
 
 
 def _between(values_NLC: torch.Tensor) -> torch.Tensor:
-    """[N, L, C] at latent frames -> [N, 4 (L - 1) + 1, C] at video frames."""
+    """Interpolate values [N, L, C] at latent frames to [N, 4 (L - 1) + 1, C] at video frames."""
     before, after = values_NLC[:, :-1], values_NLC[:, 1:]
     weights = torch.arange(1, 5, device=values_NLC.device)[:, None] / 4
     between = torch.lerp(before[:, :, None], after[:, :, None], weights).flatten(1, 2)

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training clips on the device: shards, prompts, and the batches that make sessions of every kind
-likely.
+"""Training clips on the device: shards, prompts, and batches that cover all kinds of sessions.
 
-A batch holds what a served session may meet: prompts that change in mid-clip (the same walk in
-another style), places far from the start (later positions, sink frames of another walk), either
-length of chunk. All draws happen on the device. `--embed-prompts OUT.pt` writes the prompts'
-embeddings where `vllm_omni` can be imported; nothing else here needs it.
+A batch contains the situations that can occur in a served session: prompts that change during a
+clip (the same walk in another style), frames far from the start (later positions, and sink frames
+of another walk), and both chunk lengths. All random numbers are drawn on the device.
+`--embed-prompts OUT.pt` writes the embeddings of the prompts. Only this option needs the whole of
+`vllm_omni`.
 
-Shards are described in training/tiny_world/README.md; held by
-tests/training/tiny_world/test_world_data.py.
+`clips.py` writes the shards. Tested by tests/training/tiny_world/test_world_data.py.
 """
 
 # N clips of a shard, B clips of a batch, F latent frames
@@ -26,17 +25,19 @@ from training.tiny_world.village import PERIOD
 from vllm_omni.model_executor.models.lingbot_world.world_pose import frame_features
 
 CONDITION_FRAMES = 6
-"""Latent frames of the condition that a shard holds; all later ones equal the last."""
+"""Number of latent frames of the condition that a shard contains. All later ones equal the last of
+them.
+"""
 
 SHIPPED = Path(__file__).parents[2] / "vllm_omni" / "worlds" / "village"
-"""The shipped world, whose text encoder all training goes by."""
+"""Directory of the shipped world. All training uses its text encoder."""
 
 _FIELDS = ("latents", "condition", "relative", "positions", "angles", "focal", "style", "twin")
 
 
 class Prompts:
-    """Embedded prompts by style: rows fp32 [prompts, X, E] on a device, zero behind each
-    prompt's end.
+    """Embedded prompts by style: fp32 [prompts, X, E] on a device, with zeros after the end of each
+    prompt.
     """
 
     def __init__(self, rows: torch.Tensor, counts: Sequence[int]) -> None:
@@ -51,19 +52,19 @@ class Prompts:
         return cls(torch.cat(by_style).to(device), [len(rows) for rows in by_style])
 
     def draw(self, style_B: torch.Tensor) -> torch.Tensor:
-        """A random prompt of each style, [B, X, E]."""
+        """Draw a random prompt of each style in `style_B`, and return [B, X, E]."""
         count = self.counts[style_B]
         return self.rows[self.starts[style_B] + _below(count)]
 
 
 def _below(count: torch.Tensor) -> torch.Tensor:
-    """A random integer in [0, count) for each count."""
+    """Draw a random integer in [0, count) for each count."""
     drawn = (torch.rand(count.shape, device=count.device) * count).long()
     return drawn.minimum(count - 1)
 
 
 class Shard:
-    """Clips on one device. The fields are described in training/tiny_world/README.md."""
+    """Clips on one device, with the fields that `clips.py` writes."""
 
     def __init__(
         self, fields: Mapping[str, torch.Tensor], device: torch.device, sizes: Sizes
@@ -116,7 +117,9 @@ class Shard:
 
     @classmethod
     def load(cls, paths: Sequence[Path], device: torch.device, sizes: Sizes) -> "Shard":
-        """Read files as one shard; twins stay twins."""
+        """Read several files as one shard, and adjust the indices of twins (the same walk in
+        another style).
+        """
         parts = [
             torch.load(path, map_location="cpu", weights_only=True, mmap=True) for path in paths
         ]
@@ -132,9 +135,9 @@ class Shard:
 
 
 def find_shards(folder: Path, rank: int, world: int) -> list[Path]:
-    """Return the files `clips-N.pt` of this rank: every `world`-th of them.
+    """Return the files `clips-N.pt` that this rank reads, which are every `world`-th of them.
 
-    Raises ValueError if there is none.
+    Raises ValueError if there are no files.
     """
     numbered = sorted(
         (int(path.stem.removeprefix("clips-")), path)
@@ -150,7 +153,9 @@ def find_shards(folder: Path, rank: int, world: int) -> list[Path]:
 
 
 def rotations(yaw: torch.Tensor, pitch: torch.Tensor) -> torch.Tensor:
-    """Camera-to-world rotations [..., 3, 3] of radians to the right and upwards."""
+    """Return camera-to-world rotations [..., 3, 3] for yaw (to the right) and pitch (upwards) in
+    radians.
+    """
     cy, sy, cp, sp = yaw.cos(), yaw.sin(), pitch.cos(), pitch.sin()
     zero = torch.zeros_like(yaw)
     return torch.stack(
@@ -160,19 +165,20 @@ def rotations(yaw: torch.Tensor, pitch: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Mix:
-    """How batches are drawn; probabilities of a clip unless said otherwise.
+    """Settings for drawing batches. All values are probabilities per clip, unless stated otherwise.
 
-    switch: the prompt changes in mid-clip, where the walk exists in another style. far: the clip
-    plays up to far_frames latent frames after the start, with sinks of another walk; other_sink: of
-    those, sinks of any style.
-    few: of a chunk's noise, that it is one of the few steps' sigmas (`sigmas`); else continuous
-    with `shift`.
-    noisy_context, context_sigma: of a clean chunk, that it is noised, and by how much at most.
-    second_chunk: weight of frames 3 to 5, which have the least to go by. unknown: the world pose is
-    left out.
-    crop: latent frames of a packed clip; the sinks are the walk's first, the rest a run from
-    anywhere in it (start: from its beginning). other_context: clips whose clean frames are another
-    walk's, so that the pose decides.
+    With probability `switch`, the prompt changes during the clip, if the walk exists in another
+    style. With probability `far`, the clip plays up to `far_frames` latent frames after the start
+    and has sink frames of another walk. `other_sink` is the share of far clips that have sink
+    frames of any style.
+    `few` is the probability that the noise level of a chunk is one of `sigmas`. All other noise
+    levels are continuous, with `shift`. `noisy_context` is the probability that a clean chunk gets
+    noise, of at most `context_sigma`. `second_chunk` is the loss weight of frames 3 to 5, which
+    have the least context. With probability `unknown`, the world pose is left out. `crop` is the
+    number of latent frames of a packed clip: the first frames of the walk are the sink frames, and
+    the others are consecutive frames from a random position (with probability `start`, from the
+    beginning). With probability `other_context`, the clean frames are those of another walk, so
+    that only the pose determines the result.
     """
 
     sigmas: tuple[float, ...]
@@ -194,8 +200,8 @@ class Mix:
 def few_step_sigmas(
     shift: float = 5.0, indices: Sequence[int] = (0, 250, 500, 750)
 ) -> tuple[float, ...]:
-    """The sigmas at which a served chunk is denoised; the defaults are LingBot World v2's
-    schedule, `exact`.
+    """Return the sigmas with which a served chunk is denoised. The defaults are the `exact`
+    schedule of LingBot World v2.
     """
     flat = (1 - index / 1000 for index in indices)
     return tuple(shift * sigma / (1 + (shift - 1) * sigma) for sigma in flat)
@@ -203,8 +209,8 @@ def few_step_sigmas(
 
 @dataclass
 class Batch:
-    """latents: fp32 [B, F, 16, h, w], the truth. weights: fp32 [B, F], of frames in the loss,
-    mean about 1.
+    """A training batch. `latents`, fp32 [B, F, 16, h, w], are the truth. `weights`, fp32 [B, F],
+    are the weights of frames in the loss, with a mean of about 1.
     """
 
     latents: torch.Tensor
@@ -213,10 +219,11 @@ class Batch:
 
 
 class Sampler:
-    """Draws batches from a shard. chunk_B: each clip's chunk length, fixed by its place in the
-    batch.
+    """Draws batches from a shard. `chunk_B` is the chunk length of each clip in a batch, which is
+    the same for all batches.
 
-    whole: batches hold whole clips, from their beginning; else they are crops (`Mix.crop`).
+    With `whole`, batches contain whole clips from their beginning. Without `whole`, batches contain
+    crops (`Mix.crop`).
     """
 
     def __init__(
@@ -235,11 +242,11 @@ class Sampler:
         self.chunk_B1 = chunk_B.to(self.device).unsqueeze(1)
         self.frame_F = torch.arange(self.frames, device=self.device)
         self.first_BF = self.frame_F // self.chunk_B1 * self.chunk_B1
-        """The first frame of each frame's chunk."""
+        """Index of the first frame of the chunk that each frame belongs to."""
         self.few = torch.tensor(mix.sigmas, device=self.device)
 
     def draw(self) -> Batch:
-        """A batch of sessions of every kind."""
+        """Draw a batch that covers all kinds of sessions."""
         batch = len(self.chunk_B1)
         index = torch.randint(len(self.shard), (batch,), device=self.device)
         return self.batch(
@@ -251,8 +258,8 @@ class Sampler:
         )
 
     def crops(self, batch: int) -> torch.Tensor:
-        """How many latent frames each crop leaves out after its sinks, a multiple of three;
-        [batch].
+        """Draw how many latent frames each crop leaves out after its sink frames, [batch]. The
+        number is a multiple of three.
         """
         most = (self.shard.frames - self.frames) // 3
         drawn = 3 * (torch.rand(batch, device=self.device) * (most + 1)).long()
@@ -266,8 +273,8 @@ class Sampler:
         unknown_B: torch.Tensor | None = None,
         crop_B: torch.Tensor | None = None,
     ) -> Batch:
-        """A batch of given clips; `switches_B` holds where a clip has a twin. unknown_B, crop_B:
-        None = never, none.
+        """Return a batch of the given clips. `switches_B` has an effect only on clips with a twin.
+        If `unknown_B` or `crop_B` is None, all poses are known or no frames are left out.
         """
         shard, sizes, batch = self.shard, self.sizes, len(index_B)
         sink_F = self.frame_F < sizes.sink
@@ -276,7 +283,8 @@ class Sampler:
         style = shard.style[index_B]
         sink_clip = torch.where(far_B, self._another_walk(style), index_B)
         sink_style = shard.style[sink_clip]
-        # Sinks of another style: the prompt changed long ago, and does not change again here.
+        # If the sink frames have another style, the prompt changed long ago and does not change
+        # again in this clip.
         long_ago = sink_style != style
         twin = shard.twin[index_B]
         switches = switches_B & (twin >= 0) & ~long_ago
@@ -299,7 +307,7 @@ class Sampler:
             known if isinstance(known, float) else known.unsqueeze(-1)
         )
 
-        # Whoever is far from the start has long been on the condition's last frame.
+        # A clip far from the start uses only the last frame of the condition.
         last = far_B.unsqueeze(1) & ~sink_F
         row = torch.where(last, CONDITION_FRAMES - 1, frame_BF.clamp(max=CONDITION_FRAMES - 1))
         image = shard.condition[sink_clip.unsqueeze(1), row].float()
@@ -321,8 +329,8 @@ class Sampler:
             rotation=rotation,
             place=position,
         )
-        # Without what was shown before them and without a pose, the first frames after a gap could
-        # be anything.
+        # Without the previous frames and without a pose, nothing determines the first frames after
+        # a gap.
         gap = far_B | (crop_B > 0)
         lost = gap if unknown_B is None else gap & unknown_B
         second = (self.frame_F >= sizes.sink) & (self.frame_F < sizes.sink + 3)
@@ -332,15 +340,15 @@ class Sampler:
         return Batch(latents, clips, weights)
 
     def context(self, latents: torch.Tensor) -> torch.Tensor:
-        """Clean frames as training shows them: noised a little, and some clips' exchanged for
-        their neighbour's.
+        """Return the clean frames for training, with a little noise. In some clips, they are
+        replaced with those of the next clip.
         """
         swapped = self._chance(len(latents), self.mix.other_context).view(-1, 1, 1, 1, 1)
         shown = torch.where(swapped, latents.roll(1, dims=0), latents)
         return noised(shown, self.context_levels(), torch.randn_like(latents))
 
     def noise_levels(self) -> torch.Tensor:
-        """A sigma for each frame, the same throughout a chunk; [B, F]."""
+        """Draw a sigma for each frame, [B, F]. All frames of a chunk have the same sigma."""
         shape = self.first_BF.shape
         chosen = self.few[torch.randint(len(self.few), shape, device=self.device)]
         flat = torch.rand(shape, device=self.device) * 0.98 + 0.02
@@ -348,7 +356,9 @@ class Sampler:
         return self._by_chunk(torch.where(self._chance(shape, self.mix.few), chosen, warped))
 
     def context_levels(self) -> torch.Tensor:
-        """How much each clean frame is noised, the same throughout a chunk; [B, F]."""
+        """Draw the noise level of each clean frame, [B, F]. All frames of a chunk have the same
+        level.
+        """
         shape = self.first_BF.shape
         level = torch.rand(shape, device=self.device) * self.mix.context_sigma
         return self._by_chunk(level * self._chance(shape, self.mix.noisy_context))
@@ -357,7 +367,7 @@ class Sampler:
         return values_BF.gather(1, self.first_BF)
 
     def _num_switches(self) -> torch.Tensor:
-        """[B, 1]: chunks at which a prompt may change."""
+        """Return the number of chunks at which a prompt may change, [B, 1]."""
         return (self.frames - self.sizes.sink) // self.chunk_B1
 
     def _chance(self, shape: int | torch.Size, probability: float) -> torch.Tensor:
@@ -371,14 +381,14 @@ class Sampler:
 
 
 def noised(latents: torch.Tensor, sigma_BF: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """(1 - sigma) x0 + sigma eps, frame by frame."""
+    """Return (1 - sigma) x0 + sigma eps, with one sigma per frame."""
     sigma = sigma_BF[:, :, None, None, None]
     return (1 - sigma) * latents + sigma * noise
 
 
 def synthetic_shard(num: int, frames: int, sizes: Sizes, seed: int = 0) -> dict[str, torch.Tensor]:
-    """A shard of smooth random latents that move, for tests of the trainer: no picture of
-    anything.
+    """Return the fields of a shard with smooth, moving random latents for tests of the trainer. The
+    latents depict nothing.
     """
     generator = torch.Generator().manual_seed(seed)
     rows, columns = sizes.grid
@@ -421,7 +431,7 @@ def synthetic_shard(num: int, frames: int, sizes: Sizes, seed: int = 0) -> dict[
 
 
 def synthetic_prompts(sizes: Sizes, counts: Sequence[int] = (3, 3, 3)) -> dict[str, Any]:
-    """What `--embed-prompts` writes, with random rows."""
+    """Return data in the format that `--embed-prompts` writes, with random embeddings."""
     generator = torch.Generator().manual_seed(1)
     styles = [f"style {number}" for number in range(len(counts))]
     rows = [
@@ -433,13 +443,15 @@ def synthetic_prompts(sizes: Sizes, counts: Sequence[int] = (3, 3, 3)) -> dict[s
 def embed_prompts(
     prompts: Mapping[str, Sequence[str]], sizes: Sizes, world: Path = SHIPPED
 ) -> dict[str, Any]:
-    """Embed prompts by the text encoder of the checkpoint `world`. Raises ValueError if one is cut.
+    """Embed prompts with the text encoder of the checkpoint `world`. Raises ValueError if a prompt
+    is too long and would be truncated.
 
-    That encoder's weights are random, and drawing them again gives others with other versions of
-    torch and transformers: a world trained on one version's embeddings does not understand
-    another's.
+    The weights of this encoder are random, and other versions of torch and transformers would draw
+    other weights. A world that was trained on the embeddings of one encoder cannot be used with
+    those of another.
 
-    Rows behind a prompt's end are zero and take part in attention, as in the served network.
+    Embeddings after the end of a prompt are zero and are part of the attention, as in the served
+    network.
     """
     from vllm_omni.model_executor.models.wan.text_encoder.encoder import TextEncoder
     from vllm_omni.testing.tiny.wan import TEXT

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ComposedEngine`: one vLLM engine of a composition, with a name that appears in its errors.
 
-Every request ends in exactly one way: its last output, a `RequestFailed`, or `ComposedEngineDied`.
-A reader that stops early, by cancellation or by closing the generator, aborts the request in the
-engine.
+Every request ends in exactly one way: with its last output, a `RequestFailed`, or
+`ComposedEngineDied`. If the reader of the outputs is cancelled or closes the generator early, the
+request is aborted in the engine.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ logger = logging.getLogger("vllm." + __name__)
 class ComposedEngineDied(Exception):
     """An engine of a composition is dead.
 
-    Requests that need this engine fail until the server is restarted.
+    Requests that need the dead engine fail until the server is restarted.
     """
 
     def __init__(self, name: str) -> None:
@@ -40,7 +40,7 @@ class ComposedEngine:
     """One vLLM engine of a composition, for example the talker of a speech model.
 
     Args:
-        name: Name for errors and traces.
+        name: Name of the engine in errors and traces.
         engine: Any vLLM `EngineClient`, for example `AsyncLLM`.
         owned: Whether `shutdown` stops the engine.
     """
@@ -61,16 +61,16 @@ class ComposedEngine:
     async def generate(
         self, prompt: Any, params: SamplingParams, request_id: str
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run an autoregressive request and yield stock outputs.
+        """Run an autoregressive request and yield vLLM's outputs.
 
         Args:
-            prompt: Prompt of vLLM.
+            prompt: Prompt in any form that vLLM accepts.
             params: Sampling parameters.
             request_id: Id of the request.
 
         Raises:
             ComposedEngineDied: The engine has died.
-            RequestFailed: `capacity`: the engine accepts no requests.
+            RequestFailed: The engine accepts no requests at the moment (code `capacity`).
             RuntimeError: The engine failed on this request.
         """
         finished = False
@@ -110,7 +110,8 @@ class ComposedEngine:
 
         Raises:
             ComposedEngineDied: The engine has died.
-            RequestFailed: The request failed, or the engine accepts no requests (`capacity`).
+            RequestFailed: The request failed, or the engine accepts no requests at the moment (code
+                `capacity`).
             RuntimeError: The engine failed on this request.
         """
         last: PoolingRequestOutput[Any] | None = None
@@ -136,13 +137,16 @@ class ComposedEngine:
         return unpack(last.outputs.data)
 
     async def _below(self, span: trace_context.Span) -> dict[str, Any]:
-        """Return the arguments that make a tracing engine create its span as a child of `span`."""
+        """Return engine arguments that make the engine's trace span a child of `span`.
+
+        The result is empty if tracing is off.
+        """
         if span.headers is None or not await self.engine.is_tracing_enabled():
             return {}
         return {"trace_headers": span.headers}
 
     def _no_room(self) -> RequestFailed:
-        """Return the error for an engine that is paused or has a full queue."""
+        """Return the error for an engine that is paused or whose queue is full."""
         return RequestFailed(
             "capacity", f"engine {self.name!r} takes no requests now; try again later"
         )

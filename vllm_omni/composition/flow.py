@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`run_flow`: runs steps of a request concurrently, with a bounded queue of their events.
+"""`run_flow`: runs the steps of a request concurrently and puts their events into a bounded queue.
 
 A step is a coroutine function that takes `emit`. All steps run concurrently. `emit` waits while
-`max_pending` events have not been read, which in turn delays later steps. The first step that
-raises cancels the others, and its exception reaches the reader after the events emitted before it.
-A reader that stops early cancels every step and waits until they have cleaned up.
+`max_pending` events have not been read, so a slow reader delays the steps. The first step that
+raises an exception cancels the others, and the reader receives the exception after all earlier
+events. A reader that stops early cancels every step and waits until the steps have cleaned up.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ async def run_flow(steps: list[Step], max_pending: int = 8) -> AsyncGenerator[An
     """Run the steps concurrently and yield their events in order of emission.
 
     Args:
-        steps: Coroutine functions.
-        max_pending: Maximum number of events that have not been read.
+        steps: Coroutine functions, each of which takes `emit`.
+        max_pending: Maximum number of events that have been emitted but not yet read.
     """
     queue: asyncio.Queue[Any] = asyncio.Queue(maxsize=max_pending)
 
@@ -39,7 +39,7 @@ async def run_flow(steps: list[Step], max_pending: int = 8) -> AsyncGenerator[An
             raise _first(raised) from raised
         finally:
             with contextlib.suppress(asyncio.QueueFull):
-                # not needed if the queue is full: the reader checks the task
+                # If the queue is full, no end marker is needed, because the reader checks the task.
                 queue.put_nowait(_End)
 
     task = asyncio.create_task(supervise())

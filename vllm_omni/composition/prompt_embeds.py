@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hidden states of one engine as the text embeddings of a diffusion request to another engine.
+"""Pass the hidden states of one engine as text embeddings to a diffusion request of another engine.
 
-The text encoder of many image models is a language model (for example Qwen2.5-VL for Qwen-Image).
-The AR worker serves it, so that weights and batches are shared with chat requests. Its hidden
-states are sent to the diffusion engine as the bytes of an envelope, never as JSON.
+Many image models use a language model as their text encoder (for example Qwen2.5-VL for
+Qwen-Image). The AR worker serves this language model, so text encoding shares weights and batches
+with chat requests. The hidden states are sent to the diffusion engine as the bytes of an envelope,
+never as JSON.
 """
 
 from typing import Any
@@ -24,10 +25,10 @@ from vllm_omni.hidden_states import (
 def prompt_states_params(layer: int = FINAL) -> SamplingParams:
     """Return the sampling parameters of a request for the hidden states of its prompt.
 
-    One token is sampled and discarded, because vLLM requires at least one.
+    The request samples one token, which is discarded, because vLLM requires at least one.
 
     Args:
-        layer: Index of the layer.
+        layer: Index of the layer whose hidden states are requested.
     """
     extra = HiddenStatesRequest(hidden_states="all", layers=(layer,)).to_extra_args()
     return SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=extra)
@@ -40,16 +41,16 @@ def prompt_embeds_tensors(
 
     Args:
         states: Hidden states of a prompt.
-        layer: Index of the layer.
-        drop_first: Number of leading tokens to drop: a fixed template that the image model was not
-            trained with.
-        prefix: Prefix of the keys, `"negative_"` for the negative prompt.
+        layer: Index of the layer whose hidden states are used.
+        drop_first: Number of leading tokens to drop, because they are a fixed template with which
+            the image model was not trained.
+        prefix: Prefix of the keys, for example `"negative_"` for the negative prompt.
 
     Returns:
         `{"prompt_embeds": [L, D], "prompt_embeds_mask": bool [L]}`.
 
     Raises:
-        ValueError: No token is left.
+        ValueError: No token is left after `drop_first` tokens have been dropped.
     """
     token_states = states[layer][drop_first:]
     if not len(token_states):
@@ -74,11 +75,11 @@ async def encode_prompt(
 
     Args:
         engine: The engine of the language model.
-        prompt: Prompt of vLLM.
+        prompt: Prompt in any form that vLLM accepts.
         request_id: Id of the AR request.
-        layer: As for `prompt_embeds_tensors`.
-        drop_first: As for `prompt_embeds_tensors`.
-        prefix: As for `prompt_embeds_tensors`.
+        layer: Index of the layer; see `prompt_embeds_tensors`.
+        drop_first: Number of leading tokens to drop; see `prompt_embeds_tensors`.
+        prefix: Prefix of the keys of the result; see `prompt_embeds_tensors`.
 
     Raises:
         RuntimeError: The engine returned no hidden states.

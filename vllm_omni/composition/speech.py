@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SpeechModel`: the interface between the speech endpoints and a model that generates speech, and
-its events.
+"""`SpeechModel`: the interface between the speech endpoints and a model that generates speech.
 
 A family with speech output starts its engines next to the server's engine
-(`ModelFamily.start_speech`). The endpoints (`entrypoints/speech`) depend only on this interface. It
-depends neither on a model nor on HTTP.
+(`ModelFamily.start_speech`). The speech endpoints (`entrypoints/speech`) depend only on this
+interface, and the interface depends neither on a model nor on HTTP.
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -23,27 +22,27 @@ class TextDelta:
     """New text of the reply."""
 
     text: str
-    """The new text."""
+    """Text that was added to the reply."""
     output: RequestOutput
-    """Stock output of the language model (finish reason, token ids)."""
+    """vLLM's output of the language model, for example its finish reason and token ids."""
 
 
 @dataclass(frozen=True)
 class AudioChunk:
-    """The next part of the sound."""
+    """The next section of the generated audio."""
 
     samples: torch.Tensor
-    """fp32 [S] in [-1, 1]."""
+    """Audio samples, fp32 [S] in [-1, 1]."""
     sample_rate: int
-    """Sample rate in Hertz."""
+    """Sample rate of the audio in Hertz."""
 
 
 class SpeechModel(Protocol):
     """Several engines that together generate text and speech.
 
     `respond` and `read_aloud` raise `RequestFailed`, `ComposedEngineDied`, or vLLM's own client
-    errors. Closing the generator, or cancelling the task that reads it, aborts the request in every
-    engine.
+    errors. If the caller closes the generator, or the task that reads it is cancelled, the request
+    is aborted in every engine.
     """
 
     @property
@@ -52,8 +51,8 @@ class SpeechModel(Protocol):
 
     @property
     def engines(self) -> Sequence[ComposedEngine]:
-        """All engines. `ComposedEngine.shutdown` stops engines that were started next to the
-        server's engine.
+        """All engines of the model. `ComposedEngine.shutdown` stops only engines that were started
+        next to the server's engine.
         """
 
     def check_voice(self, voice: str | None) -> None:
@@ -67,7 +66,7 @@ class SpeechModel(Protocol):
         """Check that all engines are alive.
 
         Raises:
-            ComposedEngineDied: For the first dead engine.
+            ComposedEngineDied: An engine is dead; the error names the first dead engine.
         """
 
     def respond(
@@ -82,11 +81,11 @@ class SpeechModel(Protocol):
         """Reply to a rendered prompt. Text and audio are yielded as they are generated.
 
         Args:
-            engine_input: The prompt.
+            engine_input: The rendered prompt.
             params: Sampling parameters of the text.
             request_id: Id of the request.
             voice: Name of the voice. None or "" selects the model's default.
-            seed: Random seed for sampling the audio. None selects a random seed.
+            seed: Seed for sampling the audio. None selects a random seed.
         """
 
     def read_aloud(
@@ -104,6 +103,6 @@ class SpeechModel(Protocol):
             prompt_ids: Tokens of the conversation up to the reply.
             text_ids: Token ids of the reply, including the end token.
             request_id: Id of the request.
-            voice: As for `respond`.
-            seed: As for `respond`.
+            voice: Name of the voice; see `respond`.
+            seed: Seed for sampling the audio; see `respond`.
         """

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol between scheduler and diffusion workers: messages of an engine step, and the order
-of chunks.
+"""The protocol between the scheduler and the diffusion workers: the messages of an engine step, and
+the order of chunks.
 
-- `SchedulerNote`: message of the scheduler to the runner about one request. It is sent in the
-  `extra_kwargs` of the request's `PoolingParams`. Clients cannot set its key, because the scheduler
-  removes it from requests.
-- `StepOutput`: message of the diffusion runner to the scheduler after one engine step. It is a
-  `ModelRunnerOutput` with additional fields, sent from the worker process to the engine. Stock
-  schedulers read only vLLM's fields.
+- `SchedulerNote`: message from the scheduler to the runner about one request. The note is sent in
+  the `extra_kwargs` of the request's `PoolingParams`. A client cannot send a note, because the
+  scheduler removes its key from incoming requests.
+- `StepOutput`: message from the diffusion runner to the scheduler after one engine step. The
+  message is a `ModelRunnerOutput` with additional fields, sent from the worker process to the
+  engine. vLLM's own schedulers ignore the additional fields.
 - `ChunkOrder`: the rule for when a chunk may run a step while other chunks of its session are in
-  flight. The rule applies twice: the scheduler applies it to requests (`ScheduledStreams`), and the
-  first pipeline stage applies it to the chunks that it has started (`ChunksInFlight`). A chunk may
-  run a step only while its predecessor in the session is at least `lag_steps` steps ahead. The
-  first chunk of a session runs alone, because there is no session to continue until it has been
-  committed.
+  flight. A chunk may run a step only while its predecessor in the session is at least `lag_steps`
+  steps ahead. The first chunk of a session runs alone, because there is no session to continue
+  until it has been committed. The rule is applied in two places: the scheduler applies it to
+  requests (`ScheduledStreams`), and the first pipeline stage applies it to the chunks that it has
+  started (`ChunksInFlight`).
 """
 
 import copy
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 
 DONE = math.inf
-"""Step number of a chunk that has no steps left. Such a chunk never delays its successor."""
+"""Step number of a chunk that has no steps left. A chunk with this number never delays its
+successor."""
 
 
 class ChunkOrder:
@@ -46,11 +47,12 @@ class ChunkOrder:
         self.lag_steps = 1
 
     def may_move(self, step: int | None, ahead: Sequence[float], *, established: bool) -> bool:
-        """Whether a chunk may run its next step.
+        """Return whether a chunk may run its next step.
 
         Args:
             step: Number of steps that the chunk has run; None if it has not started.
-            ahead: Number of steps of each earlier chunk in flight of the session, oldest first.
+            ahead: Number of steps that each earlier chunk in flight of the session has run, oldest
+                chunk first.
             established: Whether the session has a committed chunk that the chunks in flight
                 continue.
         """
@@ -62,7 +64,8 @@ class ChunkOrder:
 
 
 def turn(chunk_index: int | None) -> float:
-    """Return the sort key of a session's requests. Requests without an index come last."""
+    """Return the sort key of a request within its session. Requests without a chunk index are
+    sorted last."""
     return math.inf if chunk_index is None else chunk_index
 
 
@@ -70,16 +73,16 @@ _KEY = "omni_scheduler"
 
 
 class SchedulerNote(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Message about one request."""
+    """Message from the scheduler to the runner about one request."""
 
     refused: str | None = None
-    """Reason for refusing the request with `capacity`, if it is refused."""
+    """Reason for refusing the request with `capacity`; None if the request is not refused."""
     degradations: list[str] = []
-    """Degradations to apply to the request's chunk."""
+    """Degradations that the runner applies to the request's chunk."""
 
     @classmethod
     def read_extra_kwargs(cls, extra_kwargs: Mapping[str, Any] | None) -> "SchedulerNote":
-        """Return the note of a request, which is empty if the request has none."""
+        """Return the scheduler's note about a request. A request without a note has an empty one."""
         return msgspec.convert((extra_kwargs or {}).get(_KEY, {}), cls)
 
     def attach_to_params(self, params: "PoolingParams") -> "PoolingParams":
@@ -102,11 +105,11 @@ class ChunkProgress(NamedTuple):
     """Progress of a chunk after a step."""
 
     step: int
-    """Steps done."""
+    """Number of steps that the chunk has finished."""
     num_steps: int
-    """Steps in total."""
+    """Total number of steps of the chunk."""
     size: int
-    """Number of elements of the latents, to which the cost of a forward pass is proportional."""
+    """Number of elements of the latents. The cost of a forward pass is proportional to it."""
 
 
 @dataclass
@@ -114,19 +117,20 @@ class StepOutput(ModelRunnerOutput):
     """Output of the diffusion runner for one engine step."""
 
     denoised: tuple[str, ...] = ()
-    """Requests whose chunk is committed while its result is still being decoded or copied. Each
-    request is scheduled once more to deliver its result; the session's next chunk may start at
-    once.
+    """Requests whose chunk is committed while its result is still being decoded or copied. Each of
+    these requests is scheduled once more to deliver its result. The session's next chunk may start
+    immediately.
     """
     committed: tuple[str, ...] = ()
     """Requests whose chunk was committed in this step."""
     lag_steps: int = 1
-    """Number of steps between a chunk and its predecessor (`omni.chunks_in_flight`)."""
+    """Minimum number of steps by which a chunk lags behind its predecessor
+    (`omni.chunks_in_flight`)."""
     progress: dict[str, ChunkProgress] = field(default_factory=dict)
-    """Progress of this step's unfinished chunks by request id."""
+    """Progress of the chunks in this step that are not finished, by request id."""
     before_s: float | None = None
-    """Device time in seconds of the step that was launched before this one. None if it is unknown
-    or if the host does not run ahead of the device.
+    """Device time in seconds of the step that was launched before this one. None if the time is
+    unknown or if the host does not run ahead of the device.
     """
     unfinished: bool = False
-    """Whether the device is still running this step, because the host runs ahead."""
+    """Whether the device is still running this step, because the host runs ahead of the device."""

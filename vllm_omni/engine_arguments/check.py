@@ -2,12 +2,12 @@
 """Checks the arguments of a start command against the table. A refused argument results in a
 one-line error.
 
-`vllm serve --omni` can inspect the parsed command line, so an argument that differs from vLLM's
+`vllm serve --omni` can inspect the parsed command line. An argument that differs from vLLM's
 default was given by the user (`requested_on_command_line`). Plain `vllm serve` and `LLM(...)`
 provide only a `VllmConfig` (`requested_in_config`). Every argument is a field of the config, and
 the config hook runs before vLLM fills in values for the platform, the model and the optimization
-level. `_DECIDED_BY_VLLM` lists the values that vLLM sets even before the hook. A value equal to
-vLLM's own value is never refused.
+level. `_DECIDED_BY_VLLM` lists the values that vLLM sets even before the hook. An argument is never
+refused if its value is the one that vLLM would use anyway.
 """
 
 import dataclasses
@@ -47,13 +47,14 @@ _PATHS = {
     "max_cudagraph_capture_size": "compilation_config.max_cudagraph_capture_size",
     "lora_target_modules": "lora_config.target_modules",
 }
-"""Path in the config of fields that have a different name there."""
+"""Paths of fields that have a different name in the config than in the engine arguments."""
 
 _DECIDED_BY_VLLM: dict[str, Callable[["VllmConfig"], Any]] = {
     "enable_prefix_caching": lambda config: config.model_config.is_prefix_caching_supported,
     "elastic_ep_max_dp_size": lambda config: config.parallel_config.data_parallel_size,
 }
-"""Values that vLLM sets without a user's argument and that differ from the field's default."""
+"""Functions that return the value that vLLM sets by itself, for fields in which this value may
+differ from the field's default."""
 
 _PARTS = {
     "attention_config": {"attention_backend"},
@@ -61,16 +62,16 @@ _PARTS = {
     "compilation_config": {"cudagraph_capture_sizes", "max_cudagraph_capture_size"},
     "aux_output_config": {"enable_return_routed_experts"},
 }
-"""Arguments whose value vLLM copies to another argument. Only the argument given by the user is
-reported.
+"""Arguments whose value vLLM copies into another argument, by the name of the other argument. Only
+the argument that the user has given is reported.
 """
 
 
 def check_config(worker: WorkerKind, vllm_config: "VllmConfig") -> None:
-    """Check a config.
+    """Check that a worker supports all arguments in a config.
 
     Raises:
-        ValueError: The worker refuses arguments. The message is one line.
+        ValueError: The worker refuses one or more arguments. The message is one line.
     """
     names = [
         name for name, argument in ARGUMENTS.items() if argument.verdicts[worker].kind == "refused"
@@ -80,7 +81,8 @@ def check_config(worker: WorkerKind, vllm_config: "VllmConfig") -> None:
 
 
 def refusal_of(worker: WorkerKind, requested: Mapping[str, Any]) -> str | None:
-    """Return one line with the refused arguments and their alternatives, or None."""
+    """Return one line that lists the refused arguments and their alternatives, or None if no
+    argument is refused."""
     refused = []
     for name in ARGUMENTS.keys() & requested.keys():
         argument, value = ARGUMENTS[name], requested[name]
@@ -98,9 +100,9 @@ def requested_on_command_line(
     """Return the engine arguments that differ from vLLM's defaults.
 
     Args:
-        parsed: Namespace of vLLM's parser.
-        plain: Namespace of an empty command line. A few defaults of the parser differ from those of
-            the engine.
+        parsed: Namespace that vLLM's parser returned for the user's command line.
+        plain: Namespace that vLLM's parser returns for an empty command line. The comparison needs
+            it because a few defaults of the parser differ from those of the engine.
     """
     defaults = _defaults()
     return {
@@ -111,13 +113,14 @@ def requested_on_command_line(
 
 
 def requested_in_config(vllm_config: "VllmConfig", names: Iterable[str]) -> dict[str, Any]:
-    """Return the named fields whose value in the config differs from the value that vLLM sets by
-    itself.
+    """Return the named fields that the user has set, with their values in the config.
+
+    A field counts as set by the user if its value differs from the value that vLLM sets by itself.
     """
     defaults, requested = _defaults(), {}
     for name in names:
         if name not in defaults:
-            continue  # a field of a later version of vLLM
+            continue  # this field exists only in a later version of vLLM
         found, value = _look_up(vllm_config, name)
         if name == "enable_lora":
             found, value = True, vllm_config.lora_config is not None
@@ -143,7 +146,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def _look_up(vllm_config: "VllmConfig", name: str) -> tuple[bool, Any]:
-    """Return `(whether the config has the argument, its value)`."""
+    """Return whether the config has the argument, and the value of the argument."""
     if name in _PATHS:
         return _follow(vllm_config, _PATHS[name])
     for section in _SECTIONS:
@@ -165,8 +168,8 @@ def _follow(owner: Any, path: str) -> tuple[bool, Any]:
 
 
 def _shown(argument: EngineArgument, value: Any) -> str:
-    """Return the argument as it would be written on a command line, without values that are not
-    scalars.
+    """Return the argument as it would be written on a command line. Only scalar values are
+    included.
     """
     if value is False:
         return argument.flag.replace("--", "--no-", 1)

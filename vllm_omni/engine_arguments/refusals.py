@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Combinations of vLLM's arguments that this package refuses, and the default classes of a server.
 
-`vllm serve --omni` checks the flags of the command line (`entrypoints/cli/serve.py`). Every other
-start checks vLLM's config (`registration.py`). Each check raises ValueError with one line. This
-module does not import vLLM.
+`vllm serve --omni` checks the flags of the command line (`entrypoints/cli/serve.py`). All other
+ways to start an engine check vLLM's config (`registration.py`). A check that fails raises
+ValueError with a one-line message. This module does not import vLLM.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,7 +40,7 @@ def is_diffusion_worker(worker_cls: str) -> bool:
 def check_diffusion_worker(worker_cls: str) -> None:
     """Refuse workers that cannot run a diffusion model.
 
-    A user-defined class is checked when it starts.
+    A user-defined worker class is accepted here and checked when it starts.
     """
     if is_ar_worker(worker_cls) or worker_cls.startswith("vllm.v1.worker."):
         raise ValueError(
@@ -62,7 +62,7 @@ def check_ar_scheduler(carries_hidden_states: bool) -> None:
     """Refuse schedulers that do not send hidden states to clients.
 
     Args:
-        carries_hidden_states: Whether the scheduler sends hidden states.
+        carries_hidden_states: Whether the configured scheduler sends hidden states to clients.
     """
     if not carries_hidden_states:
         raise ValueError(
@@ -87,17 +87,17 @@ def check_async_scheduling(requested: bool) -> None:
 
 
 def check_runner(runner: str) -> None:
-    """Check `--runner`."""
+    """Check that `--runner` has a value that diffusion models support."""
     if runner not in ("auto", "pooling"):
         raise ValueError(f"--runner {runner}: this checkpoint requires 'pooling'; drop the flag")
 
 
 def check_kv_cache_dtype(name: str, allowed: Sequence[str]) -> None:
-    """Check `--kv-cache-dtype`.
+    """Check that the model family supports the value of `--kv-cache-dtype`.
 
     Args:
-        name: The dtype.
-        allowed: Dtypes that the family supports.
+        name: Value of the flag.
+        allowed: Dtypes that the model family supports.
     """
     if name not in allowed:
         raise ValueError(
@@ -110,8 +110,8 @@ def check_heads(ranks: int, hf_config: Mapping[str, Any]) -> None:
     """Check that the attention heads can be distributed evenly over tensor-parallel ranks.
 
     Args:
-        ranks: `--tensor-parallel-size`.
-        hf_config: Configuration of the checkpoint.
+        ranks: Value of `--tensor-parallel-size`.
+        hf_config: Contents of the checkpoint's configuration file.
     """
     heads = hf_config.get("num_attention_heads") or hf_config.get("num_heads")
     if heads and heads % ranks:
@@ -123,11 +123,11 @@ def check_heads(ranks: int, hf_config: Mapping[str, Any]) -> None:
 
 
 def check_one_device(sizes: Mapping[str, int], executor_cls: str) -> None:
-    """Refuse several ranks for a family whose separate executor runs in one process.
+    """Refuse several ranks for a model family whose executor runs in a single process.
 
     Args:
-        sizes: Number of ranks for each flag.
-        executor_cls: The executor.
+        sizes: Number of ranks that each flag requests, by flag.
+        executor_cls: Name of the family's executor class.
     """
     for flag, ranks in sizes.items():
         if ranks > 1:
@@ -138,7 +138,7 @@ def check_one_device(sizes: Mapping[str, int], executor_cls: str) -> None:
 
 
 def check_backend(backend: Any, executor_cls: str) -> None:
-    """Refuse backends that start workers for a family whose executor has none."""
+    """Refuse backends that start workers if the model family's executor runs without workers."""
     if backend in ("ray", "external_launcher"):
         raise ValueError(
             f"--distributed-executor-backend {backend} starts workers; this checkpoint requires "
@@ -154,14 +154,14 @@ def check_quantization(
     cpu: bool,
     stored: Mapping[str, Any] | None = None,
 ) -> None:
-    """Check the quantization of a start.
+    """Check that the requested quantization fits the checkpoint, the device and the options.
 
     Args:
         method: Value of `--quantization`, or the quantization method of the stored checkpoint.
         omni: Options of this package.
         has_config: Whether `--quantization-config` is given.
         cpu: Whether the model runs on a CPU.
-        stored: Description of a quantized checkpoint (`checkpoint/quantization.py`).
+        stored: Description of the checkpoint's quantization (`checkpoint/quantization.py`).
     """
     if method is None and has_config:
         raise ValueError(
@@ -196,7 +196,8 @@ def check_quantization(
 
 
 def _not_on_cpu(stored: Mapping[str, Any]) -> str | None:
-    """Return the name of a stored quantization format without a CPU kernel in vLLM, or None."""
+    """Return the name of the stored quantization format if vLLM has no CPU kernel for it, otherwise
+    None."""
     method = stored["quant_method"]
     if method == "fp8":
         return None if stored.get("weight_block_size") else "FP8 with a scale per tensor"
@@ -218,12 +219,12 @@ def check_preset_precision(preset: ServedPreset, dtype: str, *, has_fp8: bool, d
 
     Args:
         preset: The preset.
-        dtype: Dtype of the model, without "torch.".
+        dtype: Name of the model's dtype, without the prefix "torch.".
         has_fp8: Whether the device has FP8 units.
-        device: Name of the device, for the error.
+        device: Name of the device, for the error message.
 
     Raises:
-        ValueError: It does not.
+        ValueError: The preset requires FP8, and the device does not support it.
     """
     uses = [preset.quantization and "weights", preset.kv_cache_dtype and "keys and values"]
     parts = " and ".join(part for part in uses if part)
@@ -241,12 +242,12 @@ def check_preset_precision(preset: ServedPreset, dtype: str, *, has_fp8: bool, d
 
 
 def check_adapters(enabled: bool, omni: OmniConfig, *, taken: bool) -> None:
-    """Check `--enable-lora`.
+    """Check `--enable-lora` against the model family and the options.
 
     Args:
         enabled: Whether the flag is given.
         omni: Options of this package.
-        taken: Whether the family supports adapters.
+        taken: Whether the model family supports adapters.
     """
     if enabled and not taken:
         raise ValueError(
@@ -260,7 +261,7 @@ def check_adapters(enabled: bool, omni: OmniConfig, *, taken: bool) -> None:
 
 
 def check_offload(gibibytes: float, omni: OmniConfig) -> None:
-    """Check `--cpu-offload-gb`."""
+    """Check that `--cpu-offload-gb` is compatible with the options."""
     if gibibytes > 0 and omni.pipeline_partition == "measured":
         raise ValueError(
             "--cpu-offload-gb: omni.pipeline_partition 'measured' cannot move layers in host "
@@ -274,10 +275,10 @@ def check_offload(gibibytes: float, omni: OmniConfig) -> None:
 
 
 def check_stages_scheduler(stages: int, *, by_step: bool) -> None:
-    """Check the scheduler of several pipeline stages.
+    """Check that the scheduler supports the number of pipeline stages.
 
     Args:
-        stages: `--pipeline-parallel-size`.
+        stages: Value of `--pipeline-parallel-size`.
         by_step: Whether the scheduler runs one denoise step per engine step.
     """
     if stages > 1 and not by_step:
@@ -285,12 +286,13 @@ def check_stages_scheduler(stages: int, *, by_step: bool) -> None:
 
 
 def check_chunks_ahead(omni: OmniConfig, *, stages: int, by_step: bool) -> None:
-    """Check that stages and scheduler fit `omni.chunks_in_flight` and `omni.pipeline` "temporal".
+    """Check that the number of stages and the scheduler support `omni.chunks_in_flight` and
+    `omni.pipeline` "temporal".
 
     Args:
         omni: Options of the server. The model family has already checked that its model supports
             them.
-        stages: `--pipeline-parallel-size`.
+        stages: Value of `--pipeline-parallel-size`.
         by_step: Whether the scheduler runs one denoise step per engine step.
     """
     if omni.ahead is None:

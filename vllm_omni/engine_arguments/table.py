@@ -3,9 +3,9 @@
 
 A field is *refused* if a worker would ignore it although the user expects an effect on memory,
 speed, precision, data or parallelism. A refusal names an alternative. A field is *honoured* with a
-note if its effect differs from vLLM's documentation. All other fields are listed in `PLAIN_FIELDS`,
-so that a new field of vLLM fails a test (tests/test_engine_arguments.py) until it has been
-classified. This module does not import vLLM.
+note if its effect differs from vLLM's documentation. All other fields are listed in `PLAIN_FIELDS`.
+A test (tests/test_engine_arguments.py) fails if a version of vLLM has a field that is in neither
+list. This module does not import vLLM.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,15 +24,16 @@ class WorkerKind(StrEnum):
 
 @dataclass(frozen=True)
 class ArgumentVerdict:
-    """Effect of a field on one worker."""
+    """Effect of an engine argument on one worker."""
 
     kind: Literal["honoured", "no effect", "refused"]
-    """`honoured`: the argument works. `no effect`: the field configures a part that this worker
-    does not have. `refused`: the server does not start with this argument.
+    """Kind of effect. `honoured`: the argument works. `no effect`: the argument configures a
+    component that this worker does not have. `refused`: the server does not start with this
+    argument.
     """
     why: str = ""
-    """For a refusal, the alternative; otherwise the difference from vLLM's documentation. Completes
-    the line of the generated page.
+    """The alternative for a refused argument; otherwise the difference from vLLM's documentation.
+    The text completes the argument's line on the generated page.
     """
     unless: tuple[Any, ...] = ()
     """Values that are accepted although the argument is refused."""
@@ -43,14 +44,14 @@ NO_EFFECT: Final = ArgumentVerdict("no effect")
 
 @dataclass(frozen=True)
 class EngineArgument:
-    """One field of `AsyncEngineArgs`."""
+    """One field of vLLM's `AsyncEngineArgs`, with its effect on each worker."""
 
     name: str
     """Name of the field of `AsyncEngineArgs`."""
     verdicts: dict[WorkerKind, ArgumentVerdict]
-    """Verdict of each worker."""
+    """Effect of the field on each kind of worker."""
     since: str
-    """First supported version of vLLM that has the field."""
+    """First version of vLLM, among the supported versions, that has the field."""
 
     @property
     def flag(self) -> str:
@@ -59,18 +60,19 @@ class EngineArgument:
 
 @dataclass(frozen=True)
 class ArgumentGroup:
-    """Fields with the same verdicts."""
+    """Fields of `AsyncEngineArgs` that have the same effects."""
 
     names: str
-    """Names of fields with the same verdicts, separated by spaces."""
+    """Names of the fields in this group, separated by spaces."""
     diffusion: ArgumentVerdict
-    """Verdict of the diffusion worker."""
+    """Effect of the fields on the diffusion worker."""
     diffusers: ArgumentVerdict | None = None
-    """Verdict of the diffusers executor. None: the same verdict as for the diffusion worker."""
+    """Effect of the fields on the diffusers executor. If None, it is the same as on the diffusion
+    worker."""
     ar: ArgumentVerdict = ArgumentVerdict("honoured")
-    """Verdict of the autoregressive worker. Default: honoured."""
+    """Effect of the fields on the autoregressive worker. Default: honoured."""
     since: str = "0.32"
-    """First supported version of vLLM that has the fields. Default: 0.32."""
+    """First version of vLLM, among the supported versions, that has the fields. Default: 0.32."""
 
     def arguments(self) -> Iterator[EngineArgument]:
         diffusers = self.diffusion if self.diffusers is None else self.diffusers
@@ -100,8 +102,8 @@ DIFFUSION_WORKERS = (
     "vllm_omni.worker.DiffusionGPUWorker",
     "vllm_omni.worker.diffusion_gpu_worker.DiffusionGPUWorker",
 )
-"""Names of the diffusion worker. The diffusers executor accepts and ignores these names, because
-users pass them for every diffusion checkpoint.
+"""Names of the diffusion worker class. The diffusers executor accepts and ignores these names,
+because users pass them for every diffusion checkpoint.
 """
 _WITHOUT_WORKER = refused("this executor has no worker: drop it")
 _ONE_DEVICE = refused(
@@ -441,8 +443,9 @@ PLAIN_FIELDS: Final[Mapping[str, str]] = {
     ),
     "0.33": ("monokernel watchdog_config"),
 }
-"""Fields without an entry in the table, by the first supported version of vLLM that has them. They
-work as documented by vLLM, or configure a part that does not exist in this package.
+"""Fields without an entry in the table, by the first supported version of vLLM that has them. Each
+of these fields works as documented by vLLM, or configures a component that this package does not
+have.
 """
 
 ARGUMENTS: dict[str, EngineArgument] = {
@@ -453,4 +456,4 @@ KNOWN_FIELDS: Final = {
     **{argument.name: argument.since for argument in ARGUMENTS.values()},
     **{name: since for since, names in PLAIN_FIELDS.items() for name in names.split()},
 }
-"""First supported version of vLLM that has each field."""
+"""All known fields, each with the first supported version of vLLM that has it."""

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `vllm.endpoint_plugins` entry point `vllm_omni_ar`: hidden states over HTTP.
+"""The `vllm.endpoint_plugins` entry point `vllm_omni_ar`, which serves hidden states over HTTP.
 
         POST /v1/chat/completions, /v1/completions
             stock vLLM; request with `vllm_xargs: {"omni": "{...}"}`
         GET  /v1/hidden_states/{response id}
             hidden states of one choice as safetensors, returned once
 
-vLLM loads this plugin if `VLLM_PLUGINS` names it. vLLM's handlers of the two text routes do not
-change. They receive an engine client that stores hidden states for requests that include them
-(`EngineClientWithHiddenStates`); other requests pass through.
+vLLM loads this plugin if `VLLM_PLUGINS` names it. The two text routes keep vLLM's own handlers. The
+plugin replaces only the engine client that these handlers call. The plugin's
+`EngineClientWithHiddenStates` stores the hidden states of requests that ask for them and forwards
+all other requests unchanged.
 """
 
 import copy
@@ -53,10 +54,11 @@ logger = init_logger("vllm." + __name__)
 
 
 _principal: ContextVar[str] = ContextVar("omni_principal", default=ANONYMOUS)
-"""Client of the current HTTP request, by its API key. Without API keys, all clients are treated as
-one.
+"""Principal of the client that sent the current HTTP request, derived from its API key. If the
+server has no API keys, all clients share one principal.
 
-This is a context variable, because vLLM's handlers pass only the request's id to the engine client.
+The principal is a context variable because vLLM's handlers pass only the request id to the engine
+client.
 """
 
 
@@ -72,13 +74,14 @@ def _with_principal(app: ASGIApp) -> ASGIApp:
 
 
 class HiddenStatesEndpoint:
-    """The route and the stored hidden states of one API server process. Satisfies
-    `EndpointPlugin`.
+    """Endpoint plugin (`EndpointPlugin`) that serves stored hidden states in one API server
+    process.
     """
 
     name = "vllm_omni_ar"
     required_tasks: tuple[SupportedTask, ...] | None = ("generate",)
-    """vLLM loads the plugin only if the served model supports one of these tasks."""
+    """Tasks that the plugin serves. vLLM loads it only if the served model supports at least one.
+    """
 
     def __init__(self) -> None:
         self._store: HiddenStatesStore | None = None
@@ -137,10 +140,10 @@ class HiddenStatesEndpoint:
 
 
 class EngineClientWithHiddenStates:
-    """An engine client that stores the hidden states of requests that include them.
+    """Engine client that stores the hidden states of requests that ask for them.
 
-    All other attributes are forwarded to the wrapped client, because vLLM's handlers read many of
-    them, and more with each version.
+    All other attributes are forwarded to the wrapped client because vLLM's handlers read many of
+    them, and each vLLM version adds more.
     """
 
     def __init__(self, client: EngineClient, store: HiddenStatesStore) -> None:
@@ -167,8 +170,8 @@ class EngineClientWithHiddenStates:
     async def _store_states(
         self, outputs: AsyncGenerator[RequestOutput, None], request_id: str, num_completions: int
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Forward outputs. Hidden states are stored before the client receives the end of the
-        response.
+        """Forward the engine's outputs, and store the hidden states before the client receives the
+        end of the response.
         """
         found: dict[int, list[HiddenStates | None]] = {}
         principal = _principal.get()
@@ -201,5 +204,5 @@ class EngineClientWithHiddenStates:
 
 
 def create_plugin() -> HiddenStatesEndpoint:
-    """Return the plugin. setup.py names this function as an entry point."""
+    """Create the plugin. `setup.py` registers this function as the entry point."""
     return HiddenStatesEndpoint()

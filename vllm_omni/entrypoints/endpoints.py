@@ -2,8 +2,8 @@
 """`ENDPOINTS`: the table of all endpoints that this package adds to vLLM's API server.
 
 A new endpoint is one row of `ENDPOINTS`: a class with the methods of
-`server_context.ServerEndpoint`. A WebSocket endpoint needs no such class, because
-`WebSocketEndpoint` takes its paths and its handler.
+`server_context.ServerEndpoint`. A WebSocket endpoint needs no class of its own because
+`WebSocketEndpoint` takes its paths and its handler as arguments.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -31,8 +31,8 @@ from vllm_omni.entrypoints.webui.pages import WebPage
 
 
 class WebSocketEndpoint:
-    """WebSocket endpoint of models with sessions. For other models, the handshake is refused with
-    404.
+    """WebSocket endpoint for models with sessions. If the served model has no sessions, the
+    handshake is refused with status 404.
     """
 
     def __init__(

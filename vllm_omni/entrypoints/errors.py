@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that clients of all endpoints can receive, and how HTTP routes and WebSockets send them.
+"""Errors that clients of all endpoints can receive, and the form in which HTTP routes and
+WebSockets send them.
 
-Realtime endpoints send an `EndpointError` as a message; `retryable` states whether the same request
-may succeed later. HTTP routes have the decorator `respond_to_errors`, which converts all exceptions
-to a reply with OpenAI's JSON body `{"error": {"message", "type", "param", "code"}}` and an HTTP
-status. Clients should switch on `code`.
+Realtime endpoints send an `EndpointError` as a message, whose `retryable` field states whether the
+same request may succeed later. HTTP routes use the decorator `respond_to_errors`, which converts
+every exception to a reply with OpenAI's JSON body `{"error": {"message", "type", "param", "code"}}`
+and an HTTP status. Clients should switch on `code`.
 
-Messages come from this package or from `RequestFailed`: they are short and contain no paths,
-addresses or messages of libraries.
+Error messages are written by this package or taken from `RequestFailed`. Error messages are short,
+and contain no paths, no addresses and no text of other libraries.
 """
 
 import functools
@@ -51,7 +52,7 @@ RETRYABLE: Final = frozenset(
 class WebSocketCloseCode(IntEnum):
     """WebSocket close codes (RFC 6455, section 7.4).
 
-    Codes from 4000 on are specific to this package.
+    Codes of 4000 and above are specific to this package.
     """
 
     NORMAL = 1000
@@ -65,13 +66,13 @@ class WebSocketCloseCode(IntEnum):
 
 
 class EndpointError(Exception):
-    """A request or message was refused. The connection stays open unless `close` is set.
+    """Raised when a request or message is refused. The connection stays open unless `close` is set.
 
     Args:
         code: Stable identifier of the error.
         message: Explanation for a human reader.
         param: Field of the message that caused the error.
-        close: Close code. If set, the connection is closed after the error has been sent.
+        close: WebSocket close code. If set, the connection is closed after the error has been sent.
         details: Further keys of the error message, for example `expected`, `next_chunk_index` or
             `retry_after_ms`.
     """
@@ -98,7 +99,9 @@ class EndpointError(Exception):
 
 
 class ClientDisconnected(Exception):
-    """The peer has disconnected or the connection was closed, so no message can be sent."""
+    """Raised when no message can be sent because the peer has disconnected or the connection was
+    closed.
+    """
 
 
 _HTTP_STATUS: Final = {
@@ -130,7 +133,9 @@ _HTTP_STATUS: Final = {
     "draining": 503,
     "busy": 503,
 }
-"""HTTP status by error code. Any other code is a refusal of the request, with status 400."""
+"""HTTP status by error code. All other codes have status 400 because they report an invalid
+request.
+"""
 _RETRY_AFTER_S: Final = {
     "capacity": 2,
     "oom": 5,
@@ -144,7 +149,7 @@ DISK_FULL: Final = "the server's disk is full; try again later"
 
 
 class ApiError(Exception):
-    """A call that is refused.
+    """Raised when an HTTP call is refused.
 
     Args:
         status: HTTP status.
@@ -215,7 +220,9 @@ def from_failure(failure: RequestFailed | EndpointError) -> ApiError:
 def respond_to_errors(
     route: Callable[Concatenate[Any, P], Awaitable[Response]],
 ) -> Callable[Concatenate[Any, P], Awaitable[Response]]:
-    """Decorate a route method: exceptions become error replies and never reach vLLM's handlers."""
+    """Decorate a route method so that its exceptions become error replies and never reach vLLM's
+    handlers.
+    """
 
     @functools.wraps(route)
     async def guarded(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Response:

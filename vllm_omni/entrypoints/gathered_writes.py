@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends several WebSocket messages with one write and without copies, as an ASGI extension.
+"""ASGI extension that sends several WebSocket messages with one write and without copies.
 
-Stock uvicorn appends a copy of each message to its frame header and writes it separately. For video
-this costs a copy of every frame and a system call for every small message. An application can get a
-`MessageWriter` from `writer_of(scope)` and use it instead of `websocket.send` after the connection
-has been accepted. The client receives the same messages in the same order.
+Stock uvicorn copies each message behind its frame header and writes it separately. For video, this
+costs a copy of every video frame and a system call for every small message. An application can get
+a `MessageWriter` from `writer_of(scope)` and use it instead of `websocket.send` after the
+connection has been accepted. The client receives the same messages in the same order with either
+method.
 
-Why a subclass of a private class: `uvicorn.Config(ws=...)` is the public way to set a protocol
-class, but uvicorn has no hook for writes, and ASGI sends one message at a time.
-tests/seams/test_uvicorn.py detects changes to the parts that this module uses.
+`uvicorn.Config(ws=...)` is the public way to set a protocol class. The class here subclasses a
+private class of uvicorn because uvicorn has no hook for writes and ASGI sends one message at a
+time. tests/seams/test_uvicorn.py detects changes to the parts that this module uses.
 """
 
 import functools
@@ -24,7 +25,7 @@ from websockets.http11 import Request
 Message = bytes | memoryview | str
 
 EXTENSION: Final = "omni.websocket.messages"
-"""Key in `scope["extensions"]`. The value of this key contains the writer."""
+"""Key in `scope["extensions"]` under which the writer is stored."""
 
 _FINAL: Final = 0x80
 _SHORT, _MEDIUM = 126, 1 << 16
@@ -47,17 +48,19 @@ class MessageWriter(Protocol):
         """
 
     async def send(self, messages: Sequence[Message]) -> None:
-        """Write messages when the kernel accepts data.
+        """Wait until the kernel accepts data, and then write messages.
 
-        Returns when the kernel has accepted the messages, or for a single message when it has been
-        written. Without messages, returns when the kernel has accepted everything written before.
+        The call returns when the kernel has accepted the messages, or, for a single message, as
+        soon as it is written. If `messages` is empty, the call returns when the kernel has accepted
+        all earlier messages.
         """
 
 
 def writer_of(scope: Mapping[str, Any]) -> MessageWriter | None:
     """Return the writer of a WebSocket's scope.
 
-    Returns None under another server and for compressed connections.
+    Returns None if the server is not uvicorn with this extension, or if the connection is
+    compressed.
     """
     writer: MessageWriter | None = (scope.get("extensions") or {}).get(EXTENSION, {}).get("writer")
     return writer
@@ -75,7 +78,7 @@ def frame_header(opcode: Opcode, num_bytes: int) -> bytes:
 
 
 class GatheringProtocol(WebSocketsSansIOProtocol):
-    """uvicorn's protocol with the extension, unless the connection is compressed."""
+    """uvicorn's WebSocket protocol, which offers the extension on uncompressed connections."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -105,7 +108,7 @@ class _Writer:
 
     def write(self, messages: Sequence[Message]) -> None:
         protocol = self._protocol
-        # also true after the peer's close frame
+        #         # This is also true after the peer's close frame.
         if protocol.close_sent or protocol.transport.is_closing():
             raise ClientDisconnected
         protocol.transport.writelines(_frames(messages))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`HiddenStatesStore`: hidden states of finished HTTP requests, stored until the client fetches
+"""`HiddenStatesStore`: stores the hidden states of finished HTTP requests until the client fetches
 them.
 
-The store is limited in bytes and seconds. Each completion is returned once, and only to the API key
-that requested it. Entries are identified by the id of vLLM's response. If a request has several
-prompts, their ids end with `-0`, `-1` and so on. This module depends neither on HTTP nor on the
-engine.
+The size of the store and the age of its entries are limited. The hidden states of a completion are
+returned only once, and only to the API key that requested them. Entries are identified by the id of
+vLLM's response. If a request has several prompts, the ids of its entries end with `-0`, `-1` and so
+on. This module depends neither on HTTP nor on the engine.
 """
 
 import time
@@ -20,21 +20,24 @@ from vllm_omni.outputs import RequestFailed
 
 
 class StoreLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of one API server process.
+    """Limits on the stored hidden states of one API server process.
 
     Each field is set by the environment variable `VLLM_OMNI_` followed by the field's name in upper
     case.
     """
 
     hidden_states_store_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)] = 1 << 30
-    """Maximum size of stored hidden states in bytes; the oldest are dropped first. Default: 1 GiB.
+    """Maximum total size of stored hidden states in bytes. The oldest hidden states are dropped
+    first. Default: 1 GiB.
     """
     hidden_states_expiry_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 120.0
     """Time in seconds after which hidden states that were not fetched are dropped. Default: 120."""
 
 
 Key = tuple[str, str]
-"""(principal, request id). Clients choose request ids, so two API keys may use the same one."""
+"""Key of an entry: `(principal, request id)`. Clients choose request ids, so two API keys may use
+the same id.
+"""
 
 
 @dataclass
@@ -57,13 +60,13 @@ class HiddenStatesStore:
         self._clock = clock
         self._entries: dict[Key, _Entry] = {}
         self._running: dict[Key, int] = {}
-        """Requests in progress. Concurrent requests may have the same id, because clients choose
-        it.
+        """Number of requests in progress by key. Concurrent requests may have the same id because
+        clients choose it.
         """
         self.nbytes = 0
 
     def open_request(self, request_id: str, principal: str = "") -> None:
-        """Record the start of a request.
+        """Record that a request has started.
 
         Args:
             request_id: Id of the request.
@@ -81,13 +84,14 @@ class HiddenStatesStore:
     ) -> None:
         """Store the hidden states of a finished request.
 
-        Expired entries are dropped, followed by the oldest entries above the limit.
+        Expired entries are dropped, and then the oldest entries until the store is within its size
+        limit.
 
         Args:
             request_id: Id of the request.
             completions: Hidden states by index of the completion. A completion may have no hidden
                 states.
-            num_completions: `n` of the request.
+            num_completions: Number of completions per prompt (`n` of the request).
             principal: The client, by its API key.
         """
         key = principal, request_id
@@ -113,7 +117,8 @@ class HiddenStatesStore:
             principal: The client, by its API key.
 
         Raises:
-            RequestFailed: `not_finished` if the request runs, `not_found` otherwise.
+            RequestFailed: `not_finished` if the request is still running, or `not_found` if no
+                hidden states are stored for the choice.
         """
         self.drop_expired()
         if any(owner == principal and _belongs(name, response_id) for owner, name in self._running):
@@ -150,9 +155,9 @@ class HiddenStatesStore:
 
 
 def _belongs(request_id: str, response_id: str) -> bool:
-    """Return whether a request belongs to a response.
+    """Return whether a request id belongs to a response id.
 
-    Only the completions route appends the index of the prompt to the id.
+    The completions route, and no other route, appends the index of the prompt to the request id.
     """
     prefix, _, number = request_id.rpartition("-")
     numbered = response_id.startswith("cmpl-") and prefix == response_id and number.isdigit()

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections to servers on this machine, which must bypass the proxy set in the environment.
+"""Connect to servers on this machine, bypassing the proxy that is set in the environment.
 
 Companies and VPN clients often set a proxy variable without an exception for 127.0.0.1, and the
-proxy then refuses such connections. httpx, urllib and websockets read these variables; aiohttp does
-not by default. The demo, the benchmarks and the examples share this module.
+proxy then refuses connections to this machine. httpx, urllib and websockets read the proxy
+variables, but aiohttp does not by default. The demo, the benchmarks and the examples share this
+module.
 """
 
 import ipaddress
@@ -30,10 +31,10 @@ def is_loopback(url: str) -> bool:
 
 
 def websocket_proxy(url: str) -> Literal[True] | None:
-    """Return the argument `proxy` of `websockets.connect`.
+    """Return the value of the `proxy` argument of `websockets.connect` for a URL.
 
     Returns:
-        None for no proxy, True for the proxy of the environment.
+        None to connect without a proxy, or True to use the proxy from the environment.
     """
     return None if is_loopback(url) else True
 

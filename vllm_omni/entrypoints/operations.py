@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`OperatorFeatures`: features for operators, in every API server of this package.
+"""`OperatorFeatures`: features for operators that every API server of this package has.
 
-They are `X-Request-Id` in responses and log lines, quotas of API keys (`omni.quotas`), trace spans
-if vLLM exports traces, bounded memory, a single HTTP parser with header limits, the check of
-browser origins, and the policy for media URLs. The endpoint plugins for video models, hidden states
-and speech attach these features.
+The features are `X-Request-Id` in responses and log lines, quotas of API keys (`omni.quotas`),
+trace spans if vLLM exports traces, bounded memory, a single HTTP parser with header limits, origin
+checks for browsers, and the policy for media URLs. The endpoint plugins for video models, hidden
+states and speech attach these features.
 """
 
 from pathlib import Path
@@ -32,20 +32,21 @@ class OperatorFeatures:
         return self._guard.quotas
 
     def attach_to_app(self, app: FastAPI) -> None:
-        """Add the middleware, before the server starts."""
+        """Add the middleware. This method must be called before the server starts."""
         media_policy.apply_media_policy()
         header_limits.limit_headers(app)
-        # outside the header limits, so that their responses have an id
+        #         # Outside of the header limits, so that responses to oversized headers also have
+        # an id.
         request_id.add_request_ids(app)
         collect_after_freeze(app)
         app.add_middleware(self._guard.around)
         app.add_middleware(OriginGuard, origins=app.state.args.allowed_origins)
 
     async def start_serving(self, engine_client: EngineClient, omni: OmniConfig) -> None:
-        """Apply the options, before the server serves.
+        """Apply the options. This method must be called before the server accepts requests.
 
         Raises:
-            ValueError: The quota file is invalid. The text names the file.
+            ValueError: The quota file is invalid. The message names the file.
         """
         if await engine_client.is_tracing_enabled():
             tracing.start_tracing()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `vllm.endpoint_plugins` entry point: adds this package's endpoints to stock vLLM.
+"""The `vllm.endpoint_plugins` entry point that adds this package's endpoints to stock vLLM.
 
 vLLM loads the plugin if `VLLM_PLUGINS` contains `vllm_omni` (`vllm serve --omni` sets it) and the
 served model accepts pooling requests of the task `plugin`. `endpoints.py` lists the endpoints.
@@ -27,14 +27,15 @@ from vllm_omni.runtime.processes import end_with_parent
 
 
 class OmniEndpoints:
-    """Endpoints, middleware and life cycle of an API server process.
+    """The endpoints, middleware and life cycle of one API server process.
 
-    Satisfies vLLM's `EndpointPlugin`.
+    This class implements vLLM's `EndpointPlugin` protocol.
     """
 
     name = "vllm_omni"
     required_tasks: tuple[SupportedTask, ...] | None = ("plugin",)
-    """vLLM loads the plugin only if the served model supports one of these tasks."""
+    """Tasks that the plugin serves. vLLM loads it only if the served model supports at least one.
+    """
 
     def __init__(self) -> None:
         self._endpoints = [create() for create in ENDPOINTS]
@@ -44,8 +45,8 @@ class OmniEndpoints:
         self._watch = EngineWatch()
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add all routes and middleware. Middleware that is added later processes a request
-        earlier.
+        """Add all routes and middleware. The middleware that is added last is the first to process
+        a request.
         """
         self._limits = read_struct(EndpointLimits)
         open_paths = [path for endpoint in self._endpoints for path in endpoint.add_routes(app)]
@@ -84,5 +85,5 @@ class OmniEndpoints:
 
 
 def create_plugin() -> OmniEndpoints:
-    """Return the plugin. setup.py names this function as an entry point."""
+    """Create the plugin. `setup.py` registers this function as the entry point."""
     return OmniEndpoints()

@@ -32,10 +32,10 @@ _CODEC_THREADS: Final = 4
 
 @dataclass
 class ServerContext:
-    """Objects that endpoints may use after the engine has started.
+    """Objects that the endpoints may use after the engine has started.
 
-    Endpoints start in the order of `ENDPOINTS`. Each may replace `media_bytes` and append to
-    `room_checks`.
+    Endpoints start in the order of `ENDPOINTS`. Each endpoint may replace `media_bytes` and append
+    to `room_checks`.
     """
 
     client: EngineClient
@@ -51,18 +51,22 @@ class ServerContext:
     threads: Executor
     """Threads that decode images and encode frames."""
     sessions: SessionManager
-    """Live sessions of this process. Empty if the model has no sessions."""
+    """Manager of the live sessions of this process. The manager is empty if the model has no
+    sessions.
+    """
     served: ServedModel
     """Names, capabilities and sizes of the served model."""
     engine: OmniEngine
     """Interface for requests and collective calls to the engine."""
     room_checks: list[Callable[[], bool]] = field(default_factory=list)
-    """The server accepts new work if all of these return True."""
+    """Functions that return whether an endpoint accepts new work. The server accepts work if all of
+    them return True.
+    """
     migration: SessionMigration | None = None
     """Saves and restores sessions. None: the model has no sessions."""
     media_bytes: Callable[[], int] = int
-    """Returns the size of stored media files in bytes. It may block, so call it on a worker
-    thread.
+    """Function that returns the total size of the stored media files in bytes. The function may
+    block, so call it on a worker thread.
     """
 
     @property
@@ -107,7 +111,8 @@ class ServerContext:
             args.allowed_origins,
             quotas,
         )
-        # vLLM lists these adapters at /v1/models. It stores them before it starts endpoint plugins.
+        #         # vLLM lists these adapters at /v1/models and stores them before it starts
+        # endpoint plugins.
         adapters = state.openai_serving_models.lora_requests
         sessions.adapters = lambda: adapters
         sessions.server_name = omni.server_name
@@ -128,7 +133,9 @@ class ServerContext:
 
 
 class ServerEndpoint(Protocol):
-    """One row of `server.ENDPOINTS`. vLLM builds the application before it starts the engine."""
+    """An endpoint in the table `ENDPOINTS`. vLLM builds the application before it starts the
+    engine.
+    """
 
     def add_routes(self, app: FastAPI) -> Iterable[str]:
         """Add the routes while vLLM builds the application.
@@ -139,5 +146,7 @@ class ServerEndpoint(Protocol):
         ...
 
     async def start_serving(self, server: ServerContext) -> None:
-        """Prepare for requests. Called once after engine startup and before the server listens."""
+        """Prepare for requests. This method is called once, after engine startup and before the
+        server listens.
+        """
         ...

@@ -6,8 +6,8 @@
         POST   /v1/sessions                         the same under an id that the server chooses
         DELETE /v1/sessions/{session_id}            close the session
 
-A session belongs to the API key that created it, as for the WebSocket endpoints. Bodies are
-streamed to a file and never held in memory.
+As with the WebSocket endpoints, a session belongs to the API key that created it. Request bodies
+are streamed to a file and never held in memory.
 """
 
 import asyncio
@@ -52,17 +52,21 @@ logger = logging.getLogger("vllm." + __name__)
 MEDIA_TYPE: Final = "application/octet-stream"
 _ENDPOINT: Final = "sessions"
 _EXCHANGES: Final = 2
-"""Maximum number of snapshots that the engine writes or reads concurrently; others wait."""
+"""Maximum number of snapshots that the engine writes or reads at the same time. Further snapshots
+wait.
+"""
 _UPLOADS: Final = 8
-"""Maximum number of concurrent uploads, each as large as a session may be."""
+"""Maximum number of concurrent uploads. Each upload may be as large as a session."""
 _UPLOADS_PER_CLIENT: Final = 2
 _SENT_BYTES: Final = 64 << 10
-"""Number of bytes that a client must receive within the send deadline: 22 KB/s with the default."""
+"""Number of bytes that a client must receive within the send deadline. With the default deadline,
+this is 22 KB/s.
+"""
 _BINARY: Final = {MEDIA_TYPE: {"schema": {"type": "string", "contentMediaType": MEDIA_TYPE}}}
 
 
 class SessionReply(BaseModel):
-    """A restored session."""
+    """Reply that describes a restored session."""
 
     id: str
     """Id of the session."""
@@ -81,12 +85,14 @@ class SessionReply(BaseModel):
 
 
 class SessionRoutes:
-    """`/v1/sessions` in one API server process. Without sessions, every route returns 404."""
+    """The routes of `/v1/sessions` in one API server process. Every route returns 404 if the model
+    has no sessions.
+    """
 
     def __init__(self) -> None:
         self._migration: SessionMigration | None = None
         self._max_bytes: int | None = None
-        """Maximum size of a snapshot in bytes. None: unlimited."""
+        """Maximum size of a snapshot in bytes. None: the size is not limited."""
         self._exchanges = asyncio.Semaphore(_EXCHANGES)
         self._uploads: Counter[str] = Counter()
 
@@ -158,7 +164,7 @@ class SessionRoutes:
 
     @respond_to_errors
     async def _snapshot(self, request: Request, session_id: str) -> Response:
-        """Download a snapshot of the session after its last finished chunk."""
+        """Download a snapshot of a session, with its state after the last finished chunk."""
         session = self._known(request, session_id)
         path = self._new_path()
         try:
@@ -178,12 +184,12 @@ class SessionRoutes:
 
     @respond_to_errors
     async def _create(self, request: Request) -> Response:
-        """Restore a session under an id chosen by the server."""
+        """Restore a session under an id that the server chooses."""
         return await self._restore(request, new_session_id(self.migration.manager.server_name))
 
     @respond_to_errors
     async def _put(self, request: Request, session_id: str) -> Response:
-        """Restore a session under this id, which must not be in use."""
+        """Restore a session under the given id, which must not be in use."""
         return await self._restore(request, _checked(session_id))
 
     @respond_to_errors
@@ -195,7 +201,7 @@ class SessionRoutes:
     async def _restore(self, request: Request, session_id: str) -> Response:
         migration, key = self.migration, _key(request, session_id)
         client = client_of(request)
-        if migration.manager.find(key) is not None:  # before the body is read
+        if migration.manager.find(key) is not None:  # checked before the body is read
             raise EndpointError(
                 "session_exists",
                 "a session with this id is live; choose another",
@@ -226,7 +232,7 @@ class SessionRoutes:
             yield
         finally:
             self._uploads[client] -= 1
-            self._uploads += Counter()  # remove clients without uploads
+            self._uploads += Counter()  # remove clients whose count is zero
 
     def _known(self, request: Request, session_id: str) -> Session:
         key = _key(request, _checked(session_id))
@@ -268,7 +274,7 @@ def _reply(session: Session) -> SessionReply:
 
 
 class FileDownload(Response):
-    """Streams a file.
+    """Response that streams a file.
 
     A client that receives less than 64 KiB within the deadline is disconnected.
     """

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Snapshots in the bodies of HTTP requests, streamed to a file and never held in memory."""
+"""Receive snapshots in the bodies of HTTP requests. A body is streamed to a file and never held in
+memory.
+"""
 
 import asyncio
 import hashlib
@@ -15,11 +17,13 @@ from vllm_omni.session_files.snapshot import LENGTH_BYTES, check_length
 
 PART_BYTES: Final = 4 << 20
 _HEADER_BYTES: Final = 16 << 20
-"""Maximum size of a snapshot in addition to its tensors."""
+"""Maximum size in bytes of a snapshot in addition to its tensors."""
 
 
 async def max_snapshot_bytes(server: ServerContext) -> int | None:
-    """Return the maximum size of a snapshot of this server's sessions in bytes. None: unlimited."""
+    """Return the maximum size in bytes of a snapshot of this server's sessions, or None if it is
+    not limited.
+    """
     (stats, *_) = await server.engine.session_stats()
     if stats["max_bytes"] is None:
         return None
@@ -28,19 +32,20 @@ async def max_snapshot_bytes(server: ServerContext) -> int | None:
 
 
 async def receive_snapshot(request: Request, path: Path, max_bytes: int | None) -> str:
-    """Stream the body of a request to a new file. `BodyTimeout` limits the time.
+    """Stream the body of a request to a new file. `BodyTimeout` limits how long this may take.
 
     Args:
         request: The request.
         path: File to create.
-        max_bytes: Maximum size of the body. None: unlimited.
+        max_bytes: Maximum size of the body in bytes. None: the size is not limited.
 
     Returns:
         SHA-256 of the body in hexadecimal digits.
 
     Raises:
         EndpointError: The body is too large.
-        RequestFailed: The header is too long. Its length is checked before the rest arrives.
+        RequestFailed: The header of the snapshot is too long. The length of the header is checked
+            before the rest of the body arrives.
     """
     total, held, is_checked, digest = 0, bytearray(), False, hashlib.sha256()
 

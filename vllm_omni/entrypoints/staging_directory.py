@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ownership of files by server processes, in directories that several processes share.
+"""Track which server process owns a file, in directories that several processes share.
 
 A process holds a lock on a file as long as it is running. The operating system releases the lock
 when the process ends for any reason.
 
-Why not `filelock`: it protects a path for a limited time, whereas this lock shows whether the
-process that created a file is alive.
+`filelock` is not used because its purpose is to protect a path for a limited time. The locks of
+this module show whether the process that created a file is alive.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _PREFIX: Final = "vllm_omni-"
 
 
 def hold_lock(path: Path) -> IO[Any]:
-    """Create a file that is locked from the moment it is visible.
+    """Create a file that is locked from the moment at which other processes can see it.
 
     The lock is released when the returned file is closed or the process ends.
     """
@@ -39,7 +39,7 @@ def open_regular(path: Path) -> BinaryIO:
     Raises:
         OSError: The file cannot be opened or is not a regular file.
     """
-    # opening a FIFO would wait for a writer
+    #     # Without O_NONBLOCK, opening a FIFO would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return open(descriptor, "rb")
@@ -50,7 +50,7 @@ def open_regular(path: Path) -> BinaryIO:
 def is_locked(path: Path) -> bool:
     """Return whether the process that created this file is alive.
 
-    A file that cannot be opened for lack of permission counts as alive.
+    If a file cannot be opened for lack of permission, its process counts as alive.
     """
     try:
         with open_regular(path) as file:
@@ -68,37 +68,40 @@ def is_alive(folder: Path, owner: str) -> bool:
 
 
 class StagingDirectory:
-    """Staged snapshots in `folder`, named by the server process that created them."""
+    """Directory of staged snapshots. The name of each file contains the server process that created
+    it.
+    """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.owner = folder, secrets.token_hex(8)
         path = folder / f"{_PREFIX}{self.owner}.owner"
         self._lock = hold_lock(path)
-        # Unlike `atexit`, this also runs at the exit of the API server processes that vLLM starts.
+        #         # Unlike `atexit`, this also runs when the API server processes that vLLM starts
+        # exit.
         self._finalizer = multiprocessing.util.Finalize(
             self, _release, (self._lock, path), exitpriority=10
         )
 
     def close(self) -> None:
-        """Release the lock. Idempotent."""
+        """Release the lock of this process. Idempotent."""
         self._finalizer()
 
     def new_path(self) -> Path:
         return self.folder / f"{_PREFIX}{self.owner}-{uuid.uuid4().hex}.safetensors"
 
     def sweep(self) -> set[str]:
-        """Remove files of killed servers.
+        """Remove files that killed servers have left behind.
 
         Returns:
-            Owner names of these servers.
+            Owner names of the killed servers.
         """
         dead = set()
         for path in self.folder.glob(f"{_PREFIX}*.owner"):
             if is_locked(path):
                 continue
             owner = path.stem.removeprefix(_PREFIX)
-            # another server that starts at the same time may have removed it
+            #             # Another server that starts at the same time may have removed the file.
             with contextlib.suppress(OSError):
                 for left in self.folder.glob(f"{_PREFIX}{owner}-*.safetensors"):
                     left.unlink(missing_ok=True)

@@ -15,20 +15,23 @@ _MAX_CHARS: Final = 16_384  # as for a request's own prompt, inputs.Text
 
 @dataclass(frozen=True, kw_only=True)
 class TimedPrompt:
-    """A prompt with its start, given in seconds or as a chunk index.
+    """A prompt and its start, which is given in seconds or as a chunk index.
 
-    It applies from the first chunk at or after its start until the next prompt.
+    A prompt applies from the first chunk at or after its start until the next prompt.
 
     Raises:
-        ValueError: A value is out of range, or not exactly one start is given.
+        ValueError: A value is out of range, or neither or both of `seconds` and `chunk` are given.
     """
 
     prompt: str
-    """The prompt."""
+    """Text of the prompt."""
     seconds: float | None = None
-    """Start in seconds of the video, from 0."""
+    """Start of the prompt in seconds of the video, at least 0. None: the start is given by `chunk`.
+    """
     chunk: int | None = None
-    """Start as the index of a chunk, from 0."""
+    """Start of the prompt as the index of a chunk, at least 0. None: the start is given by
+    `seconds`.
+    """
 
     def __post_init__(self) -> None:
         if not self.prompt.strip() or len(self.prompt) > _MAX_CHARS:
@@ -51,7 +54,7 @@ class TimedPrompt:
         """Parse `3:a town at night` (from chunk 3 on) or `7.5s:a town at night`.
 
         Raises:
-            ValueError: The text has another form.
+            ValueError: The text does not have one of these forms.
         """
         where, _, prompt = text.partition(":")
         try:
@@ -69,7 +72,7 @@ class TimedPrompt:
         """Parse a JSON object.
 
         Raises:
-            ValueError: A field is invalid. The error names the invalid entry.
+            ValueError: A field is invalid. The error message names the invalid entry.
         """
         try:
             return msgspec.convert(value, cls)
@@ -81,7 +84,7 @@ class TimedPrompt:
 
         Args:
             chunk_index: Index of the chunk.
-            seconds: Start of the chunk in seconds.
+            seconds: Start of the chunk in seconds of the video.
         """
         return (
             seconds >= self.seconds
@@ -117,7 +120,7 @@ class PromptSchedule(msgspec.Struct):
     prompts: Sequence[TimedPrompt]
     """Prompts that have not taken effect yet."""
     fps: float
-    """Frames per second of the video."""
+    """Frame rate of the video in frames per second."""
 
     def take_prompt(self, chunk_index: int, first_frame: int) -> str | None:
         """Return the prompt that takes effect with a chunk, or None if the current prompt remains.
@@ -127,7 +130,7 @@ class PromptSchedule(msgspec.Struct):
 
         Args:
             chunk_index: Index of the chunk.
-            first_frame: First pixel frame of the chunk in the video.
+            first_frame: Index of the chunk's first pixel frame in the video.
         """
         if not self.prompts:
             return None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """WebSocket limits for which stock `vllm serve` has no flags.
 
-`vllm serve --omni` adds the flags. The endpoint plugin calls `apply_at_startup(app)`, so that the
-limits also apply under plain `vllm serve` (with their defaults) and in every API server process.
+`vllm serve --omni` adds flags for these limits. The endpoint plugin calls `apply_at_startup(app)`,
+so the limits apply in every API server process. Plain `vllm serve` uses their default values.
 """
 
 import argparse
@@ -17,22 +17,23 @@ from vllm_omni.entrypoints.limits.frame_budget import FrameBudget
 
 MIB = 1 << 20
 _LIBRARIES = ("auto", "websockets", "websockets-sansio")
-"""uvicorn's names for the package `websockets`, which this package requires and uvicorn uses by
-default."""
+"""Names that uvicorn uses for the library `websockets`. This package requires `websockets`, and
+uvicorn uses it by default.
+"""
 
 
 class WebSocketOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of every WebSocket of one server."""
+    """Limits that apply to every WebSocket of a server."""
 
     max_bytes: int = 64 * MIB
-    """Maximum size of a client's message in bytes. A larger message closes the connection with
-    1009. Default: 64 MiB.
+    """Maximum size of a client's message in bytes. If a message is larger, the connection is closed
+    with 1009. Default: 64 MiB.
     """
     ping_interval_s: float | None = 10.0
-    """Seconds between keepalive pings. None: no pings. Default: 10."""
+    """Time in seconds between keepalive pings. None: no pings are sent. Default: 10."""
     ping_timeout_s: float | None = 10.0
-    """Time in seconds after which an unanswered ping closes the connection. None: never. Default:
-    10.
+    """Time in seconds after which a connection is closed if a ping is not answered. None: the
+    connection is not closed. Default: 10.
     """
 
     @staticmethod
@@ -70,9 +71,9 @@ class WebSocketOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> "WebSocketOptions":
-        """Read the flags.
+        """Create the options from parsed flags.
 
-        A namespace of plain `vllm serve` has none of these flags, so the defaults apply.
+        The namespace of plain `vllm serve` contains none of these flags, so the defaults apply.
         """
         if "ws_max_size" not in args:
             return cls()
@@ -85,7 +86,7 @@ class WebSocketOptions(msgspec.Struct, frozen=True, kw_only=True):
     def apply(self, uvicorn_config: Any) -> None:
         """Set the limits on a `uvicorn.Config`.
 
-        Compression is disabled, because it costs 300 ms per raw chunk and saves little.
+        Compression is disabled because it takes 300 ms per raw chunk and saves little.
         """
         uvicorn_config.ws_max_size = self.max_bytes
         uvicorn_config.ws_ping_interval = self.ping_interval_s
@@ -98,7 +99,7 @@ def apply_at_startup(app: FastAPI, frames: FrameBudget | None = None) -> None:
 
     Args:
         app: The application.
-        frames: Budget of small frames of each connection. Default: `FrameBudget()`.
+        frames: Budget of small frames for each connection. Default: `FrameBudget()`.
     """
 
     def apply(starting: FastAPI) -> None:

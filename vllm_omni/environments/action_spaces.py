@@ -17,10 +17,11 @@ Action = Mapping[str, np.ndarray] | np.integer
 def gymnasium_space(space: ActionSpace) -> spaces.Dict | spaces.Discrete:
     """Return the gymnasium space of one environment's action, which applies to an entire chunk.
 
-    `buttons` is a `MultiBinary` over `ActionSpace.button_names`, or a `Discrete` with 0 for none if
-    at most one may be held. `axes` is a `Box` over `ActionSpace.axis_names`, in the units of the
-    axes. `scroll` is a `Discrete` of -1, 0 and 1. Controls that the model does not have are
-    omitted. For a model without controls the space is `Discrete(1)`.
+    `buttons` is a `MultiBinary` over `ActionSpace.button_names`. If at most one button may be held,
+    `buttons` is a `Discrete` in which 0 means that no button is held. `axes` is a `Box` over
+    `ActionSpace.axis_names`, in the units of the axes. `scroll` is a `Discrete` of -1, 0 and 1.
+    Controls that the model does not have are omitted. For a model without controls, the space is
+    `Discrete(1)`.
     """
     kinds: dict[str, spaces.Space[Any]] = {}
     if space.buttons and space.exclusive:
@@ -48,9 +49,9 @@ def with_rest(taken: spaces.Space[Any], action: Any) -> Any:
 
 
 def action_frame(space: ActionSpace, action: Action) -> ActionFrame:
-    """Convert an action of one environment, which is a member of `gymnasium_space(space)`.
+    """Convert an action of one environment, a member of `gymnasium_space(space)`, to a frame.
 
-    Controls may be omitted.
+    The action may omit controls; an omitted control is neutral.
 
     Raises:
         ValueError: The action is invalid; the message lists the model's controls.

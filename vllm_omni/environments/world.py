@@ -8,11 +8,11 @@ session as a gymnasium `Env`.
     observations, rewards, terminations, truncations, infos = env.step(env.action_space.sample())
 
 The engine is vLLM's offline engine in this process (`load`) or a server (`connect`). All
-environments are stepped with a single call to the engine, which batches them. A step is one chunk:
-the action of an environment applies to all its latent frames. Frames are uint8; latents are float32
-and unmodified. Forking an environment copies its session. Noise depends only on (seed, chunk,
-step), so equal seeds and actions give bit-identical results, both here and on a server. Worlds have
-no rewards; the caller may provide a reward function (`reward`).
+environments are stepped with a single call to the engine, which batches them. A step generates one
+chunk: the action of an environment applies to all latent frames of the chunk. Frames are uint8;
+latents are float32 and unmodified. Forking an environment copies its session. Noise depends only on
+(seed, chunk, step), so equal seeds and actions give bit-identical results, both in this process and
+on a server. Worlds define no rewards; the caller may provide a reward function (`reward`).
 """
 
 import math
@@ -49,16 +49,16 @@ if TYPE_CHECKING:
 # N environments, T frames of a chunk, H height, W width, S denoise steps
 
 Reward = Callable[[np.ndarray, dict[str, Any]], np.ndarray]
-"""Function of observations [N, ...] and infos that returns rewards [N]."""
+"""Function that takes observations [N, ...] and infos, and returns rewards [N]."""
 Observation = Literal["frames", "latents"]
 
 
 class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
     """Vector environment of world model sessions.
 
-    An episode that has ended is reset by the next step (`AutoresetMode.NEXT_STEP`). A chunk that
-    fails raises `RequestFailed`; its environment must be reset, and all other environments have
-    advanced.
+    An episode that has ended is reset by the next step (`AutoresetMode.NEXT_STEP`). If the chunk of
+    an environment fails, the step raises `RequestFailed`. The failed environment must be reset; all
+    other environments have advanced.
 
     Attributes:
         observation_space: Frames of a chunk [T, H, W, 3], or its latents [C, F, h, w]. The first
@@ -89,19 +89,21 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         """Create environments in an engine.
 
         Args:
-            engine: The engine.
+            engine: Engine that generates the chunks.
             num_envs: Number of environments.
-            prompt: Prompt of all environments, or one per environment.
+            prompt: One prompt for all environments, or a list with one prompt per environment.
             image: Start image, uint8 [H, W, 3], for models that require one.
-            images: Named images of each episode (`ActionSpace.images`), in the same format.
-            height: Height in pixels. Default: the model's.
-            width: Width in pixels. Default: the model's.
-            observation: `frames`, or `latents`, which are not decoded.
+            images: Named images of each episode (`ActionSpace.images`), each uint8 [H, W, 3].
+            height: Height of the frames in pixels. Default: the model's default height.
+            width: Width of the frames in pixels. Default: the model's default width.
+            observation: What an observation contains: `frames`, or `latents`, which are not
+                decoded.
             latents: Whether `infos["latents"]` contains the latents in addition to frames.
             trajectory: Whether infos contain the latents and log-probabilities of the denoise
                 steps. Requires a model whose sampler is stochastic.
-            max_steps: Number of steps after which an episode is truncated. Default: never.
-            reward: Function that computes rewards. Default: all are 0.
+            max_steps: Number of steps after which an episode is truncated. Default: episodes are
+                never truncated.
+            reward: Function that computes rewards. Default: all rewards are 0.
 
         Raises:
             ValueError: The model is not a world model, or the engine supports too few sessions.
@@ -163,13 +165,13 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         Args:
             model: Checkpoint directory.
             num_envs: Number of environments.
-            exact: Whether the results of an environment are bit-identical regardless of the others.
-                If false, all environments share one forward pass, which is faster for small models
-                (`omni.batch_invariant`).
+            exact: Whether the results of an environment are bit-identical regardless of the other
+                environments. If false, all environments share one forward pass, which is faster for
+                small models (`omni.batch_invariant`).
             omni: Further options of `additional_config["omni"]`.
             **env: Arguments of the constructor.
         """
-        # In GiB. By default a CPU worker requires 92 % of the memory.
+        # The value is in GiB. Without it, a CPU worker requires 92 % of the memory.
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
         from vllm import LLM
 
@@ -205,8 +207,8 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         Args:
             url: Address of the server, for example `http://127.0.0.1:8000`.
             num_envs: Number of environments.
-            api_key: API key of the server. None: the server needs no key.
-            timeout_s: Maximum time in seconds for a step.
+            api_key: API key of the server, or None if the server needs no key.
+            timeout_s: Maximum time in seconds to wait for a step.
             **env: Arguments of the constructor.
 
         Raises:
@@ -223,11 +225,12 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         """Start new episodes and generate their first chunks without any action.
 
         Args:
-            seed: Seed of the first environment, incremented for each further one, or a list with
-                one seed per environment.
+            seed: Seed of the first environment, which is incremented for each further environment,
+                or a list with one seed per environment.
             options: `reset_mask`, bool [N], selects the environments to reset. `start_pose` is the
                 world pose of the start image, `{x_m, z_m, heading_degrees, pitch_degrees}`, or a
-                list with one per environment; it applies until the next call.
+                list with one pose per environment. A start pose applies until the next call of
+                `reset`.
 
         Raises:
             ValueError: An option is unknown or invalid.
@@ -295,8 +298,8 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
     # -- research ----------------------------------------------------------------------------------
 
     def fork(self, source: int, targets: Sequence[int]) -> None:
-        """Turn environments into exact copies of another environment. Afterwards they are
-        independent.
+        """Turn environments into exact copies of another environment. The copies can then be
+        stepped independently.
 
         Args:
             source: Environment to copy.
@@ -312,16 +315,16 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
             self._arrays[target] = self._arrays[source]
 
     def replay(self, target: int, episode: Episode) -> np.ndarray:
-        """Replay an episode (`episodes[i]` or a stored one) from its beginning.
+        """Replay an episode (`episodes[i]` or a stored one) from its start.
 
         Args:
-            target: Environment to use.
-            episode: The episode.
+            target: Environment in which the episode is replayed.
+            episode: Episode to replay.
 
         Returns:
-            The frames of the episode, uint8 [frames, H, W, 3], bit-identical to the original ones
-            (with `exact`).
-            With latents as observations: [steps, C, F, h, w].
+            The frames of the episode, uint8 [frames, H, W, 3]. With `exact`, they are bit-identical
+            to the original frames. If observations are latents, the result is the latents
+            [steps, C, F, h, w].
         """
         self._begin([target], [replace(episode, actions=[])])
         frames = self._observed == "frames"
@@ -336,7 +339,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
     # -- the engine --------------------------------------------------------------------------------
 
     def _start(self, which: list[int], seeds: Sequence[int | None]) -> None:
-        """Start new episodes of environments."""
+        """Start new episodes in the environments `which`."""
         episodes = [
             Episode(definite_seed(seed), self._prompts[index], start_pose=self._starts[index])
             for index, seed in zip(which, seeds, strict=True)
@@ -344,14 +347,14 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         self._begin(which, episodes)
 
     def _begin(self, which: list[int], episodes: Sequence[Episode]) -> None:
-        """Run the first chunk of episodes."""
+        """Generate the first chunks of episodes."""
         for index, episode in zip(which, episodes, strict=True):
             self.episodes[index] = episode
         if which:
             self._keep(which, self._engine.start(which, episodes))
 
     def _advance(self, which: list[int], actions: Sequence[ActionFrame]) -> None:
-        """Run the next chunk of episodes."""
+        """Generate the next chunks of the environments `which`."""
         if not which:
             return
         episodes = [self._episode(index) for index in which]
@@ -361,9 +364,10 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         self._keep(which, outcomes)
 
     def _keep(self, which: Sequence[int], outcomes: Sequence[Outcome]) -> None:
-        """Store the arrays of chunks. First chunks are padded at the front.
+        """Store the arrays of generated chunks. First chunks are padded at the front.
 
-        An environment that has failed loses its episode. The first failure is raised.
+        If the chunk of an environment has failed, its episode is discarded. The first failure is
+        raised after all chunks have been stored.
         """
         failures: list[RequestFailed] = []
         for index, outcome in zip(which, outcomes, strict=True):
@@ -394,7 +398,7 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         return episode
 
     def _observations(self) -> np.ndarray:
-        """Return the observations of all environments in arrays owned by the caller."""
+        """Return the observations of all environments in one array, which the caller owns."""
         for index in range(self.num_envs):
             self._episode(index)
         return np.stack([arrays[self._observed] for arrays in self._arrays])
@@ -405,9 +409,9 @@ class WorldVectorEnv(VectorEnv[np.ndarray, Any, np.ndarray]):
         Returns:
             `latents`, float32 [N, C, F, h, w]; `seed` and `chunks`, int [N]; `world_poses`, float64
             [N, F, 4]: x_m, z_m, heading_degrees and pitch_degrees of each latent frame, NaN if
-            unknown. With `trajectory`: `step_latents`, float32 [N, S, C, F, h, w], the latents
-            before each denoise step, and `step_log_probs`, float64 [N, S - 1], the log-probability
-            of the latents after each step but the last.
+            unknown. With `trajectory`, the result also contains `step_latents`, float32
+            [N, S, C, F, h, w], the latents before each denoise step, and `step_log_probs`, float64
+            [N, S - 1], the log-probability of the latents after each step but the last.
         """
         episodes = [self._episode(index) for index in range(self.num_envs)]
         kinds = [name for name in self._arrays[0] if name not in ("frames", self._observed)]
@@ -437,19 +441,19 @@ class WorldEnv(gymnasium.Env[np.ndarray, Any]):
 
     @classmethod
     def connect(cls, url: str, **options: Any) -> "WorldEnv":
-        """Create an environment on a server. Arguments are those of `WorldVectorEnv.connect`."""
+        """Create an environment on a server. See `WorldVectorEnv.connect` for the arguments."""
         return cls(WorldVectorEnv.connect(url, 1, **options))
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Start a new episode. Arguments are those of `WorldVectorEnv.reset`."""
+        """Start a new episode. See `WorldVectorEnv.reset` for the arguments."""
         super().reset(seed=seed)
         observations, infos = self.worlds.reset(seed=seed, options=options)
         return observations[0], _of_first(infos)
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        """Generate one chunk. Arguments and results are those of `WorldVectorEnv.step`."""
+        """Generate one chunk. See `WorldVectorEnv.step` for the arguments and the result."""
         batched = (
             {name: np.asarray(value)[None] for name, value in action.items()}
             if isinstance(action, Mapping)
@@ -465,15 +469,15 @@ class WorldEnv(gymnasium.Env[np.ndarray, Any]):
 
 
 def _of_first(infos: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the infos of the first environment, without unknown poses."""
+    """Return the infos of the first environment. Unknown poses are left out."""
     first = {name: value[0] for name, value in infos.items()}
     if np.isnan(first["world_poses"]).any():
-        del first["world_poses"]  # NaN differs from itself, and gymnasium compares infos
+        del first["world_poses"]  # because gymnasium compares infos, and NaN is not equal to itself
     return first
 
 
 def _padded(array: np.ndarray, length: int, axis: int) -> np.ndarray:
-    """Pad an axis at the front with copies of its first entry, up to a given length."""
+    """Pad an axis to a given length by repeating its first entry at the front."""
     missing = max(0, length - array.shape[axis])
     if not missing:
         return array
@@ -486,7 +490,7 @@ def _start_poses(given: Any, count: int) -> list[StartPose | None]:
     """Parse the option `start_pose`.
 
     Raises:
-        ValueError: It is invalid.
+        ValueError: The option is invalid.
     """
     each = [given] * count if given is None or isinstance(given, Mapping) else list(given)
     if len(each) != count:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimates from a video how far its camera turned between frames, and whether it moved forward.
 
-The functions search for the motion with the best correlation between frames, which does not depend
-on brightness or contrast. Frames are [N, H, W, 3], uint8 or float. Focal lengths are divided by the
-width of the image.
+The functions search for the motion that gives the best correlation between frames. The correlation
+does not depend on brightness or contrast. Frames are [N, H, W, 3], uint8 or float. Focal lengths
+are relative to the width of the image.
 """
 
 import itertools
@@ -13,17 +13,17 @@ import torch
 from torch.nn import functional
 
 LARGEST_TURN = 15.0
-"""Search range to either side in degrees."""
+"""Largest turn that is searched for, to the left and to the right, in degrees."""
 _COARSE, _FINE = 0.5, 0.05
 
 
 def turns(frames_NHW3: torch.Tensor, focal: float) -> torch.Tensor:
-    """Return the angle in degrees by which the camera turned right from each frame to the next, [N
-    - 1].
+    """Return the angles in degrees, [N - 1], by which the camera turned right between consecutive
+    frames.
 
-    If a camera turns without moving, one image maps to the next independently of depth. The result
-    is the angle for which the warped frame correlates best with the next one in their overlap,
-    searched first at half the resolution and then at the full resolution.
+    If a camera turns without moving, the mapping from one image to the next does not depend on
+    depth. The result is the angle for which the warped frame correlates best with the next frame in
+    their overlap. The search runs first at half the resolution and then at the full resolution.
     """
     images = channels_first(frames_NHW3)
     half = functional.avg_pool2d(images, 2)
@@ -39,10 +39,11 @@ def turns(frames_NHW3: torch.Tensor, focal: float) -> torch.Tensor:
 
 
 def growths(frames_NHW3: torch.Tensor) -> torch.Tensor:
-    """Return the factor by which the centre of the image grows from each frame to the next, [N -
-    1].
+    """Return the factors, [N - 1], by which the centre of the image grows between consecutive
+    frames.
 
-    It is the factor for which the enlarged frame has the best correlation with the next frame.
+    A growth is the factor for which the enlarged frame has the best correlation with the next
+    frame.
     """
     images = channels_first(frames_NHW3)
     factors = torch.arange(0.9, 1.3 + 0.005, 0.01)
@@ -51,7 +52,7 @@ def growths(frames_NHW3: torch.Tensor) -> torch.Tensor:
     x = (torch.arange(width) + 0.5) * 2 / width - 1
     plane = torch.stack(torch.meshgrid(y, x, indexing="ij")[::-1], dim=-1)
     grid = plane / factors[:, None, None, None]
-    seen = (plane.abs() <= 0.9).all(dim=-1).float()  # inside at every factor
+    seen = (plane.abs() <= 0.9).all(dim=-1).float()  # inside the image for every factor
     found = []
     for before, after in itertools.pairwise(images):
         grown = functional.grid_sample(
@@ -62,8 +63,8 @@ def growths(frames_NHW3: torch.Tensor) -> torch.Tensor:
 
 
 def pixels_at_centre(degrees: torch.Tensor, width: int, focal: float) -> torch.Tensor:
-    """Return the number of pixels by which the centre of an image of this width moves when the
-    camera turns.
+    """Return how many pixels the centre of an image of the given width moves when the camera turns
+    by an angle.
     """
     return focal * width * torch.tan(torch.deg2rad(degrees))
 
@@ -75,7 +76,7 @@ def channels_first(frames_NHW3: torch.Tensor) -> torch.Tensor:
 def _turned_correlation(
     before_3HW: torch.Tensor, after_3HW: torch.Tensor, degrees_K: torch.Tensor, focal: float
 ) -> torch.Tensor:
-    """Return the correlation [K] of `after` with `before` turned right by each angle."""
+    """Return the correlations [K] of `after` with `before` turned right by each of K angles."""
     height, width = before_3HW.shape[1:]
     focal = focal * width
     x = (torch.arange(width) + 0.5 - width / 2) / focal
@@ -99,7 +100,7 @@ def _turned_correlation(
 def _correlation(
     images_K3HW: torch.Tensor, others_K3HW: torch.Tensor, seen: torch.Tensor
 ) -> torch.Tensor:
-    """Return the correlation of images over the pixels that are `seen`, [K]."""
+    """Return the correlation of each pair of images, [K], over the pixels marked in `seen`."""
     count = seen.sum(dim=(-2, -1), keepdim=True).clamp(min=1)
 
     def centred(images: torch.Tensor) -> torch.Tensor:
@@ -112,7 +113,7 @@ def _correlation(
 
 
 def peak(positions_K: torch.Tensor, values_K: torch.Tensor) -> float:
-    """Return the position of the maximum, refined with a parabola through its neighbours."""
+    """Return the position of the maximum, refined with a parabola through the adjacent values."""
     best = int(values_K.argmax())
     if best in (0, len(values_K) - 1):
         return float(positions_K[best])

@@ -22,8 +22,8 @@ class ServerRefusedError(Exception):
     """The server refused a request, or cannot be reached.
 
     Attributes:
-        code: The code of the server's error, or "".
-        param: The field that the error names, or "".
+        code: Error code from the server's reply, or "" if there is none.
+        param: Name of the request field in the server's error, or "" if there is none.
     """
 
     def __init__(self, message: str, code: str = "", param: str = "") -> None:
@@ -32,12 +32,12 @@ class ServerRefusedError(Exception):
 
 
 class EvaluatedServer:
-    """A running server.
+    """Client of the running server that is evaluated.
 
     Args:
         url: Address of the server, `http://HOST:PORT`, with or without a path prefix.
-        key: API key, if the server requires one.
-        video_s: Maximum time in seconds for one video.
+        key: API key of the server, or None if the server requires no key.
+        video_s: Maximum time in seconds to wait for one video.
     """
 
     def __init__(self, url: str, key: str | None = None, video_s: float = 3600.0) -> None:
@@ -52,8 +52,8 @@ class EvaluatedServer:
         return str(self._json("GET", "/v1/models")["data"][0]["id"])
 
     def greeting(self) -> dict[str, Any] | None:
-        """Return the greeting of a world (docs/reference/realtime_world_camera.md), or None if the
-        model is not a world model.
+        """Return the greeting that the server sends for a world
+        (docs/reference/realtime_world_camera.md), or None if the model is not a world model.
         """
         import msgspec
         from websockets.exceptions import WebSocketException
@@ -73,10 +73,10 @@ class EvaluatedServer:
         """Generate a video through `/v1/videos` and delete it from the server.
 
         Args:
-            fields: Fields of the request.
+            fields: JSON fields of the request.
 
         Returns:
-            The MP4 file and the finished job.
+            The contents of the MP4 file, and the server's description of the finished job.
         """
         job = self._json("POST", "/v1/videos", fields)
         path = f"/v1/videos/{job['id']}"
@@ -95,16 +95,16 @@ class EvaluatedServer:
         return video, job
 
     def image(self, fields: Mapping[str, Any]) -> tuple[bytes, dict[str, Any]]:
-        """Generate an image by `/v1/images/generations`.
+        """Generate an image through `/v1/images/generations`.
 
         Returns:
-            The PNG file and the reply.
+            The contents of the PNG file, and the server's reply.
         """
         reply = self._json("POST", "/v1/images/generations", fields, _IMAGE_S)
         return base64.b64decode(reply["data"][0]["b64_json"]), reply
 
     def page_file(self, name: str) -> bytes:
-        """Return a file of the served world, for example a start image."""
+        """Return the contents of a file of the served world, for example a start image."""
         return self._send("GET", f"/omni/world/{name}")
 
     def _json(

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates the videos of a run through a server: key programs of a world, clips, or images."""
+"""Generates the files of an evaluation run through a server: videos of key programs in a world,
+clips, or images."""
 
 import base64
 import time
@@ -21,9 +22,10 @@ PROMPTS: Final = (
     "A steam train crosses a stone bridge in a green valley",
     "Rain falls on a quiet city street at night",
 )
-"""Prompts for models that generate images or clips, unless the user provides prompts."""
+"""Default prompts for models that generate images or clips."""
 _MOUSE_PIXELS: Final = 20.0
-"""Mouse motion in pixels per latent frame that turns the camera in a world without look keys."""
+"""Mouse motion, in pixels per latent frame, with which a program turns the camera of a world that
+has no look keys."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,12 @@ class Start:
     """The initial conditions of a video."""
 
     prompt: str | None
-    """Prompt. None: the model takes no prompt."""
+    """Text prompt, or None if the model takes no prompt."""
     image: bytes | None
-    """Start image as a PNG or JPEG file. None: the model starts from the prompt alone."""
+    """Start image as a PNG or JPEG file, or None if the model starts from the prompt only."""
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of a request."""
+        """Return the initial conditions as JSON fields of a request."""
         fields: dict[str, Any] = {} if self.prompt is None else {"prompt": self.prompt}
         if self.image is not None:
             kind = "png" if self.image.startswith(b"\x89PNG") else "jpeg"
@@ -50,31 +52,32 @@ class RunOptions:
     """The user's options for generating videos."""
 
     programs: Sequence[str]
-    """Names of key programs, for worlds with controls."""
+    """Names of the key programs to run, for worlds with controls."""
     prompts: Sequence[str]
-    """Prompts. Empty: the prompts of the world, or `PROMPTS`."""
+    """Prompts of the user. If empty, the prompts of the world, or `PROMPTS`, are used."""
     images: Sequence[bytes]
-    """Start images, one for each prompt or one for all. Empty: the start images of the world."""
+    """Start images, either one for each prompt or one for all prompts. If empty, the start images
+    of the world are used."""
     default_image: bytes
     """Start image for models that require one, if neither the user nor the world provides one."""
     default_prompt: str
-    """Prompt for worlds without prompts of their own."""
+    """Prompt for worlds without prompts of their own, if the user provides none."""
     starts: int
-    """Names of the world's start images to use."""
+    """Number of the world's start images to use."""
     samples: int
-    """Number of videos for each prompt and program, with consecutive seeds."""
+    """Number of videos for each prompt and program. The videos have consecutive seeds."""
     turn: int
-    """Number of latent frames in one turn of a program."""
+    """Number of latent frames in one turn of a key program."""
     seed: int
-    """First seed."""
+    """Seed of the first sample."""
     size: str | None
-    """`WIDTHxHEIGHT`. None: the model's."""
+    """Size of the videos or images as `WIDTHxHEIGHT`, or None for the model's default size."""
     num_frames: int | None
-    """Frames of a clip. None: the model's."""
+    """Number of frames of a clip, or None for the model's default number."""
 
 
 def generate(server: EvaluatedServer, folder: RunFolder, options: RunOptions) -> None:
-    """Generate all files of a run. Prints a line for each.
+    """Generate all files of a run and print one line per file.
 
     Raises:
         ServerRefusedError: The server refused a request.
@@ -100,13 +103,14 @@ def generate(server: EvaluatedServer, folder: RunFolder, options: RunOptions) ->
 
 
 class _Generation:
-    """The requests of one run."""
+    """Sends the requests of one run to the server and stores the results in the run's folder."""
 
     def __init__(self, server: EvaluatedServer, folder: RunFolder, options: RunOptions) -> None:
         self._server, self._folder, self._options = server, folder, options
 
     def clips(self, starts: Sequence[Start]) -> None:
-        """Generate clips without keys, or images if the model does not generate clips."""
+        """Generate clips that are not steered by keys, or images if the model does not generate
+        clips."""
         options = self._options
         if not starts:
             images: list[bytes | None] = [*options.images] or [None]
@@ -132,13 +136,13 @@ class _Generation:
         program: str | None = None,
         controls: Controls | None = None,
     ) -> None:
-        """Generate the samples of each start.
+        """Generate the samples for each of the given initial conditions.
 
         Args:
             starts: The initial conditions of the videos.
-            fields: Further fields of the requests.
-            program: Key program.
-            controls: Its keys.
+            fields: Further JSON fields of the requests.
+            program: Name of the key program; None if the videos are not steered.
+            controls: Keys that the program holds in each latent frame.
         """
         for start, seed in self._samples(starts):
             video, job, took_s = self._timed(self._server.video, start, seed, fields)
@@ -180,13 +184,15 @@ class _Generation:
 
 
 def entries(space: ActionSpace, keys: Sequence[str]) -> list[Any] | None:
-    """Return the action of each latent frame, or None if the model lacks a control for a key."""
+    """Return the action of each latent frame. The result is None if the model has no control for
+    one of the keys."""
     found = [_entry(space, key) for key in keys]
     return None if None in found else found
 
 
 def _entry(space: ActionSpace, key: str) -> list[str] | dict[str, Any] | None:
-    """Return the action for a camera key: a button, or otherwise the axis that the mouse moves."""
+    """Return the action for a camera key: a button, or else a motion of the axis that the mouse
+    moves. The result is None if the model has neither."""
     if not key:
         return []
     if key in space.button_names:
@@ -218,8 +224,8 @@ def _world_starts(
     space: ActionSpace,
     options: RunOptions,
 ) -> list[Start]:
-    """Return the initial conditions for the sessions of a world: those of the user, or otherwise of
-    the world.
+    """Return the initial conditions of the sessions. Prompts and images of the user take precedence
+    over those of the world.
     """
     prompts: Sequence[str | None] = options.prompts
     images: Sequence[bytes | None] = options.images

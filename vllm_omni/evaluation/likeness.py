@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Similarity of images and videos: PSNR, SSIM and sharpness.
 
-Frames are [B, T, 3, H, W] in [0, 1], as `unit` returns them.
+Frames are tensors [B, T, 3, H, W] with values in [0, 1], as `unit` returns them.
 """
 
 import torch
 from torch.nn import functional
 
 _CAP = 1e-10
-"""Lower bound of the mean squared error, so that equal images have a PSNR of 100 dB."""
+"""Lower bound of the mean squared error. Because of it, equal images have a PSNR of 100 dB."""
 _SSIM_TAPS, _SSIM_SIGMA = 11, 1.5
 
 
 def unit(frames: torch.Tensor) -> torch.Tensor:
-    """Return uint8 frames [..., H, W, 3] as [..., 3, H, W] in [0, 1]."""
+    """Convert uint8 frames [..., H, W, 3] to float frames [..., 3, H, W] with values in [0, 1]."""
     return frames.movedim(-1, -3).float() / 255
 
 
@@ -33,7 +33,7 @@ def decibels(squared_error: torch.Tensor) -> torch.Tensor:
 
 
 def edges(frames: torch.Tensor) -> torch.Tensor:
-    """Return the mean difference of horizontally adjacent pixels of each clip, [B]."""
+    """Return the mean absolute difference of horizontally adjacent pixels in each clip, [B]."""
     return (frames[..., 1:] - frames[..., :-1]).abs().float().flatten(1).mean(dim=1)
 
 
@@ -45,8 +45,9 @@ def sharpness(made: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
 def ssim(made: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
     """Return the structural similarity of each frame, [B, T]: 1 if equal, near 0 if unrelated.
 
-    Wang et al. 2004: Gaussian windows of 11 pixels (sigma 1.5), whole windows only, mean over the
-    three colours.
+    The parameters are those of Wang et al. 2004: Gaussian windows of 11 pixels with sigma 1.5. Only
+    windows that lie entirely inside the frame are used. The result is the mean over the three
+    colours.
     """
     shape = made.shape[:2]
     a, b = (frames.flatten(0, 1).float() for frames in (made, truth))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of a video that need no reference: sharpness, contrast, colour, flicker, and its return
-to a view.
+"""Metrics of a video that need no reference: sharpness, contrast, colour, flicker, and whether the
+video returns to its first view.
 
 Levels are those of 8-bit images, 0 to 255. Ratios and differences over time compare the last tenth
-of the frames with the first tenth, at least one frame each.
+of the frames with the first tenth; each tenth contains at least one frame.
 """
 
 # T frames, H height, W width
@@ -16,7 +16,7 @@ import torch
 from vllm_omni.evaluation.likeness import decibels, edges, squared_error, ssim, unit
 
 _LUMA = torch.tensor([0.299, 0.587, 0.114])
-"""Weights of red, green and blue in the brightness (ITU-R BT.601)."""
+"""Weights of red, green and blue in the brightness, as in ITU-R BT.601."""
 
 
 def appearance(frames_THWC: np.ndarray) -> dict[str, float]:
@@ -26,13 +26,17 @@ def appearance(frames_THWC: np.ndarray) -> dict[str, float]:
         frames_THWC: Frames, uint8 RGB.
 
     Returns:
-        `sharpness`, the mean difference of horizontally adjacent pixels in levels, and `contrast`,
-        the standard deviation of the brightness in levels. For several frames also
-        `sharpness_ratio` and `contrast_ratio`, end over start; `colour_drift`, the root mean square
-        over the three colours of the change of their means in levels; and `frame_difference`, the
-        mean absolute difference of consecutive frames in levels. For three and more frames
-        `flicker`, the mean distance of a frame's brightness from the mean of its two neighbours' in
+        The metrics by name. Every result contains `sharpness`, the mean difference of horizontally
+        adjacent pixels in levels, and `contrast`, the standard deviation of the brightness in
         levels.
+
+        With two or more frames, the result also contains `sharpness_ratio` and `contrast_ratio`,
+        the value at the end divided by the value at the start; `colour_drift`, the change of the
+        mean of each colour in levels, as the root mean square over the three colours; and
+        `frame_difference`, the mean absolute difference of consecutive frames in levels.
+
+        With three or more frames, the result also contains `flicker`, the mean difference in levels
+        between the brightness of a frame and the mean brightness of the two adjacent frames.
     """
     rows, differences, before = [], [], None
     for frame_HWC in frames_THWC:
@@ -61,11 +65,13 @@ def appearance(frames_THWC: np.ndarray) -> dict[str, float]:
 
 
 def likeness_of_frames(made_THWC: np.ndarray, other_THWC: np.ndarray) -> dict[str, list[float]]:
-    """Return `psnr` in dB and `ssim` of each frame with the same frame of another video.
+    """Return `psnr` in dB and `ssim` between each frame and the corresponding frame of another
+    video.
 
     Args:
         made_THWC: Frames, uint8 RGB.
-        other_THWC: As many frames of the same size.
+        other_THWC: Frames of the other video. Both videos must have the same number and size of
+            frames.
     """
     found: dict[str, list[float]] = {"psnr": [], "ssim": []}
     for made_HWC, other_HWC in zip(made_THWC, other_THWC, strict=True):
@@ -79,16 +85,17 @@ def likeness_of_frames(made_THWC: np.ndarray, other_THWC: np.ndarray) -> dict[st
 
 
 def view_return(frames_THWC: np.ndarray, away: int) -> Mapping[str, float]:
-    """Compare the last frame with the first frame, whose view it should show again.
+    """Compare the last frame with the first frame of a video whose camera should have returned.
 
     Args:
         frames_THWC: Frames, uint8 RGB.
-        away: Index of the frame whose view should differ most from the first one.
+        away: Index of the frame whose view should differ most from the view of the first frame.
 
     Returns:
-        `return_psnr` in dB and `return_ssim` of the last frame, and `return_gain`, the PSNR of the
-        last frame minus that of the frame away. A return means little without a gain, because a
-        video without motion also shows its first view.
+        `return_psnr` in dB and `return_ssim`, which compare the last frame with the first, and
+        `return_gain`, the PSNR of the last frame minus the PSNR of the frame `away`. A high
+        `return_psnr` means little without a gain, because a video without motion also ends with its
+        first view.
     """
     first_THWC = frames_THWC[[0, 0]]
     found = likeness_of_frames(frames_THWC[[-1, away]], first_THWC)
@@ -100,7 +107,7 @@ def view_return(frames_THWC: np.ndarray, away: int) -> Mapping[str, float]:
 
 
 def _change(values_TN: torch.Tensor) -> torch.Tensor:
-    """Return the mean of the last tenth minus the mean of the first tenth."""
+    """Return the mean of the last tenth of the values minus the mean of the first tenth."""
     count = max(1, len(values_TN) // 10)
     return values_TN[-count:].mean(dim=0) - values_TN[:count].mean(dim=0)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of recorded sessions."""
+"""Reads the keys that were held in recorded sessions."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,14 +14,17 @@ from vllm_omni.worlds.description import read_description, with_defaults
 from vllm_omni.worlds.movement import YAW_DEGREES
 
 _FOCAL_PIXELS: Final = 500.0
-"""Focal length for models that define none, as in `StreamInfo`."""
+"""Focal length in pixels for models that define none. The value is the same as in `StreamInfo`."""
 
 
 def recorded_controls(header: RecordingHeader, chunks: Sequence[RecordedChunk]) -> Controls | None:
-    """Return the keys of a recorded session, or None if a chunk has no keys.
+    """Return the keys of a recorded session.
+
+    The result is None if the model has no controls, if the recording has fewer than two chunks, or
+    if a chunk has no keys or no outcome.
 
     Args:
-        header: Of the recording.
+        header: Header of the recording.
         chunks: The finished chunks of the session, in order, with their outcomes.
     """
     family = get_family(header.family)

@@ -29,18 +29,18 @@ class Measure:
     title: str
     """Heading of the column."""
     meaning: str
-    """Explanation for readers of the report."""
+    """Explanation of the measure for readers of the report."""
     low: float = -math.inf
-    """Smallest usual value."""
+    """Smallest usual value of the measure."""
     high: float = math.inf
-    """Largest usual value."""
+    """Largest usual value of the measure."""
     too_low: str = ""
-    """Interpretation of a value below the range."""
+    """Interpretation of a value below the usual range."""
     too_high: str = ""
-    """Interpretation of a value above the range."""
+    """Interpretation of a value above the usual range."""
 
     def usual(self) -> str:
-        """Return the range as text."""
+        """Return the usual range of the measure as text."""
         if math.isfinite(self.low) and math.isfinite(self.high):
             return f"{self.low:g} to {self.high:g}"
         if math.isfinite(self.low):
@@ -97,7 +97,7 @@ PICTURE: Final = (
         "mean difference of consecutive frames, in levels: small without motion",
     ),
 )
-"""Measures of every video."""
+"""Measures that are computed for every video."""
 
 STEERING: Final = (
     Measure("turn_degrees", "turn, degrees", "median turn of a latent frame with a look key"),
@@ -145,7 +145,7 @@ STEERING: Final = (
         too_low="the camera does not leave the first view, or does not come back to it",
     ),
 )
-"""Measures of videos with keys."""
+"""Measures that are computed for videos that were steered with keys."""
 
 
 _KEYS_NOTE: Final = (
@@ -161,20 +161,20 @@ class MeasuredFile:
     """A file and its measured values."""
 
     made: MadeFile
-    """The file."""
+    """The measured file."""
     size: tuple[int, int]
-    """Width and height in pixels."""
+    """Width and height of the frames in pixels."""
     frames: int
     """Number of frames; 1 for an image."""
     fps: float
-    """Frames per second; 0 for an image."""
+    """Frame rate of the video in frames per second; 0 for an image."""
     measures: dict[str, float]
-    """Value by name."""
+    """Measured values by the name of the measure."""
     reference: dict[str, list[float]] = field(default_factory=dict)
-    """`psnr` and `ssim` of each frame that has a reference."""
+    """`psnr` and `ssim` of each frame for which there is a reference frame."""
 
     def findings(self) -> list[str]:
-        """Return a sentence for each measure outside its usual range."""
+        """Return one sentence for each measure that is outside its usual range."""
         return [
             f"{measure.name} {value:.2f}, usually {measure.usual()}: "
             f"{measure.too_low if value < measure.low else measure.too_high}"
@@ -206,11 +206,13 @@ def measure_run(folder: RunFolder, references: Path | None = None) -> list[Measu
     """Measure all files of a run and write the report into its folder.
 
     Args:
-        folder: The run.
-        references: Folder with reference frames (`reference_frames`).
+        folder: Folder of the run.
+        references: Folder with reference frames (`reference_frames`), or None if the files are not
+            compared with references.
 
     Raises:
-        ValueError: There are no files, a file cannot be measured, or no file has a reference.
+        ValueError: There are no files, a file cannot be measured, or references are given but none
+            of the files has one.
     """
     if not folder.run.files:
         raise ValueError(f"{folder.path} has no videos or images: nothing was generated")
@@ -245,8 +247,9 @@ def measure_run(folder: RunFolder, references: Path | None = None) -> list[Measu
 def reference_frames(folder: Path, stem: str) -> dict[int, np.ndarray]:
     """Return reference frames of a video by index, uint8 RGB [H, W, 3].
 
-    `STEM.mp4`, `STEM.png` and `STEM.npy` ([T, H, W, 3]) contain all frames from the first one on.
-    `STEM.N.png` and `STEM.N.npy` contain frame N; -1 is the last frame.
+    `STEM.mp4`, `STEM.png` and `STEM.npy` ([T, H, W, 3]) contain consecutive frames, starting with
+    the first frame of the video. `STEM.N.png` and `STEM.N.npy` contain frame N, where -1 is the
+    last frame.
 
     Raises:
         ValueError: A file cannot be read.
@@ -267,8 +270,8 @@ def uint8_frame(array: np.ndarray) -> np.ndarray:
     """Return a frame as uint8 [H, W, 3].
 
     Args:
-        array: [H, W, 3] or [3, H, W], with or without axes of length 1; uint8, or floats in
-            [-1, 1].
+        array: Frame of shape [H, W, 3] or [3, H, W], with or without axes of length 1. The values
+            are uint8, or floats in [-1, 1].
 
     Raises:
         ValueError: The array is not a frame.
@@ -309,11 +312,12 @@ def _compared(
 
 
 def _strip(frames_THWC: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Return a file's row of the overview: an image, or evenly spaced frames of a video.
+    """Return the row of a file in the overview image: an image, or evenly spaced frames of a video.
 
     Args:
         frames_THWC: Frames, uint8 RGB.
-        size: Width and height of the first file, to which all frames of the overview are fitted.
+        size: Width and height of the first file. All frames of the overview are fitted to this
+            size.
     """
     count = _SHEET_COLUMNS if len(frames_THWC) > 1 else 1
     shown = np.linspace(0, len(frames_THWC) - 1, count).round().astype(int)
@@ -378,7 +382,7 @@ def _markdown(folder: RunFolder, measured: list[MeasuredFile]) -> str:
 
 
 def _table(measured: list[MeasuredFile], columns: Sequence[Measure]) -> str:
-    """Return a table of the files that have values in the columns."""
+    """Return a table with one row for each file that has a value in at least one column."""
     shown = [c for c in columns if any(c.name in result.measures for result in measured)]
     rows = [["video", "keys", *(column.title for column in shown)]]
     for result in measured:

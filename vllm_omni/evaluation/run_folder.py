@@ -38,7 +38,7 @@ _DIMENSIONS: Final = (
     "aesthetic_quality",
     "imaging_quality",
 )
-"""Dimensions of VBench that accept any prompt."""
+"""Evaluation dimensions of VBench that can be used with any prompt."""
 _WBENCH_ACTIONS: Final = {"": "stop", "w": "W", "s": "S", "a": "A", "d": "D", "j": "left"} | {
     "l": "right",
     "i": "up",
@@ -51,34 +51,35 @@ class MadeFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """A video or image of the run."""
 
     file: str
-    """Path in the folder."""
+    """Path of the file relative to the run's folder."""
     prompt: str = ""
-    """Prompt; empty for a model without one."""
+    """Text prompt of the file; empty if the model takes no prompt."""
     program: str | None = None
-    """Key program. None: no keys, or the keys of a recording."""
+    """Name of the key program, or None if the file was generated without keys or with the keys of a
+    recording."""
     seed: int | None = None
-    """Seed of the noise. None: unknown."""
+    """Seed of the noise, or None if the seed is unknown."""
     controls: Controls | None = None
-    """Keys that were held. None: the model has no keys, or they are unknown."""
+    """Keys that were held, or None if the model has no keys or the keys are unknown."""
 
 
 class Run(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Contents of `run.json`."""
 
     model: str
-    """Name of the model."""
+    """Name of the model that generated the files."""
     package_version: str
-    """Version of this package that generated the files. Empty: unknown."""
+    """Version of this package that generated the files; empty if the version is unknown."""
     files: list[MadeFile] = msgspec.field(default_factory=list)
-    """The files in the order of their creation."""
+    """The generated files in the order of their creation."""
 
 
 class RunFolder:
-    """The folder of a run.
+    """The folder of an evaluation run.
 
     Args:
         path: Path of the folder, which must exist.
-        run: Its contents.
+        run: Description of the run, as stored in `run.json`.
     """
 
     def __init__(self, path: Path, run: Run) -> None:
@@ -86,16 +87,17 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, model: str) -> "RunFolder":
-        """Start a run in an empty folder."""
+        """Start a new run in an empty folder."""
         (path / VIDEOS).mkdir()
         return cls(path, Run(model=model, package_version=version(DISTRIBUTION)))
 
     @classmethod
     def read(cls, path: Path) -> "RunFolder":
-        """Read a run, or a folder with arbitrary videos and images.
+        """Read the folder of a run, or a folder with arbitrary videos and images.
 
         Raises:
-            ValueError: The folder has neither, or `run.json` is invalid.
+            ValueError: The folder contains neither `run.json` nor videos or images, or `run.json`
+                is invalid.
         """
         described = path / RUN_FILE
         if described.is_file():
@@ -115,8 +117,8 @@ class RunFolder:
     def next_path(self, prompt: str, suffix: str) -> Path:
         """Return the path of the next video or image of a prompt.
 
-        Files are named after the prompt, because VBench reads the prompt from the name. Characters
-        that are not allowed in file names are replaced, and long prompts are truncated;
+        Files are named after the prompt, because VBench reads the prompt from the file name.
+        Characters that are not allowed in file names are replaced, and long prompts are truncated.
         `vbench_prompts.json` contains the full prompts.
         """
         stem = re.sub(r"[/\\\x00-\x1f]", "_", prompt).strip() or "no prompt"
@@ -127,7 +129,8 @@ class RunFolder:
         return path
 
     def add(self, path: Path, **fields: Any) -> MadeFile:
-        """Add a file that was written to `next_path`. `fields` are those of `MadeFile`."""
+        """Add a file that was written to `next_path` to the run. `fields` are fields of
+        `MadeFile`."""
         made = MadeFile(file=str(path.relative_to(self.path)), **fields)
         self.run.files.append(made)
         if made.program is not None:
@@ -157,7 +160,7 @@ class RunFolder:
             {"id": case, "settings": {"perspective": "first_person"}, "interactions": turns},
         )
         combined = videos / f"case_{case}_combined.mp4"
-        with contextlib.suppress(OSError):  # some file systems have no links
+        with contextlib.suppress(OSError):  # some file systems do not support links
             combined.hardlink_to(video)
             return
         shutil.copyfile(video, combined)

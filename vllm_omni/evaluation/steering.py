@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks whether a video follows the keys that were held: turns, steps and returns of its camera.
+"""Checks whether a video follows the keys that were held: whether its camera turns, walks and
+returns as commanded.
 
-A key program consists of phases of equal length, called turns, as in WBench. In each turn one key
+A key program consists of phases of equal length, called turns, as in WBench. In each turn, one key
 or no key is held.
 """
 
@@ -28,14 +29,16 @@ PROGRAMS: Final[Mapping[str, tuple[str, ...]]] = {
     "right_and_back": ("l", "j"),
     "loop": ("l", "w", "s", "j"),
 }
-"""Keys of the turns of each program. w and s walk, j and l turn left and right."""
+"""Key that is held in each turn of each program. `w` and `s` walk forward and back; `j` and `l`
+turn left and right. An empty string means that no key is held."""
 _NOT_TURNED_DEGREES: Final = 0.1
 _NOT_GROWN: Final = 1.001
-"""Motion per latent frame below which a camera counts as standing still."""
+"""Enlargement of the centre per latent frame up to which a camera counts as standing still."""
 _WIDTH: Final = 320
-"""Larger frames are downscaled to this width, which is accurate enough and saves time."""
+"""Width to which larger frames are downscaled to save time. It is sufficient for accurate results.
+"""
 _SAME_PLACE: Final = 0.05
-"""Maximum distance of poses that show the same view, in the unit of `_distance`."""
+"""Maximum distance between two poses that show the same view, in the unit of `_distance`."""
 _WHOLE_STEP: Final = 0.7
 
 
@@ -43,21 +46,22 @@ class Controls(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Keys that were held while a video was generated."""
 
     keys: list[str]
-    """Camera keys held in each latent frame, as letters; the first entry belongs to the start
+    """Letters of the camera keys held in each latent frame. The first entry belongs to the start
     image.
     """
     first_frames: int
-    """Video frames of the first latent frame."""
+    """Number of video frames in the first latent frame."""
     later_frames: int
-    """Video frames of every later latent frame."""
+    """Number of video frames in each later latent frame."""
     focal: float
     """Focal length of the camera, divided by the width of the image."""
     turn_degrees: float | None = None
-    """Angle in degrees by which a look key turns the camera in one latent frame. None: the model
-    does not define it.
+    """Angle in degrees by which a look key turns the camera in one latent frame, or None if the
+    model does not define this angle.
     """
     world_poses: list[list[float]] | None = None
-    """x_m, z_m, heading_degrees and pitch_degrees of each latent frame. None: unknown."""
+    """World pose of each latent frame (x_m, z_m, heading_degrees and pitch_degrees), or None if the
+    poses are unknown."""
 
     @property
     def num_frames(self) -> int:
@@ -65,8 +69,9 @@ class Controls(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def program_keys(program: str, turn: int) -> list[str]:
-    """Return the keys of a program: none in the first latent frame, then `turn` latent frames for
-    each turn.
+    """Return the key that a program holds in each latent frame.
+
+    No key is held in the first latent frame. Each turn of the program lasts `turn` latent frames.
     """
     return ["", *(key for key in PROGRAMS[program] for _ in range(turn))]
 
@@ -74,20 +79,22 @@ def program_keys(program: str, turn: int) -> list[str]:
 def steering(frames_THWC: np.ndarray, controls: Controls) -> dict[str, float]:
     """Compare the motion of a video with the keys that were held.
 
-    Latent frames with either j or l count as turns, those with either w or s as steps. All others
-    are ignored, as are steps that were stopped by a wall according to the world poses.
+    A latent frame in which only `j` or only `l` is held counts as a turn, and one in which only `w`
+    or only `s` is held counts as a step. All other latent frames are ignored, and so are steps that
+    were stopped by a wall according to the world poses.
 
     Args:
-        frames_THWC: Frames, uint8 RGB, `controls.num_frames` or more.
-        controls: The keys.
+        frames_THWC: At least `controls.num_frames` frames, uint8 RGB.
+        controls: Keys that were held while the video was generated.
 
     Returns:
-        With turns, `turn_degrees`, the median turn of a latent frame in the commanded direction,
-        `turn_ratio`, the same divided by the commanded turn if the model defines one, and
-        `turn_missed`, the share of latent frames that did not turn in this direction. With steps,
-        `step_growth`, the median enlargement of the centre (of the previous frame for a step
-        back), and `step_missed`. If the camera should have left its start and returned, also the
-        values of `view_return`.
+        The measured values by name. If there are turns: `turn_degrees`, the median turn of a latent
+        frame in the commanded direction; `turn_ratio`, the median turn divided by the commanded
+        turn, if the model defines one; and `turn_missed`, the share of turns in which the camera
+        did not turn in the commanded direction. If there are steps: `step_growth`, the median
+        enlargement of the centre (for a step back, from the later to the earlier frame), and
+        `step_missed`, the share of steps without an enlargement. If the camera should have left its
+        start and returned, the result also contains the values of `view_return`.
 
     Raises:
         ValueError: The video is shorter than its keys.
@@ -124,8 +131,10 @@ def steering(frames_THWC: np.ndarray, controls: Controls) -> dict[str, float]:
 
 
 def _stopped_steps(controls: Controls) -> set[int]:
-    """Return the latent frames whose step, projected on the viewing direction, is shorter than
-    `_WHOLE_STEP` of the longest step.
+    """Return the latent frames in which a wall stopped the camera.
+
+    The camera counts as stopped if its step, projected onto the viewing direction, is shorter than
+    the fraction `_WHOLE_STEP` of the longest step.
     """
     poses = controls.world_poses or []
     ahead = {}
@@ -140,13 +149,14 @@ def _stopped_steps(controls: Controls) -> set[int]:
 
 
 def farthest_if_returned(controls: Controls) -> int | None:
-    """Return the latent frame at which the camera is farthest from its start.
+    """Find the latent frame at which the camera is farthest from its start.
 
-    The path is taken from the world poses if they are known, because walls may have stopped the
-    camera.
+    The camera's path is taken from the world poses if they are known, because walls may have
+    stopped the camera.
 
     Returns:
-        The index, or None if the camera does not leave its start or does not return to it.
+        Index of the latent frame, or None if the camera does not leave its start or does not return
+        to it.
     """
     poses = controls.world_poses or _poses_of(controls.keys)
     if len(poses) < len(controls.keys):
@@ -158,13 +168,15 @@ def farthest_if_returned(controls: Controls) -> int | None:
 
 
 def _distance(pose: Sequence[float], start: Sequence[float]) -> float:
-    """Return the distance of two poses, where 10 degrees count as one unit of length."""
+    """Return the distance between two poses. A rotation by 10 degrees counts as one unit of
+    length."""
     turned = [abs((a - b + 180) % 360 - 180) for a, b in zip(pose[2:], start[2:], strict=True)]
     return math.hypot(pose[0] - start[0], pose[1] - start[1]) + max(turned) / 10
 
 
 def _poses_of(keys: Sequence[str]) -> list[list[float]]:
-    """Return x, z, heading and pitch after each latent frame in a world without walls."""
+    """Return x, z, heading and pitch after each latent frame, computed from the keys for a world
+    without walls."""
     pose_144 = torch.eye(4, dtype=torch.float64)[None]
     pitch_1 = torch.zeros(1, dtype=torch.float64)
     poses = []
@@ -176,7 +188,7 @@ def _poses_of(keys: Sequence[str]) -> list[list[float]]:
 
 
 def _reduced(frames_LHWC: np.ndarray) -> torch.Tensor:
-    """Return the frames as fp32 with at most `_WIDTH` columns."""
+    """Return the frames as fp32, downscaled to a width of at most `_WIDTH`."""
     images = torch.from_numpy(np.ascontiguousarray(frames_LHWC)).permute(0, 3, 1, 2).float()
     height, width = images.shape[2:]
     if width > _WIDTH:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The executor for diffusers pipelines: a single process without workers.
 
-`--distributed-executor-backend vllm_omni.executor.DiffusersPipelineExecutor` selects it, so this
-import path is public. The name resolves on first use. It is the only executor of this package: all
-other models run on vLLM's own executors, with the workers in `vllm_omni/worker`.
+`--distributed-executor-backend vllm_omni.executor.DiffusersPipelineExecutor` selects the executor,
+so this import path is public. The class is imported on first use. This package has no other
+executor: all other models run on vLLM's own executors, with the workers in `vllm_omni/worker`.
 """
 
 from typing import Any

@@ -2,8 +2,8 @@
 """`PipelineAdapters`: loads, selects and unloads the LoRA adapters of a pipeline.
 
 An adapter is loaded into the pipeline's modules once and is disabled by default. A request selects
-adapters by name, with strengths. The result of a request without adapters is identical to that of a
-pipeline without adapters.
+adapters by name and may give each a strength. A request that selects no adapters has the same
+result as with a pipeline without adapters.
 """
 
 import logging
@@ -37,8 +37,8 @@ class PipelineAdapters:
         self._sources = dict(sources)
         self._ids: dict[int, str] = {}
         self._active: Selection | None = None
-        """Adapters enabled in the pipeline. None if unknown, because an adapter was loaded or
-        unloaded since then.
+        """Adapters that are currently enabled in the pipeline. None means unknown, because adapters
+        have been loaded or unloaded since the last call of `activate`.
         """
 
     @property
@@ -54,7 +54,7 @@ class PipelineAdapters:
         """Load all adapters into a newly loaded pipeline.
 
         Raises:
-            ValueError: An adapter cannot be loaded; the message names it.
+            ValueError: An adapter cannot be loaded; the message names the adapter.
         """
         self._active = ()
         for name, source in self._sources.items():
@@ -68,10 +68,10 @@ class PipelineAdapters:
         """Load an additional adapter.
 
         Args:
-            pipeline: The pipeline.
+            pipeline: The pipeline into whose modules the adapter is loaded.
             name: Name of the adapter.
-            source: Its files.
-            number: Id of the adapter in vLLM, if vLLM added it.
+            source: Files and default strength of the adapter.
+            number: vLLM's id of the adapter, if it was added through vLLM's own LoRA calls.
 
         Returns:
             False if an adapter with this name and source is already loaded.
@@ -103,8 +103,8 @@ class PipelineAdapters:
         return True
 
     def remove_number(self, pipeline: Any, number: int) -> bool:
-        """Unload the adapter with an id of vLLM. Returns False if there is no adapter with
-        that id.
+        """Unload the adapter with the given vLLM id. Returns False if there is no adapter with that
+        id.
         """
         return number in self._ids and self.remove(pipeline, self._ids[number])
 
@@ -112,7 +112,7 @@ class PipelineAdapters:
         """Parse a request's `lora` option: a name, a list of names, or names with strengths.
 
         Raises:
-            RequestFailed: `invalid_request`.
+            RequestFailed: The option is invalid (code `invalid_request`).
         """
         if wanted is None:
             return ()
@@ -143,7 +143,8 @@ class PipelineAdapters:
         return tuple((name, float(scale)) for name, scale in wanted.items())
 
     def activate(self, pipeline: Any, selection: Selection) -> None:
-        """Enable exactly the selected adapters. Does nothing if they are already enabled."""
+        """Enable the selected adapters and disable all others. Does nothing if exactly these
+        adapters are already enabled."""
         if selection == self._active:
             return
         if selection:
@@ -181,8 +182,7 @@ def _load(pipeline: Any, name: str, source: LoraSource) -> None:
         weight_name = files[0]
     try:
         with tempfile.TemporaryDirectory(prefix="vllm-omni-adapter-") as private:
-            # diffusers memory-maps the file. Use a copy, because other processes may overwrite the
-            # original.
+            # diffusers memory-maps the file, so load a copy that other processes cannot overwrite.
             copy_unchanged(folder / weight_name, Path(private) / Path(weight_name).name)
             pipeline.load_lora_weights(
                 private,
@@ -191,7 +191,7 @@ def _load(pipeline: Any, name: str, source: LoraSource) -> None:
                 use_safetensors=True,
                 local_files_only=True,
             )
-    except Exception as error:  # boundary: a file from elsewhere can make the loader raise anything
+    except Exception as error:  # boundary: a malformed file can make the loader raise anything
         raise ValueError(
             f"LoRA adapter {name!r} from {folder / weight_name} does not fit: {error}"
         ) from error
@@ -209,7 +209,8 @@ def _load(pipeline: Any, name: str, source: LoraSource) -> None:
 
 
 def _not_finite(pipeline: Any, name: str) -> str | None:
-    """Return the first non-finite strength or tensor of an adapter, or None."""
+    """Describe the first strength or tensor of an adapter that is not finite. Returns None if all
+    are finite."""
     from peft.tuners.lora import LoraLayer
 
     for component in pipeline.components.values():

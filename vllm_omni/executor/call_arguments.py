@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts a request to the arguments of a pipeline's `__call__`, and validates them.
 
-The signature of the pipeline class defines the options. A request field or option without a
-matching argument is never ignored: it is an error that lists the valid names. Values are validated
-as far as possible without running the pipeline. This module does not depend on a model.
+The signature of the pipeline class defines which options a request may have. A request field or
+option without a matching argument is never ignored: the request fails with an error that lists the
+valid names. Values are validated as far as possible without running the pipeline. This module does
+not depend on a model.
 """
 
 import json
@@ -37,7 +38,7 @@ from vllm_omni.outputs import RequestFailed
 from vllm_omni.seeds import definite_seed
 
 _OURS = ("aspect_ratio", "lora", "prompt_suffix", "first_block_cache")
-"""Options that are not arguments of a pipeline."""
+"""Options that are defined by this package and are not arguments of a pipeline."""
 _FROM_FIELDS = (
     *(
         "prompt",
@@ -72,33 +73,33 @@ _MAX_IMAGES = 8
 """Maximum number of images of a request."""
 _MAX_SEQUENCE_LENGTH = 4096
 _Change = Annotated[float, msgspec.Meta(gt=0, le=10)]
-"""Threshold of a first-block cache."""
+"""Threshold of a first-block cache, as a relative change."""
 
 
 @dataclass(frozen=True)
 class PipelineInfo:
-    """Properties of a loaded pipeline. They are read once per pipeline. Requests are validated
-    against them.
+    """Properties of a loaded pipeline, against which requests are validated. The properties are
+    read once per pipeline.
     """
 
     class_name: str
-    """Pipeline class."""
+    """Name of the pipeline class."""
     parameters: Parameters
     """Parameters of the pipeline's `__call__`."""
     conventions: PipelineConventions
-    """Prompt suffixes and aspect ratios of the class."""
+    """Prompt suffixes and aspect ratios of the pipeline class."""
     size_multiple: int
-    """Height and width must be multiples of this number of pixels."""
+    """Number of pixels of which height and width must be multiples."""
     frame_stride: int
-    """The number of frames must be 1 plus a multiple of this."""
+    """Number of which the number of frames minus 1 must be a multiple."""
     guidance: str | None
-    """Name of the argument for the guidance scale, if there is one."""
+    """Name of the argument for the guidance scale, or None if the pipeline has no such argument."""
     text_widths: tuple[int, ...]
-    """Possible widths of text embeddings; empty if unknown."""
+    """Possible widths of text embeddings; empty if the widths are unknown."""
     tensor_dtype: torch.dtype
-    """Dtype of tensor arguments."""
+    """Dtype of the pipeline's floating-point tensor arguments."""
     encodes_text: bool
-    """False if the deployment omits the text encoder."""
+    """Whether the pipeline has a text encoder. False if the deployment omits it."""
 
     @property
     def video(self) -> bool:
@@ -137,9 +138,11 @@ class PipelineInfo:
 
 
 def _size_multiple(attributes: Mapping[str, Any], denoiser_config: Mapping[str, Any]) -> int:
-    """Return the number of pixels per token and side: the VAE's scale factor times the patch size.
+    """Return the number of pixels of a token along one side: the VAE's scale factor times the patch
+    size.
 
-    Pipeline classes store these values under different names.
+    The function looks for both values under several names, because pipeline classes store them
+    under different names.
     """
     scale = attributes.get("vae_scale_factor_spatial") or attributes.get("vae_scale_factor") or 1
     patch = denoiser_config.get("patch_size")
@@ -156,14 +159,14 @@ def _size_multiple(attributes: Mapping[str, Any], denoiser_config: Mapping[str, 
 
 @dataclass(frozen=True)
 class PipelineCall:
-    """A validated request."""
+    """A validated request, as a call of the pipeline."""
 
     arguments: dict[str, Any]
-    """Arguments of `__call__` except generator and callback."""
+    """Arguments of the pipeline's `__call__`, except the generator and the callback."""
     seed: int
     """Seed of the first image or of the video."""
     num_images: int
-    """Number of noise generators."""
+    """Number of noise generators: one per image, or one for a video."""
     num_steps: int
     """Number of denoise steps; 0 if unknown."""
     fps: float
@@ -171,9 +174,9 @@ class PipelineCall:
     lora: Any
     """LoRA adapters as requested; see `PipelineAdapters.select`."""
     meta: dict[str, Any]
-    """Metadata for the result."""
+    """Metadata that is added to the result."""
     first_block_cache: float | None = None
-    """Threshold of the first-block cache; None disables it."""
+    """Threshold of the first-block cache; None disables the cache."""
 
 
 def pipeline_call(
@@ -187,13 +190,14 @@ def pipeline_call(
 
     Args:
         params: Parameters of the request.
-        tensors: Its tensors by name.
+        tensors: Tensors of the request by name.
         info: Properties of the pipeline.
         options: Options of the deployment.
         device: Device of the pipeline.
 
     Raises:
-        RequestFailed: `invalid_request`, `unsupported_size` or `invalid_image`.
+        RequestFailed: The request is invalid. The code is `invalid_request`, `unsupported_size` or
+            `invalid_image`.
     """
     _check_fields(params)
     requested = dict(params.options)
@@ -246,7 +250,7 @@ def pipeline_call(
 
 
 def _adapters(params: DiffusionParams, own: Mapping[str, Any]) -> Any:
-    """Return the LoRA adapters of a request: its field `lora`, or the option of that name."""
+    """Return the LoRA adapters that a request specifies in its field `lora` or in `options.lora`."""
     if params.lora is None:
         return own.get("lora")
     if "lora" in own:
@@ -255,7 +259,7 @@ def _adapters(params: DiffusionParams, own: Mapping[str, Any]) -> Any:
 
 
 def _first_block_cache(own: Mapping[str, Any], options: DiffusersOptions) -> float | None:
-    """Return the threshold of the first-block cache that a request specifies."""
+    """Return the threshold of the first-block cache that a request specifies, or None."""
     if "first_block_cache" not in own:
         return None
     if options.interleave > 1:
@@ -285,7 +289,7 @@ def _check_fields(params: DiffusionParams) -> None:
 
 
 def _checked_options(requested: Mapping[str, Any], info: PipelineInfo) -> dict[str, Any]:
-    """Return the options that are arguments of the pipeline, unchanged."""
+    """Check that all options are arguments of the pipeline, and return them unchanged."""
     allowed = [
         name
         for name in info.parameters
@@ -337,10 +341,10 @@ def _texts(
     info: PipelineInfo,
     options: DiffusersOptions,
 ) -> dict[str, Any]:
-    """Set the prompts, with the suffix of the prompt's language if requested.
+    """Set the prompts. If requested, add the suffix for the prompt's language.
 
     Returns:
-        Metadata for the result.
+        Metadata that is added to the result.
     """
     meta: dict[str, Any] = {}
     prompt = params.prompt
@@ -391,12 +395,10 @@ def _size(
     info: PipelineInfo,
     options: DiffusersOptions,
 ) -> None:
-    """Set height and width.
+    """Set the arguments for height and width.
 
-    They come from the aspect ratio, otherwise from the request, otherwise from the deployment's
-    defaults.
-
-    Without any of these, the pipeline chooses.
+    The size is determined by the aspect ratio, or else by the request's height and width, or else
+    by the deployment's defaults. Without any of these, the pipeline chooses the size.
     """
     width, height = params.width, params.height
     ratio = own.get("aspect_ratio")
@@ -405,7 +407,7 @@ def _size(
         if ratio not in table:
             known = ", ".join(table) or f"{info.class_name} has none; send width and height"
             raise _invalid(f"options.aspect_ratio {ratio!r} is unknown; known: {known}")
-        # takes precedence over width and height, which endpoints always send
+        # The aspect ratio takes precedence, because endpoints always send width and height.
         width, height = table[ratio]
     if (width is None) != (height is None):
         raise _invalid("send both width and height, or neither")
@@ -441,7 +443,7 @@ def _counts(
     info: PipelineInfo,
     options: DiffusersOptions,
 ) -> None:
-    """Set the numbers of steps, frames and images."""
+    """Set the arguments for the numbers of steps, frames and images."""
     if params.num_inference_steps is not None:
         if "num_inference_steps" not in info.parameters:
             raise _invalid(f"{info.class_name} has a fixed number of steps")
@@ -483,6 +485,7 @@ def _guidance(arguments: dict[str, Any], params: DiffusionParams, info: Pipeline
         return
     if info.guidance is None:
         raise _invalid(f"{info.class_name} has no guidance scale")
-    # The option of that name takes precedence, because endpoints always send guidance_scale.
+    # An option with the name of the guidance argument takes precedence, because endpoints always
+    # send guidance_scale.
     if info.guidance not in params.options:
         arguments[info.guidance] = params.guidance_scale

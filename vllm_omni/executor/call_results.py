@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts the output of a pipeline to tensors of the envelope.
 
-These are `images`, uint8 [N, H, W, 3], or `frames`, uint8 [T, H, W, 3]. Values are quantized as in
-diffusers (`numpy_to_pil`: times 255, round half to even) on the device before the copy, so that the
-bytes equal those of `output_type="pil"`.
+The result is `images`, uint8 [N, H, W, 3], or `frames`, uint8 [T, H, W, 3]. Values are quantized on
+the device before they are copied to the host. Quantization multiplies by 255 and rounds half to
+even, as `numpy_to_pil` of diffusers does, so the bytes equal those of `output_type="pil"`.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ def result_tensors(output: Mapping[str, Any], *, video: bool) -> dict[str, torch
         video: Whether the output is a video.
 
     Raises:
-        TypeError: The output has another type. The message names it.
+        TypeError: The type of the output is not supported. The message names the type.
     """
     value = _main_value(output)
     pixels = _to_uint8(value)
@@ -61,7 +61,7 @@ def _main_value(output: Mapping[str, Any]) -> Any:
 
 
 def _to_uint8(value: Any) -> torch.Tensor:
-    """Convert to uint8 with channels last, on the device of the value."""
+    """Convert images or frames to uint8 with channels last, on the device where they are stored."""
     if isinstance(value, torch.Tensor):
         pixels = (
             value if value.dtype == torch.uint8 else (value.float() * 255).round().to(torch.uint8)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts the tensors of a request to arguments of a pipeline.
 
-Images become PIL images; embeddings are moved to the pipeline's device. Names are those of the
-pipeline's arguments, except for `mask` (`mask_image`) and `image_1`, `image_2`, and so on (further
-images of `image`), which endpoints send. A wrong dtype, shape or value is an error that names the
-tensor. This module does not depend on a model.
+Images become PIL images; embeddings are moved to the pipeline's device. A tensor has the same name
+as the pipeline's argument, with two exceptions for tensors that endpoints send: `mask` becomes the
+argument `mask_image`, and `image_1`, `image_2`, and so on are further images of `image`. If a
+tensor has a wrong dtype, shape or value, the request fails with an error that names the tensor.
+This module does not depend on a model.
 """
 
 import re
@@ -37,12 +38,12 @@ def tensor_arguments(
     Args:
         tensors: Tensors by name.
         parameters: Parameters of the pipeline's `__call__`.
-        text_widths: Possible widths of text embeddings; empty accepts any.
+        text_widths: Possible widths of text embeddings; if empty, any width is accepted.
         device: Device of the pipeline.
         dtype: Dtype of floating-point arguments.
 
     Raises:
-        RequestFailed: `invalid_request` or `invalid_image`.
+        RequestFailed: A tensor is invalid. The code is `invalid_request` or `invalid_image`.
     """
     arguments: dict[str, Any] = {}
     imgs: dict[int, Image.Image] = {}
@@ -122,7 +123,7 @@ def _numbers(
 ) -> torch.Tensor:
     """Validate embeddings [L, D] or [D], masks [L], or latents, and move them to the device.
 
-    Embeddings and masks get a batch dimension of 1.
+    A batch dimension of size 1 is added to embeddings and masks.
     """
     shape = tuple(tensor.shape)
     if tensor.numel() == 0:

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """`CpuThreads`: reserves torch's CPU threads for the worker threads that run pipelines.
 
-OpenMP has a thread pool for every thread that has run a parallel region. As soon as there are more
-threads than processors, GNU's OpenMP shortens the time for which all of them spin before they
-sleep. Each of the thousands of small parallel regions of a pipeline then starts by waking up a
-thread. On two cores this made a tiny pipeline 1.75 times slower. The engine's own thread therefore
-has no pool.
+OpenMP creates a thread pool for every thread that has run a parallel region. As soon as there are
+more threads than processors, GNU's OpenMP shortens the time for which waiting threads spin before
+they sleep. Each of the thousands of small parallel regions of a pipeline then starts by waking up a
+thread, which made a tiny pipeline 1.75 times slower on two cores. The engine's own thread therefore
+runs with a single OpenMP thread and has no pool.
 """
 
 import torch
 
 
 class CpuThreads:
-    """Distributes torch's CPU threads. It does nothing on other devices.
+    """Assigns torch's CPU threads to worker threads. Does nothing if the device is not a CPU.
 
-    Create it in the engine's thread before that thread runs any large computation.
+    The object must be created in the engine's thread before that thread runs any large computation.
 
     Args:
         device: Device of the pipeline.
@@ -28,8 +28,8 @@ class CpuThreads:
     def set_threads(self) -> None:
         """Assign the CPU threads to the calling thread. Idempotent.
 
-        It is called by a worker thread when it starts, and by the engine's thread when no worker
-        thread is left.
+        Each worker thread calls this method when it starts. The engine's thread calls it when no
+        worker thread is left.
         """
         if self._count is not None:
             torch.set_num_threads(self._count)

@@ -5,8 +5,8 @@
     --config-format omni
 
 The pipeline runs in the engine's process on a single device, without vLLM's workers, model runner
-and K/V cache. `PipelineWorker` handles vLLM's `collective_rpc` calls to workers. Features that a
-pipeline does not support are refused with an error that names them.
+and K/V cache. `PipelineWorker` handles vLLM's `collective_rpc` calls to workers. A call of a
+feature that pipelines do not support fails with an error that names the feature.
 """
 
 import logging
@@ -64,7 +64,7 @@ class DiffusersPipelineExecutor(Executor):
         """Call a method of the only worker immediately. `timeout` is ignored.
 
         Returns:
-            A list with one result, or a future of it if `non_block`.
+            A list with one result, or a future of this list if `non_block` is set.
         """
         if not non_block:
             return [run_method(self.worker, method, args, kwargs or {})]
@@ -84,7 +84,7 @@ class DiffusersPipelineExecutor(Executor):
     def sample_tokens(  # type: ignore[override]
         self, grammar_output: Any, non_block: bool = False
     ) -> ModelRunnerOutput | Future[ModelRunnerOutput]:
-        """Return an empty output. Pooling requests get their output from `execute_model`."""
+        """Return an empty output, because pooling requests get their output from `execute_model`."""
         return _done(EMPTY_MODEL_RUNNER_OUTPUT) if non_block else EMPTY_MODEL_RUNNER_OUTPUT
 
     def profile(
@@ -93,7 +93,9 @@ class DiffusersPipelineExecutor(Executor):
         self.worker.profile(is_start, profile_prefix, **options)
 
     def check_health(self) -> None:
-        """Check that the executor has not been shut down. The pipeline runs in the calling process.
+        """Check that the executor has not been shut down.
+
+        Nothing else is checked, because the pipeline runs in the calling process.
 
         Raises:
             RuntimeError: The executor has been shut down.
@@ -101,7 +103,7 @@ class DiffusersPipelineExecutor(Executor):
         self.worker.check_health()
 
     def shutdown(self) -> None:
-        """Stop running calls at their next step and free the pipeline. Idempotent."""
+        """Stop all running calls at their next step and free the pipeline. Idempotent."""
         self.worker.shutdown()
 
     def save_sharded_state(
@@ -119,7 +121,7 @@ def _done(output: ModelRunnerOutput) -> Future[ModelRunnerOutput]:
 
 
 class PipelineWorker:
-    """Methods for `collective_rpc`. Methods that clients can call return JSON types."""
+    """Methods that `collective_rpc` can call. Methods that clients can call return JSON types."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         end_with_parent()
@@ -152,17 +154,20 @@ class PipelineWorker:
         return self.runner.execute_model(scheduler_output)
 
     def request_progress(self) -> dict[str, list[int]]:
-        """Return `{session id: [steps done, steps in total]}` of requests in flight or waiting."""
+        """Return `{session id: [steps done, steps in total]}` for each unfinished request."""
         return self.runner.request_progress()
 
     def session_stats(self) -> dict[str, Any]:
-        """Return statistics like a worker's (`SessionStore.stats`). A pipeline has no sessions."""
+        """Return the same statistics as a diffusion worker (`SessionStore.stats`).
+
+        All counts are 0, because a pipeline has no sessions.
+        """
         names = ("sessions", "max_sessions", "bytes", "suspended", "suspended_bytes")
         counts = dict.fromkeys((*names, "on_disk", "disk_bytes"), 0)
         return {**counts, "can_suspend": False, "max_bytes": None, "chunks": {}}
 
     def fast_paths(self) -> list[dict[str, Any]]:
-        """Return no fast paths, because diffusers chooses its own implementations."""
+        """Return an empty list, because diffusers chooses its own implementations."""
         return []
 
     def engine_processes(self) -> dict[str, Any]:
@@ -180,7 +185,8 @@ class PipelineWorker:
         return {}
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
-        """Return vLLM's layouts. There is no K/V cache, but the engine requires a name."""
+        """Return vLLM's layouts. A pipeline has no K/V cache, but the engine requires at least one
+        layout name."""
         from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 
         return [layout.name for layout in get_supported_kv_cache_layouts([])]
@@ -190,7 +196,8 @@ class PipelineWorker:
     ) -> None: ...
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing. (Data-parallel engines are independent and need no lockstep.)"""
+        """Do nothing. For example, `execute_dummy_batch` is not needed, because data-parallel
+        engines run independently of each other."""
 
     initialize_from_config = update_max_model_len = execute_dummy_batch = _nothing
     get_kv_connector_handshake_metadata = get_simple_cpu_offload_num_cpu_blocks = (
@@ -215,8 +222,8 @@ class PipelineWorker:
             torch.cuda.synchronize(self.device)
 
     def device_memory(self) -> dict[str, int]:
-        """Return the bytes in use on the device and torch's peak since startup, or an empty result
-        on a CPU.
+        """Return the used and total memory of the device and torch's peak since startup, in bytes.
+        On a CPU the result is empty.
         """
         if self.device.type != "cuda":
             return {}
@@ -230,9 +237,9 @@ class PipelineWorker:
     def sleep(self, level: int = 1) -> dict[str, int]:
         """Free device memory.
 
-        Level 1 moves weights to host memory (on a CPU it frees nothing); level 2 discards them
-        until `wake_up`. A request in progress continues after level 1. Level 2 fails the running
-        request, unless vLLM has aborted it.
+        Level 1 moves the weights to host memory (on a CPU it frees nothing). Level 2 discards the
+        weights until `wake_up` is called. A request in progress continues after level 1. With level
+        2 it fails, unless vLLM has already aborted it.
         """
         if level == 2:
             self.runner.cancel_all(
@@ -249,19 +256,20 @@ class PipelineWorker:
             self.runner.host.wake_up()
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Refuse to discard weights. vLLM itself only discards `kv_cache`, which does not exist
-        here.
+        """Refuse to discard weights. Other tags are ignored: vLLM itself only discards `kv_cache`,
+        which a pipeline does not have.
         """
         if "weights" in tags:
             raise NotImplementedError("discarding weights: use sleep level 2")
 
     def reload_weights(self, weights_path: str | None = None, **kwargs: Any) -> None:
-        """Reload the weights, from another directory of the same pipeline class if given.
+        """Reload the weights from the current directory, or from another directory of the same
+        pipeline class.
 
         Requests in progress fail.
 
         Args:
-            weights_path: Pipeline directory; None reloads the current one.
+            weights_path: Pipeline directory, or None for the current directory.
             **kwargs: Other arguments of vLLM. `weights_iterator` is not supported.
 
         Raises:
@@ -280,7 +288,8 @@ class PipelineWorker:
     # -- adapters ----------------------------------------------------------------------------------
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter through vLLM's own call. Requests then use its name in `options.lora`."""
+        """Load an adapter for vLLM's own `add_lora` call. Requests can then select the adapter by
+        its name in `options.lora`."""
         host, source = self.runner.host, LoraSource(path=lora_request.lora_path)
         return host.adapters.add_adapter(
             host.pipeline, lora_request.lora_name, source, lora_request.lora_int_id
@@ -300,13 +309,14 @@ class PipelineWorker:
     def load_lora(
         self, name: str, path: str, weight_name: str | None = None, scale: float = 1.0
     ) -> bool:
-        """Load an adapter. For `collective_rpc("load_lora", args=(name, path))`.
+        """Load an adapter. The method is meant for
+        `collective_rpc("load_lora", args=(name, path))`.
 
         Args:
             name: Name of the adapter.
-            path: File or directory.
-            weight_name: Name of the file in a directory.
-            scale: Default strength.
+            path: File of the adapter, or a directory that contains it.
+            weight_name: Name of the adapter's file, if `path` is a directory.
+            scale: Default strength of the adapter.
 
         Returns:
             False if the adapter is already loaded.
@@ -379,9 +389,9 @@ class PipelineWorker:
 
 
 def _device(vllm_config: VllmConfig) -> torch.device:
-    """Return the device of this engine.
+    """Return the device on which this engine runs the pipeline.
 
-    As in vLLM's worker, the local rank of data parallelism determines the device.
+    As in vLLM's worker, the device is determined by the local data-parallel rank.
     """
     kind = vllm_config.device_config.device_type
     if kind != "cuda":

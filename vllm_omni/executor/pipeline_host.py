@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`PipelineHost`: owns one loaded pipeline, its weights and its adapters.
 
-This module does not depend on requests or the scheduler. Weights are safetensors files. Code from
-checkpoints is never executed.
+This module does not depend on requests or the scheduler. Weights are loaded only from safetensors
+files, and code from checkpoints is never executed.
 """
 
 import copy
@@ -37,7 +37,7 @@ class PipelineHost:
         device: Device of the pipeline.
         dtype: Dtype of all components that are not listed in `options.component_dtypes`.
         random_weights: Whether to generate random weights on the device instead of loading weights.
-            For measurements with `--load-format dummy`.
+            Used for measurements with `--load-format dummy`.
 
     Raises:
         ValueError: The directory or an option is not supported.
@@ -74,7 +74,7 @@ class PipelineHost:
 
     @property
     def pipeline(self) -> Any:
-        """The pipeline.
+        """The loaded pipeline.
 
         Raises:
             RuntimeError: The weights have been discarded (sleep level 2).
@@ -87,7 +87,7 @@ class PipelineHost:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parameters and buffers on all devices."""
+        """Total size in bytes of the pipeline's parameters and buffers, on all devices."""
         if self._pipeline is None:
             return 0
         modules = [
@@ -101,7 +101,8 @@ class PipelineHost:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
     def load(self) -> None:
-        """Load the components to the devices defined by the options, with the configured adapters.
+        """Load the components onto the devices that the options specify, and load the configured
+        adapters.
 
         Raises:
             ValueError: The directory or an option is not supported.
@@ -161,10 +162,10 @@ class PipelineHost:
         """Load the pipeline again.
 
         Args:
-            path: Another directory of the same pipeline class. None selects the current one.
+            path: Directory with a pipeline of the same class, or None for the current directory.
 
         Raises:
-            ValueError: The class differs, or the directory is not supported.
+            ValueError: The pipeline class differs, or the directory is not supported.
         """
         if path is not None:
             other = PipelineIndex.read_folder(path).class_name
@@ -202,12 +203,12 @@ class PipelineHost:
             denoiser.set_attention_backend(self.options.attention_backend)
 
     def call_object(self) -> Any:
-        """Return a pipeline for one call: the loaded modules, with separate state and a separate
-        scheduler.
+        """Return a pipeline object for one call.
 
-        Calls can therefore be interleaved step by step, and an abandoned call does not affect
-        others. Offloading stores hooks on the pipeline object, so with offloading the pipeline
-        itself is returned, with a new scheduler.
+        The object shares the loaded modules but has its own state and its own scheduler. Calls can
+        therefore be interleaved step by step, and an abandoned call does not affect other calls.
+        With offloading, the loaded pipeline itself is returned with a new scheduler, because
+        offloading stores hooks on the pipeline object.
         """
         pristine = self.pipeline
         pipeline = copy.copy(pristine) if self.options.offload == "none" else pristine
@@ -224,7 +225,7 @@ class PipelineHost:
         """Return the noise generators of a call with seeds `seed`, `seed + 1`, and so on.
 
         Returns:
-            A list, or a single generator if `count` is 1.
+            A list of generators, or a single generator if `count` is 1.
         """
         sources = [
             torch.Generator(self.device).manual_seed(nth_seed(seed, number))
@@ -242,10 +243,11 @@ class PipelineHost:
         """Free device memory.
 
         Args:
-            level: 1 moves weights to the host. 2 discards them; `wake_up` loads them from disk.
+            level: Level 1 moves the weights to the host. Level 2 discards the weights; `wake_up`
+                then loads them from disk.
 
         Returns:
-            Number of bytes freed on the device, under the key `freed`. On a CPU level 1 frees
+            Number of bytes freed on the device, under the key `freed`. On a CPU, level 1 frees
             nothing.
 
         Raises:

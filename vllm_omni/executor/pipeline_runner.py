@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """`PipelineRunner`: runs scheduled requests, one denoise step of each per engine step.
 
-It sequences its parts: requests (`RequestStates`), the pipeline (`PipelineHost`), and a worker
-thread (`WorkerThread`) for each request that may run concurrently (`omni.model.interleave`, by
-default one; other requests wait in the scheduler's order). In its first engine step, a request runs
-its encoding and first denoise step, then one denoise step per engine step, and finally its decode.
-Between engine steps its thread is paused, so an abort takes effect before the next step.
+The runner uses the requests (`RequestStates`), the pipeline (`PipelineHost`), and one worker thread
+(`WorkerThread`) for each request that may run concurrently. `omni.model.interleave` is the number
+of these requests, by default one; all other requests wait in the scheduler's order.
+
+In its first engine step, a request runs its encoding and its first denoise step. In each further
+engine step, the request runs one denoise step, and finally its decode. Its worker thread is paused
+between engine steps, so an abort takes effect before the next step.
 
 Invariants (tests/executor/):
-- The result is bit-identical to calling the pipeline directly, regardless of other requests.
-- A request that fails or is aborted affects only itself. An error of the device ends the engine.
+- The result of a request is bit-identical to calling the pipeline directly, regardless of other
+  requests.
+- A request that fails or is aborted does not affect other requests. An error of the device ends the
+  engine.
 - A finished, failed or aborted request leaves no memory allocated on the device.
 """
 
@@ -47,17 +51,18 @@ class RunningCall:
     """A request that is running."""
 
     call: PipelineCall
-    """The validated request."""
+    """The validated request, as a call of the pipeline."""
     lora: Selection
-    """Its LoRA adapters."""
+    """LoRA adapters of the request."""
     thread: WorkerThread[Result]
-    """Its worker thread."""
+    """Worker thread on which the request runs."""
     step: int = 0
-    """Steps done."""
+    """Number of denoise steps that the request has finished."""
     num_steps: int = 0
-    """Steps in total, as reported by the pipeline once it is known."""
+    """Total number of denoise steps: first the requested number, later the number that the pipeline
+    reports."""
     step_ms: list[float] = field(default_factory=list)
-    """Duration of each of its engine steps in milliseconds."""
+    """Durations of the engine steps in which the request has run, in milliseconds."""
 
 
 class PipelineRunner:
@@ -67,7 +72,7 @@ class PipelineRunner:
         host: Loads and calls the pipeline.
         step_at_a_time: Whether an engine step runs one denoise step. If false, each engine step
             runs a whole request.
-        on_thread_start: Called first on every worker thread.
+        on_thread_start: Function that every worker thread calls before anything else.
     """
 
     def __init__(
@@ -88,8 +93,8 @@ class PipelineRunner:
             for number in range(host.options.interleave)
         ]
         self.on_step: Callable[[], None] = lambda: None
-        """Called on the worker thread after each step, for example by a profiler that
-        counts steps.
+        """Function that is called on the worker thread after each denoise step, for example by a
+        profiler that counts steps.
         """
 
     def _start_thread(self) -> None:
@@ -100,7 +105,7 @@ class PipelineRunner:
     # -- the engine step ---------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step of each scheduled request that has a worker thread or is assigned one."""
+        """Run one step of each scheduled request that has a worker thread or can be assigned one."""
         for request_id in scheduler_output.finished_req_ids:
             self._drop(request_id)
         for data in scheduler_output.scheduled_new_reqs:
@@ -116,7 +121,12 @@ class PipelineRunner:
         )
 
     def _step(self, state: RequestState) -> torch.Tensor | None:
-        """Return the envelope of a request that has finished or failed, otherwise None."""
+        """Run a request until its step ends.
+
+        Returns:
+            The envelope of the result or of the error if the request has finished or failed,
+            otherwise None.
+        """
         try:
             if state.failure is not None:
                 raise state.failure
@@ -141,7 +151,8 @@ class PipelineRunner:
             return pack_error(failure.code, failure.message)
 
     def _admit(self, state: RequestState) -> bool:
-        """Validate a request and assign a worker thread. Returns False if no thread is free."""
+        """Validate a request and assign it to a worker thread. Returns False if no thread is
+        free."""
         thread = next((thread for thread in self._threads if not thread.busy), None)
         if thread is None:
             return False
@@ -180,13 +191,13 @@ class PipelineRunner:
             meta["lora"] = dict(running.lora)
         first, *later = running.step_ms
         total_ms = round((time.perf_counter() - state.started_s) * 1e3, 3)
-        # The pipeline does not separate encoding from the first step. Without a step callback, all
-        # is one.
+        # The pipeline does not separate encoding from the first step. Without a step callback, the
+        # whole call counts as this first stage.
         stages = {"encode_and_first_step": [first], "steps": later[:-1], "decode": later[-1:]}
         return pack({**meta, "timings_ms": {**stages, "total": [total_ms]}}, tensors)
 
     def _run(self, running: RunningCall, pause: PausePoint) -> Result:
-        """Run the whole pipeline call. Executed on the worker thread."""
+        """Run the whole pipeline call. This method runs on the worker thread."""
         call, video = running.call, self.info.video
         pipeline = self.host.call_object()
         arguments = dict(call.arguments)
@@ -269,12 +280,14 @@ class PipelineRunner:
         return progress
 
     def on_worker_thread(self, function: Callable[[], None]) -> None:
-        """Run a function on the first worker thread, which is the only one without interleaving."""
+        """Run a function on the first worker thread. Without interleaving, this is the only worker
+        thread."""
         self._threads[0].call(function)
 
 
 class _StepTimes:
-    """Limits the host to one step ahead of the device, so that aborts take effect within a step."""
+    """Prevents the host from running more than one step ahead of the device, so that aborts take
+    effect within a step."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -301,9 +314,9 @@ def _session_operation(state: RequestState) -> dict[str, Any]:
 def _as_failure(error: Exception, *, started: bool) -> RequestFailed:
     """Convert an exception to an error for the client.
 
-    Errors after which the device is unusable are re-raised and end the engine. A pipeline validates
-    its arguments before its first step and raises ValueError or TypeError. The client receives the
-    text if it is short and contains no path, address or tensor.
+    Errors after which the device is unusable are re-raised and end the engine. A ValueError or
+    TypeError before the first step means that the pipeline rejected its arguments. The client
+    receives the text of such an exception if it is short and contains no path, address or tensor.
     """
     if isinstance(error, RequestFailed):
         return error

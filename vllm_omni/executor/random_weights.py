@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Creates the components of a pipeline directory with random weights, generated on their device.
 
-Only configs are read.
-
-This is used for `--load-format dummy`, to measure real sizes without weights. 20 billion parameters
-take seconds on a GPU, because nothing is initialised on the host. The values depend only on the
-name of the component.
+Random weights are used with `--load-format dummy`, to measure models of real size without their
+weight files. Only the configs in the directory are read. Generating 20 billion parameters on a GPU
+takes seconds, because nothing is initialised on the host. The values depend only on the name of the
+component.
 """
 
 import importlib
@@ -34,11 +33,11 @@ def random_components(
 
     Args:
         path: Pipeline directory.
-        index: Its components.
-        without: Components to omit.
-        dtypes: Dtypes of individual components.
-        dtype: Dtype of the other components.
-        device: Device of the weights.
+        index: Description of the pipeline's components.
+        without: Names of components to omit.
+        dtypes: Dtypes of individual components, by name.
+        dtype: Dtype of all other components.
+        device: Device on which the weights are generated.
 
     Raises:
         ValueError: The library of a component is not supported.
@@ -60,14 +59,14 @@ def _random(
             f"component {folder.name!r} of library {library!r} cannot have random weights"
         )
     model_class = getattr(importlib.import_module(library), class_name)
-    # Parameters are created as meta tensors; tables that a constructor computes stay real.
+    # Parameters are created as meta tensors. Buffers stay real, because constructors compute them.
     with init_empty_weights(include_buffers=False):
         if library == "diffusers":
             model: Any = model_class.from_config(model_class.load_config(folder))
         else:
             model = model_class(model_class.config_class.from_pretrained(folder))
     generator = torch.Generator(device).manual_seed(zlib.crc32(folder.name.encode()))
-    drawn: dict[int, nn.Parameter] = {}  # by id, so that tied parameters stay tied
+    drawn: dict[int, nn.Parameter] = {}  # keyed by id, so that tied parameters stay tied
     in_float32 = _stays_in_float32(model_class, library, dtype)
     for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -83,8 +82,8 @@ def _random(
                 drawn[id(parameter)] = nn.Parameter(data, requires_grad=False)
             module.register_parameter(name, drawn[id(parameter)])
         for name, buffer in list(module.named_buffers(recurse=False)):
-            # As in `from_pretrained`: a buffer that is not saved keeps the dtype it was computed
-            # in.
+            # As in `from_pretrained`, a non-persistent buffer keeps the dtype in which it was
+            # computed.
             persistent = name not in module._non_persistent_buffers_set
             wanted = dtype if persistent and buffer.is_floating_point() else buffer.dtype
             module.register_buffer(
@@ -94,7 +93,7 @@ def _random(
 
 
 def _stays_in_float32(model_class: Any, library: str, dtype: torch.dtype) -> set[str]:
-    """Return the modules that the model's class keeps in float32 when it is loaded with another
+    """Return the names of the modules that stay in float32 when the model is loaded with another
     dtype.
     """
     names = (
@@ -106,7 +105,7 @@ def _stays_in_float32(model_class: Any, library: str, dtype: torch.dtype) -> set
 
 
 def _names(model_class: Any, name: str) -> set[str]:
-    """Return a class attribute that holds names, or an empty result if the class has no such
+    """Return the names in a class attribute, or an empty set if the class does not have the
     attribute.
     """
     return set(getattr(model_class, name, None) or ())

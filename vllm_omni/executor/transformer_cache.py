@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step caching with diffusers' first-block cache, for one call of a pipeline.
 
-A forward pass computes the first block. If its result has changed little since the last full
-forward pass (diffusers' `FirstBlockCacheConfig`), the contribution of the other blocks in that pass
-is reused. A cached forward pass therefore still costs the first block.
+Every forward pass computes the first block. If the result of the first block has changed little
+since the last full forward pass (diffusers' `FirstBlockCacheConfig`), the contribution of the other
+blocks in that pass is reused. A cached forward pass therefore still costs as much as the first
+block.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,16 +23,17 @@ def cached_steps(pipeline: Any, threshold: float | None) -> Iterator[Callable[[]
     """Context manager in which the transformers of a pipeline cache their steps.
 
     Args:
-        pipeline: The pipeline.
+        pipeline: The pipeline whose transformers use the cache.
         threshold: Relative change of the first block below which the cache is used; None disables
-            it.
+            the cache.
 
     Yields:
         A function that returns metadata for the result: the threshold, and the fraction of forward
             passes that were computed in full.
 
     Raises:
-        RequestFailed: `invalid_request`: diffusers does not support a cache for this pipeline.
+        RequestFailed: diffusers does not support the cache for this pipeline (code
+            `invalid_request`).
     """
     if threshold is None:
         yield dict

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`WorkerThread`: a worker thread that pauses at defined points until its owner resumes it.
 
-A pipeline's `__call__` cannot be suspended, so it runs on a separate thread. Its step callback
-pauses the thread, and the engine resumes it once per engine step. Exactly one of the two threads
-runs at any time, so no locks are needed. The thread is reused for all requests, because a thread
-per request would create a new OpenMP thread pool per request. This module does not depend on
-pipelines.
+A pipeline's `__call__` cannot be suspended, so it runs on a separate thread. The pipeline's step
+callback pauses the thread, and the engine resumes it once per engine step. Exactly one of the two
+threads runs at any time, so no locks are needed. The thread is reused for all requests, because a
+new thread per request would also create a new OpenMP thread pool per request. This module does not
+depend on pipelines.
 """
 
 import contextlib
@@ -18,7 +18,10 @@ PausePoint = Callable[[], None]
 
 
 class WorkCancelled(BaseException):
-    """Raised at the point where cancelled work is paused. Not caught by `except Exception`."""
+    """Raised inside cancelled work, at the point where the work is paused.
+
+    The class derives from BaseException, so `except Exception` in the work does not catch it.
+    """
 
 
 class WorkerThread(Generic[T]):
@@ -26,7 +29,8 @@ class WorkerThread(Generic[T]):
 
     Args:
         name: Name of the thread.
-        on_thread_start: Called first on the new thread, for example to select a device.
+        on_thread_start: Function that the new thread calls before any work, for example to select a
+            device.
     """
 
     def __init__(self, name: str, on_thread_start: Callable[[], None] = lambda: None) -> None:
@@ -47,10 +51,11 @@ class WorkerThread(Generic[T]):
         return self._work is not None
 
     def start_work(self, work: Callable[[PausePoint], T]) -> None:
-        """Assign work. The work does not run until `advance` is called.
+        """Assign work to the thread. The work does not run until `advance` is called.
 
         Args:
-            work: Function to run. It is called with a function that pauses the thread.
+            work: Function to run. It is called with one argument: a function that pauses the
+                thread.
         """
         assert self._work is None, "the worker thread is busy"
         self._work = work
@@ -73,11 +78,12 @@ class WorkerThread(Generic[T]):
         try:
             raise error
         finally:
-            # its traceback references this frame and, through the work's frames, device memory
+            # The traceback of the error references this frame and, through the frames of the work,
+            # device memory.
             del error
 
     def cancel(self) -> None:
-        """Cancel the paused work and wait until its thread has unwound.
+        """Cancel the paused work and wait until its stack has been unwound.
 
         Does nothing if there is no work.
         """
@@ -86,7 +92,7 @@ class WorkerThread(Generic[T]):
         self._cancelling = True
         try:
             with contextlib.suppress(WorkCancelled):
-                # work that pauses again while it unwinds is cancelled again
+                # The work may pause again while it unwinds, so cancel it until it ends.
                 while self._work is not None:
                     self.advance()
         finally:
@@ -102,7 +108,7 @@ class WorkerThread(Generic[T]):
             raise error
 
     def close(self) -> None:
-        """Cancel the work and end the thread. Idempotent."""
+        """Cancel any unfinished work and end the thread. Idempotent."""
         if self._closing:
             return
         self.cancel()
@@ -124,7 +130,7 @@ class WorkerThread(Generic[T]):
                     raise WorkCancelled
                 assert self._work is not None
                 self._result = self._work(self._pause)
-            # boundary of the thread: `advance` raises it in the owner's thread
+            # Boundary of the thread: `advance` raises the exception in the owner's thread.
             except BaseException as error:
                 self._error = error
             self._work = None
@@ -137,12 +143,12 @@ class WorkerThread(Generic[T]):
             raise WorkCancelled
 
     def _await_resume(self) -> None:
-        """Wait until the owner resumes the thread. Run the functions of `call` meanwhile."""
+        """Wait until the owner resumes the thread. Meanwhile, run functions passed to `call`."""
         self._resume.acquire()
         while self._errand is not None:
             try:
                 self._errand()
-            except BaseException as error:  # boundary, as in `_run`
+            except BaseException as error:  # boundary of the thread, as in `_run`
                 self._error = error
             self._errand = None
             self._stopped.release()

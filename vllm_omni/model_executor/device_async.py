@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asynchronous device work: copies, single values and durations.
 
-`to_device` copies asynchronously, `PendingScalar` is a value that the device computes, and
-`StageTimer` measures the durations of the stages of a chunk. On devices other than CUDA, all calls
+`to_device` copies a tensor asynchronously. `PendingScalar` is a value that the device computes.
+`StageTimer` measures how long each stage of a chunk takes. On devices other than CUDA, all calls
 are synchronous.
 """
 
@@ -27,7 +27,7 @@ class PendingScalar:
     """A value that the device computes while the host continues.
 
     Args:
-        number: Tensor with one element.
+        number: Tensor on the device, with one element.
     """
 
     def __init__(self, number: torch.Tensor) -> None:
@@ -41,7 +41,7 @@ class PendingScalar:
 
     @property
     def known(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Whether the device has computed the value, so that `wait` returns at once."""
         return self._arrived is None or bool(self._arrived.query())
 
     def wait(self) -> int:
@@ -52,7 +52,7 @@ class PendingScalar:
 
 
 class StageTimer:
-    """Durations of the stages of one chunk, for example one stage per denoise step."""
+    """Measures the durations of the stages of a chunk. Each denoise step, for example, is a stage."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -61,7 +61,9 @@ class StageTimer:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time the work launched in this context. An outer stage includes its inner stages."""
+        """Context manager that times the work launched in it. An outer stage includes its inner
+        stages.
+        """
         if self._cuda:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
@@ -74,17 +76,17 @@ class StageTimer:
             self._host_ms.append((name, (time.perf_counter() - before) * 1e3))
 
     def milliseconds(self) -> dict[str, list[float]]:
-        """Return the milliseconds of all stages so far by name, in order.
+        """Return the durations of all stages so far in milliseconds, by stage name and in order.
 
-        On CUDA, this waits for all stages, on any stream.
+        On CUDA, this waits for all stages, on whichever CUDA stream they run.
         """
         for _, _, end in self._events:
             end.synchronize()
         return self.milliseconds_so_far()
 
     def milliseconds_so_far(self) -> dict[str, list[float]]:
-        """Like `milliseconds`, but only for stages that the device has finished, without
-        waiting.
+        """Return the durations of the stages that the device has finished, without waiting for
+        others.
         """
         ended = [
             (name, start.elapsed_time(end)) for name, start, end in self._events if end.query()
@@ -95,7 +97,7 @@ class StageTimer:
         return stages
 
     def add_times(self, stages: Mapping[str, Sequence[float]]) -> None:
-        """Add the durations of another rank, in milliseconds."""
+        """Add the stage durations of another rank, in milliseconds."""
         self._host_ms = [
             (name, value) for name, values in stages.items() for value in values
         ] + self._host_ms

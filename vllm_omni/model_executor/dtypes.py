@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dtypes of parameters, and of the K/V caches of sessions.
+"""Dtypes of model parameters and of sessions' K/V caches.
 
-The module does not import vLLM, because `vllm-omni verify` works without vLLM.
+This module does not import vLLM, because `vllm-omni verify` works without vLLM.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,8 @@ from contextlib import contextmanager
 import torch
 
 _KV_CACHE_DTYPES = {"auto": None, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
-"""Values of `--kv-cache-dtype` that a `KVWindow` supports. None: the model's dtype."""
+"""Dtype for each value of `--kv-cache-dtype` that a `KVWindow` supports. None: the model's dtype.
+"""
 KV_CACHE_DTYPES = tuple(_KV_CACHE_DTYPES)
 
 
@@ -18,7 +19,7 @@ def kv_cache_dtype(name: str) -> torch.dtype | None:
     """Return the dtype for `--kv-cache-dtype`. None means the model's dtype.
 
     Raises:
-        ValueError: The value is not supported.
+        ValueError: This package does not support the value of `--kv-cache-dtype`.
     """
     if name not in _KV_CACHE_DTYPES:
         raise ValueError(f"--kv-cache-dtype {name}: allowed: {', '.join(KV_CACHE_DTYPES)}")

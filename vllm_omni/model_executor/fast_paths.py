@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists of fast paths: those of a machine and those of an engine.
+"""Lists the fast paths that a machine supports and those that an engine uses.
 
-`FastPath` describes one. The functions in this module only return choices made by other modules,
-except that an engine does not use a path that its options do not require.
+`FastPath` describes one fast path. Other modules choose the fast paths, and the functions below
+only collect these choices. There is one exception: a path that the options of an engine do not
+require is listed as disabled.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,12 +48,12 @@ def machine_paths() -> list[FastPath]:
 def engine_paths(
     network: nn.Module, vllm_config: VllmConfig, device: torch.device
 ) -> list[FastPath]:
-    """Return the fast paths of one rank of an engine.
+    """Return the fast paths of one rank of an engine, including disabled ones.
 
     Args:
-        network: The loaded model.
-        vllm_config: Options of the engine.
-        device: Device of the rank.
+        network: Model after its weights are loaded.
+        vllm_config: vLLM's config of the engine.
+        device: Device that the rank runs on.
     """
     dtype = vllm_config.model_config.dtype
     assert isinstance(dtype, torch.dtype)

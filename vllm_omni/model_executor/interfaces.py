@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract between the diffusion runner and a model, and the objects passed between the two.
+"""The contract between the diffusion runner and a model, and the objects that they exchange.
 
-The runner (`worker/diffusion/`) sequences the calls and does not depend on latents, cameras or
-caches. A model does not depend on the scheduler, on sockets or on other requests' sessions. The
-protocols are generic in the model's session type and working-set type, so that mypy checks both
-sides.
+The runner (`worker/diffusion/`) calls the model's methods in order and does not depend on latents,
+cameras or caches. A model does not depend on the scheduler, on sockets or on other requests'
+sessions. The protocols are generic in the model's session type and working-set type, so that mypy
+checks both sides.
 
-Sequence of calls for one chunk, which is one request. Each line is one engine step of
+One request generates one chunk, with the following calls. Each line is one engine step of
 `StreamBatchScheduler`:
 
     prepare_encode, denoise_step, step_scheduler        step 0
     denoise_step, step_scheduler                        steps 1 .. num_steps-1
     ... then, after the last step: post_decode, commit
 
-The clean-context pass of a strict causal model is its last step (`DiffusionRequest.clean_passes`).
-`post_decode` is called before that pass, because the latents are already final. Before `commit`, no
-state of a session changes that can affect a later chunk. `commit` only replaces references and
-counters, so it cannot fail half-way.
+A strict causal model runs its clean-context pass as the last step
+(`DiffusionRequest.clean_passes`). `post_decode` is called before that pass, because the latents are
+already final. Until `commit`, a session's state that can affect a later chunk does not change.
+`commit` cannot fail half-way, because it only replaces references and counters.
 """
 
 from abc import ABC, abstractmethod
@@ -43,42 +43,41 @@ SHORT_WINDOW = "short_window"
 
 
 class SessionState(ABC):
-    """State that one session keeps between chunks on one rank, owned by the runner's session
-    store."""
+    """State of a session on one rank between two chunks. The runner's session store owns it."""
 
     def __init__(self, session_id: str) -> None:
         self.session_id = session_id
         self.chunk_index = 0
-        """Number of committed chunks, which is the index of the next one."""
+        """Number of committed chunks, which is also the index of the next chunk."""
         self.failure: RequestFailed | None = None
-        """Reason why no further chunk is possible: a chunk was committed on other ranks, but its
-        decode failed on this one. None: no failure.
+        """Error for all further chunks. The field is set if a chunk was committed on other ranks
+        but its decode failed on this rank. None: the session has not failed.
         """
         self.adapters: Selection = ()
-        """LoRA adapters of the last committed chunk. The next chunk uses them too, unless its
-        request specifies others.
+        """LoRA adapters of the last committed chunk. The next chunk uses the same adapters, unless
+        its request specifies others.
         """
         self.degradations: tuple[str, ...] = ()
-        """Degradations of all further chunks."""
+        """Degradations that apply to all further chunks."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of device and host memory. Only `grow` changes this value: all other buffers are
-        allocated at full size.
+        """Bytes of device and host memory that the session occupies. Only `grow` changes this
+        value, because all other buffers are allocated at full size.
         """
 
     @property
     def growing_nbytes(self) -> int:
-        """Part of `nbytes` that is not allocated by torch's allocator but by `grow`."""
+        """The portion of `nbytes` that `grow` allocates outside torch's allocator."""
         return 0
 
     def missing_nbytes(self) -> int:
-        """Return the bytes that `grow` allocates."""
+        """Return the number of bytes that `grow` will allocate for the next chunk."""
         return 0
 
     def grow(self) -> None:  # noqa: B027 - most sessions have a constant size
-        """Allocate the memory of the next chunk.
+        """Allocate the K/V memory that the next chunk needs.
 
         Raises:
             torch.OutOfMemoryError: There is not enough memory.
@@ -86,20 +85,22 @@ class SessionState(ABC):
 
     @property
     def held_frames(self) -> int:
-        """Number of frames of the K/V window that have memory. 0: unknown, because the size is
-        constant.
+        """Number of frames in the K/V window that have memory. 0: not counted, because the window
+        has a constant size.
         """
         return 0
 
     def limit_window(self, frames: int) -> None:  # noqa: B027
-        """Continue with a window of `frames` and set `degradations`, unless the next chunk fits."""
+        """Limit the K/V window to `frames` frames and set `degradations`, unless the next chunk
+        already fits into `frames` frames.
+        """
 
     @abstractmethod
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor that can affect a later chunk, by a stable name.
 
-        Used for forks, digests and snapshots. Slots of a ring buffer whose K/V no later chunk
-        attends to are omitted.
+        The tensors are used for digests and snapshots. Slots of a ring buffer are omitted if no
+        later chunk attends to their K/V.
         """
 
     @abstractmethod
@@ -117,8 +118,7 @@ class SessionState(ABC):
         """
 
     def start_params(self) -> DiffusionParams:
-        """Return parameters of a first chunk for which `new_session` creates a session of the same
-        size.
+        """Return parameters with which `new_session` creates a session of the same size.
 
         Raises:
             RequestFailed: `unsupported`: sessions of this model end with their request.
@@ -130,11 +130,11 @@ class SessionState(ABC):
     def restore(self, scalars: Mapping[str, Any], saved: SavedTensors) -> None:
         """Restore a saved session, or update it to a later state of the same session.
 
-        Called on a new session, or on a restored session that has not run a chunk since then.
+        The session must be new, or must not have run a chunk since it was last restored.
 
         Args:
-            scalars: Result of `scalars()`, from an untrusted file.
-            saved: Result of `tensors()`, from an untrusted file.
+            scalars: Values that `scalars` returned, read from an untrusted file.
+            saved: Tensors that `tensors` returned, read from an untrusted file.
 
         Raises:
             RequestFailed: `invalid_snapshot`: a value or a tensor does not match.
@@ -145,13 +145,15 @@ class SessionState(ABC):
         )
 
     def close(self) -> None:  # noqa: B027 - most sessions hold only tensors
-        """Free everything. Idempotent. The store does not use the session afterwards."""
+        """Free all memory of the session. Idempotent. The store does not use a session after
+        closing it.
+        """
 
 
 Session = TypeVar("Session", bound=SessionState)
 Work = TypeVar("Work")
 Result = tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]
-"""`(meta, tensors)`."""
+"""Result of a request: `(meta, tensors)`."""
 
 
 @dataclass(eq=False)
@@ -162,7 +164,7 @@ class DiffusionRequest(Generic[Session, Work]):
     """
 
     request_id: str
-    """Id of the engine request."""
+    """Id of the engine request that generates the chunk."""
     params: DiffusionParams
     """Parameters of the request."""
     tensors: Mapping[str, torch.Tensor]
@@ -170,32 +172,32 @@ class DiffusionRequest(Generic[Session, Work]):
     session: Session
     """Session of the chunk, in its state after the last commit."""
     num_steps: int = 0
-    """Number of forward passes, set by `prepare_encode`. 0: not prepared."""
+    """Number of forward passes, set by `prepare_encode`. 0: the request has not been prepared."""
     clean_passes: int = 0
     """Number of final passes that leave the latents unchanged, set by `prepare_encode`."""
     step: int = 0
-    """Index of the next pass. Written only by the runner's role."""
+    """Index of the next forward pass. Only the runner's role changes it."""
     state: Work | None = None
-    """The model's working set of this chunk: latents, noise, conditioning. Owned by the model."""
+    """Working set of the chunk: latents, noise and conditioning. The model owns it."""
     predecessor: "DiffusionRequest[Session, Work] | None" = None
-    """The previous chunk of the session if it is in flight (`SupportsChunksInFlight`). The
-    predecessor has been prepared and started. None: the chunk follows the committed session. Only
-    `prepare_encode` reads it; it is None afterwards.
+    """The previous chunk of the session if it is in flight (`SupportsChunksInFlight`). A
+    predecessor has always been prepared and started. None: the chunk continues from the committed
+    session. Only `prepare_encode` reads this field, which is None afterwards.
     """
     degradations: tuple[str, ...] = ()
-    """Degradations that the scheduler requests for this chunk, set before `prepare_encode`.
-    `post_decode` removes those that were not applied. The metadata of the result contains the
-    remaining ones.
+    """Degradations of this chunk, which the scheduler requests before `prepare_encode`.
+    `post_decode` removes the degradations that were not applied, and the result's metadata lists
+    the others.
     """
     adapters: Selection = ()
     """LoRA adapters of all forward passes of this chunk."""
     same_adapters: bool = True
     """Whether the previous chunk used the same adapters. If False, cached results that depend on
-    weights are invalid.
+    the weights are invalid.
     """
     timer: StageTimer = field(default_factory=lambda: StageTimer(torch.device("cpu")))
-    """Timer for the stages (`encode`, `step`, `decode`, ...) of runner and model. The result's meta
-    has the times.
+    """Timer for the stages of runner and model (`encode`, `step`, `decode`, ...). The result's
+    metadata contains the measured times.
     """
 
     @property
@@ -205,112 +207,120 @@ class DiffusionRequest(Generic[Session, Work]):
         return self.state
 
     def end_with_this_step(self) -> None:
-        """Make the current step the last one. `step_scheduler` may call it."""
+        """Make the current step the last step of the chunk. A model may call this in
+        `step_scheduler`.
+        """
         self.num_steps = self.step + 1
 
 
 @runtime_checkable
 class SupportsStepExecution(Protocol[Session, Work]):
-    """A model that can be run one denoise step at a time.
+    """A model that the runner can run one denoise step at a time.
 
     All tensors are on the model's device, unless stated otherwise.
     """
 
     supports_step_execution: ClassVar[bool]
-    """Marks the class for the runner."""
+    """Marker by which the runner recognises the class. Always True."""
 
     def session_nbytes(self, params: DiffusionParams) -> int:
-        """Return the size of `new_session(params)` on this rank in bytes.
+        """Return the size in bytes that `new_session(params)` would have on this rank.
 
-        Called before admission; must not allocate memory.
+        The runner calls this before it admits a session, so it must not allocate memory.
         """
 
     def new_session(self, params: DiffusionParams) -> Session:
         """Create the state of a session from the parameters of its first chunk.
 
         Raises:
-            RequestFailed: Size, prompt or options are invalid.
+            RequestFailed: The size, the prompt or an option is invalid.
         """
 
     def prepare_encode(self, request: DiffusionRequest[Session, Work]) -> None:
-        """Validate the inputs, encode text, image and camera, sample noise and set `num_steps`.
+        """Validate the inputs, encode text, image and camera, sample the noise, and set
+        `num_steps`.
 
-        Runs on every rank with identical results and without collectives.
+        Every rank runs this method without collectives and obtains identical results.
 
         Raises:
             RequestFailed: An input is invalid.
         """
 
     def batch_key(self, request: DiffusionRequest[Session, Work]) -> Hashable:
-        """Return the batch key: requests with equal keys may share a `denoise_step`, even at
-        different steps.
+        """Return the batch key of a request. Requests with equal keys may share a `denoise_step`,
+        even if they are at different steps.
         """
 
     def denoise_step(
         self, batch: Sequence[DiffusionRequest[Session, Work]], hidden: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Run one forward pass of the transformer. Each request is at its own step.
+        """Run one forward pass of the transformer. The requests of a batch may be at different
+        steps.
 
         Args:
             batch: Requests with equal `batch_key`.
-            hidden: Return value of the previous pipeline stage. None: first stage.
+            hidden: Hidden states from the previous pipeline stage. None: this is the first stage.
 
         Returns:
-            Hidden states, or on the last stage the prediction, one entry per request.
+            One entry per request: hidden states, or on the last stage the prediction.
         """
 
     def step_scheduler(
         self, batch: Sequence[DiffusionRequest[Session, Work]], prediction: torch.Tensor
     ) -> None:
-        """Update the latents in each request's state from t to t-1, on the last stage only.
+        """Advance the latents of each request by one denoise step. Called only on the last stage.
 
-        The runner increments `step`.
+        The runner increments `DiffusionRequest.step` itself.
         """
 
     def latents(self, request: DiffusionRequest[Session, Work]) -> torch.Tensor:
-        """Return the current latents, which are clean after the last step. The shape never
-        changes."""
+        """Return the current latents, which are clean after the last step. The shape of the latents
+        never changes.
+        """
 
     def set_latents(self, request: DiffusionRequest[Session, Work], latents: torch.Tensor) -> None:
-        """Replace the latents on other stages by those of the last stage, for the next step."""
+        """Set the latents for the next step. Called on all other stages with the latents of the
+        last stage.
+        """
 
     def post_decode(
         self, request: DiffusionRequest[Session, Work]
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Return `(meta, tensors)` of the result, for example `{"frames": uint8 [T, H, W, 3]}`.
 
-        Called on the last stage, and only on the first of the ranks that share layers, unless they
-        decode together (`SupportsParallelDecode`). The latents are final. Clean-context passes may
-        follow, so the state that they need must be retained.
+        Called on the last stage when the latents are final. If several ranks share the layers of
+        this stage, it is called only on the first of these ranks, unless they decode together
+        (`SupportsParallelDecode`). Clean-context passes may follow, so the state that such passes
+        need must be retained.
 
-        On CUDA it may run on a separate `cuda_stream` alongside the session's next chunk. It must
-        therefore not synchronise with the device, and `request.state` must hold a reference to
-        every tensor that it reads or replaces.
+        On CUDA, the decode may run on a separate `cuda_stream` alongside the session's next chunk.
+        `post_decode` must therefore not synchronise with the device, and `request.state` must hold
+        a reference to every tensor that it reads or replaces.
         """
 
     def commit(self, request: DiffusionRequest[Session, Work]) -> None:
         """Add the chunk to its session on this rank: lengths, caches, camera, chunk index."""
 
     def warmup_inputs(self) -> list[Inputs]:
-        """Return requests of the largest shape, in order. The runner runs these inputs once in a
-        temporary session.
+        """Return the warm-up requests, which have the largest shape. The runner runs each of them
+        once, in order, in a temporary session.
         """
 
 
 @runtime_checkable
 class HasFastPaths(Protocol):
-    """A part of a model that chooses between implementations when it is built."""
+    """A component of a model that chooses between implementations when it is built."""
 
     fast_paths: Sequence[FastPath]
-    """The implementations chosen on this rank."""
+    """Implementations that the component has chosen on this rank."""
 
 
 @runtime_checkable
 class PoolsMemory(Protocol):
-    """A model that pools the memory of closed sessions for new ones."""
+    """A model that pools the memory of closed sessions for use by new sessions."""
 
     def trim_pool(self, nbytes: int) -> None:
-        """Free pooled memory until at most `nbytes` remain."""
+        """Free pooled memory until at most `nbytes` bytes remain pooled."""
 
 
 @runtime_checkable
@@ -318,7 +328,7 @@ class SupportsSessionWindows(Protocol):
     """A model whose sessions may choose their own window (`DiffusionParams.window_frames`)."""
 
     session_windows: ClassVar[bool]
-    """Marks the class for the runner."""
+    """Marker by which the runner recognises the class. Always True."""
 
 
 @runtime_checkable
@@ -326,29 +336,32 @@ class SupportsTrajectory(Protocol[Session, Work]):
     """A model that can return the denoise steps of a chunk (`DiffusionParams.trajectory`)."""
 
     def record_trajectory(self, request: DiffusionRequest[Session, Work]) -> None:
-        """Include the denoise steps in the result of a chunk. Called after `prepare_encode`.
+        """Include the denoise steps in the result of a chunk. The runner calls this after
+        `prepare_encode`.
 
         Raises:
-            RequestFailed: The sampler of the chunk draws no noise, or its steps run on other ranks.
+            RequestFailed: The chunk's sampler draws no noise, or the denoise steps run on other
+                ranks.
         """
 
 
 @runtime_checkable
 class SupportsBatchedDecode(Protocol[Session, Work]):
-    """A model that decodes chunks of several sessions in one call, without
-    `omni.batch_invariant`."""
+    """A model that can decode chunks of several sessions in one call, if `omni.batch_invariant` is
+    off.
+    """
 
     def most_decoded_together(self, request: DiffusionRequest[Session, Work]) -> int:
-        """Return the maximum number of requests with this `batch_key` that may share a decode. 1
-        disables sharing.
+        """Return the maximum number of requests with the `batch_key` of `request` that may share a
+        decode. The value 1 disables sharing.
         """
 
     def post_decode_together(
         self, batch: Sequence[DiffusionRequest[Session, Work]]
     ) -> list[tuple[dict[str, Any], dict[str, torch.Tensor]]]:
-        """Return `post_decode` of each request, equal within float tolerance.
+        """Return what `post_decode` would return for each request, within float tolerance.
 
-        If it raises, the runner decodes each request separately.
+        If this method raises an exception, the runner decodes each request separately.
         """
 
 
@@ -361,8 +374,9 @@ class SupportsSharedText(Protocol[Session, Work]):
     def texts(self, request: DiffusionRequest[Session, Work]) -> list[torch.Tensor]:
         """Return the text embeddings of the prompts that `prepare_encode` has processed.
 
-        Number, shapes and order are equal on all ranks. On ranks without the text encoder, the
-        tensors are uninitialised; the runner fills them before the chunk's first step.
+        All ranks return the same number of tensors, with the same shapes and in the same order. On
+        ranks without the text encoder the tensors are uninitialised, and the runner fills them
+        before the chunk's first step.
         """
 
 
@@ -370,15 +384,15 @@ class SupportsSharedText(Protocol[Session, Work]):
 class SupportsVAEStage(Protocol[Session, Work]):
     """A model whose decoder can run as a separate pipeline stage (`omni.vae_stage`).
 
-    The model of that stage has no layers. On that stage `prepare_encode` only validates the
-    request, and of the other methods only `post_decode` and `commit` are called. Before
-    `unpack_decode_state`, `latents` returns a tensor of the chunk's size on any device.
+    On the VAE stage, the model has no layers, `prepare_encode` only validates the request, and the
+    runner then calls only `post_decode` and `commit`. Until `unpack_decode_state` is called,
+    `latents` returns a tensor of the chunk's size on any device.
     """
 
     def pack_decode_state(self, request: DiffusionRequest[Session, Work]) -> dict[str, Any]:
         """Return the values that decoding needs in addition to the clean latents, as JSON types.
 
-        Called on the last stage with layers; must not synchronise with the device.
+        Called on the last stage that has layers. This method must not synchronise with the device.
         """
 
     def unpack_decode_state(
@@ -389,7 +403,7 @@ class SupportsVAEStage(Protocol[Session, Work]):
     ) -> None:
         """Store the clean latents and the result of `pack_decode_state` on the VAE stage.
 
-        `post_decode` follows.
+        The runner then calls `post_decode`.
         """
 
 
@@ -397,7 +411,7 @@ class SupportsVAEStage(Protocol[Session, Work]):
 class VAEStageModel(
     SupportsStepExecution[Session, Work], SupportsVAEStage[Session, Work], Protocol[Session, Work]
 ):
-    """A model with a VAE stage."""
+    """A model that runs step by step and whose decoder can be a separate pipeline stage."""
 
 
 @runtime_checkable
@@ -407,10 +421,11 @@ class SupportsParallelDecode(Protocol):
 
     @property
     def shares_decode(self) -> bool:
-        """Return whether the decode is split.
+        """Return whether the decode is split over the ranks that share layers.
 
-        `post_decode` is then collective: all of these ranks call it for the same chunks in the same
-        order. Only the result of the first rank is used; other ranks may omit the tensors.
+        If the decode is split, `post_decode` is a collective: all ranks that share layers call it
+        for the same chunks in the same order. Only the result of the first rank is used, and other
+        ranks may omit the tensors.
         """
 
 
@@ -424,10 +439,12 @@ class SupportsLayerMoves(Protocol):
 
     @property
     def partition(self) -> tuple[int, ...]:
-        """Current number of layers of each stage."""
+        """Current number of layers on each pipeline stage."""
 
     def move_layers(self, move: LayerMove) -> None:
-        """Move weights with the collectives of `move`. Never called on a VAE stage."""
+        """Move the weights of layers between stages with the collectives of `move`. Never called on
+        a VAE stage.
+        """
 
 
 @runtime_checkable
@@ -443,20 +460,20 @@ class SupportsChunksInFlight(Protocol):
     (`omni.chunks_in_flight`, or `omni.pipeline` "temporal").
 
     `prepare_encode` starts from `request.predecessor` if it is set, otherwise from the session. A
-    step of a chunk runs only after its predecessor has run `lag_steps` more steps or is complete.
+    chunk runs a step only if its predecessor is complete or is at least `lag_steps` steps ahead.
     Chunks are decoded and committed in order. If a chunk is dropped, all later ones are dropped
     too, and the session continues from its committed state. The second chunk of a session starts
-    after the first is committed.
+    only after the first chunk is committed.
 
-    In a temporal pipeline, each stage calls `denoise_step` and `step_scheduler` only for its own
-    step. On every stage except the last, the latents of the request at `commit` are the inputs of
-    the last step.
+    In a temporal pipeline, the runner calls `denoise_step` and `step_scheduler` on each stage only
+    for the step that the stage runs. On every stage except the last, `commit` finds the input
+    latents of the last step in the request.
     """
 
     @property
     def lag_steps(self) -> int:
-        """Distance in steps between consecutive chunks.
+        """Minimum number of steps by which a chunk trails its predecessor.
 
-        At least 1 and greater than `clean_passes`, so that latents become final in the order of the
-        chunks.
+        The value is at least 1 and greater than `clean_passes`, so that latents become final in the
+        order of the chunks.
         """

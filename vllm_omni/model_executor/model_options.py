@@ -11,7 +11,7 @@ import torch
 
 
 class ModelOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Serving options of every model."""
+    """Serving options that every model of this package has."""
 
     vae_dtype: Literal["fp32", "bf16"] | None = None
     """Dtype of the VAE. Default: the dtype of the transformer."""
@@ -19,9 +19,9 @@ class ModelOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Use the tensor-parallel ranks for Ulysses sequence parallelism."""
     compile: bool | None = None
     """Compile pointwise ops and streaming decoders with torch.compile: the largest size at startup,
-    other sizes at their first use. On CUDA, the pointwise ops of Wan transformers and the Wan VAE's
-    decoder in half precision have kernels and are not compiled. Default: true on CUDA, unless the
-    engine runs with --enforce-eager.
+    and other sizes when they are first used. On CUDA, the pointwise ops of Wan transformers and the
+    half-precision decoder of the Wan VAE run in this package's own kernels and are not compiled.
+    Default: true on CUDA, unless the engine runs with --enforce-eager.
     """
 
     def vae_torch_dtype(self, model_dtype: torch.dtype) -> torch.dtype:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`OneShotSession`: the session of a single image or video request, which ends with the request."""
+"""`OneShotSession`: the session of a single image or video request. The session ends with the
+request.
+"""
 
 from typing import Any
 
@@ -9,10 +11,10 @@ from vllm_omni.model_executor.interfaces import SessionState
 
 
 class OneShotSession(SessionState):
-    """A session without state.
+    """A session without any state to keep between chunks.
 
     Args:
-        session_id: Id of the session.
+        session_id: Id of the session to create.
         nbytes: Maximum size of the request's working set, for admission by bytes.
     """
 

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Presets of a streaming model: named defaults of its options and of vLLM's precision arguments.
 
-Each family defines its presets once (`PRESETS` in its `config.py`). `StreamingOptions` applies the
-options wherever `omni.model` is parsed, and the config hook (`registration.py`) applies the
-precision, because vLLM's arguments are known only there. The value of an option is the first of
-these:
+Each family defines its presets once, as `PRESETS` in its `config.py`. `StreamingOptions` applies
+the options of a preset wherever `omni.model` is parsed. The config hook (`registration.py`) applies
+the precision of a preset, because vLLM's arguments are known only there. An option takes the first
+value that exists in this order:
 
-1. the user's;
-2. that of the world description, which states what this checkpoint was trained with;
-3. the preset's, which is the same for all checkpoints of a family;
-4. that of the release or the checkpoint, and then the family's default.
+1.  the value set by the user;
+2.  the value in the world description, which states how this checkpoint was trained;
+3.  the value of the preset, which is the same for all checkpoints of a family;
+4.  the value of the release or the checkpoint, and after that the family's default.
 """
 
 from collections.abc import Mapping
@@ -19,35 +19,40 @@ from typing import Any, Final, Literal
 PresetName = Literal["reference", "balanced", "realtime", "small"]
 DEFAULT_PRESET: Final[PresetName] = "reference"
 DEGRADED_PRESET: Final[PresetName] = "realtime"
-"""Preset with the values of a chunk that would be late (`omni.degradations`)."""
+"""Preset that defines the values used for a chunk that would be late (`omni.degradations`)."""
 
 FP8_CHANNELS: Final = 4096
-"""Width of the narrowest network that is faster with FP8 weights. FP8 products have no benefit with
-1536 and 2048 channels (docs/architecture/speed_log.md).
+"""Width of the narrowest network that is faster with FP8 weights. FP8 matrix products give no
+speedup with 1536 and 2048 channels (docs/architecture/speed_log.md).
 """
 
 _ALSO_SETS: Final = {"denoise_indices": "max_steps", "denoising_steps": "max_steps"}
-"""Options that replace another option of a preset, because both select the denoise steps."""
+"""Option set by the user -> option of a preset that it replaces, because both select the denoise
+steps.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """Defaults of one preset. All other values are as in `reference`."""
+    """Defaults that one preset sets. All other options are as in the preset `reference`."""
 
     model: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults of `omni.model`."""
+    """Defaults for options under `omni.model`."""
     quantization: Literal["fp8"] | None = None
-    """Default of `--quantization`. None: weights stay in `--dtype`."""
+    """Default of `--quantization`. None: weights remain in `--dtype`."""
     quantized_channels: int = 0
-    """Width of the narrowest network whose weights are quantized. Default: 0, all networks."""
+    """Width of the narrowest network whose weights are quantized. Default: 0, which quantizes all
+    networks.
+    """
     kv_cache_dtype: Literal["fp8"] | None = None
-    """Default of `--kv-cache-dtype`. None: vLLM's."""
+    """Default of `--kv-cache-dtype`. None: vLLM's default."""
 
     def defaults(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the defaults of `omni.model` that apply next to `options`.
+        """Return the defaults for options under `omni.model` that `options` does not set or
+        replace.
 
         Args:
-            options: `omni.model` of the user and of the world description.
+            options: Options under `omni.model` that the user and the world description set.
         """
         replaced = {*options, *(_ALSO_SETS[name] for name in options if name in _ALSO_SETS)}
         return {name: value for name, value in self.model.items() if name not in replaced}
@@ -58,32 +63,34 @@ class ServedPreset:
     """The preset of a server, as applied to its checkpoint and the user's options."""
 
     name: PresetName
-    """Name of the preset."""
+    """Name of the preset that the server uses."""
     model: Mapping[str, Any]
-    """Options that have the preset's value."""
+    """Options under `omni.model` that have the preset's value."""
     replaced: tuple[str, ...]
     """Options of the preset for which the user or the world description has set another value."""
     quantization: Literal["fp8"] | None
-    """Default of `--quantization`. None: weights stay in `--dtype`."""
+    """Default of `--quantization`. None: weights remain in `--dtype`."""
     kv_cache_dtype: Literal["fp8"] | None
-    """Default of `--kv-cache-dtype`. None: vLLM's."""
+    """Default of `--kv-cache-dtype`. None: vLLM's default."""
     needs_fp8_device: bool
-    """Whether a device without FP8 is refused. False if the user has set `omni.model.fp8`."""
+    """Whether a device without FP8 units is refused. False if the user has set `omni.model.fp8`."""
 
     @property
     def described(self) -> str:
-        """All settings of the preset in one line."""
+        """All settings of the preset as a single line of text."""
         parts = [f"{name} {value}" for name, value in self.model.items()]
         flags = {"quantization": self.quantization, "kv-cache-dtype": self.kv_cache_dtype}
         parts += [f"--{flag} {value}" for flag, value in flags.items() if value is not None]
         return ", ".join(parts) or "the release's own settings"
 
     def next_to(self, *, weights: bool, keys_and_values: bool) -> "ServedPreset":
-        """Return the preset without the precision that the user or the checkpoint sets.
+        """Return the preset without those precision settings that the user or the checkpoint
+        determines.
 
         Args:
-            weights: Whether the precision of the weights is set.
-            keys_and_values: Whether the precision of keys and values is set.
+            weights: Whether the user or the checkpoint sets the precision of the weights.
+            keys_and_values: Whether the user or the checkpoint sets the precision of keys and
+                values.
         """
         return replace(
             self,
@@ -100,14 +107,14 @@ def served_preset(
     channels: int,
     fp8: bool | None,
 ) -> ServedPreset:
-    """Return a preset as applied to a checkpoint.
+    """Return a preset as it applies to a checkpoint.
 
     Args:
-        presets: Presets of the family.
-        name: One of them.
-        options: `omni.model` of the user and of the world description.
-        channels: Width of the network.
-        fp8: The option `fp8`.
+        presets: All presets of the model family.
+        name: Name of the preset to apply.
+        options: Options under `omni.model` that the user and the world description set.
+        channels: Width of the network, in channels.
+        fp8: Value of the option `omni.model.fp8`.
     """
     preset = presets[name]
     model = preset.defaults(options)

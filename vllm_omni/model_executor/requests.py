@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RequestStates`: requests of one rank, from their first scheduling until they finish.
+"""`RequestStates`: the requests of one rank, from the time they are first scheduled until they
+finish.
 
-A request that cannot be parsed becomes a failed state instead of an exception, so that it does not
-affect other requests. The diffusion worker and the diffusers executor both use this module.
+A request that cannot be parsed gets a state with `failure` instead of raising an exception, so that
+it does not affect other requests. The diffusion worker and the diffusers executor both use this
+module.
 """
 
 import logging
@@ -26,33 +28,35 @@ logger = logging.getLogger("vllm." + __name__)
 
 @dataclass(eq=False)
 class RequestState:
-    """One scheduled request."""
+    """State of one scheduled request."""
 
     request_id: str
     """vLLM's id of the request."""
     params: DiffusionParams | None
-    """Parameters. None: the request could not be parsed."""
+    """Parameters of the request. None: the request could not be parsed."""
     tensors: dict[str, torch.Tensor]
-    """Input tensors by name."""
+    """Input tensors of the request, by name."""
     chunk: DiffusionRequest | None = None
-    """The chunk, once the request is admitted."""
+    """Chunk that the request generates. None: the request has not been admitted."""
     lora_request: LoRARequest | None = None
-    """LoRA adapter selected with vLLM's own argument."""
+    """LoRA adapter that was selected with vLLM's own argument `lora_request`."""
     index: int = 0
     """Index of the chunk in its session."""
     opened_session: bool = False
     """Whether the request has created its session."""
     failure: RequestFailed | None = None
-    """Error that ends the request with its next output."""
+    """Error that the request returns as its next and last output."""
     finite: FiniteCheck | None = None
-    """Check of the final latents, launched before the end of the chunk."""
+    """Check of the final latents for NaN and Inf, launched before the chunk ends."""
     pending: PendingResult | None = None
-    """Result that is being decoded or copied to the host. Delivered when the chunk is done."""
+    """Result that the device is decoding or copying to the host. The result is delivered when the
+    chunk is done.
+    """
     decode_failure: RequestFailed | None = None
-    """Error of the decode. The chunk then fails after its last step."""
+    """Error that the decode raised. A chunk with such an error fails after its last step."""
     deferred: torch.Tensor | None = None
-    """Finished envelope that did not fit into the message of this step and is sent in the next
-    step.
+    """Finished envelope that did not fit into the message of one engine step and is sent with the
+    next.
     """
     degradations: tuple[str, ...] = ()
     """Degradations that the scheduler has chosen for the chunk."""
@@ -70,7 +74,7 @@ class RequestState:
 
 
 class RequestStates(dict[str, RequestState]):
-    """States by request id, oldest first."""
+    """States of all requests by request id, oldest request first."""
 
     def add_request(self, data: NewRequestData) -> RequestState:
         """Parse a newly scheduled request. A malformed request gets a state with `failure`."""
@@ -92,7 +96,7 @@ class RequestStates(dict[str, RequestState]):
             )
         except RequestFailed as failure:
             state = RequestState(data.req_id, None, {}, failure=failure)
-        except Exception:  # boundary: a malformed request may fail only itself
+        except Exception:  # boundary: a malformed request must not affect other requests
             logger.exception("request %s could not be read", data.req_id)
             unreadable = RequestFailed("invalid_request", "the request could not be read")
             state = RequestState(data.req_id, None, {}, failure=unreadable)
@@ -102,10 +106,10 @@ class RequestStates(dict[str, RequestState]):
     def progress(self) -> dict[str, list[int]]:
         """Return `{session id: [steps done, steps in total]}` of the chunks in flight.
 
-        The key is not the request id, because vLLM renames requests.
+        The keys are session ids instead of request ids, because vLLM renames requests.
         """
         found: dict[str, list[int]] = {}
-        # oldest first: of several chunks of a session, the one that is done next
+        # States are ordered oldest first, so this finds the chunk of a session that is done next.
         for state in self.values():
             if state.chunk is not None:
                 session_id = state.chunk.session.session_id
@@ -136,10 +140,11 @@ class RequestStates(dict[str, RequestState]):
 def as_failure(error: Exception, request_id: str) -> RequestFailed:
     """Convert an exception to an error for the client.
 
-    `RequestFailed` is returned unchanged. The text of other exceptions is only logged.
+    `RequestFailed` is returned unchanged. Any other exception becomes a generic error, and its text
+    is only logged.
 
     Args:
-        error: The exception.
+        error: Exception to convert.
         request_id: vLLM's id of the request, which contains the client's id.
     """
     if isinstance(error, RequestFailed):
@@ -159,13 +164,13 @@ def group_states(
 ) -> list[list[RequestState]]:
     """Split requests into batches of equal `batch_key` and adapters, in order.
 
-    Each batch shares a forward pass, regardless of the denoise steps of its requests. The order is
-    that of the scheduler, so that every rank builds the same batches.
+    Each batch shares a forward pass, regardless of the denoise steps of its requests. The order of
+    the scheduler is kept, so that every rank builds the same batches.
 
     Args:
-        model: Defines `batch_key`.
-        states: Requests with a chunk.
-        limit: Maximum size of a batch.
+        model: Model that defines `batch_key`.
+        states: Requests that have a chunk, in the scheduler's order.
+        limit: Maximum number of requests in a batch.
     """
     groups: list[list[RequestState]] = []
     open_group: dict[Hashable, list[RequestState]] = {}

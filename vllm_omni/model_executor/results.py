@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results that the device is still computing: frames of a chunk, and whether its latents are
-finite.
+"""Results that the device may still be computing: the frames of a chunk, and whether its latents
+are finite.
 
-Reading either waits for the device. On devices other than CUDA, all work is done when a call
-returns.
+Reading the frames or the check waits for the device. On devices other than CUDA, all work is
+already complete when a call returns.
 """
 
 import time
@@ -22,13 +22,13 @@ from vllm_omni.outputs import RequestFailed, pack
 class PendingResult:
     """Result of a chunk that the device may still decode or copy to the host.
 
-    The request must retain the inputs of the decode until it is done.
+    The request must retain the inputs of the decode until the decode is done.
 
     Args:
-        request: The chunk.
+        request: Chunk that the result belongs to.
         meta: Metadata of the result.
-        tensors: Host tensors, valid after `done`.
-        done: Recorded after decode and copy. None: both are complete.
+        tensors: Host tensors of the result, which are valid once `done` has occurred.
+        done: CUDA event recorded after the decode and the copy. None: both are complete.
         started_s: Time at which the request was first scheduled, in seconds of `time.perf_counter`.
     """
 
@@ -55,7 +55,7 @@ class PendingResult:
         self._started_s = started_s
 
     def ready(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Whether decode and copy are complete, so that `wait` returns at once."""
         return self._done is None or bool(self._done.query())
 
     def wait(self) -> None:
@@ -64,9 +64,10 @@ class PendingResult:
             self._done.synchronize()
 
     def envelope(self) -> torch.Tensor:
-        """Wait for the result and pack it.
+        """Wait for the result and pack it into an envelope.
 
-        Its timings contain the stages that have finished. A clean-context pass may still run.
+        The envelope contains only the durations of finished stages, because a clean-context pass
+        may still be running.
         """
         self.wait()
         stages = self._request.timer.milliseconds_so_far()
@@ -85,7 +86,7 @@ class FiniteCheck:
 
     @property
     def known(self) -> bool:
-        """Whether `require` would return at once."""
+        """Whether the device has finished the check, so that `require` returns at once."""
         return self._finite.known
 
     def require(self, what: str) -> None:

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Noise schedules of few-step flow-matching models: the timestep and the sigmas of each step.
 
-Flow matching with data x0 and noise eps: x_sigma = (1 - sigma) x0 + sigma eps, and the network
+In flow matching with data x0 and noise eps, x_sigma = (1 - sigma) x0 + sigma eps, and the network
 predicts v = eps - x0, so x0 = x_sigma - sigma v. A distilled (DMD) model uses a few entries of a
-1000-step table that is warped by `shift`. There are two public conventions for the same networks:
+1000-step table that is warped by `shift`. Public code uses two conventions for the same networks:
 
-- `exact`: sigma_i = warp(1 - i/1000) and t_i = 1000 sigma_i, a float. Each step has one sigma.
-- `original`: the table of the UniPC flow scheduler. It starts at 0.999 instead of 1, and t is
-  truncated to an integer, so that neighbouring entries share the same t. The original looks a sigma
-  up by t. It uses the *first* entry with this t when it converts the flow to x0, and the *second*
-  when it adds noise, hence two sigmas per step.
+- `exact`: sigma_i = warp(1 - i/1000), and t_i = 1000 sigma_i is a float. Each step has one sigma.
+- `original`: the table of the UniPC flow scheduler. This table starts at 0.999 instead of 1, and
+  its t is truncated to an integer, so that neighbouring entries can have the same t. The original
+  code looks up sigma by t: it uses the *first* entry with a given t to convert the flow to x0, and
+  the *second* to add noise. Each step therefore has two sigmas.
 
-Every draw of noise has its own generator, seeded with a hash of seed, chunk and step. The noise
-therefore does not depend on the order of draws, and a replayed session is bit-identical regardless
-of the server's load and the number of ranks.
+Every noise tensor is drawn from its own generator, which is seeded with a hash of seed, chunk and
+step. The noise therefore does not depend on the order in which tensors are drawn, and a replayed
+session is bit-identical regardless of the server's load and the number of ranks.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from vllm_omni.model_executor.device_async import to_device
 
 
 def noise_seed(seed: int, chunk_index: int, step: int) -> int:
-    """Return the 63-bit seed of the generator for one draw of noise.
+    """Return the 63-bit seed of the generator that draws the noise for one step of a chunk.
 
     The seed is the start of the BLAKE2b digest of the three arguments in decimal, joined by colons.
     """
@@ -40,28 +40,30 @@ def noise_seed(seed: int, chunk_index: int, step: int) -> int:
 
 
 def standard_normal(shape: Sequence[int], seed: int, chunk_index: int, step: int) -> torch.Tensor:
-    """Return fp32 N(0, 1) noise from torch's CPU generator, which is equal on all machines."""
+    """Return fp32 N(0, 1) noise from torch's CPU generator, which gives the same values on all
+    machines.
+    """
     generator = torch.Generator().manual_seed(noise_seed(seed, chunk_index, step))
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float32)
 
 
 @dataclass(frozen=True)
 class ChunkNoise:
-    """Noise of one chunk. Each tensor is generated when its step needs it, while the device is
-    busy.
+    """Noise of one chunk. The tensor of each step is generated on the host only when the step needs
+    it, while the device is busy.
     """
 
     shape: tuple[int, ...]
-    """Shape of each draw."""
+    """Shape of the noise tensor for each step."""
     seed: int
-    """Seed of the session."""
+    """Seed of the session that the chunk belongs to."""
     chunk_index: int
-    """Index of the chunk."""
+    """Index of the chunk in its session."""
     device: torch.device
-    """Device of the result."""
+    """Device that the noise is copied to."""
 
     def draw(self, step: int) -> torch.Tensor:
-        """Return `standard_normal` of a step on the device, copied asynchronously."""
+        """Return the noise of a step (`standard_normal`), copied asynchronously to the device."""
         return to_device(
             standard_normal(self.shape, self.seed, self.chunk_index, step), self.device
         )
@@ -69,8 +71,8 @@ class ChunkNoise:
 
 TRAIN_STEPS = 1000
 _SIGMA_MAX = float(np.float32(0.999))
-"""Largest sigma of the original scheduler, which stores it in single precision between the two
-computations of its table.
+"""Largest sigma of the original scheduler, in single precision because the scheduler computes its
+table in two passes and stores this value in single precision between them.
 """
 
 Convention = Literal["original", "exact"]
@@ -81,12 +83,13 @@ class FewStepSchedule:
     """Denoise steps of a chunk, noisiest first."""
 
     timesteps: tuple[float, ...]
-    """Input of the network in each step."""
+    """Timestep that the network receives in each step."""
     sigmas_x0: tuple[float, ...]
-    """Sigma with which the flow of a step is converted to x0."""
+    """Sigma that converts the predicted flow of each step to x0."""
     sigmas_noise: tuple[float, ...]
-    """Sigma of the noise that is added to x0 before a step. Entry 0 is unused, because a chunk
-    starts as pure noise."""
+    """Sigma of the noise that is added to x0 before each step. Entry 0 is unused, because a chunk
+    starts as pure noise.
+    """
 
     @property
     def num_steps(self) -> int:
@@ -97,7 +100,8 @@ class FewStepSchedule:
     ) -> torch.Tensor:
         """Return the latents after `step`, fp32.
 
-        They are x0, with the noise of the next step added if there is one.
+        The latents are x0, to which the noise of the next step is added unless this is the last
+        step.
         """
         x0 = latents.double() - self.sigmas_x0[step] * flow.double()
         if step + 1 < self.num_steps:
@@ -106,15 +110,17 @@ class FewStepSchedule:
         return x0.float()
 
     def log_prob(self, step: int, noise: ChunkNoise, given_frames: int = 0) -> torch.Tensor:
-        """Return the log-density of the latents after `step`, given those before it, fp64.
+        """Return the log-density of the latents after `step`, given the latents before it, in fp64.
 
-        After every step but the last they are Gaussian, with the mean (1 - sigma) x0 and the
-        standard deviation sigma in each value. Natural logarithm, summed over all values.
+        After every step except the last, each value of the latents is Gaussian with mean (1 -
+        sigma) x0 and standard deviation sigma. The result is the natural logarithm of the density,
+        summed over all values.
 
         Args:
-            step: The step, less than `num_steps - 1`.
+            step: Index of the denoise step, less than `num_steps - 1`.
             noise: Noise of the chunk [C, F, h, w].
-            given_frames: Number of first frames that are not random and therefore excluded.
+            given_frames: Number of frames at the start of the chunk that are not random and are
+                therefore excluded.
         """
         drawn = noise.draw(step + 1)[:, given_frames:].double()
         sigma = self.sigmas_noise[step + 1]
@@ -124,27 +130,29 @@ class FewStepSchedule:
 
 @dataclass
 class Trajectory:
-    """Denoise steps of one chunk (`DiffusionParams.trajectory`)."""
+    """Record of the denoise steps of one chunk (`DiffusionParams.trajectory`)."""
 
     schedule: FewStepSchedule
-    """Its steps."""
+    """Schedule of the denoise steps."""
     latents: list[torch.Tensor] = field(default_factory=list)
     """Latents before each step, fp32 [C, F, h, w]."""
     log_probs: list[torch.Tensor] = field(default_factory=list)
-    """`FewStepSchedule.log_prob` of each step but the last."""
+    """`FewStepSchedule.log_prob` of each step except the last."""
 
     def add_step(
         self, latents: torch.Tensor, step: int, noise: ChunkNoise, given_frames: int
     ) -> None:
-        """Record a step. Arguments are those of `FewStepSchedule.log_prob`, and the latents before
-        the step."""
+        """Record a step. The arguments are the latents before the step and those of
+        `FewStepSchedule.log_prob`.
+        """
         self.latents.append(latents)
         if step + 1 < self.schedule.num_steps:
             self.log_probs.append(self.schedule.log_prob(step, noise, given_frames))
 
     def results(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of a result: `step_latents`, fp32 [S, C, F, h, w], and
-        `step_log_probs`, fp64 [S - 1]."""
+        """Return the tensors that a result contains: `step_latents`, fp32 [S, C, F, h, w], and
+        `step_log_probs`, fp64 [S - 1].
+        """
         latents = torch.stack(self.latents)
         return {
             "step_latents": latents,
@@ -159,7 +167,7 @@ class EulerSchedule:
     """Euler steps of a rectified flow."""
 
     sigmas: tuple[float, ...]
-    """Noise levels, decreasing from 1 to 0."""
+    """Noise level before each step and after the last, decreasing from 1 to 0."""
     dtype: torch.dtype
     """Dtype of the model, to which the result of each step is rounded."""
 
@@ -170,15 +178,16 @@ class EulerSchedule:
     def advance(
         self, latents: torch.Tensor, flow: torch.Tensor, step: int, noise: ChunkNoise | None = None
     ) -> torch.Tensor:
-        """Return the latents at the next noise level, fp32. `noise` is not used."""
+        """Return the latents at the next noise level, fp32. The argument `noise` is not used."""
         change = (self.sigmas[step + 1] - self.sigmas[step]) * flow
         return (latents + change).to(self.dtype).float()
 
 
 def with_most_steps(schedule: FewStepSchedule, max_steps: int | None) -> FewStepSchedule:
-    """Return at most `max_steps` entries of a schedule at even distances, including the first one.
+    """Return a schedule with at most `max_steps` evenly spaced entries, including the first one.
 
-    For example, two of four entries are 0 and 2. None: all entries.
+    For example, entries 0 and 2 remain if four entries are reduced to two. If `max_steps` is None,
+    all entries remain.
     """
     length = schedule.num_steps
     if max_steps is None or max_steps >= length:
@@ -191,7 +200,7 @@ def with_most_steps(schedule: FewStepSchedule, max_steps: int | None) -> FewStep
 def warp(sigmas: np.ndarray, shift: float | np.floating) -> np.ndarray:
     """Return shift*sigma / (1 + (shift-1)*sigma) in the dtype of `sigmas`.
 
-    The function is monotone on [0, 1] and maps 0 and 1 to themselves.
+    This warp is monotone on [0, 1] and maps 0 and 1 to themselves.
     """
     return shift * sigmas / (1 + (shift - 1) * sigmas)
 
@@ -205,11 +214,11 @@ def few_step_schedule(
     """Return the schedule with the given entries of the 1000-step table.
 
     Args:
-        convention: See the module docstring.
-        shift: Warp of the table, > 0.
-        indices: Strictly increasing; 0 is the noisiest entry.
-        precision: Dtype in which the `exact` table is computed. fp32 gives the bits of SGLang,
-            which differ from fp64 in the last place.
+        convention: Convention of the table; the module docstring describes both.
+        shift: Parameter of `warp` for the table, greater than 0.
+        indices: Indices of the entries, strictly increasing. Index 0 is the noisiest entry.
+        precision: Dtype in which the `exact` table is computed. With fp32, the table is
+            bit-identical to SGLang's, which differs from an fp64 table in the last place.
 
     Raises:
         ValueError: The shift or an index is out of range.
@@ -251,15 +260,15 @@ def unipc_flow_table(shift: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def nearest_schedule(shift: float, timesteps: Sequence[float]) -> FewStepSchedule:
-    """Return the schedule with the given timesteps.
+    """Return the schedule with the given timesteps, as in the causal Wan references.
 
-    The sigma of a timestep is that of the nearest entry in the `exact` table (fp32; the first of
-    two equally near entries), as in the causal Wan references. It is close to t / 1000 and never 0,
-    because the table ends at 1/1000 of warped time.
+    The sigma of a timestep is that of the nearest entry in the `exact` table (in fp32; if two
+    entries are equally near, the first). This sigma is close to t / 1000 and is never 0, because
+    the last entry of the table is the warp of 1/1000.
 
     Args:
-        shift: Warp of the table, > 0.
-        timesteps: Strictly decreasing, in [0, 1000].
+        shift: Parameter of `warp` for the table, greater than 0.
+        timesteps: Timesteps of the steps, strictly decreasing, in [0, 1000].
 
     Raises:
         ValueError: The shift or a timestep is out of range.

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step caching: skips denoise steps and reuses the prediction of an earlier step.
 
-This follows TeaCache (Liu et al. 2024, arXiv 2411.19108): the prediction of a network changes
-between two steps about as much as its time embedding. The changes since the last computed step are
-summed. While the sum is below the threshold of the request, the prediction is reused. Two
-differences from TeaCache: changes are relative to their mean over the schedule, because TeaCache's
-polynomial must be fitted to each checkpoint; and the cache holds the prediction, not a residual.
+The method follows TeaCache (Liu et al. 2024, arXiv 2411.19108): between two steps, the prediction
+of a network changes about as much as its time embedding. The changes of the embedding since the
+last computed step are summed. While the sum is below the threshold of the request, the prediction
+of that step is reused. There are two differences from TeaCache. Changes are relative to their mean
+over the schedule, because TeaCache's polynomial must be fitted to each checkpoint. The cache
+contains the prediction instead of a residual.
 
-The computed steps of a request depend only on its timesteps and are chosen before the first step.
-Ranks therefore agree on them, and the host does not wait for the device. diffusers' caches
-(`diffusers.hooks`) are not suitable, because they replace forward passes of diffusers' classes, and
-First Block Cache compares tensors on the host in each step.
+Which steps are computed is decided before the first step and depends only on the timesteps and the
+threshold of the request. All ranks therefore compute the same steps, and the host does not wait for
+the device. diffusers' caches (`diffusers.hooks`) are not suitable, because they replace forward
+passes of diffusers' classes, and First Block Cache compares tensors on the host in each step.
 """
 
 # S steps, D channels of a time embedding
@@ -22,25 +23,26 @@ import msgspec
 import torch
 
 StepCache = Annotated[float, msgspec.Meta(gt=0, le=100)]
-"""Threshold of a request, relative to the mean change of its schedule. For example, 2 computes
-about every second step and 3 every third.
+"""Threshold of a request, relative to the mean change of the time embedding between two steps of
+its schedule. For example, with a threshold of 2 about every second step is computed, and with 3
+about every third.
 """
 
 _ROUNDING = 1e-3
-"""Tolerance of a threshold for rounding errors, as a fraction of it."""
+"""Tolerance for rounding errors, as a fraction of the threshold."""
 
 
 def computed_steps(
     embeddings_SD: torch.Tensor, threshold: float, fixed: Collection[int] = ()
 ) -> tuple[bool, ...]:
-    """Return whether each step is computed. The first and the last step always are.
+    """Return whether each step is computed. The first and the last step are always computed.
 
     Args:
         embeddings_SD: Time embedding of each step, any float dtype. The change of a step is the
             mean absolute difference from the previous embedding, divided by the mean absolute value
-            of the latter.
-        threshold: See `StepCache`.
-        fixed: Additional steps that are always computed.
+            of the previous embedding.
+        threshold: Threshold of the request (`StepCache`).
+        fixed: Indices of further steps that are always computed.
     """
     before, after = embeddings_SD[:-1].float(), embeddings_SD[1:].float()
     scale = before.abs().mean(-1).clamp(min=torch.finfo(torch.float32).tiny)
@@ -57,9 +59,9 @@ def computed_steps(
 
 
 def step_cache_meta(threshold: float | None, computed: Sequence[bool]) -> dict[str, Any]:
-    """Return the metadata of a result: the threshold and the share of computed steps.
+    """Return the result's metadata on step caching: the threshold and the share of computed steps.
 
-    Empty without a threshold.
+    The metadata is empty for a request without a threshold.
     """
     if threshold is None:
         return {}

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StepPipeline`: vLLM's model interface for pipelines that the diffusion runner drives.
+"""`StepPipeline`: implements vLLM's model interface for pipelines that the diffusion runner drives.
 
-vLLM checks a model class before an engine starts: it must be a pooling model, attention-free (vLLM
-then creates no K/V cache) and capable of pipeline parallelism. The runner never calls `forward`.
+vLLM checks a model class before an engine starts. The class must be a pooling model, be
+attention-free (so that vLLM creates no K/V cache) and support pipeline parallelism. The diffusion
+runner never calls `forward`.
 """
 
 from collections.abc import Iterable
@@ -43,19 +44,22 @@ class StepPipeline(
     """Base class of all registered pipelines.
 
     Subclasses implement `SupportsStepExecution` and `load_weights`. The class is `SupportsLoRA`
-    even if a model has no adapters, because vLLM 0.33 requires it before `check_adapters` of the
-    family can decide.
+    even if a model supports no adapters, because vLLM 0.33 requires this before the family's
+    `check_adapters` can decide.
     """
 
     is_pooling_model: ClassVar[Any] = True
-    """vLLM: the engine runs pooling requests, each of which generates one chunk."""
+    """Tells vLLM that the engine runs pooling requests. Each pooling request generates one chunk.
+    """
     supports_multimodal_raw_input_only: ClassVar[bool] = True
-    """vLLM: tensors of a request reach the model as they are, without embeddings."""
+    """Tells vLLM to pass the tensors of a request to the model unchanged, without computing
+    embeddings.
+    """
     supports_step_execution: ClassVar[bool] = True
-    """The runner calls the methods of `SupportsStepExecution`."""
+    """Marker by which the runner recognises that a class implements `SupportsStepExecution`."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        nn.Module.__init__(self)  # a subclass's other base takes other arguments
+        nn.Module.__init__(self)  # another base of a subclass may take different arguments
         self.pooler = IdentityPooler()
 
     def embed_input_ids(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -74,7 +78,7 @@ class StepPipeline(
         return IntermediateTensors({})
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load all weights strictly. Returns the names of all parameters."""
+        """Load all weights strictly, and return the names of all parameters."""
         raise NotImplementedError
 
 
@@ -83,22 +87,22 @@ Layout = TypeVar("Layout")
 
 @dataclass(frozen=True)
 class ServedCheckpoint(Generic[Layout]):
-    """A checkpoint and the engine's options for it."""
+    """A checkpoint and the options with which an engine serves it."""
 
     hf_config: Any
     """vLLM's config object of the checkpoint."""
     layout: Layout
     """Locations of the checkpoint's components."""
     omni: OmniConfig
-    """Options of this package."""
+    """Server options of this package."""
     dtype: torch.dtype
     """Dtype of the model."""
     eager: bool
     """Whether compilation is disabled (`--enforce-eager`)."""
     quantization: QuantizationConfig | None = None
-    """vLLM's config for `--quantization`. None: weights stay as they are loaded."""
+    """vLLM's config for `--quantization`. None: weights remain as they are loaded."""
     kv_dtype: torch.dtype | None = None
-    """Dtype of stored keys and values. None: `dtype`."""
+    """Dtype of stored keys and values. None: the dtype of the model."""
     offloads: bool = False
     """Whether some weights are on the host (`--cpu-offload-gb`)."""
 
@@ -116,10 +120,10 @@ class LoadsCheckpoint(Protocol):
 
 
 class CheckpointPipeline(StepPipeline, Generic[Layout]):
-    """A pipeline that finds its checkpoint and owns the model built from it (`model`).
+    """A pipeline that finds its checkpoint, builds a model from it and owns that model (`model`).
 
-    vLLM loads the pipeline. The diffusion runner drives the model, which does not depend on vLLM's
-    engine.
+    vLLM loads the pipeline. The diffusion runner drives only the model, which does not depend on
+    vLLM's engine.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
@@ -160,7 +164,7 @@ class CheckpointPipeline(StepPipeline, Generic[Layout]):
     def build_model(self, served: ServedCheckpoint[Layout]) -> nn.Module:
         """Build the model on torch's default device, with uninitialised parameters.
 
-        It must be `LoadsCheckpoint`.
+        The model must implement `LoadsCheckpoint`.
         """
         raise NotImplementedError
 
@@ -170,7 +174,8 @@ class CheckpointPipeline(StepPipeline, Generic[Layout]):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load all components of the checkpoint strictly.
 
-        `weights`, vLLM's iterator over the files of one directory, is not used.
+        The argument `weights`, which is vLLM's iterator over the files of one directory, is not
+        used.
         """
         assert isinstance(self.model, LoadsCheckpoint)
         self.model.load_checkpoint(self.served_layout())
@@ -185,7 +190,9 @@ def driven_model(pipeline: nn.Module) -> nn.Module:
 def _quantization(
     quantization: QuantizationConfig | None, hf_config: Any
 ) -> QuantizationConfig | None:
-    """Return vLLM's config, restricted to the layers that the checkpoint stores quantized."""
+    """Return vLLM's quantization config, restricted to the layers that the checkpoint stores
+    quantized.
+    """
     stored = getattr(hf_config, "quantization_config", None)
     if quantization is None or stored is None:
         return quantization
@@ -193,7 +200,9 @@ def _quantization(
 
 
 def compiles(requested: bool | None, eager: bool) -> FastPath:
-    """Resolve `omni.model.compile`. Default: true on CUDA, unless the engine is eager."""
+    """Resolve `omni.model.compile`. By default, compilation is on for CUDA unless the engine is
+    eager.
+    """
     if requested is not None:
         lack = Lack("" if requested else "omni.model.compile is false")
     else:
@@ -203,8 +212,9 @@ def compiles(requested: bool | None, eager: bool) -> FastPath:
 
 _MOST_CHANNELS = 3072
 """Maximum channels per rank for CUDA graphs. Forward passes of wider networks (LingBot World and
-causal Wan 14B have 5120) take longer on a GPU than their launches take on the host. With 3072, a
-chunk of DreamX-World without graphs took longer at 480x832 than at 704x1280."""
+causal Wan 14B have 5120) take longer on a GPU than their launches take on the host. With 3072
+channels and no graphs, a chunk of DreamX-World took longer at 480x832 than at 704x1280.
+"""
 
 
 def launches_graphs(
@@ -215,14 +225,15 @@ def launches_graphs(
     *,
     name: str = "cuda_graphs",
 ) -> FastPath:
-    """Resolve `omni.model.cuda_graphs`. Always off without CUDA.
+    """Resolve `omni.model.cuda_graphs`. CUDA graphs are always off on other devices.
 
     Args:
-        requested: The option. None: on unless one of the other arguments speaks against it.
-        eager: Whether the engine is eager.
-        offloads: Whether some weights are on the host.
+        requested: Value of the option. None: graphs are used unless another argument rules them
+            out.
+        eager: Whether the engine is eager (`--enforce-eager`).
+        offloads: Whether some weights are on the host (`--cpu-offload-gb`).
         channels: Channels of a token per rank.
-        name: Name in reports.
+        name: Name of the fast path in reports.
     """
     lack = lacks_gpu(this_device())
     if not lack and requested is False:

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WholeRequestModel`: serves a model that is not `SupportsStepExecution`, one request per engine
-step.
+"""`WholeRequestModel`: serves a model that does not implement `SupportsStepExecution`, one request
+per engine step.
 
-Such a model has one method that computes the result of a request:
+The served model has one method that computes the whole result of a request:
 
     sample | forward | diffuse (params: DiffusionParams, tensors: Mapping[str, Tensor]) -> (meta,
     tensors)
 
-The names are tried in this order (`METHODS`). Methods inherited from `torch.nn.Module` or
+The method names are tried in the order of `METHODS`. Methods inherited from `torch.nn.Module` or
 `StepPipeline` do not count. The input tensors are on the CPU; the result may be on any device. The
 client receives a `RequestFailed` unchanged. A method named `forward` must accept `**kwargs`,
 because vLLM refuses classes with a `forward` that does not accept vLLM's keywords.
 
-Limitations: an abort takes effect after the request, requests are not batched, and there is only
-one pipeline stage. A model with separate steps should be `SupportsStepExecution`.
+Limitations: an abort takes effect only after the request, requests are not batched, and only one
+pipeline stage is supported. A model with separate denoise steps should implement
+`SupportsStepExecution`.
 """
 
 import inspect
@@ -41,8 +42,8 @@ METHODS = ("sample", "forward", "diffuse")
 """Names of the method that runs a request, in the order in which they are tried."""
 
 _NOMINAL_BYTES = 1
-"""Size of a session. The memory of such a model is unknown, so `omni.max_sessions` alone limits
-admission.
+"""Nominal size of a session in bytes. How much memory a request needs is unknown, so only
+`omni.max_sessions` limits admission.
 """
 
 Request = DiffusionRequest[OneShotSession, Result]
@@ -52,7 +53,7 @@ def find_method(model: nn.Module) -> str:
     """Return the first of `METHODS` that the model's own class defines.
 
     Raises:
-        TypeError: It defines none of them.
+        TypeError: The class defines none of these methods.
     """
     for name in METHODS:
         found = inspect.getattr_static(type(model), name, None)
@@ -66,10 +67,11 @@ def find_method(model: nn.Module) -> str:
 
 
 class WholeRequestModel:
-    """Adapts a model that runs a request in one call to `SupportsStepExecution`, with one step.
+    """Adapter that presents a model with one call per request as `SupportsStepExecution` with one
+    step.
 
     Args:
-        model: The model.
+        model: Model that computes a request in one call.
     """
 
     supports_step_execution: ClassVar[bool] = True
@@ -101,7 +103,7 @@ class WholeRequestModel:
         request.num_steps = 1
 
     def batch_key(self, request: Request) -> Hashable:
-        return request.request_id  # a batch of one: the model takes one request
+        return request.request_id  # the model takes one request at a time
 
     def denoise_step(
         self, batch: Sequence[Request], hidden: torch.Tensor | None = None
@@ -113,7 +115,7 @@ class WholeRequestModel:
     def step_scheduler(self, batch: Sequence[Request], prediction: torch.Tensor) -> None: ...
 
     def latents(self, request: Request) -> torch.Tensor:
-        """Return sums over the floating-point results, for the runner's check for NaN and Inf."""
+        """Return sums over the floating-point results, which the runner checks for NaN and Inf."""
         result = request.state[1] if request.state is not None else {}
         sums = [
             tensor.float().sum().cpu() for tensor in result.values() if tensor.is_floating_point()
@@ -131,16 +133,18 @@ class WholeRequestModel:
         request.session.chunk_index += 1
 
     def warmup_inputs(self) -> list[Inputs]:
-        """Return the model's own `warmup_inputs()`. Without them there is no warm-up."""
+        """Return the model's own `warmup_inputs()`. A model that does not define this method has no
+        warm-up.
+        """
         own = inspect.getattr_static(type(self.model), "warmup_inputs", None)
         return [] if own is None else self.model.warmup_inputs()  # type: ignore[operator]
 
 
 def in_steps(network: nn.Module) -> SupportsStepExecution:
-    """Return the model itself, or a `WholeRequestModel` if it has no steps.
+    """Return the model itself, or a `WholeRequestModel` that wraps it if it has no steps.
 
     Raises:
-        TypeError: The model supports neither.
+        TypeError: The model has neither steps nor a method that runs a request.
     """
     if isinstance(network, SupportsStepExecution) and network.supports_step_execution:
         return network

@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni plan`: memory of a streaming model per GPU and split, and measured results."""
+"""`vllm-omni plan`: computes the memory per GPU of a streaming model for each parallel split, and
+shows measured speed and quality."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The results of record, as data of the package, and comparison of new measurements with them.
+"""The baselines (benchmark results that are shipped with the package) and the comparison of new
+measurements with them.
 
 `make results` writes `baselines.json` from `benchmarks/results`. `vllm-omni bench --check` repeats
-some of them.
+some of the benchmarks.
 """
 
 import re
@@ -16,44 +17,44 @@ import msgspec
 
 _FILE: Final = "baselines.json"
 GPU_TOLERANCE: Final = 0.06
-"""GPUs of the same model differ by up to this fraction."""
+"""Fraction by which two GPUs of the same model may differ in speed."""
 CPU_TOLERANCE: Final = 0.25
-"""Processor time of the same work differs by up to this fraction, for example due to the clock of
-the cores and other programs on them.
+"""Fraction by which the processor time of the same work may differ, for example because of the
+clock rate of the cores or other programs that run on them.
 """
 
 Verdict = Literal["within", "faster", "slower", "other hardware"]
 
 
 class BaselineValue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One column of a row."""
+    """One measured quantity of a baseline."""
 
     name: str
-    """Quantity with its unit, as in docs/reference/results.md."""
+    """Name of the quantity with its unit, as in docs/reference/results.md."""
     starts: tuple[float | str, ...]
-    """One value for each run of the command."""
+    """Measured values, one for each run of the command."""
 
 
 class BaselineCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a row is repeated."""
+    """How to repeat the measurement of a baseline."""
 
     script: str
     """Name of the benchmark."""
     arguments: tuple[str, ...]
     """Arguments of the recorded command."""
     number: str
-    """Key of the measured number in the benchmark's `result`. Smaller is better."""
+    """Key of the compared metric in the benchmark's `result`. Smaller values are better."""
     value: str
-    """Name of the same metric in `Baseline.values`."""
+    """Name of the compared metric in `Baseline.values`."""
 
 
 class Baseline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One result of record."""
+    """One recorded benchmark result."""
 
     name: str
-    """Name of the result file without suffix."""
+    """Name of the result file without its suffix."""
     row: str
-    """What was measured."""
+    """Description of what was measured."""
     date: str
     """Day of the measurement."""
     commit: str
@@ -61,25 +62,26 @@ class Baseline(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     command: str
     """Command that was measured."""
     cpu: str
-    """Model of the host's CPU. Empty: not recorded."""
+    """Model of the host's CPU; empty if the model was not recorded."""
     cores: int
-    """CPU cores that the command could use. 0: not recorded."""
+    """Number of CPU cores that the command could use; 0 if the number was not recorded."""
     gpu: str | None
-    """Kind of GPU, for example "H200". None: measured on a CPU."""
+    """Kind of GPU, for example "H200". None if the result was measured on a CPU."""
     gpus: int
     """Number of GPUs that were used."""
     values: tuple[BaselineValue, ...]
-    """The measured values."""
+    """The measured quantities."""
     check: BaselineCheck | None = None
-    """How to repeat the row. None: the check takes too long, or needs more than one GPU."""
+    """How to repeat the measurement, or None if it takes too long for a check or needs more than
+    one GPU."""
 
     @property
     def hardware(self) -> str:
-        """The hardware, for example `1 x H200` or `2 cores of AMD EPYC`."""
+        """Description of the hardware, for example `1 x H200` or `2 cores of AMD EPYC`."""
         return f"{self.gpus} x {self.gpu}" if self.gpu else f"{self.cores} cores of {self.cpu}"
 
     def median(self, value: str) -> float | None:
-        """Return the median of a column over the runs, or None if it is not numeric."""
+        """Return the median of a quantity over all runs, or None if the quantity is not numeric."""
         for one in self.values:
             if one.name == value:
                 numbers = [float(start) for start in one.starts if not isinstance(start, str)]
@@ -93,32 +95,34 @@ class Machine(msgspec.Struct, frozen=True):
     cpu: str
     """Model of the CPU."""
     cores: int
-    """CPU cores that this process may use."""
+    """Number of CPU cores that this process may use."""
     gpu: str | None = None
-    """Kind of the first GPU. None: no GPU."""
+    """Kind of the first GPU, or None if the machine has no GPU."""
     gpu_bytes: int = 0
-    """Memory of the first GPU."""
+    """Memory of the first GPU in bytes."""
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """A repeated row."""
+    """Comparison of a repeated measurement with its baseline."""
 
     name: str
-    """Name of the row."""
+    """Name of the baseline."""
     row: str
-    """What was measured."""
+    """Description of what was measured."""
     recorded: float
-    """Median of the record, ms."""
+    """Median of the recorded values, in milliseconds."""
     measured: float
-    """The new measurement, ms."""
+    """Newly measured value, in milliseconds."""
     ratio: float
-    """Measured divided by recorded; above 1 is slower."""
+    """Measured value divided by recorded value. Above 1, this machine is slower."""
     same_hardware: bool
-    """Whether the record is of the same kind of GPU, or of the same CPU and number of cores."""
+    """Whether the baseline was recorded on the same kind of GPU, or on the same CPU with the same
+    number of cores."""
     tolerance: float
-    """Maximum deviation from 1 that counts as equal."""
+    """Maximum difference between the ratio and 1 for which the values count as equal."""
     verdict: Verdict
-    """`other hardware`: the ratio does not allow conclusions about this installation."""
+    """Result of the comparison. `other hardware` means that the ratio does not allow conclusions
+    about this installation."""
 
 
 def gpu_kind(name: str) -> str:
@@ -128,7 +132,7 @@ def gpu_kind(name: str) -> str:
 
 @cache
 def all_baselines() -> tuple[Baseline, ...]:
-    """Return every row of the file."""
+    """Return all baselines of the package."""
     return msgspec.json.decode(
         files(__package__).joinpath(_FILE).read_bytes(), type=tuple[Baseline, ...]
     )
@@ -143,17 +147,20 @@ def is_same_hardware(row: Baseline, machine: Machine) -> bool:
 def choose_rows(
     machine: Machine, names: Iterable[str] = (), rows: Iterable[Baseline] | None = None
 ) -> list[Baseline]:
-    """Return the rows to repeat.
+    """Choose the baselines to repeat.
+
+    Only baselines that fit this machine are considered. A baseline that was measured on a GPU
+    requires a GPU with enough memory; any other baseline requires a machine without a GPU.
 
     Args:
-        machine: The machine that runs this process. Rows measured on GPUs are only for machines
-            with a GPU.
-        names: Names of rows. None: for each benchmark, the first row of the same hardware whose
-            memory fits, or otherwise the first row that fits, so that a check takes minutes.
-        rows: All rows (default: those of the package).
+        machine: The machine that runs this process.
+        names: Names of the baselines to repeat. If empty, one baseline is chosen for each
+            benchmark, so that a check takes only minutes: the first that was recorded on the same
+            hardware, or else the first that fits.
+        rows: All baselines. Default: those of the package.
 
     Raises:
-        KeyError: A name is unknown, or its row cannot be repeated on such a machine.
+        KeyError: A name is unknown, or its baseline cannot be repeated on this machine.
     """
     fitting = {
         row.name: row
@@ -174,10 +181,10 @@ def choose_rows(
 
 
 def compare_result(row: Baseline, document: Mapping[str, Any], machine: Machine) -> Comparison:
-    """Compare the result file of a repeated benchmark with its row.
+    """Compare the result file of a repeated benchmark with its baseline.
 
     Raises:
-        KeyError: The result does not contain the metric.
+        KeyError: The result does not contain the compared metric.
     """
     assert row.check is not None
     recorded = row.median(row.check.value)

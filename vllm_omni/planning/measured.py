@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measured speed of streaming models, which `vllm-omni plan` prints in addition to their memory.
 
-Speed is looked up and never predicted, because it depends on kernels, hosts and links as much as
-on shapes. tests/planning/test_measured.py compares the rows with the result files that they cite.
+Speed is looked up and never predicted, because it depends on kernels, hosts and interconnects as
+much as on tensor shapes. tests/planning/test_measured.py compares the rows of the table with the
+result files that they cite.
 """
 
 from functools import cache
@@ -24,43 +25,46 @@ class MeasuredRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str
     """Name of the network (`size_names`)."""
     gpu: str
-    """Kind of GPU."""
+    """Kind of GPU, for example "H200"."""
     gpus: int
-    """Number of GPUs."""
+    """Number of GPUs that the engine used."""
     split: str
-    """How the GPUs were used (`str(Split)`). Ulysses ranks of one stage also share its decodes."""
+    """How the model was split over the GPUs (`str(Split)`). Ulysses ranks of one stage also share
+    its decodes."""
     precision: str
     """Precision of weights, keys and values."""
     fps: float
-    """Video frames per second, of all sessions together."""
+    """Video frames per second of all sessions together."""
     first_frame_ms: float
-    """Milliseconds from the request of a session to its first frame."""
+    """Milliseconds from a session's first request to its first frame."""
     memory_gb: float
-    """Peak of the memory allocated on the fullest GPU, in 10^9 bytes."""
+    """Peak of the allocated memory on the GPU with the most, in 10^9 bytes."""
     source: str
-    """Result file in `benchmarks/results`, and after `#` the row in it."""
+    """Name of the result file in `benchmarks/results`, followed by `#` and the row in the file."""
     window: int | None = None
-    """Latent frames in the K/V window. Default: the model's."""
+    """Number of latent frames in the K/V window. Default: the model's window."""
     matched_steps: int = 0
-    """Denoise steps of a noise-matched stream. Default: 0, the strict cache."""
+    """Number of denoise steps of a noise-matched stream. Default: 0, which means the strict cache.
+    """
     sessions: int = 1
-    """Live sessions."""
+    """Number of live sessions."""
     preset: PresetName | None = None
-    """Preset with exactly these settings. Default: none."""
+    """Name of the preset that has exactly these settings. Default: no preset has these settings."""
 
 
 @cache
 def all_runs() -> tuple[MeasuredRun, ...]:
-    """Return every row of the table."""
+    """Return all measured runs."""
     return msgspec.json.decode(
         files(__package__).joinpath(_FILE).read_bytes(), type=tuple[MeasuredRun, ...]
     )
 
 
 def find_runs(model: StreamModel, gpu: str, gpus: int) -> list[MeasuredRun]:
-    """Return the runs of a network on at most `gpus` GPUs, the fewest GPUs first.
+    """Return the measured runs of a network on at most `gpus` GPUs, sorted by the number of GPUs.
 
-    A checkpoint is matched to the network with the same number of parameters and tokens per frame.
+    The runs of a checkpoint are those of the network that has the same number of parameters and the
+    same number of tokens per frame.
     """
     return sorted(
         (

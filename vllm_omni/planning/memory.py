@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of a streaming model per GPU, from its shapes. Pure functions. Nothing is loaded.
+"""Computes the memory of a streaming model per GPU from its shapes, without loading anything.
 
-Weights, K/V windows and caches are exact. The transient memory of a decode is measured
-(`AutoencoderMemory.workspace`). Held by tests/planning/.
+All functions are pure. The sizes of weights, K/V windows and caches are exact. The transient memory
+of a decode is a measured value (`AutoencoderMemory.workspace`). Tests: tests/planning/.
 """
 
 from dataclasses import dataclass, replace
@@ -11,12 +11,12 @@ from typing import Final
 from vllm_omni.planning.stream_model import BF16, ParallelSplit, StreamModel
 
 GPU_BYTES: Final = {"H200": 150.1e9, "H100": 85.0e9}
-"""Number of bytes of memory that the driver reports for each GPU."""
+"""Memory in bytes that the driver reports for each kind of GPU."""
 _USABLE: Final = 0.95
 """Fraction of a GPU's memory that a server can use."""
 _INT8: Final = 1
 _WORKSPACE_FRAMES: Final = 3
-"""Latent frames of a chunk at which `AutoencoderMemory.workspace` was measured."""
+"""Number of latent frames in the chunk with which `AutoencoderMemory.workspace` was measured."""
 
 
 @dataclass(frozen=True)
@@ -24,21 +24,21 @@ class MemoryPlan:
     """Memory of one engine."""
 
     split: ParallelSplit
-    """How the engine splits the model."""
+    """How the engine splits the model over GPUs."""
     session_bytes: float
-    """Bytes per session, on the rank where a session is largest."""
+    """Bytes per session on the rank where a session is largest."""
     memory_bytes: float
-    """Bytes of the fullest rank with the requested number of sessions."""
+    """Bytes used on the rank with the most, with the requested number of sessions."""
     max_sessions: int
-    """Number of sessions that fit; 0 if the model itself does not fit."""
+    """Maximum number of sessions that fit; 0 if the model itself does not fit."""
 
 
 @dataclass(frozen=True)
 class _Rank:
     fixed: float
-    """Bytes without a session."""
+    """Bytes that the rank uses without any session."""
     session: float
-    """Bytes per session."""
+    """Bytes that each session uses on the rank."""
 
 
 def plan_memory(
@@ -47,8 +47,8 @@ def plan_memory(
     """Compute the memory of an engine.
 
     Args:
-        model: The model as it is served.
-        gpu_bytes: Memory of one GPU.
+        model: The model, with the options with which it is served.
+        gpu_bytes: Memory of one GPU in bytes.
         split: How the engine splits the model over GPUs.
         sessions: Number of live sessions.
     """
@@ -63,26 +63,26 @@ def plan_memory(
 
 
 def window_bytes(model: StreamModel, frames: int) -> float:
-    """Bytes of the K/V of `frames` latent frames, all layers and heads."""
+    """Return the bytes of the K/V of `frames` latent frames in all layers and heads."""
     elements = 2 * (model.kv_dim or model.dim) * model.layers + model.side_kv
     return float(model.kv_itemsize * frames * model.tokens_per_frame * elements)
 
 
 def _pinned_bytes(model: StreamModel) -> float:
-    """Bytes of the K/V of pinned tokens, with the second copy of their keys."""
+    """Return the bytes of the K/V of pinned tokens, including the second copy of their keys."""
     return 3.0 * model.kv_itemsize * model.pinned_tokens * model.dim * model.layers
 
 
 def _cross_kv_bytes(model: StreamModel, split: ParallelSplit) -> float:
-    """Bytes of the prompts' K/V: each chunk in flight may have a different prompt."""
+    """Return the bytes of the K/V of prompts. Each chunk in flight may have a different prompt."""
     elements = 2 * model.context_length * model.dim * model.layers / split.layer_parts
     return model.in_flight * elements * BF16 / (split.ranks if split.tensor else 1)
 
 
 def session_bytes(model: StreamModel, split: ParallelSplit, *, last_stage: bool = True) -> float:
-    """Bytes of one session on the first rank of a stage with layers.
+    """Return the bytes of one session on the first rank of a stage with layers.
 
-    The last such stage decodes unless `vae_stage`.
+    The last stage with layers also decodes, unless there is a VAE stage.
     """
     frames = (
         model.window
@@ -100,8 +100,8 @@ def session_bytes(model: StreamModel, split: ParallelSplit, *, last_stage: bool 
 
 
 def _modulation_bytes(model: StreamModel, split: ParallelSplit) -> float:
-    """Bytes of the camera's scales and shifts of all layers, which a chunk holds until it is
-    done.
+    """Return the bytes of the camera's scales and shifts of all layers. A chunk keeps them until it
+    is finished.
     """
     if not model.camera:
         return 0.0
@@ -112,9 +112,9 @@ def _modulation_bytes(model: StreamModel, split: ParallelSplit) -> float:
 
 
 def weight_bytes(model: StreamModel, split: ParallelSplit, *, first_stage: bool = True) -> float:
-    """Bytes of weights on the first rank of a stage with layers.
+    """Return the bytes of weights on the first rank of a stage with layers.
 
-    That of the first stage has the text encoder.
+    The first rank of the first stage also holds the text encoder.
     """
     shared = split.layer_parts * (split.ranks if split.tensor else 1)
     saved = model.block_parameters * (BF16 - model.weight_itemsize)
@@ -127,25 +127,26 @@ def weight_bytes(model: StreamModel, split: ParallelSplit, *, first_stage: bool 
 
 
 def _adapter_bytes(model: StreamModel, split: ParallelSplit) -> float:
-    """Bytes of the slots of LoRA adapters.
+    """Return the bytes of the slots of LoRA adapters.
 
-    Tensor parallel ranks share one of an adapter's two factors.
+    Tensor-parallel ranks split one of an adapter's two factors; each has a copy of the other.
     """
     whole = model.adapters * model.adapter_rank * model.sides * BF16 / split.layer_parts
     return whole * (1 + 1 / split.ranks) / 2 if split.tensor else whole
 
 
 def _fullest_ranks(model: StreamModel, split: ParallelSplit) -> list[_Rank]:
-    """Return the ranks that can be the fullest: the first of the first stage, of the last, and
-    of a VAE stage.
+    """Return the ranks that can use the most memory: the first rank of the first stage, of the last
+    stage with layers, and of a VAE stage.
     """
-    decodes = 1 if split.stages == 1 else 2  # the next chunk decodes while results wait for a step
+    # With several stages, the next chunk is decoded while a result waits for its engine step.
+    decodes = 1 if split.stages == 1 else 2
     longer = max(1.0, model.chunk / _WORKSPACE_FRAMES)
     workspace = decodes * model.autoencoder.workspace
     if model.image or model.video_input:
         workspace = max(workspace, model.autoencoder.encoder_workspace)
     workspace *= longer * model.area
-    if not model.image:  # ranks do not share the encoder of an image condition
+    if not model.image:  # ranks do not split the encoder of an image condition
         workspace /= split.decode_ranks
     found = []
     for first, last in (
@@ -161,7 +162,7 @@ def _fullest_ranks(model: StreamModel, split: ParallelSplit) -> list[_Rank]:
 
 
 def splits(model: StreamModel, gpus: int) -> list[ParallelSplit]:
-    """Return every split over at most `gpus` GPUs that heads, layers and cache allow."""
+    """Return every split over at most `gpus` GPUs that the model's heads, layers and cache allow."""
     found = [ParallelSplit()]
     for ranks in range(1, gpus + 1):
         if model.heads % ranks:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The networks that `plan` knows by name or by checkpoint directory: those of the families that
-have a `FamilyPlan`.
+"""The networks that `vllm-omni plan` supports, given by name or by checkpoint directory: the
+networks of all families that have a `FamilyPlan`.
 
-Reads configs, no weights; names no model. Held by tests/planning/.
+This module reads configs but no weights, and does not depend on a model. Tests: tests/planning/.
 """
 
 from collections.abc import Mapping
@@ -21,33 +21,39 @@ _OPTIONS: Final = {
     "sink_frames": "sinks",
     "latent_frames_per_chunk": "chunk",
 }
-"""Option of `omni.model` -> field of `StreamModel`."""
+"""Options of `omni.model` and the corresponding fields of `StreamModel`."""
 
 
 @cache
 def family_plans() -> dict[str, FamilyPlan]:
-    """Plan of each family that has one, by the family's name, in the registry's order."""
+    """Return the plan of each family that has one, by the family's name, in the registry's order."""
     return {name: plan for name in family_names() if (plan := get_family(name).plan) is not None}
 
 
 def size_names() -> list[str]:
-    """Names of networks of different sizes."""
+    """Return the names of the networks of different sizes."""
     return [name for plan in family_plans().values() for name in plan.sizes]
 
 
 def known_names() -> list[str]:
-    """The names of these families, and the other names that `vllm-omni download` accepts."""
+    """Return all names that `plan` accepts: those of `size_names`, and the releases that
+    `vllm-omni download` accepts."""
     return [*size_names(), *(name for plan in family_plans().values() for name in plan.releases)]
 
 
 def model_of(name: str, preset: PresetName = DEFAULT_PRESET, **changes: Any) -> StreamModel:
-    """Return a model given by name (`known_names`) or checkpoint directory. changes: Fields of
-    `StreamModel` to set.
+    """Return the model with a name (`known_names`) or in a checkpoint directory.
 
-    Raises ValueError.
+    If a name has several meanings, a size (`size_names`) takes precedence over a directory, and a
+    directory takes precedence over a release.
 
-    A directory with the name of a release takes precedence over the release, and the names of sizes
-    over both.
+    Args:
+        name: Name of the model, or path of its checkpoint directory.
+        preset: Preset from which the model's options are taken.
+        **changes: Fields of `StreamModel` to set.
+
+    Raises:
+        ValueError: The model is unknown, or a change or the preset is not supported.
     """
     path = Path(name)
     for family_name, plan in family_plans().items():
@@ -69,7 +75,7 @@ def model_of(name: str, preset: PresetName = DEFAULT_PRESET, **changes: Any) -> 
 def _with_preset(
     model: StreamModel, family_name: str, preset: PresetName, changes: Mapping[str, Any]
 ) -> StreamModel:
-    """Return `model` with the values of a preset for fields that are not in `changes`."""
+    """Return `model` with the values of a preset. Fields in `changes` keep their values."""
     presets = get_family(family_name).presets
     if preset not in presets:
         raise ValueError(f"{family_name} has no preset {preset!r}; allowed: {', '.join(presets)}")
@@ -88,7 +94,7 @@ def _with_preset(
 
 
 def _described(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `StreamModel` that the directory's world description sets for a server."""
+    """Return the fields of `StreamModel` that the world description in a checkpoint directory sets."""
     gpu = read_description(path)
     if gpu is None:
         return {}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recorded speed and quality of presets, for the log line at startup and `vllm-omni plan`.
 
-Speed is in `measured.json` (rows with a `preset`), quality in `preset_quality.json`. A server with
-another network, another video size or additional options has no record.
+Speed is recorded in `measured.json` (rows with a `preset`), and quality in `preset_quality.json`.
+There is no record for a server with another network, another video size or additional options.
 tests/planning/test_measured.py compares the rows with the result files that they cite.
 """
 
@@ -27,35 +27,36 @@ class PresetQuality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Quality of a preset on the demo world."""
 
     family: str
-    """Family of the model."""
+    """Name of the model family."""
     preset: PresetName
     """Name of the preset."""
     psnr_db: float
-    """PSNR against the renderer of the world, in dB."""
+    """PSNR in dB, compared with the frames of the world's renderer."""
     sharpness: float
-    """Sharpness relative to the renderer's frames."""
+    """Sharpness relative to the frames of the world's renderer."""
     source: str
-    """Result file in `benchmarks/results`."""
+    """Name of the result file in `benchmarks/results`."""
 
 
 @cache
 def all_qualities() -> tuple[PresetQuality, ...]:
-    """Return every row of the table."""
+    """Return all recorded qualities."""
     return msgspec.json.decode(
         files(__package__).joinpath(_FILE).read_bytes(), type=tuple[PresetQuality, ...]
     )
 
 
 def speed_of_record(model: StreamModel, preset: PresetName) -> str:
-    """Return the frame rates of a preset on one GPU of each kind, or state that none was
-    measured.
+    """Return a text with the frame rates of a preset on one GPU of each kind, or a text that states
+    that none was measured.
     """
     runs = [run for gpu in GPU_BYTES for run in find_runs(model, gpu, 1) if run.preset == preset]
     return ", ".join(f"{run.fps:.1f} FPS on one {run.gpu}" for run in runs) or _UNKNOWN
 
 
 def quality_of_record(family: str, preset: PresetName) -> str:
-    """Return the quality of a preset on the demo world, or state that it was not measured."""
+    """Return a text with the quality of a preset on the demo world, or a text that states that it
+    was not measured."""
     rows = [row for row in all_qualities() if (row.family, row.preset) == (family, preset)]
     shown = (f"PSNR {row.psnr_db:.1f} dB, sharpness {row.sharpness:.2f}" for row in rows)
     return ", ".join(shown) or _UNKNOWN
@@ -68,10 +69,10 @@ def preset_line(
     hf_config: dict[str, Any],
     omni: OmniConfig,
 ) -> str:
-    """Return the line about a preset that a server logs at start.
+    """Return the line about a preset that a server logs at startup.
 
     Args:
-        preset: The preset, with the precision that it has set.
+        preset: The preset of the server, with the precision that it has set.
         family: Family of the model.
         path: Checkpoint directory.
         hf_config: vLLM's config of the checkpoint.

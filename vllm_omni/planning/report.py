@@ -12,9 +12,10 @@ from vllm_omni.planning.preset_records import speed_of_record
 from vllm_omni.planning.stream_model import ParallelSplit, StreamModel
 
 _GPU_SIZES_GB: Final = (12, 16, 24, 32, 48, 80, 96, 141)
-"""Memory of common GPUs."""
+"""Memory sizes of common GPUs in GB."""
 WEIGHT_ITEMSIZES: Final = {"auto": 2.0, "fp8": 1.0, "nvfp4": 0.5625}
-"""Bytes of one weight of a block's linear layers; NVFP4 has a scale of one byte for 16 weights."""
+"""Bytes per weight in the linear layers of a block. For NVFP4, this includes one byte of scale for
+every 16 weights."""
 _PRECISIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "bf16": {},
     "FP8 weights": {"weight_itemsize": WEIGHT_ITEMSIZES["fp8"]},
@@ -23,14 +24,14 @@ _PRECISIONS: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 def fitting_splits(model: StreamModel, gpu: str, gpus: int, sessions: int) -> list[MemoryPlan]:
-    """Return every split that holds `sessions` sessions, the fewest GPUs first."""
+    """Return every split for which `sessions` sessions fit, sorted by the number of GPUs."""
     plans = [plan_memory(model, GPU_BYTES[gpu], split, sessions) for split in splits(model, gpus)]
     fitting = [plan for plan in plans if plan.max_sessions >= sessions]
     return sorted(fitting, key=lambda plan: plan.split.gpus)
 
 
 def plan_text(model: StreamModel, gpu: str, gpus: int, sessions: int) -> str:
-    """Return the table of splits and the measured runs. Raises ValueError if nothing fits."""
+    """Return the table of splits and the measured runs. Raises ValueError if no split fits."""
     plans = fitting_splits(model, gpu, gpus, sessions)
     if not plans:
         raise ValueError(f"{sessions} sessions of {model.name} fit no split of {gpus} {gpu}")
@@ -52,7 +53,8 @@ def plan_text(model: StreamModel, gpu: str, gpus: int, sessions: int) -> str:
 
 
 def room_text(model: StreamModel) -> str:
-    """Return how many sessions one GPU of each common size holds, at 10^9 bytes per GB."""
+    """Return a line with the number of sessions that fit on one GPU of each common size. A GB is
+    10^9 bytes."""
     counts = [
         plan_memory(model, size * 1e9, ParallelSplit()).max_sessions for size in _GPU_SIZES_GB
     ]
@@ -63,9 +65,11 @@ def room_text(model: StreamModel) -> str:
 
 
 def fits_text(models: Sequence[StreamModel]) -> str:
-    """Return how many sessions of each model one GPU of each common size holds.
+    """Return a table with the number of sessions of each model that fit on one GPU of each common
+    size.
 
-    One row per precision and device of the text encoder. 0: the model does not fit.
+    The table has one row for each precision and each device of the text encoder. 0 means that the
+    model does not fit.
     """
     sizes = "".join(f"{size:>5d} GB" for size in _GPU_SIZES_GB)
     lines = [f"{'sessions on one GPU of':70s}{sizes}"]
@@ -107,7 +111,7 @@ def _measured_lines(model: StreamModel, gpu: str, gpus: int) -> list[str]:
 
 
 def _settings(model: StreamModel) -> str:
-    """Return the settings of the model that differ from the defaults."""
+    """Return a text that lists the settings of the model that differ from the defaults."""
     parts = [] if model.preset == DEFAULT_PRESET else [f"preset {model.preset}"]
     parts += [f"noise-matched, {model.denoise} steps"] if model.noise_matched else []
     parts += [f"{model.in_flight} chunks in flight"] if model.in_flight > 1 else []
@@ -125,7 +129,7 @@ def _settings(model: StreamModel) -> str:
 
 
 def _options(model: StreamModel, split: ParallelSplit) -> list[str]:
-    """Return the options of `vllm serve --omni` for a model and a split."""
+    """Return the options of `vllm serve --omni` that serve a model with a split."""
     flags, options = [], {}
     if split.ranks > 1:
         flags.append(f"--tensor-parallel-size {split.ranks}")
@@ -147,7 +151,7 @@ def _options(model: StreamModel, split: ParallelSplit) -> list[str]:
         options["model.cache"] = "noise_matched"
     if model.video_input:
         options["model.video_input"] = "true"
-    if model.chunk != StreamModel.chunk and not model.grid_tokens:  # else the checkpoint's
+    if model.chunk != StreamModel.chunk and not model.grid_tokens:  # else the checkpoint sets it
         options["model.latent_frames_per_chunk"] = str(model.chunk)
     if model.kv_itemsize == 1:
         flags.append("--kv-cache-dtype fp8")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A streaming model and its split over GPUs, as used by `plan`. `memory.py` computes with them.
+"""Description of a streaming model and of its split over GPUs. `memory.py` computes the memory from
+them.
 
-A family that can be planned describes its networks in `models/<name>/plan.py` (`FamilyPlan`).
-Held by tests/planning/.
+A family that `vllm-omni plan` supports describes its networks in `models/<name>/plan.py`
+(`FamilyPlan`). Tests: tests/planning/.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,41 +17,41 @@ BF16 = 2
 _VAE_PIXELS = 480 * 832
 _TEXT_LENGTH = 512
 _TEXT_WEIGHTS = 11.4e9
-"""umt5-xxl, bf16."""
+"""Bytes of the weights of umt5-xxl in bf16."""
 
 
 @dataclass(frozen=True)
 class AutoencoderMemory:
     """Memory of the autoencoder at 480x832, or at the model's fixed token grid.
 
-    Defaults: Wan 2.1's VAE, bf16.
+    The defaults are those of Wan 2.1's VAE in bf16.
     """
 
     decoder_cache: float = 1801 * 2**20
     """Bytes that the decoder caches per session."""
     encoder_cache: float = 1070 * 2**20
-    """Bytes that the encoder caches per session, of models with an image condition or video
-    input.
+    """Bytes that the encoder caches per session in models with an image condition or video input.
     """
     weights: float = 0.25e9
-    """Bytes of its weights."""
+    """Bytes of the autoencoder's weights."""
     workspace: float = 4.0e9
-    """Bytes of its largest transient: the decode of one chunk of at most three latent frames.
+    """Bytes of transient memory for decoding one chunk of at most three latent frames.
 
-    Measured on one H200: peak memory minus persistent memory. Longer chunks need proportionally
-    more.
+    The value was measured on one H200 as peak memory minus persistent memory. Longer chunks need
+    proportionally more.
     """
     encoder_workspace: float = 3.5e9
-    """Bytes of the largest transient of its encoder, in the same unit.
+    """Bytes of transient memory for encoding, for a chunk of at most three latent frames.
 
-    It is used for models with an image condition or video input whose decoder needs less.
+    The value matters for models with an image condition or video input whose decoder needs less.
     """
     tiny: "AutoencoderMemory | None" = None
-    """Memory with the tiny decoder (`omni.model.decoder` `tiny`). None: `TINY_DECODER`."""
+    """Memory of the autoencoder with the tiny decoder (`omni.model.decoder` `tiny`). If None,
+    `TINY_DECODER` is used."""
 
 
 TINY_DECODER: Final = AutoencoderMemory(decoder_cache=64 * 2**20, workspace=1.3e9)
-"""Wan 2.1's VAE with the tiny decoder, measured in the same way."""
+"""Memory of Wan 2.1's VAE with the tiny decoder, measured as in `AutoencoderMemory`."""
 WAN_2_2_AUTOENCODER: Final = AutoencoderMemory(
     decoder_cache=1359 * 2**20,
     encoder_cache=448 * 2**20,
@@ -60,47 +61,49 @@ WAN_2_2_AUTOENCODER: Final = AutoencoderMemory(
         decoder_cache=16 * 2**20, encoder_cache=448 * 2**20, weights=0.32e9, workspace=1.3e9
     ),
 )
-"""Wan 2.2's VAE, bf16. Caches and weights are exact. Workspaces are those of Wan 2.1; with
-them, the computed memory of the 5B worlds is at most 5 percent above the measured one."""
+"""Memory of Wan 2.2's VAE in bf16. Caches and weights are exact. The workspaces are those of Wan
+2.1; with them, the computed memory of the 5B worlds is at most 5 percent above the measured memory.
+"""
 
 
 @dataclass(frozen=True)
 class StreamModel:
     """Sizes of one model, and the options with which it is served.
 
-    Fields documented as 0 by default are then computed with Wan's formulas.
+    If `linears` or `kv_dim` is 0, the value is computed with Wan's formula. If `grid_tokens` is 0,
+    the number of tokens follows from the size of the video.
     """
 
     name: str
-    """Name or directory that the user gave."""
+    """Name or checkpoint directory that the user gave."""
     dim: int
     """Width of the transformer."""
     ffn_dim: int
     """Width of the feed-forward layers."""
     heads: int
-    """Attention heads; Ulysses and tensor parallelism split them."""
+    """Number of attention heads. Ulysses and tensor parallelism split the heads."""
     layers: int
-    """Transformer blocks; pipeline stages split them."""
+    """Number of transformer blocks. Pipeline stages split the blocks."""
     parameters: int
-    """Parameters of the transformer."""
+    """Number of parameters of the transformer."""
     window: int
-    """Latent frames in the K/V window."""
+    """Number of latent frames in the K/V window."""
     sinks: int
-    """Sink frames at the start of the window."""
+    """Number of sink frames at the start of the window."""
     height: int
     """Height of the video in pixels."""
     width: int
     """Width of the video in pixels."""
     chunk: int = 3
-    """Latent frames per chunk."""
+    """Number of latent frames per chunk."""
     denoise: int = 4
-    """Denoise steps per chunk."""
+    """Number of denoise steps per chunk."""
     noise_matched: bool = False
-    """Whether each denoise step has a K/V window (`omni.model.cache` "noise_matched")."""
+    """Whether each denoise step has its own K/V window (`omni.model.cache` "noise_matched")."""
     in_flight: int = 1
-    """Chunks of one session in flight; more than one requires `noise_matched`."""
+    """Maximum number of chunks of one session in flight. More than one requires `noise_matched`."""
     camera: bool = False
-    """Whether each block has four camera layers."""
+    """Whether each transformer block has four camera layers."""
     image: bool = False
     """Whether sessions start from an image, which requires an encoder cache."""
     video_input: bool = False
@@ -110,51 +113,54 @@ class StreamModel:
     text_on_cpu: bool = False
     """Whether the text encoder is in host memory."""
     kv_itemsize: int = BF16
-    """Bytes of one stored key or value element."""
+    """Bytes of one stored element of a key or value."""
     weight_itemsize: float = BF16
-    """Bytes of one weight of a block's linear layers and its scale.
+    """Bytes per weight in the linear layers of a block, including its share of the scales.
 
-    Camera layers are int8 below bf16.
+    If this is less than bf16, camera layers are stored in int8.
     """
     side_kv: int = 0
-    """K/V elements per token in addition to those of the transformer blocks, for example of
-    action modules.
+    """Number of K/V elements per token in addition to those of the transformer blocks, for example
+    in action modules.
     """
     context_length: int = _TEXT_LENGTH
-    """Tokens that cross-attention reads."""
+    """Number of tokens that cross-attention reads."""
     context_weights: float = _TEXT_WEIGHTS
     """Bytes of the weights of the text or image encoder."""
     context_everywhere: bool = False
-    """Whether every rank with layers holds that encoder. Default: the first rank only."""
+    """Whether every rank with layers holds the text or image encoder. Default: only the first rank.
+    """
     adapters: int = 0
-    """Slots of LoRA adapters."""
+    """Number of slots for LoRA adapters."""
     adapter_rank: int = 0
     """Largest rank of a LoRA adapter."""
     sides: int = 0
-    """Sum of the input and output widths of all matrices, for the size of adapters."""
+    """Sum of the input and output widths of all weight matrices, which determines the size of
+    adapters."""
     frames_per_latent: int = 4
-    """Video frames per latent frame."""
+    """Number of video frames per latent frame."""
     latent_cell: int = 8
-    """Pixels per latent cell along each side."""
+    """Number of pixels per latent cell along each side."""
     pinned_tokens: int = 0
-    """Tokens outside the window that every chunk attends to, for example of reference images. Their
-    keys are stored twice."""
+    """Number of tokens outside the window that every chunk attends to, for example the tokens of
+    reference images. The keys of these tokens are stored twice."""
     grid_tokens: int = 0
-    """Number of tokens per latent frame if it does not depend on the size of the video; 0 by
-    default.
+    """Number of tokens per latent frame if it does not depend on the size of the video; otherwise
+    0.
     """
     linears: int = 0
-    """Parameters of the blocks' linear layers; 0 by default."""
+    """Number of parameters in the linear layers of all blocks, or 0 to compute it from the widths.
+    """
     kv_dim: int = 0
-    """Width of keys and of values; 0 by default."""
+    """Width of keys and of values, or 0 for the width of the transformer."""
     autoencoder: AutoencoderMemory = AutoencoderMemory()
     """Memory of the autoencoder."""
     sequence_parallel: bool = True
-    """Whether ranks can share the tokens of a chunk (Ulysses) and a decode."""
+    """Whether ranks can split the tokens of a chunk (Ulysses) and the decode of a frame."""
     preset: PresetName = DEFAULT_PRESET
-    """Preset from which the options above are taken."""
+    """Preset from which the options in this class are taken."""
     presets: tuple[PresetName, ...] = ()
-    """Presets of the model's family."""
+    """Presets that the model's family offers."""
 
     @property
     def tokens_per_frame(self) -> int:
@@ -173,12 +179,12 @@ class StreamModel:
 
     @property
     def camera_parameters(self) -> int:
-        """Parameters of the camera layers: four square layers per block."""
+        """Number of parameters of the camera layers: four square matrices per block."""
         return 4 * self.layers * self.dim**2 if self.camera else 0
 
     @property
     def area(self) -> float:
-        """Frame area in the autoencoder, relative to 480x832."""
+        """Area of a frame in the autoencoder, relative to 480x832."""
         return 1.0 if self.grid_tokens else self.height * self.width / _VAE_PIXELS
 
 
@@ -190,17 +196,19 @@ Changes = Mapping[str, Any]
 class FamilyPlan:
     """Networks of a model family, for `vllm-omni plan`.
 
-    Both functions raise ValueError for unsupported changes.
+    `named` and `of_checkpoint` raise ValueError for unsupported changes.
     """
 
     sizes: tuple[str, ...]
-    """Names of networks of different sizes; rows of `plan all`."""
+    """Names of networks of different sizes. `plan all` shows one row for each network."""
     named: Callable[[str, Changes], StreamModel]
-    """(a name of `sizes` or `releases`, changes) -> the network."""
+    """Function that returns the network for a name in `sizes` or `releases`, with the user's
+    changes."""
     of_checkpoint: Callable[[str, Mapping[str, Any], Changes], StreamModel]
-    """(checkpoint directory, the family's part of its `hf_config`, changes) -> the network."""
+    """Function that returns the network of a checkpoint. Its arguments are the checkpoint
+    directory, the family's section of `hf_config`, and the user's changes."""
     releases: tuple[str, ...] = ()
-    """Additional names that `vllm-omni download` accepts."""
+    """Names of releases, which `vllm-omni download` also accepts."""
 
 
 @dataclass(frozen=True)
@@ -208,17 +216,17 @@ class ParallelSplit:
     """How one engine splits a model over GPUs."""
 
     ranks: int = 1
-    """Ranks that share layers: Ulysses, or tensor parallelism."""
+    """Number of ranks that share layers, through Ulysses or tensor parallelism."""
     stages: int = 1
-    """Pipeline stages."""
+    """Number of pipeline stages."""
     tensor: bool = False
-    """Whether `ranks` are tensor parallel ranks."""
+    """Whether ranks that share layers are tensor-parallel. If false, they use Ulysses."""
     vae_stage: bool = False
-    """Whether the last stage has no layers and decodes (`omni.vae_stage`)."""
+    """Whether the last stage has no layers and only decodes (`omni.vae_stage`)."""
     temporal: bool = False
     """Whether each stage has all layers and one denoise step (`omni.pipeline` "temporal")."""
     vae_parallel: bool = False
-    """Whether the ranks of a stage share a decode (`omni.vae_parallel`)."""
+    """Whether the ranks of a stage split the decode of a frame (`omni.vae_parallel`)."""
 
     @property
     def decode_ranks(self) -> int:
@@ -230,7 +238,7 @@ class ParallelSplit:
 
     @property
     def layer_parts(self) -> int:
-        """Number of parts into which stages split the layers."""
+        """Number of pipeline stages over which the layers are split."""
         return 1 if self.temporal else self.layer_stages
 
     @property

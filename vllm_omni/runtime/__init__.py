@@ -1,2 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process-level code of a server: exit codes, heap memory, log context, traces, disk space."""
+"""Code that concerns a server's processes: exit codes, heap memory, log context, traces, and full
+disks."""

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Returns free memory to the operating system in processes that run for weeks.
 
-Two effects make a server grow without a leak:
+Two effects make the memory of a server grow without a leak:
 
 - CPython runs a full garbage collection only when the number of new long-lived objects reaches a
-  quarter of those that survived the last one (long_lived_pending in CPython's gcmodule.c). vLLM
-  freezes the heap of a started server directly after a full collection. The quarter is therefore
-  computed from 770,000 objects that are no longer collected, and reference cycles (tasks, their
-  exceptions and frames, uvicorn's connections) accumulate for hours.
-- glibc's `malloc` returns only memory at the end of its heap. Tensors of many sizes leave holes
-  that remain resident.
+  quarter of the objects that survived the last full collection (long_lived_pending in CPython's
+  gcmodule.c). vLLM freezes the heap of a started server directly after a full collection. The
+  quarter is therefore computed from 770,000 objects that are no longer collected, and reference
+  cycles (tasks, their exceptions and frames, uvicorn's connections) accumulate for hours.
+- glibc's `malloc` returns only memory at the end of its heap. Tensors of many sizes leave holes in
+  the heap, which remain resident.
 """
 
 import ctypes
@@ -25,8 +25,8 @@ from fastapi import FastAPI
 def collect_after_freeze(app: FastAPI) -> None:
     """Make the garbage collector of a server count only objects created after vLLM froze its heap.
 
-    Full collections are then cheap (1 ms for 4,000 objects). The threshold of the oldest generation
-    is therefore lowered: full collections run after 23,000 new objects instead of 85,000.
+    Full collections are then cheap (1 ms for 4,000 objects). Therefore, the threshold of the oldest
+    generation is also lowered: a full collection runs after 23,000 new objects instead of 85,000.
 
     Args:
         app: Application whose lifespan is extended.
@@ -45,15 +45,16 @@ def collect_after_freeze(app: FastAPI) -> None:
 
 
 def _malloc_trim() -> Callable[[int], int] | None:
-    """Return glibc's function, or None with other C libraries, which lack it or do not need it."""
+    """Return glibc's `malloc_trim`, or None if the C library is not glibc. Other C libraries do not
+    have the function or do not need it."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 class HeapTrim:
     """Callable that returns the C library's free memory to the operating system.
 
-    Each call takes about 5 ms for 60 MB of holes, so calls within `interval_s` of the last one do
-    nothing.
+    Returning 60 MB of holes takes about 5 ms. A call therefore does nothing if the last effective
+    call was less than `interval_s` ago.
     """
 
     def __init__(

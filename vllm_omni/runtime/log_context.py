@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Request id and session id of log records, carried by context variables.
 
-`bound(...)` sets the ids for a block of code and for every task started in it. The handler
-determines how they appear in a log line. `ContextFilter` sets `request_id` and `session_id` on the
-record: JSON formatters write them as fields, and a user's logging configuration can use them in its
-format. `ContextFormatter` appends them to the first line of the text.
+`bound(...)` sets the ids for a block of code and for every task that is started in the block. The
+log handler determines how the ids appear in a log line. `ContextFilter` sets `request_id` and
+`session_id` on the record, so JSON formatters write them as fields, and a user's logging
+configuration can use them in its format. `ContextFormatter` appends the ids to the first line of
+the text.
 `entrypoints/telemetry/logs.py` installs both. This module imports only the standard library,
 because a user's logging configuration refers to `ContextFilter` before vLLM is imported.
 """
@@ -19,7 +20,8 @@ from typing import Any, Final
 NAMES: Final = ("request_id", "session_id")
 _OWN_LOGGERS: Final = "vllm.vllm_omni"
 _ids: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar("omni_log_ids", default={})  # noqa: B039
-"""The current ids, in the order of `NAMES`. The value is never modified in place."""
+"""The current request id and session id, in the order of `NAMES`. The mapping is never modified in
+place."""
 
 
 @contextlib.contextmanager
@@ -27,8 +29,8 @@ def bound(*, request_id: str | None = None, session_id: str | None = None) -> It
     """Set the ids for the log records of a block.
 
     Args:
-        request_id: Request id for the block; None leaves the current value.
-        session_id: Session id for the block; None leaves the current value.
+        request_id: Request id for the block, or None to keep the current request id.
+        session_id: Session id for the block, or None to keep the current session id.
     """
     token = _ids.set(_merged(request_id, session_id))
     try:
@@ -38,17 +40,17 @@ def bound(*, request_id: str | None = None, session_id: str | None = None) -> It
 
 
 def bind(*, request_id: str | None = None, session_id: str | None = None) -> None:
-    """Set the ids until the end of the current task, for a task that serves one request or session.
+    """Set the ids until the end of the current task, which serves only one request or session.
 
     Args:
-        request_id: As for `bound`.
-        session_id: As for `bound`.
+        request_id: Request id for the task, or None to keep the current request id.
+        session_id: Session id for the task, or None to keep the current session id.
     """
     _ids.set(_merged(request_id, session_id))
 
 
 def current() -> Mapping[str, str]:
-    """Return the current ids by name."""
+    """Return the current request id and session id by name."""
     return _ids.get()
 
 
@@ -65,8 +67,8 @@ class ContextFilter(logging.Filter):
     """Logging filter that sets `request_id` and `session_id` on every record and drops no records.
 
     Args:
-        missing: Value of an id that is not set. With None the attribute is left unset, so that JSON
-            formatters omit it.
+        missing: Value of the attribute for an id that is not set. With None, the attribute is not
+            set, so JSON formatters omit it.
     """
 
     def __init__(self, missing: str | None = "-") -> None:
@@ -82,11 +84,11 @@ class ContextFilter(logging.Filter):
 
 
 class ContextFormatter(logging.Formatter):
-    """Append ` request_id=... session_id=...` to the first line of another formatter's text.
+    """Appends ` request_id=... session_id=...` to the first line of another formatter's text.
 
     Control characters in the arguments of a record are escaped, because arguments may contain text
-    from clients: paths, close reasons, names. A newline in such text would otherwise look like a
-    separate line of the server's log.
+    from clients, such as paths, close reasons and names. A newline in this text would otherwise
+    look like a separate line of the server's log.
 
     Args:
         inner: The wrapped formatter.
@@ -104,7 +106,8 @@ class ContextFormatter(logging.Formatter):
 
 
 def _escaped(record: logging.LogRecord) -> logging.LogRecord:
-    """Return the record with escaped arguments. Records of other packages may contain newlines."""
+    """Return a record whose arguments have been escaped. The arguments of other packages' records
+    may contain newlines and tabs, which are not escaped."""
     allowed = "" if record.name.startswith(_OWN_LOGGERS) else "\n\t"
     if isinstance(record.args, tuple):
         args: Any = tuple(_printable(value, allowed) for value in record.args)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes of one engine: their ids, and a thread that ends them when their parent ends.
 
-vLLM stops its engine when it shuts down. After `kill -9` it cannot do this: the engine would wait
-for requests forever and occupy the memory of its device. `end_with_parent` starts a thread that
-waits, without polling, for the end of the parent process, and of the grandparent unless the parent
-is a main process: a worker is started by its engine core, and an engine core by the server. Only
-processes started by Python's `multiprocessing` have such a parent. Ray's workers and an engine in
-the user's own process are not watched.
+vLLM stops its engine when it shuts down, but it cannot do so after `kill -9`. The engine would then
+wait for requests forever and occupy the memory of its device. `end_with_parent` therefore starts a
+thread that waits, without polling, until the parent process ends. The thread also watches the
+grandparent, unless the parent is a main process, because a worker is started by its engine core,
+and an engine core is started by the server. Only processes started by Python's `multiprocessing`
+are covered; Ray's workers and an engine in the user's own process are not.
 
-Workers call it before they load a model; schedulers call it because they run in the engine core.
-This module imports neither vLLM nor torch.
+Workers call `end_with_parent` before they load a model. Schedulers call it because they run in the
+engine core. This module imports neither vLLM nor torch.
 """
 
 import contextlib
@@ -25,19 +25,20 @@ from vllm_omni.runtime.exit_codes import ENGINE_DIED
 logger = logging.getLogger("vllm." + __name__)
 
 _MAIN: Final = "MainProcess"
-"""Name that `multiprocessing` gives to a process that it did not start."""
+"""Name that `multiprocessing` uses for a process that it has not started."""
 _lock = threading.Lock()
 _watching: list[threading.Thread] = []
 
 
 def machine_id() -> str:
-    """Return an identifier that two processes share if and only if they see each other's pids."""
+    """Return an identifier that is equal for two processes if and only if each can use the other's
+    pid."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def engine_processes() -> dict[str, Any]:
-    """Return this process and the engine core that started it, if any.
+    """Return the pids of this process and of the engine core that started it, if any.
 
     Returns:
         `{"machine": machine_id(), "pids": [...]}`.
@@ -50,14 +51,14 @@ def engine_processes() -> dict[str, Any]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped (SIGSTOP, Ctrl-Z). A process that is held by a debugger does not
-    count.
+    """Return whether a process is stopped (SIGSTOP, Ctrl-Z). A process that a debugger has stopped
+    does not count.
     """
     return _stat_of(pid)[:1] == ["T"]
 
 
 def end_with_parent() -> None:
-    """Make this process exit with status 70 as soon as a process on which it depends has ended.
+    """Make this process exit with status 70 as soon as its parent or the server has ended.
 
     Idempotent.
     """
@@ -83,7 +84,7 @@ def _watch(pids: list[int]) -> None:
             descriptor = os.pidfd_open(pid)
         except ProcessLookupError:
             _end(pid)
-        except OSError as error:  # kernels before 5.3 and some sandboxes lack the system call
+        except OSError as error:  # older kernels than 5.3 and some sandboxes lack the system call
             logger.warning(
                 "cannot watch process %d, this process will not exit with it: %s", pid, error
             )
@@ -101,7 +102,7 @@ def _end(pid: int) -> None:
 
 
 def _stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat starting with the state, or an empty result if the
+    """Return the fields of /proc/PID/stat, starting with the state. The result is empty if the
     process does not exist.
     """
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:

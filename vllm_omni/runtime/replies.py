@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors in replies of a server, as its clients read them."""
+"""Reads the errors in a server's replies, for clients of the server."""
 
 import json
 from dataclasses import dataclass
@@ -10,18 +10,19 @@ class ReceivedError:
     """The error in a reply of a server."""
 
     message: str
-    """Explanation for a human reader."""
+    """Explanation of the error for people."""
     code: str | None = None
-    """Stable identifier of the error. None: the reply has no code."""
+    """Stable identifier of the error, or None if the reply contains no code."""
     param: str | None = None
-    """Field that caused the error. None: the reply names no field."""
+    """Request field that caused the error, or None if the reply names no field."""
 
 
 def read_error(body: bytes) -> ReceivedError | None:
     """Return the error in the body of an HTTP reply.
 
     Returns:
-        None if the body has no error of OpenAI's form, for example because a proxy wrote the reply.
+        The error. None if the body contains no error in OpenAI's format, for example because a
+            proxy wrote the reply.
     """
     try:
         error = json.loads(body)["error"]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trace context of the current task: W3C trace headers in a context variable, and child spans.
 
-`entrypoints/telemetry/tracing.py` creates the spans and enables them for its process with `use`.
-Until then, all spans are no-ops. This module imports neither OpenTelemetry nor vLLM.
+`entrypoints/telemetry/tracing.py` implements spans and enables them for its process with `use`.
+Until `use` is called, all spans are no-ops. This module imports neither OpenTelemetry nor vLLM.
 """
 
 import contextvars
@@ -15,11 +15,11 @@ _headers: contextvars.ContextVar[Mapping[str, str] | None] = contextvars.Context
 
 
 class Span:
-    """An open span, a child of the current trace. This base class does nothing."""
+    """A started span, which is a child of the current trace. This base class does nothing."""
 
     headers: Mapping[str, str] | None = None
-    """Trace headers that make this span the parent of other spans. None: the parent of other spans
-    does not change.
+    """Trace headers that make this span the parent of other spans, or None if this span cannot be a
+    parent. The parent of other spans then does not change.
     """
 
     def end(self, failed: bool = False) -> None:
@@ -50,5 +50,5 @@ def start_span(name: str) -> Span:
 
 
 def use(start_span: Callable[[str], Span]) -> None:
-    """Create all further spans of this process with `begin`."""
+    """Create all further spans of this process with the function `start_span`."""
     _start_span[0] = start_span

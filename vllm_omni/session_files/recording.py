@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recordings of sessions: the complete request of each chunk, and a digest of its frames.
 
-A file consists of a magic line followed by records: a length (8 bytes, little endian) and an
-envelope of `outputs.py`. The first record names model and options. Every other record contains the
-request of a chunk (parameters and arrays) and its outcome: the index and digest of the chunk, or
-`None` if the request was cancelled. A cancelled chunk may still have been committed, which can be
-determined from the index of the next chunk. A file that ends within a record (because the server
-died) is valid up to that record. This module does not depend on the engine or on sockets.
+A file consists of a magic line followed by records. A record is a length (8 bytes, little endian)
+and an envelope of `outputs.py`. The first record names the model and its options. Every other
+record contains the request of a chunk (parameters and arrays) and its outcome: the index and digest
+of the chunk, or `None` if the request was cancelled. A cancelled chunk may still have been
+committed; the index of the next chunk shows whether it was. A file that ends within a record,
+because the server died, is valid up to that record. This module does not depend on the engine or on
+sockets.
 """
 
 import hashlib
@@ -28,52 +29,52 @@ _MAX_RECORD_BYTES: Final = 1 << 30
 
 
 class LoraSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """vLLM's arguments for LoRA, if the server had `--enable-lora`."""
+    """vLLM's arguments for LoRA on a server that was started with `--enable-lora`."""
 
     max_loras: int
-    """`--max-loras`."""
+    """Value of `--max-loras`."""
     max_lora_rank: int
-    """`--max-lora-rank`."""
+    """Value of `--max-lora-rank`."""
     max_cpu_loras: int | None
-    """`--max-cpu-loras`."""
+    """Value of `--max-cpu-loras`."""
     lora_dtype: str
     """Value of `--lora-dtype`, as named in torch."""
 
 
 class RecordingHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Model and options of a recording."""
+    """Model and options of the server that wrote a recording."""
 
     package_version: str
     """Version of this package that wrote the recording."""
     family: str
-    """Model family."""
+    """Name of the model family."""
     model: str
-    """Checkpoint directory."""
+    """Checkpoint directory of the model."""
     additional_config: dict[str, Any]
-    """vLLM's `--additional-config`, unchanged."""
+    """Value of vLLM's `--additional-config`, unchanged."""
     dtype: str
     """Dtype of the model."""
     enforce_eager: bool
-    """vLLM's `--enforce-eager`."""
+    """Value of vLLM's `--enforce-eager`."""
     tensor_parallel_size: int
-    """vLLM's `--tensor-parallel-size`."""
+    """Value of vLLM's `--tensor-parallel-size`."""
     pipeline_parallel_size: int
-    """vLLM's `--pipeline-parallel-size`."""
+    """Value of vLLM's `--pipeline-parallel-size`."""
     quantization: str | None = None
-    """vLLM's `--quantization`."""
+    """Value of vLLM's `--quantization`."""
     kv_cache_dtype: str = "auto"
-    """vLLM's `--kv-cache-dtype`."""
+    """Value of vLLM's `--kv-cache-dtype`."""
     lora: LoraSettings | None = None
-    """Arguments for LoRA; None without `--enable-lora`."""
+    """vLLM's arguments for LoRA; None if the server was started without `--enable-lora`."""
 
 
 class ChunkOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Result of a chunk."""
+    """Recorded result of a chunk."""
 
     chunk_index: int
     """Index of the chunk in its session."""
     digest: str
-    """`digest_of` its frames."""
+    """Digest of the chunk's frames, as returned by `digest_of`."""
     num_frames: int
     """Number of frames in the chunk."""
     lora: UsedLoras = []
@@ -82,7 +83,7 @@ class ChunkOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 @dataclass(frozen=True)
 class RecordedChunk:
-    """One request of a session."""
+    """One request of a recorded session, and its outcome."""
 
     params: DiffusionParams
     """Parameters of the request."""
@@ -93,7 +94,7 @@ class RecordedChunk:
 
 
 def digest_of(frames_THWC: np.ndarray) -> str:
-    """Return a digest of frames that covers their shape, their dtype and all bytes."""
+    """Return a digest of frames. The digest covers their shape, their dtype and all bytes."""
     digest = hashlib.blake2b(f"{frames_THWC.dtype} {frames_THWC.shape} ".encode(), digest_size=16)
     digest.update(np.ascontiguousarray(frames_THWC).data)
     return digest.hexdigest()
@@ -122,7 +123,7 @@ def read_recording(path: Path) -> tuple[RecordingHeader, list[RecordedChunk], bo
     """Read a recording.
 
     Returns:
-        The header, the chunks, and whether the file ends with a complete record.
+        The header, the recorded chunks, and whether the file ends with a complete record.
 
     Raises:
         ValueError: The file is not a recording or is damaged. The message is one line.
@@ -158,7 +159,7 @@ def read_recording(path: Path) -> tuple[RecordingHeader, list[RecordedChunk], bo
 
 
 def _records(file: BinaryIO, path: Path) -> Iterator[tuple[Any, dict[str, np.ndarray]]]:
-    """Yield the metadata and arrays of each record. The metadata of a truncated record is None."""
+    """Yield the metadata and arrays of each record. For a truncated record, the metadata is None."""
     left = path.stat().st_size - file.tell()
     while left:
         size = int.from_bytes(file.read(8), "little")
@@ -177,7 +178,8 @@ def _records(file: BinaryIO, path: Path) -> Iterator[tuple[Any, dict[str, np.nda
 def committed_chunks(chunks: list[RecordedChunk]) -> Iterator[tuple[int, RecordedChunk]]:
     """Yield the chunk index and request of each committed chunk, in order.
 
-    A cancelled request was committed if the index of a later request shows it.
+    The chunk of a cancelled request is included if the index of a later chunk shows that it was
+    committed.
 
     Raises:
         ValueError: Chunks are missing from the recording.
@@ -192,7 +194,8 @@ def committed_chunks(chunks: list[RecordedChunk]) -> Iterator[tuple[int, Recorde
         elif following is not None and following > 0 and not _known(chunks, following - 1):
             index = following - 1
         else:
-            # cancelled before it was committed, or no later chunk shows that it was committed
+            # The request was cancelled before its chunk was committed, or no later chunk shows that
+            # the chunk was committed.
             continue
         retained.append((index, chunk))
         following = index

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The file format of session snapshots: byte layout, and validation.
 
-A snapshot is a single safetensors file. Its metadata contains a versioned JSON header
-(`SnapshotHeader`). It contains the tensors of the session on every rank, named for example
-`rank0.kv.frame3`. The file is written in place: the front end creates it, and each rank then copies
-its tensors from its device to their offsets, so that saving or restoring a snapshot copies its
-bytes only once.
+A snapshot is a single safetensors file. The file's metadata contains a versioned JSON header
+(`SnapshotHeader`). The file contains the session's tensors of every rank, with names such as
+`rank0.kv.frame3`. The front end creates the file, and each rank then copies its tensors directly
+from its device to their offsets in the file, so saving or restoring a snapshot copies its bytes
+only once.
 
-Why not the safetensors library: it writes only contiguous tensors in host memory and reads only
-into memory that it allocates. This package therefore has its own reader in this module and a writer
-in `snapshot_writing.py`. Files are validated by the rules of the library, and nothing is unpickled.
+The safetensors library is not used, because it writes only contiguous tensors in host memory and
+reads only into memory that it allocates. This module therefore contains a reader, and
+`snapshot_writing.py` a writer. Files are validated by the rules of the library, and nothing is
+unpickled.
 
-The file must be accessible to the front end and to all ranks: on one host or in a shared directory.
+The front end and all ranks must be able to access the file, on one host or in a shared directory.
 This module does not depend on a model or on sockets.
 """
 
@@ -42,13 +43,14 @@ KIND: Final = "vllm_omni.session"
 KEY: Final = "omni_session"
 METADATA: Final = "__metadata__"
 LENGTH_BYTES: Final = 8
-"""Size of the table's length at the start of a file, little-endian, in bytes."""
+"""Size in bytes of the little-endian number at the start of a file that states the length of the
+table."""
 MAX_TABLE_BYTES: Final = 1 << 20
-"""Maximum size of the JSON table in bytes. The endpoint and every worker parse it between two
-steps, which takes at most 10 ms."""
+"""Maximum size of the JSON table in bytes. The limit keeps parsing below 10 ms, because the
+endpoint and every worker parse the table between two steps."""
 MAX_OBJECTS: Final = 4096
 """Maximum number of JSON objects in the table. Each tensor is one object; a session has about 65
-per rank.
+tensors per rank.
 """
 UNSEEN: Final = "a worker cannot access the snapshot's file: all ranks need access to its directory"
 
@@ -56,7 +58,8 @@ UNSEEN: Final = "a worker cannot access the snapshot's file: all ranks need acce
 class ParallelLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Parallel layout of an engine.
 
-    A rank's part can only be restored on the same rank of the same layout.
+    The part of a snapshot that a rank has written can only be restored on the same rank of the same
+    layout.
     """
 
     tensor: int
@@ -66,8 +69,8 @@ class ParallelLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sequence: bool = False
     """Whether the tensor-parallel ranks are sequence-parallel (Ulysses)."""
     decode: bool = False
-    """Whether tensor-parallel ranks decode together (`omni.vae_parallel`), each with a cache of
-    one horizontal band of the frame."""
+    """Whether tensor-parallel ranks decode together (`omni.vae_parallel`). If so, the decoder cache
+    of each rank covers one horizontal band of the frame."""
 
     def __str__(self) -> str:
         ulysses = " (as sequence parallel)" if self.sequence else ""
@@ -79,11 +82,11 @@ class ModelIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Identity of a model to which a session belongs."""
 
     family: str
-    """Model family."""
+    """Name of the model family."""
     config: str
-    """Digest of the checkpoint's configuration, the model's options and the dtype."""
+    """Digest that covers the checkpoint's configuration, the model's options and the dtype."""
     parallel: ParallelLayout
-    """Parallel layout."""
+    """Parallel layout of the engine."""
 
 
 class RankPart(
@@ -92,14 +95,14 @@ class RankPart(
     """One rank's part of a snapshot."""
 
     weights: str
-    """Digest of samples of the rank's parameters."""
+    """Digest of samples of the rank's parameters (`weights_digest`)."""
     scalars: dict[str, Any]
-    """Scalars of the session."""
+    """Scalars of the session on this rank."""
     channels_last: list[str] = []
-    """Tensors in channels-last memory format."""
+    """Names of the tensors in channels-last memory format."""
     digests: dict[str, str] = {}
-    """Digest of each tensor (`tensor_digests`), in the snapshot of a session that is being
-    moved.
+    """Digest of each tensor (`tensor_digests`). Only the snapshot of a session that is being moved
+    contains digests.
     """
 
 
@@ -117,32 +120,34 @@ class SnapshotHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     opening: dict[str, Any]
     """Fields of the first chunk's `DiffusionParams` that determine the size of the session."""
     ranks: list[RankPart]
-    """Part of each rank."""
+    """Part of each rank, in order of rank."""
     owner: dict[str, str] | None = None
-    """Owner of the session, as identified by the endpoint that wrote the file; None if no endpoint
-    did.
+    """Owner of the session, as identified by the endpoint that wrote the file. None if the file was
+    not written by an endpoint.
     """
     lora: UsedLoras = []
     """LoRA adapters of the last chunk. The next chunk uses them unless its request specifies
     others.
     """
     is_complete: bool = True
-    """Whether all tensors are from the same moment. False: they were written while the session was
-    active, and a later version replaces those that have changed meanwhile.
+    """Whether all tensors belong to the same state of the session. If false, the tensors were
+    written while the session was active, and a later version of the file replaces those that have
+    changed in the meantime.
     """
 
 
 class RankDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Result of `describe_session`: one rank's part of a session, without its data."""
+    """Result of the RPC `describe_session`: description of one rank's part of a session, without
+    its data."""
 
     model: ModelIdentity
     """Model to which the session belongs."""
     chunk_index: int
     """Index of the session's next chunk."""
     opening: dict[str, Any]
-    """As `SnapshotHeader.opening`."""
+    """Fields of the first chunk's `DiffusionParams`; see `SnapshotHeader.opening`."""
     part: RankPart
-    """The rank's part of the header."""
+    """The rank's part of the snapshot header."""
     tensors: dict[str, tuple[str, list[int]]]
     """Dtype and shape of each tensor by name."""
     lora: list[UsedLora] = []
@@ -150,10 +155,10 @@ class RankDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 class StagedRank(msgspec.Struct, frozen=True):
-    """Result of `stage_snapshot`."""
+    """Result of the RPC `stage_snapshot`."""
 
     described: RankDescription
-    """The rank's part of the session."""
+    """Description of the rank's part of the session."""
     held_s: float
     """Time in seconds for which the copy delayed the engine."""
 
@@ -174,11 +179,11 @@ def describe(
         model: Model to which the session belongs.
         weights: Digest of the rank's weights.
         chunk_index: Index of the session's next chunk.
-        opening: As `SnapshotHeader.opening`.
+        opening: Fields of the first chunk's `DiffusionParams`; see `SnapshotHeader.opening`.
         scalars: Scalars of the session.
         tensors: Tensors of the session by name.
         lora: LoRA adapters of the last chunk.
-        digests: As `RankPart.digests`.
+        digests: Digests of the tensors by name; see `RankPart.digests`.
 
     Raises:
         TypeError: safetensors does not support the dtype of a tensor.
@@ -231,10 +236,10 @@ _OFFSETS: Final = operator.attrgetter("data_offsets")
 
 
 def check_length(length: int) -> None:
-    """Check the length of a table, which is stored in the first 8 bytes of a file.
+    """Check the length of the table, which is stored in the first 8 bytes of a file.
 
     Raises:
-        RequestFailed: `invalid_snapshot`: the table is too long.
+        RequestFailed: The table is too long (code `invalid_snapshot`).
     """
     if length > MAX_TABLE_BYTES:
         raise RequestFailed(
@@ -246,13 +251,14 @@ def check_length(length: int) -> None:
 def _check_objects(count: int) -> None:
     """Check the number of objects in JSON before it is decoded.
 
-    Decoding a mebibyte of empty objects would block the process for 300 ms.
+    The number is limited because decoding a mebibyte of empty objects would block the process for
+    300 ms.
 
     Args:
-        count: Number of opening braces, including braces in strings.
+        count: Number of opening braces in the JSON text, including braces in strings.
 
     Raises:
-        RequestFailed: `invalid_snapshot`: there are too many objects.
+        RequestFailed: There are too many objects (code `invalid_snapshot`).
     """
     if count > MAX_OBJECTS:
         raise RequestFailed(
@@ -261,15 +267,15 @@ def _check_objects(count: int) -> None:
 
 
 def read_header(path: Path, max_bytes: int | None = None) -> SnapshotHeader:
-    """Read and validate the header of a snapshot. Each worker validates the tensors itself.
+    """Read and validate the header of a snapshot. The tensors are validated by each worker.
 
     Args:
-        path: The file.
+        path: Path of the snapshot file.
         max_bytes: Maximum size of the file.
 
     Raises:
-        RequestFailed: `invalid_snapshot` (not a snapshot, damaged or truncated), `snapshot_version`
-            or `snapshot_too_large`.
+        RequestFailed: The file cannot be used. The code is `invalid_snapshot` (not a snapshot,
+            damaged or truncated), `snapshot_version` or `snapshot_too_large`.
     """
     if max_bytes is not None and (size := path.stat().st_size) > max_bytes:
         raise RequestFailed(
@@ -311,8 +317,8 @@ def check_fits(header: SnapshotHeader, model: ModelIdentity, rank: int, weights:
         weights: Digest of this rank's weights.
 
     Raises:
-        RequestFailed: `foreign_snapshot`: the snapshot belongs to another model, layout or
-            checkpoint; the message names the difference.
+        RequestFailed: The snapshot belongs to another model, layout or checkpoint (code
+            `foreign_snapshot`). The message names the difference.
     """
     for label, theirs, ours in (
         ("the model", header.model.family, model.family),
@@ -343,9 +349,9 @@ class OpenSnapshot:
     """An open snapshot file.
 
     Args:
-        file: File descriptor.
+        file: Descriptor of the open file.
         text: Table of the file as JSON.
-        header: The header returned by `read_header`.
+        header: Header of the snapshot, as returned by `read_header`.
     """
 
     def __init__(self, file: int, text: bytes, header: SnapshotHeader) -> None:
@@ -355,11 +361,13 @@ class OpenSnapshot:
     @classmethod
     @contextmanager
     def open(cls, path: Path) -> "Iterator[OpenSnapshot]":
-        """Open and validate a file. Errors in the body of the `with` statement are converted too.
+        """Open and validate a file, as a context manager.
+
+        Read errors in the body of the `with` statement are also converted to `RequestFailed`.
 
         Raises:
             OSError: The file does not exist.
-            RequestFailed: As for `read_header`.
+            RequestFailed: The file cannot be used; see `read_header`.
         """
         with path.open("rb", buffering=0) as file:
             try:
@@ -389,8 +397,8 @@ class OpenSnapshot:
         """Return the tensors of one rank after validating the table of the whole file.
 
         Args:
-            rank: The rank.
-            part: Its part of the header.
+            rank: Rank whose tensors are returned.
+            part: The rank's part of the header.
             held: Digests, by name, of the tensors that the session to be restored already has.
 
         Raises:
@@ -433,21 +441,21 @@ def check_table(path: Path) -> None:
     """Validate the table of a file in the same way as every worker.
 
     Raises:
-        RequestFailed: It is invalid.
+        RequestFailed: The table is invalid.
     """
     with OpenSnapshot.open(path) as snapshot:
         snapshot.check_table()
 
 
 def _check_offsets(table: Mapping[str, StoredTensor], nbytes: int) -> None:
-    """Check that tensors are contiguous in the file, have the length of their shapes, and fill the
-    file exactly.
+    """Check that the length of each tensor matches its shape, and that the tensors fill the file
+    exactly, without gaps.
 
-    The safetensors library makes the same checks; tests/worker/test_snapshot_table.py compares
-    them.
+    The safetensors library makes the same checks. tests/worker/test_snapshot_table.py compares this
+    function with the library.
 
     Raises:
-        EOFError: They are not.
+        EOFError: One of the checks fails.
     """
     position = 0
     for stored in sorted(table.values(), key=_OFFSETS):

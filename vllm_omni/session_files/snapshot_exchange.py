@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Message exchanges with an engine's workers: save a session to a file, and restore one.
+"""Message exchanges with an engine's workers that save a session to a file or restore one.
 
 An exchange is a generator that yields calls and receives the results of all ranks, so that `LLM`
 (synchronous) and the endpoints (asynchronous) can share the code. With an `LLM`:
@@ -7,9 +7,10 @@ An exchange is a generator that yields calls and receives the results of all ran
     run_exchange(save_exchange("walk", path, package_version()), llm.collective_rpc)
     run_exchange(restore_exchange("walk", path), llm.collective_rpc)
 
-Saving takes two calls, because the layout of the file requires the sizes of all ranks. A chunk that
-finishes between them is detected (`session_busy`). A periodic snapshot is copied together with its
-sizes and written while the engine continues; its exchange polls until the file has been written.
+Saving takes two calls, because the layout of the file depends on the sizes of the tensors on all
+ranks. If a chunk finishes between the two calls, saving fails with `session_busy`. For a periodic
+snapshot, each rank copies its tensors in the same call that returns their sizes, and writes the
+copy while the engine continues. The exchange then polls until the file has been written.
 """
 
 import asyncio
@@ -48,9 +49,9 @@ class WorkerCall:
     method: str
     """Name of the worker's method."""
     args: tuple[Any, ...]
-    """Its arguments."""
+    """Arguments of the method."""
     after_s: float = 0.0
-    """Seconds to wait before the call."""
+    """Time in seconds to wait before the call."""
 
 
 Exchange = Generator[WorkerCall, list[dict[str, Any]], T]
@@ -62,10 +63,10 @@ def save_exchange(
     """Write a session to a new file. The session is not changed.
 
     Args:
-        session_id: The session.
-        path: The file. It does not exist if the exchange fails.
+        session_id: Id of the session to save.
+        path: Path of the new file. If the exchange fails, the file is removed.
         package_version: Version of this package.
-        owner: As `SnapshotHeader.owner`.
+        owner: Owner of the session; see `SnapshotHeader.owner`.
 
     Returns:
         The header of the file.
@@ -92,11 +93,12 @@ def save_exchange(
 def live_save_exchange(
     session_id: str, path: Path, package_version: str, owner: Mapping[str, str] | None = None
 ) -> Exchange[tuple[SnapshotHeader, float]]:
-    """As `save_exchange`, while the engine continues.
+    """Write a session to a new file while the engine continues. The arguments are those of
+    `save_exchange`.
 
     Returns:
-        The header of the file, and the engine time that the snapshot took in seconds, on the
-        slowest rank.
+        The header of the file, and the engine time in seconds that the snapshot took on the slowest
+        rank.
     """
     responses = _results((yield WorkerCall("stage_snapshot", (session_id,))))
     staged = [msgspec.json.decode(response, type=StagedRank) for response in responses]
@@ -124,12 +126,13 @@ def copy_exchange(
     """Write a session to a file, or update the file of an earlier call.
 
     Args:
-        session_id: The session.
-        path: The file. It does not exist if the exchange fails.
+        session_id: Id of the session.
+        path: Path of the file. If the exchange fails, the file is removed, unless the error is
+            `session_busy`.
         package_version: Version of this package.
-        owner: As `SnapshotHeader.owner`.
-        is_playing: Write while the engine continues. Only a file that was written without it is a
-            snapshot from which a session can continue.
+        owner: Owner of the session; see `SnapshotHeader.owner`.
+        is_playing: Whether to write while the engine continues. A session can only be resumed from
+            a file whose last version was written with `is_playing` false.
 
     Returns:
         The header of the file, and the number of bytes written.
@@ -156,7 +159,7 @@ def copy_exchange(
 
 
 def _poll(method: str, name: str) -> Exchange[list[Any]]:
-    """Call a method of the workers until all of them return a result other than None."""
+    """Call a method of the workers repeatedly until none of them returns None."""
     pause_s = 0.0
     while None in (results := _results((yield WorkerCall(method, (name,), pause_s)))):
         pause_s = min(_LONGEST_LOOK_S, max(_FIRST_LOOK_S, 2 * pause_s))
@@ -166,9 +169,10 @@ def _poll(method: str, name: str) -> Exchange[list[Any]]:
 def update_exchange(
     session_id: str, path: Path, data_parallel_rank: int | None = None
 ) -> Exchange[tuple[SnapshotHeader, dict[str, Any]]]:
-    """Update a restored session from a later version of its file, like `restore_exchange`.
+    """Update a restored session from a later version of its file.
 
-    If the exchange fails, the session no longer exists.
+    The arguments and the result are those of `restore_exchange`. If the exchange fails, the session
+    is closed.
     """
     header = read_header(path)
     call = WorkerCall("update_session", (session_id, str(path), data_parallel_rank))
@@ -186,9 +190,10 @@ def restore_exchange(
     """Create a session from a file.
 
     Args:
-        session_id: Id of the new session. It does not exist if the exchange fails.
-        path: The file.
-        data_parallel_rank: The only data-parallel rank that restores it; None selects all.
+        session_id: Id of the new session. If the exchange fails, there is no session with this id.
+        path: Path of the snapshot file.
+        data_parallel_rank: Data-parallel rank that restores the session, or None if all ranks
+            restore it.
 
     Returns:
         The header of the file, and the scalars of the first rank.
@@ -203,7 +208,7 @@ def restore_exchange(
         if failure.code != "session_exists":
             yield WorkerCall(
                 "close_session", (session_id,)
-            )  # on ranks that have restored their part
+            )  # closes it on the ranks that have restored their part
         raise
     return header, header.ranks[0].scalars
 
@@ -223,7 +228,7 @@ def run_exchange(exchange: Exchange[T], rpc: Callable[..., list[dict[str, Any]]]
             try:
                 time.sleep(call.after_s)
                 responses = rpc(call.method, args=call.args)
-            except Exception as error:  # the exchange cleans up and may continue
+            except Exception as error:  # passed to the exchange, which cleans up and may continue
                 call = exchange.throw(error)
             else:
                 call = exchange.send(responses)

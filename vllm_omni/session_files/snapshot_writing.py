@@ -35,8 +35,8 @@ from vllm_omni.tensors.saved import DTYPE_BYTES, StoredTensor
 
 _ALIGN: Final = 64
 HEAD_BYTES: Final = 64 << 10
-"""Size of the head of a file that will be updated, if it is large enough. The tensors of the next
-version can then remain at their offsets.
+"""Size in bytes to which the head of a file that will be updated is padded. Because of the padding,
+the tensors can remain at their offsets in the next version of the file.
 """
 
 
@@ -47,10 +47,10 @@ class SnapshotPlan:
     header: SnapshotHeader
     """Header of the snapshot."""
     head: bytes
-    """First bytes of the file: length and table."""
+    """First bytes of the file: the length of the table, and the table."""
     starts: list[int]
-    """Offset of each rank's tensors in the file, which are adjacent and in the order of its
-    description; an additional entry is the end of the file.
+    """Offset in the file at which each rank's tensors start. The tensors of a rank are adjacent and
+    in the order of its description. The last entry is the end of the file.
     """
 
     @property
@@ -69,15 +69,16 @@ def plan(
     """Lay out a snapshot file.
 
     Args:
-        described: Description of each rank's part.
+        described: Descriptions of the ranks' parts, in order of rank.
         package_version: Version of this package.
-        owner: As `SnapshotHeader.owner`.
-        align: The size of the head is a multiple of this value, in bytes.
-        is_complete: As `SnapshotHeader.is_complete`.
+        owner: Owner of the session; see `SnapshotHeader.owner`.
+        align: Number of bytes of which the size of the head is a multiple.
+        is_complete: Whether all tensors belong to the same state of the session; see
+            `SnapshotHeader.is_complete`.
 
     Raises:
-        RequestFailed: `session_busy`: the ranks are at different chunks. `snapshot_too_large`: the
-            table would exceed its limits.
+        RequestFailed: The ranks are at different chunks (code `session_busy`), or the table would
+            exceed its limits (code `snapshot_too_large`).
     """
     first = described[0]
     if any((rank.chunk_index, rank.lora) != (first.chunk_index, first.lora) for rank in described):
@@ -104,7 +105,7 @@ def plan(
             entries[f"rank{number}.{name}"] = StoredTensor(dtype, shape, (begin_at, position))
         ends.append(position)
     text = msgspec.json.encode(entries)
-    text += b" " * (-(8 + len(text)) % align)  # padded with spaces, as by safetensors
+    text += b" " * (-(8 + len(text)) % align)  # padded with spaces, as safetensors does
     if len(text) > MAX_TABLE_BYTES or text.count(b"{") > MAX_OBJECTS:
         raise RequestFailed(
             "snapshot_too_large",
@@ -117,14 +118,14 @@ def plan(
 
 
 def create_file(path: Path, planned: SnapshotPlan, *, is_update: bool = False) -> None:
-    """Create the file with its full size and its header.
+    """Create the file with its full size and its header. Only its owner can read the file.
 
-    The file must not exist, unless `is_update`, and only its owner can read it. A lack of disk
-    space is therefore detected before any data is copied. If this fails, the file does not exist
-    afterwards.
+    Because the file gets its full size first, a lack of disk space is detected before any data is
+    copied. If the function fails, the file is removed. Unless `is_update` is set, the file must not
+    exist yet.
 
     Raises:
-        RequestFailed: `storage_full` or `snapshot_storage`.
+        RequestFailed: The file cannot be created. The code is `storage_full` or `snapshot_storage`.
     """
     created = 0 if is_update else os.O_CREAT | os.O_EXCL
     descriptor = os.open(path, created | os.O_WRONLY, 0o600)
@@ -148,13 +149,14 @@ def write_tensors(
     """Copy a rank's tensors from their device to their offsets in the file.
 
     Args:
-        path: The file.
-        starts: As `SnapshotPlan.starts`.
+        path: Path of the snapshot file.
+        starts: Offsets of the ranks in the file; see `SnapshotPlan.starts`.
         rank: Rank of this process.
-        tensors: Its tensors, in the order of its description.
+        tensors: Tensors of the rank, in the order of its description.
 
     Raises:
-        RequestFailed: The tensors have changed, or the file cannot be written.
+        RequestFailed: The total size of the tensors has changed since they were described, or the
+            file cannot be written.
     """
     positions = [(position, tensor) for _, position, tensor in placed(starts, rank, tensors)]
     with planned_file(path, starts) as descriptor:
@@ -164,10 +166,10 @@ def write_tensors(
 def placed(
     starts: Sequence[int], rank: int, tensors: Mapping[str, torch.Tensor]
 ) -> list[tuple[str, int, torch.Tensor]]:
-    """Return name, offset in the file, and tensor, for each tensor of a rank.
+    """Return the name, the offset in the file and the data of each tensor of a rank.
 
     Raises:
-        RequestFailed: The tensors have changed.
+        RequestFailed: The total size of the tensors has changed since they were described.
     """
     position, positions = starts[rank], []
     for name, tensor in tensors.items():
@@ -184,10 +186,10 @@ def write_bytes(
     """Write a copy of a rank's tensors and wait until it is on disk.
 
     Args:
-        path: The file.
-        starts: As `SnapshotPlan.starts`.
+        path: Path of the snapshot file.
+        starts: Offsets of the ranks in the file; see `SnapshotPlan.starts`.
         rank: Rank of this process.
-        own: The adjacent data of the tensors.
+        own: Data of the rank's tensors, which are adjacent in the file.
         part_bytes: Number of bytes per system call. Other threads can run between two calls.
 
     Raises:
@@ -202,7 +204,8 @@ def write_bytes(
 
 @contextmanager
 def planned_file(path: Path, starts: Sequence[int]) -> Iterator[int]:
-    """Open a file for writing that the front end has created. Convert errors to `RequestFailed`."""
+    """Open the file that the front end has created, for writing. Errors are converted to
+    `RequestFailed`."""
     try:
         file = path.open("r+b", buffering=0)
     except OSError:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors in files: positioned reads and writes, and state that is saved and restored."""
+"""Tensors in files: reading and writing at offsets, digests, and saved session state."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Digests of tensors, computed on their device.
 
-Two servers compare them, so that a session that is moved can be checked in device memory, where it
-is used, in a fraction of the time that SHA-256 takes on the host. A digest detects damage and
-change. The digest does not protect against deliberate manipulation, which the operator's key
-prevents.
+When a session moves to another server, the two servers compare digests of its tensors. The session
+is checked in device memory, where it is used, in a fraction of the time that SHA-256 takes on the
+host. A digest detects damage and changes. A digest does not protect against deliberate
+manipulation; the operator's key prevents that.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,19 +14,19 @@ import torch
 
 _ROW_WORDS: Final = 1 << 16
 _LEAST_ROW_BYTES: Final = 4096
-"""Tensors with shorter rows are digested as one row."""
+"""Minimum number of bytes in a row. Tensors with shorter rows are digested as one row."""
 _BLOCK_BYTES: Final = 64 << 20
-"""Temporary memory for one block of rows, in bytes."""
+"""Temporary memory in bytes for one block of rows."""
 _MOST_ROWS: Final = 1 << 12
 """Number of rows for which factors are computed initially."""
 _MIX: Final = (-7046029254386353131, -4658895280553007687)  # odd 64-bit constants of splitmix64
 
 
 def tensor_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return a 64-bit digest of each tensor's elements in logical order, in hexadecimal digits.
+    """Return a 64-bit digest of each tensor's elements in logical order, as hexadecimal digits.
 
-    A digest is the sum of the tensor's 64-bit words, each multiplied by an odd number that depends
-    on its position. A change of one word therefore always changes it.
+    A digest is the sum of the tensor's 64-bit words, where each word is multiplied by an odd number
+    that depends on its position. A change of a single word therefore always changes the digest.
     """
     factors: dict[tuple[int, torch.device], torch.Tensor] = {}
     sums: dict[torch.device, dict[str, torch.Tensor]] = {}
@@ -60,7 +60,7 @@ def tensor_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def _factors(count: int, device: torch.device) -> torch.Tensor:
-    """Return `count` odd pseudo-random numbers, int64."""
+    """Return `count` odd pseudo-random numbers as an int64 tensor."""
     mixed = torch.arange(1, 1 + count, dtype=torch.int64, device=device)
     for factor in _MIX:
         mixed = mixed * factor
@@ -69,14 +69,16 @@ def _factors(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _rows(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the bytes of a tensor as int64 rows `[rows, words]`, copied only if necessary."""
+    """Yield the bytes of a tensor as int64 rows `[rows, words]`. The bytes are copied only if
+    necessary.
+    """
     if not tensor.numel():
         return
     row_bytes = tensor[0, 0].nbytes if tensor.dim() > 2 else 0
     if row_bytes < _LEAST_ROW_BYTES or row_bytes % 8:
         yield from _flat_rows(tensor)
         return
-    # the frames of a K/V window are long rows that are far apart
+    # In a K/V window, for example, the frames are long rows that are far apart in memory.
     step = tensor.shape[1] * tensor.stride(1)
     is_view = tensor.stride(0) == step and tensor[0, 0].is_contiguous()
     for part in (tensor.flatten(0, 1),) if is_view else tensor:

@@ -3,10 +3,10 @@
 
 Host tensors are transferred directly between their memory and the file, many per system call.
 Strided tensors (frames of a K/V window) are transferred row by row in the same call. Device tensors
-pass through two page-locked staging buffers, small tensors together: while one buffer is copied
-between device and host, several threads write or read the other, because one thread is slower than
-the device. A file contains the elements of a tensor in logical order, regardless of its memory
-layout. Callers define the file format.
+pass through two page-locked staging buffers, each of which can hold several small tensors. While
+one buffer is copied between device and host, several threads write or read the other buffer,
+because a single thread is slower than the device. A file contains the elements of a tensor in
+logical order, regardless of its memory layout. The callers define the file format.
 """
 
 import os
@@ -28,18 +28,18 @@ _NUMPY_KNOWS: Final = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.u
 TensorAt = tuple[int, torch.Tensor]
 """Offset in a file in bytes, and the tensor whose data is stored there."""
 Array = Any  # np.ndarray
-"""Contiguous NumPy array that shares memory with a tensor or with a part of it."""
+"""Contiguous NumPy array that shares memory with a tensor or with a slice of a tensor."""
 
 
 def write_at(descriptor: int, positions: Iterable[TensorAt], mapping: Array | None = None) -> None:
     """Write the data of each tensor at its offset.
 
     Args:
-        descriptor: The file.
-        positions: Positions and tensors.
-        mapping: The file's bytes in memory. Several threads can write to a mapping at the same
-            time, but not with system calls, which lock the file. All blocks of the mapping must be
-            allocated.
+        descriptor: Descriptor of the open file.
+        positions: Offsets in the file, and the tensors to write there.
+        mapping: The file mapped into memory. If given, device tensors are written to the mapping.
+            Several threads can then write at the same time, which is not possible with system
+            calls, because they lock the file. All blocks of the mapping must be allocated.
 
     Raises:
         OSError: Writing failed.
@@ -70,7 +70,8 @@ def read_at(descriptor: int, positions: Iterable[TensorAt]) -> None:
 
 
 def _sorted_out(positions: Iterable[TensorAt]) -> tuple[list[TensorAt], list[TensorAt]]:
-    """Split into host tensors and tensors that need staging. Empty tensors are dropped."""
+    """Split the tensors into host tensors and tensors that need a staging buffer. Empty tensors are
+    dropped."""
     host: list[TensorAt] = []
     staged: list[TensorAt] = []
     for slot in positions:
@@ -92,9 +93,10 @@ def _runs(
     """Yield (start, arrays) for each range of arrays that are adjacent in the file.
 
     Args:
-        positions: Positions and tensors, in the order of the file.
-        turned: For reading: receives each tensor whose rows are not contiguous, with the contiguous
-            buffer that is filled instead. None for writing: the buffer is a copy of the tensor.
+        positions: Offsets and tensors, in the order of the file.
+        turned: List used when reading. For each tensor whose rows are not contiguous, a contiguous
+            buffer is filled instead, and the list receives the tensor with its buffer. None when
+            writing; the buffer is then a copy of the tensor.
     """
     arrays: list[Array] = []
     start = end = 0
@@ -127,12 +129,13 @@ def _arrays(tensor: torch.Tensor) -> list[Array] | None:
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Merge the first two dimensions if all others are contiguous. Return None if that requires a
-    copy."""
+    """Merge the first two dimensions of a tensor whose other dimensions are contiguous. The result
+    is None if merging would require a copy."""
     if tensor.dim() <= 2 or not tensor[0, 0].is_contiguous():
         return None
     rows = tensor.flatten(0, 1)
-    return rows if rows.data_ptr() == tensor.data_ptr() else None  # uneven strides: flatten copied
+    # With uneven strides, `flatten` has made a copy.
+    return rows if rows.data_ptr() == tensor.data_ptr() else None
 
 
 def _numpy(tensor: torch.Tensor) -> Array:
@@ -152,7 +155,7 @@ class _Load:
     nbytes: int
     """Length of the range in bytes."""
     parts: list[tuple[int, torch.Tensor]]
-    """Offsets in the buffer, and uint8 views of device memory."""
+    """Pairs of an offset in the buffer and a uint8 view of device memory."""
 
 
 def _write_staged(
@@ -162,7 +165,7 @@ def _write_staged(
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="snapshot") as threads:
         writing: list[Future[None]] = []
         for number, load in enumerate(_loads(positions, len(buffers[0]))):
-            buffer = buffers[number % 2]  # not being written: only the other buffer's write may run
+            buffer = buffers[number % 2]  # free: only the other buffer may still be being written
             for offset, part in load.parts:
                 buffer[offset : offset + len(part)].copy_(part, non_blocking=True)
             _wait_for_device()
@@ -177,7 +180,7 @@ def _in_parts(
     load: _Load,
     buffer: torch.Tensor,
 ) -> "list[Future[None]]":
-    """Start a call for each part of a staging buffer."""
+    """Split a staging buffer into parts and start a call for each of them on a thread."""
     each = max(_LEAST_PART_BYTES, -(-load.nbytes // _THREADS))
     return [
         threads.submit(call, load.position + start, [part.numpy()])
@@ -193,10 +196,11 @@ def _wait_for(futures: "Iterable[Future[None]]") -> None:
 
 
 def _read_to_device(descriptor: int, positions: Iterable[TensorAt]) -> None:
-    """Read tensors of device memory.
+    """Read data from the file into tensors in device memory.
 
-    A tensor whose rows are not contiguous is read into a contiguous temporary tensor first. Memory
-    is bounded by copying these back whenever they fill a staging buffer.
+    A tensor whose rows are not contiguous is read into a contiguous temporary tensor first. To
+    limit memory, temporary tensors are copied to their targets as soon as they are together as
+    large as the staging buffers may be.
     """
     ready: list[TensorAt] = []
     turned: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -237,7 +241,7 @@ def _read_staged(descriptor: int, positions: Sequence[TensorAt]) -> None:
         for number, load in enumerate(loads):
             _wait_for(reading)
             if number + 1 < len(loads):
-                reading = read(number + 1)  # the copies from this buffer have ended
+                reading = read(number + 1)  # safe, because the copies from that buffer have ended
             buffer = buffers[number % 2]
             for offset, part in load.parts:
                 part.copy_(buffer[offset : offset + len(part)], non_blocking=True)
@@ -257,7 +261,7 @@ def _wait_for_device() -> None:
 
 
 def _loads(positions: Iterable[TensorAt], most: int) -> Iterator[_Load]:
-    """Split tensors into loads of at most `most` bytes.
+    """Split tensors into contents of a staging buffer, each of at most `most` bytes.
 
     A tensor whose rows are not contiguous is made contiguous just before it is transferred.
     """
@@ -327,7 +331,7 @@ def _finish(
     arrays: Sequence[Array],
     done: int,
 ) -> None:
-    """Continue a system call that transferred only `done` bytes."""
+    """Transfer the remaining bytes after a system call that transferred only `done` bytes."""
     left = [memoryview(array).cast("B") for array in arrays]
     while True:
         if done == 0:

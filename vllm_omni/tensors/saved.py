@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saved state of one rank of a session: named tensors, and scalars.
+"""Saved state of a session on one rank: named tensors, and scalars.
 
-`OpenSnapshot.rank` (`session_files/snapshot.py`) creates a `SavedTensors` from a validated file,
-and a session's `restore` (`model_executor/interfaces.py`) reads its tensors from it. This module
-depends neither on the snapshot's header nor on a model.
+`OpenSnapshot.rank` (`session_files/snapshot.py`) creates a `SavedTensors` from a validated file. A
+session's `restore` (`model_executor/interfaces.py`) reads the session's tensors from this object.
+This module depends neither on the snapshot's header nor on a model.
 """
 
 import operator
@@ -29,12 +29,13 @@ DTYPE_NAMES: Final = {
     torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3",
 }
-"""safetensors names of the dtypes that a session may hold."""
+"""Names in safetensors of the dtypes that tensors of a session may have."""
 _TORCH_DTYPES: Final = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 DTYPE_BYTES: Final = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
-"""Element size in bytes by that name."""
+"""Element size in bytes, by the dtype's name in safetensors."""
 CHANNELS_LAST: Final = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""Memory formats that are restored as they were saved, by number of dimensions."""
+"""Channels-last memory formats, by number of dimensions. A tensor that was saved in one of these
+formats is restored in the same format."""
 
 ChunkIndex = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
 """Index of the next chunk of a saved session."""
@@ -50,20 +51,21 @@ class StoredTensor(msgspec.Struct, frozen=True):
     """
 
     dtype: str = ""
-    """safetensors name of the dtype."""
+    """Name of the tensor's dtype in safetensors."""
     shape: list[Annotated[int, msgspec.Meta(ge=0)]] = []
     """Shape of the tensor."""
     data_offsets: tuple[int, int] = (-1, -1)
-    """Start and end of the data, in bytes after the table."""
+    """Start and end of the tensor's data, in bytes from the end of the table."""
 
 
 class SavedTensors:
-    """Tensors of one rank in an open snapshot. The caller consumes them one by one.
+    """Tensors of one rank in an open snapshot, created by `OpenSnapshot.rank`.
 
-    `OpenSnapshot.rank` creates it. `fill` does not read tensors that are `in_place`, because the
-    session already has them. A tensor is validated when it is requested. `read` and `finish` read
-    the data of all requested tensors together; until then, new tensors are uninitialized.
-    Afterwards the object no longer needs the file. Tensors that are not consumed are an error.
+    The caller requests the tensors one by one with `fill` and `take_tensor`. A tensor is validated
+    when it is requested. `read_tensors` and `finish` read the data of all requested tensors
+    together; until then, new tensors are uninitialized. `fill` does not read tensors that are
+    `in_place`, because the session already has their data. A tensor that is neither requested nor
+    skipped is an error. After `finish`, the object no longer needs the file.
     """
 
     def __init__(
@@ -95,23 +97,26 @@ class SavedTensors:
         )
 
     def names(self, prefix: str = "") -> list[str]:
-        """Return the sorted names of the remaining tensors that start with `prefix`."""
+        """Return the sorted names of the tensors that start with `prefix` and have not been
+        requested or skipped."""
         whole, length = self._prefix + prefix, len(self._prefix)
         return sorted(name[length:] for name in self._left if name.startswith(whole))
 
     def shape(self, name: str) -> list[int] | None:
-        """Return the saved shape of a tensor, or None if it does not exist."""
+        """Return the saved shape of a tensor. The result is None if there is no tensor with this
+        name, or if it has already been requested or skipped."""
         stored = self._left.get(self._prefix + name)
         return None if stored is None else stored.shape
 
     def fill(self, targets: Mapping[str, torch.Tensor]) -> None:
-        """Request existing tensors to be filled.
+        """Request that existing tensors be filled with saved data.
 
         Args:
-            targets: Target tensors by name of the saved tensor.
+            targets: Tensors to fill, by the name of the saved tensor.
 
         Raises:
-            RequestFailed: `invalid_snapshot`: a tensor is missing or has the wrong shape or dtype.
+            RequestFailed: A tensor is missing or has the wrong shape or dtype (code
+                `invalid_snapshot`).
         """
         for name, target in targets.items():
             position = self._claim(name, target.dtype, list(target.shape))
@@ -123,11 +128,11 @@ class SavedTensors:
     ) -> torch.Tensor:
         """Request a new tensor on `device`, in the memory format in which it was saved.
 
-        `read` fills it.
+        The tensor is uninitialized until `read_tensors` or `finish` fills it.
 
         Raises:
-            RequestFailed: `invalid_snapshot`: the tensor is missing or has the wrong shape or
-                dtype.
+            RequestFailed: The tensor is missing or has the wrong shape or dtype (code
+                `invalid_snapshot`).
         """
         position = self._claim(name, dtype, list(shape))
         memory_format = torch.contiguous_format
@@ -143,7 +148,7 @@ class SavedTensors:
             del self._left[self._prefix + name]
 
     def read_tensors(self) -> None:
-        """Fill all tensors requested by `fill` and `take`.
+        """Fill all tensors requested by `fill` and `take_tensor`.
 
         Raises:
             OSError: Reading failed.
@@ -153,10 +158,10 @@ class SavedTensors:
         self._pending.clear()
 
     def finish(self) -> None:
-        """Read all requested tensors and check that none is left over.
+        """Read all requested tensors, and check that every tensor has been requested or skipped.
 
         Raises:
-            RequestFailed: `invalid_snapshot`: the snapshot has tensors that were not consumed.
+            RequestFailed: The snapshot contains other tensors (code `invalid_snapshot`).
         """
         if self._left:
             raise RequestFailed(
@@ -165,7 +170,7 @@ class SavedTensors:
         self.read_tensors()
 
     def _claim(self, name: str, dtype: torch.dtype, shape: list[int]) -> int:
-        """Validate a tensor, mark it as consumed and return its offset in the file in bytes."""
+        """Validate a tensor, mark it as requested and return its offset in the file in bytes."""
         stored = self._left.pop(self._prefix + name, None)
         if stored is None:
             raise RequestFailed(
@@ -182,10 +187,10 @@ class SavedTensors:
 
 
 def read_scalars(scalars: Mapping[str, Any], kind: type[S]) -> S:
-    """Convert the scalars of a rank to the Struct `kind`, strictly.
+    """Convert the scalars of a rank to the Struct `kind`.
 
     Raises:
-        RequestFailed: `invalid_snapshot`; the message names the field.
+        RequestFailed: A scalar is invalid (code `invalid_snapshot`). The message names the field.
     """
     try:
         return msgspec.convert(dict(scalars), kind)

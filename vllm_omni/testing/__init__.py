@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools to test models: tiny checkpoints (`make-tiny`), comparison with recordings (`verify`), and
-models that compute almost nothing (`null`).
+"""Tools for testing models: tiny checkpoints (`make-tiny`), comparison with recorded tensors
+(`verify`), and models that compute almost nothing (`null`).
 
-Code that serves models does not import this package. The registry imports a module of it by name,
-when a command needs it.
+Code that serves models does not import this package. When a command needs one of the modules, the
+registry imports that module by name.
 """

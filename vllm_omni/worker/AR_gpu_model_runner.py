@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Module path of `ARGPUModelRunner` that other integrations import.
+"""Provides `ARGPUModelRunner` under the module path that other integrations import.
 
 The class is the V1 runner of language models for the current platform.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker classes for `--worker-cls`. Each name resolves to the class of the current platform.
+"""Worker classes for `--worker-cls`. Each name resolves to the class for the current platform.
 
-Names resolve on first use, because vLLM's CPU worker modules patch torch when they are imported and
-must never be imported in a CUDA process.
+A name resolves on first use, because vLLM's CPU worker modules patch torch when they are imported
+and must never be imported in a CUDA process.
 """
 
 import importlib
@@ -19,7 +19,7 @@ _CLASSES = {
         "diffusion.cpu_worker:DiffusionCPUWorker",
     ),
 }
-"""Class on GPUs and class on a CPU, by name."""
+"""Worker class for GPUs and worker class for CPUs, by name."""
 __all__ = ["ARGPUWorker", "DiffusionGPUWorker", "SharedGPUWorker"]
 
 

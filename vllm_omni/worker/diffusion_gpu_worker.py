@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Module path of `DiffusionGPUWorker` that other integrations import.
+"""Provides `DiffusionGPUWorker` under the module path that other integrations import.
 
-The name resolves to the class of the current platform.
+The name resolves to the worker class for the current platform.
 """
 
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Module path of `DiffusionGPUModelRunner` that other integrations import."""
+"""Provides `DiffusionGPUModelRunner` under the module path that other integrations import."""
 
 from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
 

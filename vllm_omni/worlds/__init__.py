@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worlds that are part of the package, trained by `training/`. They are ordinary checkpoints."""
+"""Worlds that are shipped with the package. These worlds were trained with `training/` and are
+ordinary checkpoints."""
 
 from pathlib import Path
 
@@ -7,7 +8,7 @@ _REMEDY = "install vllm-worlds again, or in a clone run `git checkout -- vllm_om
 
 
 def village_checkpoint() -> Path:
-    """Return the checkpoint directory of the village, a small LingBot World. Verifies its files.
+    """Verify the files of the village, a small LingBot World, and return its checkpoint directory.
 
     Raises:
         ValueError: A file is missing or damaged. The message is one line and names the file.

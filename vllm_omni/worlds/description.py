@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`world.json` of a checkpoint directory: sizes, prompts and start images of a world.
 
-A checkpoint of any model may have one. The config parser passes it to the endpoints (`CONFIG_KEY`).
-Its sizes and model options are the defaults of `vllm serve`, and its images are served with the web
-page. This module does not depend on a model or on sockets.
+A checkpoint of any model may have a world description. The config parser passes the description to
+the endpoints (`CONFIG_KEY`). Sizes and model options in the description are the defaults of
+`vllm serve`, and its images are served with the web page. This module does not depend on a model or
+on sockets.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from vllm_omni.worlds.movement import PITCH_LIMIT_DEGREES
 
 CARD: Final = "world.json"
 CONFIG_KEY: Final = "omni_world"
-"""Key of the world description in vLLM's config object, which contains it as JSON types."""
+"""Key of the world description in vLLM's config object. The value consists of JSON types."""
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 ImageFile = Annotated[str, msgspec.Meta(pattern=r"^([a-z0-9_]+/)?[a-z0-9_]+\.(png|jpg)\Z")]
@@ -29,96 +30,101 @@ class WorldPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A prompt that the web page offers as a button."""
 
     name: Name
-    """Text of the button."""
+    """Name of the prompt, which is the text of the button."""
     text: Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
-    """The prompt."""
+    """Text of the prompt."""
 
 
 class StartImage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A start image and its pose on the map."""
+    """A start image and its world pose."""
 
     name: Name
-    """Name for display."""
+    """Name of the start image that is shown to users."""
     prompt: Name
     """Name of the prompt that matches the image."""
     file: ImageFile
-    """Path of the image in the checkpoint directory."""
+    """Path of the image, relative to the checkpoint directory."""
     x_m: float
-    """Position to the east in metres."""
+    """Position of the camera to the east, in metres."""
     z_m: float
-    """Position to the north in metres."""
+    """Position of the camera to the north, in metres."""
     heading_degrees: float
-    """Direction of the view, clockwise from north, in degrees."""
+    """Direction of the view in degrees, clockwise from north."""
     pitch_degrees: float = 0.0
     """Angle of the view above the horizon in degrees."""
 
 
 class WorldMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Map of the ground, north up, with (0, 0) in the centre."""
+    """Map of the ground. North is up, and the position (0, 0) is in the centre."""
 
     file: ImageFile
-    """Path of the image in the checkpoint directory."""
+    """Path of the map image, relative to the checkpoint directory."""
     side_m: Annotated[float, msgspec.Meta(gt=0)]
-    """Side length of the image in metres, after which the world repeats."""
+    """Side length of the map in metres. The world repeats after this distance."""
 
 
 class WorldGrid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The world's occupancy grid (`grid.OccupancyGrid`)."""
+    """The image file of the world's occupancy grid (`grid.OccupancyGrid`)."""
 
     file: ImageFile
-    """Path of the image in the checkpoint directory."""
+    """Path of the grid image, relative to the checkpoint directory."""
     side_m: Annotated[float, msgspec.Meta(gt=0)]
-    """Side length of the grid in metres, after which the world repeats."""
+    """Side length of the grid in metres. The world repeats after this distance."""
 
 
 class WorldTour(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A prepared walk for demonstrations."""
 
     start: ImageFile
-    """File of the start image."""
+    """Path of the start image, which is one of the world's start images."""
     seed: int
-    """Seed of the session."""
+    """Seed of the walk's session."""
     keys: list[Annotated[str, msgspec.Meta(pattern=r"^[a-z]*\Z")]]
-    """Held keys in each latent frame."""
+    """Letters of the keys that are held in each latent frame."""
     prompts: list[tuple[int, Name]]
-    """Names of prompts and the latent frames from which they apply; the first is 0."""
+    """Pairs of a latent frame and the name of the prompt that applies from this frame on. The first
+    pair starts at frame 0."""
     truth: Video | None = None
-    """Video of the same walk rendered by the original world, with one frame per generated frame."""
+    """Video of the same walk rendered from the original world, with one frame per generated frame.
+    """
 
 
 class WorldDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Description of a world."""
+    """Description of a world, as stored in `world.json`."""
 
     domain: Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9_]{1,64}\Z")]
-    """Name for programs."""
+    """Identifier of the world for programs."""
     title: Name
-    """Name for people."""
+    """Name of the world that is shown to users."""
     about: Annotated[str, msgspec.Meta(max_length=1000)]
-    """Contents of the world, and how it responds to images from other sources."""
+    """Text that describes what the world contains, and how it responds to images from other
+    sources."""
     sizes: Annotated[tuple[tuple[Side, Side], ...], msgspec.Meta(min_length=1)]
-    """(width, height) in pixels at which the model was trained, the default first."""
+    """Sizes (width, height) in pixels at which the model was trained. The first size is the
+    default."""
     metres_per_unit: Annotated[float, msgspec.Meta(gt=0)]
-    """Metres per unit of camera translation."""
+    """Length in metres of one unit of camera translation."""
     prompts: tuple[WorldPrompt, ...] = ()
-    """Prompts to offer."""
+    """Prompts that clients can offer to users."""
     starts: tuple[StartImage, ...] = ()
-    """Start images to offer."""
+    """Start images that clients can offer to users."""
     focal: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    """Focal length of the camera divided by the image width. Default: the model's."""
+    """Focal length of the camera divided by the image width. Default: the model's focal length."""
     map: WorldMap | None = None
-    """Map of the world, if it has one."""
+    """Map of the world. Default: the world has no map."""
     grid: WorldGrid | None = None
-    """Occupancy grid, which stops cameras. Default: none; cameras can go anywhere."""
+    """Occupancy grid with cells that cameras cannot enter. Default: cameras can go anywhere."""
     pitch_limit_degrees: Annotated[float, msgspec.Meta(ge=0, le=PITCH_LIMIT_DEGREES)] = (
         PITCH_LIMIT_DEGREES
     )
     """Largest angle of the view above or below the horizon that can be reached with keys and axes,
-    if the model receives the world pose.
+    in degrees. Used only if the model receives the world pose.
     """
     tour: WorldTour | None = None
-    """Prepared walk, if there is one."""
+    """Prepared walk for demonstrations. Default: the world has none."""
     model: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Defaults of `omni.model`. They override those of a preset (`model_executor/presets.py`)."""
+    """Defaults of options in `omni.model`, which override the defaults of a preset
+    (`model_executor/presets.py`)."""
 
     def __post_init__(self) -> None:
         names = [prompt.name for prompt in self.prompts]
@@ -138,7 +144,7 @@ class WorldDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     @property
     def images(self) -> list[str]:
-        """Files of the images that the web page shows."""
+        """Paths of the images that the web page shows: the start images and the map."""
         return [
             *(start.file for start in self.starts),
             *([self.map.file] if self.map is not None else []),
@@ -148,7 +154,7 @@ class WorldDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         return next(prompt.text for prompt in self.prompts if prompt.name == name)
 
     def untrained_size(self, width: int, height: int) -> str | None:
-        """Return a warning for a size at which the world was not trained, or None if it was."""
+        """Return a warning if the world was not trained at the given size, otherwise None."""
         if (width, height) in self.sizes:
             return None
         trained = " or ".join(f"{w}x{h}" for w, h in self.sizes)
@@ -158,7 +164,7 @@ class WorldDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         )
 
     def as_hello(self) -> dict[str, Any]:
-        """Return the world's part of an endpoint's hello message."""
+        """Return the fields that the world adds to the hello message of an endpoint."""
         reported = msgspec.to_builtins(self)
         names = ("title", "about", "sizes", "metres_per_unit", "prompts", "starts", "map")
         return {**{name: reported[name] for name in names}, "has_walls": self.grid is not None}
@@ -183,10 +189,10 @@ def read_description(folder: Path) -> WorldDescription | None:
 
 
 def description_file(folder: Path, name: str) -> Path:
-    """Return the path of a file that is named in a world description.
+    """Return the path of a file that a world description names.
 
     Raises:
-        ValueError: The path is not a file inside `folder`.
+        ValueError: The name does not refer to a file inside `folder`.
     """
     return confined((folder / name).parent, Path(name).name)
 
@@ -199,10 +205,10 @@ def with_defaults(
     """Return vLLM's `additional_config` with the world's size and model options as defaults.
 
     Args:
-        additional_config: vLLM's option.
-        description: The world description, if any.
-        size: (height, width) of the model, for checkpoints without a world description; None if the
-            model has no default.
+        additional_config: Value of vLLM's `--additional-config`.
+        description: World description of the checkpoint, or None if it has none.
+        size: Default (height, width) of the model, used for checkpoints without a world
+            description. None if the model has no default size.
     """
     given = dict(additional_config) if isinstance(additional_config, Mapping) else {}
     omni = given.get("omni", {})

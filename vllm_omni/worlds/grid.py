@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`OccupancyGrid`: the parts of a world's ground that cannot be entered.
+"""`OccupancyGrid`: the areas of a world's ground that cannot be entered.
 
-It is stored as an image next to `world.json`, north up, with (0, 0) in the centre and blocked cells
-in black. The world repeats after the side length of the grid. Except for file access, this module
-needs only torch.
+The grid is stored as an image next to `world.json`. In the image, north is up, the position (0, 0)
+is in the centre, and blocked cells are black. The world repeats after the side length of the grid.
+Except for file access, this module needs only torch.
 """
 
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ import torch
 
 @dataclass(frozen=True)
 class OccupancyGrid:
-    """Grid of blocked cells."""
+    """Grid of cells on the ground, some of which are blocked."""
 
     cells: torch.Tensor
-    """bool [rows, columns], true if blocked. Row 0 is the northern edge."""
+    """Whether each cell is blocked, bool [rows, columns]. Row 0 is the northern edge."""
     side_m: float
     """Side length of the grid in metres."""
 
@@ -25,10 +25,10 @@ class OccupancyGrid:
         """Return whether positions are in blocked cells.
 
         Args:
-            positions_2: x and z in metres, fp64 [..., 2].
+            positions_2: Positions x and z in metres, fp64 [..., 2].
 
         Returns:
-            bool [...].
+            Whether each position is in a blocked cell, bool [...].
         """
         rows, columns = self.cells.shape
         share = torch.remainder(positions_2 / self.side_m + 0.5, 1.0)
@@ -38,7 +38,7 @@ class OccupancyGrid:
 
     @classmethod
     def read_image(cls, path: Path, side_m: float) -> "OccupancyGrid":
-        """Read an image file.
+        """Read a grid from an image file.
 
         Raises:
             ValueError: The file cannot be read. The message is one line.
@@ -54,7 +54,7 @@ class OccupancyGrid:
         return cls(torch.from_numpy(values < 128), side_m)
 
     def write(self, path: Path) -> None:
-        """Write an image file with one bit per cell."""
+        """Write the grid to an image file with one bit per cell."""
         from PIL import Image
 
         pixels = (~self.cells).byte().mul(255).numpy()

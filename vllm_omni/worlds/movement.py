@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Movement of cameras by held keys, analog controls and velocities. This is the package's only
-integrator.
+"""Movement of cameras by held keys, analog controls and velocities. All code of the package that
+moves cameras uses this module.
 
-A camera rotates first and then moves in the horizontal plane along its new view. In a world with an
-occupancy grid, movement stops at blocked cells and slides along them. The server, the training data
-and the ground truth of scores all use these functions, so that they agree.
+A camera first rotates and then moves in the horizontal plane along its new view. In a world with an
+occupancy grid, cameras stop at blocked cells and slide along them. The server, the training data
+and the ground truth for scores use the same functions, so that their poses agree.
 
 A pose is a 4x4 camera-to-world matrix with OpenCV axes (x right, y down, z forward). This module
 needs only torch.
@@ -23,17 +23,19 @@ from vllm_omni.worlds.grid import OccupancyGrid
 
 YAW_DEGREES: Final = 6.0
 PITCH_DEGREES: Final = 4.0
-"""Rotation in degrees during one latent frame while a look key is held."""
+"""Angle in degrees by which a view rotates up or down during one latent frame while a look key is
+held."""
 PITCH_LIMIT_DEGREES: Final = 85.0
-"""Largest angle of a view above or below the horizon, unless a world has a smaller one."""
+"""Largest angle of a view above or below the horizon in degrees, unless a world has a smaller
+limit."""
 
 _SUBSTEPS: Final = 8
-"""Number of parts into which the movement of one latent frame is divided. Each part is shorter than
-a cell, so that no cell is skipped.
+"""Number of substeps into which the movement of one latent frame is divided. Each substep is
+shorter than a cell, so that no cell is skipped.
 """
 _SLIDES_DEGREES: Final = (0, 15, -15, 30, -30, 45, -45, 60, -60, 75, -75)
-"""Directions in which a blocked part of a movement may slide, relative to it. The first free
-direction is used.
+"""Directions in which a camera may slide if a substep is blocked, in degrees relative to the
+movement. The first free direction is used.
 """
 
 
@@ -42,15 +44,15 @@ class CameraMotion:
     """Movement of cameras during one latent frame. All fields are fp64 [N]."""
 
     ahead: torch.Tensor
-    """Steps forward; 1 is a held key."""
+    """Number of steps forward. A held key moves the camera by 1 step."""
     aside: torch.Tensor
-    """Steps to the right."""
+    """Number of steps to the right."""
     up: torch.Tensor
-    """Steps upwards."""
+    """Number of steps upwards."""
     yaw_degrees: torch.Tensor
-    """Rotation to the right in degrees."""
+    """Angle in degrees by which the view rotates to the right."""
     pitch_degrees: torch.Tensor
-    """Rotation upwards in degrees."""
+    """Angle in degrees by which the view rotates upwards."""
 
     @classmethod
     def of_keys(
@@ -60,12 +62,12 @@ class CameraMotion:
         yaw_degrees: float = YAW_DEGREES,
         pitch_degrees: float = PITCH_DEGREES,
     ) -> "CameraMotion":
-        """Return the motion of each camera's held keys. Opposite keys cancel.
+        """Return the motion of cameras with held keys. Opposite keys cancel each other.
 
         Args:
-            held: Held keys of each camera.
-            yaw_degrees: Rotation to the side by a look key.
-            pitch_degrees: Rotation up or down by a look key.
+            held: Letters of the held keys, one string per camera.
+            yaw_degrees: Angle in degrees by which a look key rotates the view to the side.
+            pitch_degrees: Angle in degrees by which a look key rotates the view up or down.
         """
 
         def difference(plus: str, minus: str) -> torch.Tensor:
@@ -92,16 +94,18 @@ def move_cameras(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Move cameras by one latent frame.
 
-    A rotation that would exceed the pitch limit is ignored completely, unless it moves the view
+    A pitch rotation that would exceed the limit is ignored completely, unless it moves the view
     back from beyond the limit. Diagonal movement is not normalised.
 
     Args:
-        poses_N44: fp64. With a grid, positions are in metres in world coordinates.
-        pitch_N: fp64. Accumulated pitch of the cameras above the horizon in degrees.
+        poses_N44: Poses of the cameras, fp64. With a grid, positions are in metres in world
+            coordinates.
+        pitch_N: Accumulated pitch of the cameras above the horizon in degrees, fp64.
         motion: Movement of the cameras.
         step: Length of one step in the unit of the positions.
-        grid: Blocked cells. If given, cameras also keep their height. None: no cells are blocked.
-        pitch_limit_degrees: Largest angle of a view above or below the horizon.
+        grid: Grid of blocked cells, or None if no cells are blocked. If a grid is given, cameras
+            also keep their height.
+        pitch_limit_degrees: Largest angle of a view above or below the horizon in degrees.
 
     Returns:
         The new poses and pitches as new tensors.
@@ -123,7 +127,7 @@ def move_cameras(
 
 
 def rotation(axis: int, degrees_N: torch.Tensor) -> torch.Tensor:
-    """Return rotations [N, 3, 3] about the x axis (0) or the y axis (1), fp64."""
+    """Return fp64 rotation matrices [N, 3, 3] about the x axis (`axis` 0) or the y axis (`axis` 1)."""
     angle = torch.deg2rad(degrees_N.double())
     cos, sin, one, zero = angle.cos(), angle.sin(), torch.ones_like(angle), torch.zeros_like(angle)
     rows = {
@@ -136,13 +140,13 @@ def rotation(axis: int, degrees_N: torch.Tensor) -> torch.Tensor:
 def world_pose(
     x_m: float, z_m: float, heading_degrees: float, pitch_degrees: float = 0.0
 ) -> torch.Tensor:
-    """Return the fp64 pose [4, 4] in metres of a camera at eye height.
+    """Return the pose of a camera at eye height, fp64 [4, 4], with positions in metres.
 
     Args:
-        x_m: Position to the east.
-        z_m: Position to the north.
-        heading_degrees: Direction of the view, clockwise from north.
-        pitch_degrees: Angle of the view above the horizon.
+        x_m: Position to the east in metres.
+        z_m: Position to the north in metres.
+        heading_degrees: Direction of the view in degrees, clockwise from north.
+        pitch_degrees: Angle of the view above the horizon in degrees.
     """
     pose_44 = torch.eye(4, dtype=torch.float64)
     yaw, pitch = (
@@ -159,7 +163,7 @@ def pitch_of(pose_44: torch.Tensor) -> float:
 
 
 def heading_of(pose_44: torch.Tensor) -> float:
-    """Return the direction of a pose's view, clockwise from north, in degrees in [0, 360)."""
+    """Return the direction of a pose's view in degrees, clockwise from north, in [0, 360)."""
     return math.degrees(math.atan2(float(pose_44[0, 2]), float(pose_44[2, 2]))) % 360.0
 
 
@@ -177,9 +181,9 @@ def _horizontal(direction_N3: torch.Tensor) -> torch.Tensor:
 
 
 def _walk(position_N2: torch.Tensor, move_N2: torch.Tensor, grid: OccupancyGrid) -> torch.Tensor:
-    """Return the x and z where cameras arrive.
+    """Return the positions x and z at which cameras arrive after a movement.
 
-    A camera in a blocked cell may leave the cell in any direction.
+    A camera that is in a blocked cell may leave the cell in any direction.
     """
     share_S = torch.arange(_SUBSTEPS + 1, dtype=torch.float64) / _SUBSTEPS
     straight_NS = grid.blocked(position_N2[:, None] + share_S[:, None] * move_N2[:, None])
@@ -191,7 +195,11 @@ def _walk(position_N2: torch.Tensor, move_N2: torch.Tensor, grid: OccupancyGrid)
 
 
 def _slide(position_N2: torch.Tensor, part_N2: torch.Tensor, grid: OccupancyGrid) -> torch.Tensor:
-    """Move in parts, each in the free direction closest to its own direction. Without one, stay."""
+    """Move cameras in substeps and return their positions.
+
+    In each substep, a camera moves in the free direction that is closest to its own direction. If
+    no direction is free, the camera stays where it is.
+    """
     slides = torch.deg2rad(torch.tensor(_SLIDES_DEGREES, dtype=torch.float64))
     cos_K, sin_K = slides.cos(), slides.sin()
     x, z = part_N2[:, :1], part_N2[:, 1:]

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """`StartImages`: recognizes the world's own start images, whose poses are known.
 
-An image is stretched to 40x24 and 20x12 pixels, as sessions stretch start images to their size, and
-compared with each start image. Two distances must be small: the root mean square difference at
-40x24, and the largest mean difference of a 2x2 block at 20x12, both divided by the standard
-deviation of the start image. The limits were chosen on the nine start images of the village.
-Accepted were JPEG quality 50, half and double size, and four filters; rejected were renders from
-half a metre away or turned by 5 degrees:
+An image is stretched to 40x24 and 20x12 pixels, just as sessions stretch start images to their
+size, and compared with each start image. Two distances must be small: the root mean square
+difference at 40x24, and the largest mean difference of a 2x2 block at 20x12, both divided by the
+standard deviation of the start image. The limits were chosen with the nine start images of the
+village. Images that must be accepted have JPEG quality 50, half or double size, or one of four
+filters. Images that must be rejected are renders from half a metre away or turned by 5 degrees.
 
 | distance | largest of accepted | smallest of rejected | limit |
 |---|---|---|---|
 | root mean square | 0.23 | 0.32 | 0.27 |
 | largest block | 0.32 | 0.47 | 0.38 |
 
-The arithmetic is exact on integers, so every rank gets the same result.
+Distances are computed from integers and are exact, so every rank gets the same result.
 """
 
 # S start images, H height, W width
@@ -41,9 +41,9 @@ class StartImages:
     starts: tuple[StartImage, ...]
     """Descriptions of the start images."""
     fine_SHW3: np.ndarray
-    """The images scaled down to 40x24, int64, in the same order."""
+    """Start images scaled down to 40x24, int64, in the order of `starts`."""
     coarse_SHW3: np.ndarray
-    """The images scaled down to 20x12, int64, in the same order."""
+    """Start images scaled down to 20x12, int64, in the order of `starts`."""
 
     @classmethod
     def load(cls, folder: Path, description: WorldDescription) -> "StartImages":
@@ -63,9 +63,9 @@ class StartImages:
         )
 
     def recognise(self, image_HW3: torch.Tensor) -> StartImage | None:
-        """Return the start image that an image shows, or None if it is another image.
+        """Return the start image that an image shows, or None if it shows none of them.
 
-        It takes less than a millisecond for an image of a session's size.
+        The comparison takes less than a millisecond for an image of a session's size.
 
         Args:
             image_HW3: uint8 image of any size.
@@ -100,11 +100,12 @@ def _distances(known_SHW3: np.ndarray, image_HW3: np.ndarray, block: int | None)
 
     Args:
         known_SHW3: Start images, scaled down.
-        image_HW3: Image, scaled down to the same size.
-        block: Side length of the blocks; None selects the root mean square.
+        image_HW3: Image to compare, scaled down to the same size.
+        block: Side length of the blocks whose largest mean difference is the distance, or None for
+            the root mean square difference.
     """
     difference_SHW3 = known_SHW3 - image_HW3
-    # 0 for a uniform start image
+    # The standard deviation of a uniform start image is 0, so 1 is added.
     spread_S = known_SHW3.reshape(len(known_SHW3), -1).std(axis=1) + 1.0
     if block is None:
         total_S = (difference_SHW3**2).reshape(len(known_SHW3), -1).sum(axis=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ServedWorld`: the parts of a world description that a model needs to track world poses."""
+"""`ServedWorld`: the properties of a world that a model needs to track world poses."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,25 +14,24 @@ from vllm_omni.worlds.recognition import StartImages
 
 @dataclass(frozen=True, eq=False)
 class ServedWorld:
-    """The properties of a world that a model needs."""
+    """The properties of a world that a model needs to track world poses."""
 
     metres_per_unit: float
-    """Metres per unit of camera translation."""
+    """Length in metres of one unit of camera translation."""
     focal: float | None
-    """Focal length of the camera divided by the image width; None selects the model's focal
-    length.
+    """Focal length of the camera divided by the image width, or None for the model's focal length.
     """
     grid: OccupancyGrid | None
-    """Blocked cells; None if cameras can go anywhere."""
+    """Grid of blocked cells, or None if cameras can go anywhere."""
     pitch_limit_degrees: float
-    """Largest angle of the view above or below the horizon."""
+    """Largest angle of the view above or below the horizon in degrees."""
     starts: StartImages
-    """Start images with known poses."""
+    """Start images of the world, whose poses are known."""
 
     @classmethod
     def load(cls, folder: Path) -> "ServedWorld | None":
-        """Read the world of a checkpoint directory. The result is None if the directory describes
-        no world.
+        """Read the world of a checkpoint directory. The result is None if the directory has no
+        world description.
 
         Raises:
             ValueError: A file is invalid. The message is one line.
@@ -54,7 +53,8 @@ class ServedWorld:
         )
 
     def recognised_pose(self, image_HW3: torch.Tensor) -> torch.Tensor | None:
-        """Return the world pose [4, 4] of a start image, or None for any other image.
+        """Return the world pose [4, 4] of the start image that an image shows, or None if it shows
+        none of them.
 
         Args:
             image_HW3: uint8 image of any size.

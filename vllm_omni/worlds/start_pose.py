@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`StartPose`: the world pose of a session's start image, as sent by clients.
 
-A model reads it from the `DiffusionParams.options` of a session's first chunk (`START_POSE`).
+A model reads the start pose from `DiffusionParams.options` of a session's first chunk
+(`START_POSE`).
 """
 
 from collections.abc import Mapping
@@ -19,21 +20,21 @@ class StartPose(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """World pose of a start image."""
 
     x_m: Metres
-    """Position to the east in metres."""
+    """Position of the camera to the east, in metres."""
     z_m: Metres
-    """Position to the north in metres."""
+    """Position of the camera to the north, in metres."""
     heading_degrees: Degrees
-    """Direction of the view, clockwise from north, in degrees."""
+    """Direction of the view in degrees, clockwise from north."""
     pitch_degrees: Annotated[float, msgspec.Meta(ge=-85, le=85)] = 0.0
     """Angle of the view above the horizon in degrees."""
 
     def as_option(self) -> dict[str, dict[str, float]]:
-        """Return the entry of `DiffusionParams.options`."""
+        """Return the pose as an entry of `DiffusionParams.options`."""
         return {START_POSE: msgspec.to_builtins(self)}
 
 
 def without_start_pose(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options without a start pose, because only the first chunk of a session may have
-    one.
+    """Return the options without a start pose, for later chunks of a session. Only the first chunk
+    may have a start pose.
     """
     return {name: value for name, value in options.items() if name != START_POSE}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVIDIA FlashDreams (commit d5c4ce0) on LingBot World, by its own pipeline.
+"""Runs LingBot World with the pipeline of NVIDIA FlashDreams (commit d5c4ce0).
 
 recipe   its configuration with torch.compile (mode "default", because its autotuning takes
          more than five minutes) and CUDA graphs
@@ -19,7 +19,7 @@ os.environ.setdefault("FLASHDREAMS_CACHE_DIR", tempfile.gettempdir() + "/flashdr
 
 
 def provide_modules():
-    """Offer empty modules for packages that FlashDreams imports but does not use here."""
+    """Provide empty modules for packages that FlashDreams imports but this benchmark does not use."""
     replaced = []
     for name, members in {
         "boto3": {"client": None},
@@ -57,7 +57,9 @@ def use_native_kernels():
 
 
 class TorchWithPlainMin:
-    """`torch` for the K/V cache's module, whose `torch.sym_min` breaks the graph in 2.11."""
+    """Replacement for `torch` in the K/V cache's module, because `torch.sym_min` breaks the graph
+    in 2.11.
+    """
 
     sym_min, sym_max = staticmethod(min), staticmethod(max)
 
@@ -109,7 +111,7 @@ def main():
                 "network": network,
                 "checkpoint_path": None,
                 "init_device": str(args.device),
-                "window_size_t": args.window - args.sink,  # without the sink frames
+                "window_size_t": args.window - args.sink,  # this size excludes the sink frames
                 "sink_size_t": args.sink,
                 "compile_network": fast,
                 "use_cuda_graph": fast,
@@ -156,7 +158,7 @@ def main():
         camera = CamCtrlInput(intrinsics=intrinsics.repeat(count, 1), poses=poses, world_scale=1.0)
         video = pipeline.generate(autoregressive_index=index, cache=cache, input=camera)
         frames = video_tensor_to_hwc_uint8(video, layout="tchw").cpu().numpy()
-        pipeline.finalize(autoregressive_index=index, cache=cache)  # the clean-context pass
+        pipeline.finalize(autoregressive_index=index, cache=cache)  # runs the clean-context pass
         return frames
 
     chunks_ms = driver.time_chunks(args, run_chunk)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang 0.5.23 (multimodal_gen) on LingBot World or causal Wan, by its own pipeline stages.
+"""Runs LingBot World or causal Wan with the pipeline stages of SGLang 0.5.23 (multimodal_gen).
 
 recipe      LingBot World as its own test starts it (eager, VAE in fp32)
 best        with the VAE in bf16 and the fused VAE kernels, which its realtime stage leaves off
@@ -28,11 +28,13 @@ COMPONENTS = {
     "scheduler": ["diffusers", "UniPCMultistepScheduler"],
 }
 SKIPPED_STAGES = ("RealtimeInputValidationStage", "RealtimeTextEncodingStage", "ImageEncodingStage")
-"""Stages without a part in a steady chunk: validation of HTTP requests, and the text encoder."""
+"""Stages that do no work in a chunk of the steady state: validation of HTTP requests, and the
+encoders.
+"""
 
 
 def use_native_layers():
-    """Replace CPU kernels, which are not in the wheel, by plain torch for dry runs."""
+    """For dry runs, replace CPU kernels by plain torch, because the wheel does not contain them."""
     from sglang.kernels.ops.diffusion.modulate import scale_shift_triton
     from sglang.multimodal_gen.runtime.layers import layernorm
 
@@ -50,7 +52,9 @@ def use_native_layers():
 
 
 def start(config, root):
-    """Set the process up as a GPU worker of SGLang does, and return the server's arguments."""
+    """Set up the process in the same way as a GPU worker of SGLang, and return the server's
+    arguments.
+    """
     from sglang.multimodal_gen.runtime.distributed import parallel_state
     from sglang.multimodal_gen.runtime.server_args import ServerArgs, set_global_server_args
     from sglang.multimodal_gen.runtime.utils.numerics_policy import apply_numerics_policy
@@ -84,7 +88,7 @@ def start(config, root):
 
 
 def make_transformer(args, cls, config, hf_config: dict[str, Any]):
-    """Build a transformer on the meta device as its loader does, with random weights."""
+    """Build a transformer on the meta device, as SGLang's loader does, and give it random weights."""
     from sglang.multimodal_gen.runtime.loader import fsdp_load, utils
 
     arguments = {"config": config, "hf_config": hf_config, "quant_config": None}
@@ -101,7 +105,9 @@ def make_transformer(args, cls, config, hf_config: dict[str, Any]):
 
 
 def make_vae(args, config, server):
-    """Return the VAE as its loader leaves it, with random weights, and its memory layout."""
+    """Return the VAE in the state in which SGLang's loader leaves it, with random weights, and its
+    memory layout.
+    """
     from sglang.multimodal_gen.runtime.loader.component_loaders import vae_loader
     from sglang.multimodal_gen.runtime.loader.utils import finalize_loaded_model, initialize_model
     from sglang.multimodal_gen.runtime.models.vaes.wanvae import AutoencoderKLWan
@@ -171,7 +177,7 @@ def lingbot_world(args):
     gate = fast_path_gate._VAE_FAST_PATH_GATES.get(vae)
     if best and gate is not None:
         gate.enabled = True
-    # The check of the checkpoint's files would report the missing weights.
+    # Otherwise, the check of the checkpoint's files would report missing weights.
     LingBotWorldCausalDMDPipeline._load_config = lambda self: index
     modules = {"transformer": transformer, "vae": vae, "text_encoder": torch.nn.Identity()}
     modules |= {"tokenizer": object(), "scheduler": object()}
@@ -283,7 +289,9 @@ def causal_wan(args):
     shape = (1, 16, args.chunks * 3, args.height // 8, args.width // 8)
 
     def run_clip():
-        """Return the milliseconds of the decode; the chunks' own go to `times_ms`."""
+        """Run a clip and return the milliseconds of its decode. The times of the chunks are added
+        to `times_ms`.
+        """
         times_ms.clear()
         frames = (args.chunks * 3 - 1) * 4 + 1
         sampling = WanT2V_1_3B_SamplingParams(
@@ -307,7 +315,7 @@ def causal_wan(args):
             raise SystemExit(f"frames of the clip have shape {decoded.shape}")
         return (time.perf_counter() - begin) * 1e3
 
-    run_clip()  # compiles kernels
+    run_clip()  # compiles the kernels
     decode_ms = run_clip() / args.chunks
     return {
         "chunks_ms": [value + decode_ms for value in times_ms],

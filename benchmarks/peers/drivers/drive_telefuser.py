@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TeleFuser 0.1.0.post3 on LingBot World Fast, by its own pipeline.
+"""Runs LingBot World Fast with the pipeline of TeleFuser 0.1.0.post3.
 
     recipe   its streaming example with window and sink: eager, PyTorch's SDPA
     best     FlashAttention 3 by the package's own `attention`, channels-last VAE, torch.compile
 
-The release's pipeline has no options for attention and compilation. `best` connects parts of the
-package that its later code connects in the same way.
+The released pipeline has no options for attention and compilation. `best` connects parts of the
+package in the same way as TeleFuser's later code.
 """
 
 import importlib.machinery
@@ -21,7 +21,7 @@ from driver import DTYPE
 
 
 def provide_flash_attention(args):
-    """Offer fa3-fwd under the name that TeleFuser imports, and return whether it can be used.
+    """Provide fa3-fwd under the name that TeleFuser imports, and return whether it can be used.
 
     TeleFuser looks for FlashAttention 3 only if a module `flash_attn` exists.
     """
@@ -83,11 +83,15 @@ def main():
             return driver.random_text(args.device, transformer.text_dim)
 
         def tensor2video(self, frames_CTHW):
-            """Convert on the device where the package copies float32 frames, in its favour."""
+            """Convert frames to uint8 on the device, which favours TeleFuser, because the package
+            copies float32 frames to the host.
+            """
             return driver.to_host_uint8((frames_CTHW.float() + 1) / 2)
 
     class Functional:
-        """`torch.nn.functional` of the transformer's module, with the package's attention."""
+        """Replacement for `torch.nn.functional` in the transformer's module, with the package's
+        attention.
+        """
 
         def __getattr__(self, name):
             return getattr(torch.nn.functional, name)
@@ -174,7 +178,7 @@ def main():
 
 
 def poses(first, count):
-    """Return camera poses [count, 4, 4] of a walk forward with a slow turn."""
+    """Return camera poses [count, 4, 4] of a forward walk with a slow turn."""
     matrices = numpy.tile(numpy.eye(4, dtype=numpy.float32), (count, 1, 1))
     angles = 0.02 * numpy.arange(first, first + count)
     matrices[:, 0, 0] = matrices[:, 2, 2] = numpy.cos(angles)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vllm-omni 0.30 on LingBot World: its DiffusionEngine with the settings of its stepwise recipe.
+"""Runs LingBot World with vllm-omni 0.30: its DiffusionEngine with the settings of its stepwise
+recipe.
 
 recipe   deploy/lingbot_world_v2_stepwise.yaml as it is (eager)
 best     torch.compile with static shapes, contiguous K/V and fused VAE decode kernels
@@ -20,7 +21,9 @@ import torch
 from driver import DTYPE
 
 ROOMY_BYTES = 100e9
-"""Memory from which `best` stages its K/V history, which needs 24 GB next to a session of 41 GB."""
+"""GPU memory above which `best` stages its K/V history, which takes up 24 GB in addition to a
+session of 41 GB.
+"""
 SCHEDULER = {
     "_class_name": "UniPCMultistepScheduler",
     "num_train_timesteps": 1000,
@@ -37,8 +40,8 @@ SCHEDULER = {
 
 
 def use_cpu_platform():
-    """Give the package, which has no CPU platform for diffusion, one for dry runs."""
-    kernels = "vllm._C_stable_libtorch"  # needs libcuda; the platforms import it
+    """Add a CPU platform to the package for dry runs, because it has none for diffusion."""
+    kernels = "vllm._C_stable_libtorch"  # this module needs libcuda, and the platforms import it
     sys.modules[kernels] = types.ModuleType(kernels)
     import vllm.platforms
     from vllm.platforms.cpu import CpuPlatform
@@ -92,7 +95,7 @@ def use_cpu_platform():
 
 
 def write_checkpoint():
-    """Write the small files of a checkpoint without weights."""
+    """Write the small files of a checkpoint, without its weights."""
     root = Path(tempfile.mkdtemp(prefix="peers_"))
     for name, content in {
         "model_index.json": {"_class_name": "LingBotWorldCausalDMDPipeline"},
@@ -119,7 +122,7 @@ class TextEncoder(torch.nn.Module):
 
 
 def replace_loading(args):
-    """Replace what the package would read from a checkpoint."""
+    """Replace the functions with which the package reads a checkpoint."""
     from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineLoader
     from vllm_omni.diffusion.models.lingbot_world import pipeline as lingbot
 
@@ -128,7 +131,7 @@ def replace_loading(args):
             return tokenize
         if subfolder == "text_encoder":
             return TextEncoder()
-        with torch.device(args.device):  # the defaults of the class are those of Wan 2.1's VAE
+        with torch.device(args.device):  # the class defaults are those of Wan 2.1's VAE
             vae = lingbot.DistributedAutoencoderKLWan(**({"base_dim": 8} if args.tiny else {}))
         vae.to(DTYPE).init_distributed()
         driver.fill_with_random_weights(vae, args.device)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all drivers share: arguments, random weights, timing, and the file with the measurements.
+"""Functions that all drivers share: arguments, random weights, timing, and the file with the
+measurements.
 
-A driver runs in the Python path of one peer, so nothing here may import this project.
+A driver runs in the Python path of one peer, so this module must not import this project.
 """
 
 import argparse
@@ -16,7 +17,9 @@ import torch
 
 DTYPE = torch.bfloat16
 TEXT_SHAPE = (1, 512, 4096)
-"""Shape of umT5's output. The drivers replace the text encoder by random embeddings."""
+"""Shape of umT5's output. The drivers replace the text encoder with random embeddings of this
+shape.
+"""
 PROMPT = "a coast road in the evening"
 CAMERA_ACTIONS = [["w"], ["w", "j"], ["w"]]
 """Keys of the three latent frames of a chunk: forward, with a turn to the left in the middle."""
@@ -42,7 +45,7 @@ def fill_with_random_weights(
     """Create parameters that are on the meta device, fill all of them and return their number.
 
     Weights are normal with a standard deviation of 0.02, norms 1 and biases 0, so that the values
-    of a deep network stay finite.
+    in a deep network remain finite.
     """
     generator = torch.Generator(device=device).manual_seed(0)
     parameters = 0
@@ -73,7 +76,7 @@ def random_text(device: torch.device, width: int = TEXT_SHAPE[-1]) -> torch.Tens
 
 
 def to_host_uint8(frames_CTHW: torch.Tensor) -> Any:
-    """Convert frames in [0, 1] on the device, and copy them to the host as uint8 [T, H, W, C]."""
+    """Convert frames in [0, 1] to uint8 on the device, and copy them to the host as [T, H, W, C]."""
     frames = (frames_CTHW * 255).clamp(0, 255).to(torch.uint8)
     return frames.permute(1, 2, 3, 0).contiguous().cpu().numpy()
 
@@ -112,10 +115,11 @@ def save(
     """Write the measurements.
 
     Args:
-        chunks_ms: All chunks in order. The chunks from `args.steady_from` on are equal.
-        settings: What was chosen: window, steps, precision and options of the peer.
+        chunks_ms: Milliseconds of all chunks, in order. Chunks from index `args.steady_from` are in
+            the steady state.
+        settings: Settings of the run: window, steps, precision and options of the peer.
         fast_paths: Fast paths of the peer, and whether each one was on.
-        replaced: Each part of the peer that something else stood in for.
+        replaced: Components of the peer that were replaced in this run.
     """
     import numpy
     import transformers
@@ -148,7 +152,7 @@ def save(
 
 
 def start_image(args: argparse.Namespace) -> Any:
-    """Return a PIL image of noise."""
+    """Return a start image of noise, as a PIL image."""
     import numpy
     from PIL import Image
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels for SGLang where its compiled packages do not load.
+"""Replaces kernels of SGLang's compiled packages that do not load.
 
-sglang-kernel 0.4.10 is built for torch 2.14. Under torch 2.11 its libraries lack a symbol, and
-FlashInfer and CuTe DSL are several hundred megabytes each. The realtime path uses five of their
-operations, which this module replaces by SGLang's own kernels in CUDA C++ or Triton, and by
-FlashAttention 3 from fa3-fwd. All other names of `sgl_kernel` can be imported but not called.
+sglang-kernel 0.4.10 is built for torch 2.14. The libraries of sglang-kernel do not load under torch
+2.11 because a symbol is missing. FlashInfer and CuTe DSL are not installed because they are several
+hundred megabytes each. The realtime path uses five operations of these packages, which this module
+replaces with SGLang's own kernels in CUDA C++ or Triton, and by FlashAttention 3 from fa3-fwd. All
+other names of `sgl_kernel` can be imported but not called.
 """
 
 import glob
@@ -18,7 +19,7 @@ from collections import Counter
 from pathlib import Path
 
 calls: Counter[str] = Counter()
-"""Calls of each replaced operation."""
+"""Number of calls of each replaced operation."""
 REPLACED = [
     "RMSNorm: SGLang's CUDA kernel instead of sglang-kernel's",
     "RoPE: SGLang's CUDA kernel instead of FlashInfer's",
@@ -41,7 +42,7 @@ class KernelModule(types.ModuleType):
 
     def __getattr__(self, name):
         if name.startswith("__") or self.__name__ == "sgl_kernel.scalar_type":
-            raise AttributeError(name)  # SGLang has types of its own for a missing scalar_type
+            raise AttributeError(name)  # SGLang has its own types if scalar_type is missing
         return REPLACEMENTS.get(name) or Uncallable(f"{self.__name__}.{name}")
 
 
@@ -92,14 +93,16 @@ def flash_attn_varlen_func(
     out=None,
     **defaults,
 ):
-    """Call fa3-fwd's operator directly, because its Python function also records gradients."""
+    """Run FlashAttention 3 through fa3-fwd's operator, because its Python function also records
+    gradients.
+    """
     import fa3_fwd_interface  # noqa: F401  registers the operator
     import torch
 
     calls["FlashAttention 3"] += 1
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    # In the order of `_flash_attn_forward` in that module: inputs, lengths, nine tensors that are
-    # not needed (pages, RoPE and scales), and settings.
+    # The arguments have the order of `_flash_attn_forward` in that module: inputs, lengths, nine
+    # tensors that are not needed (pages, RoPE and scales), and settings.
     inputs = (q, k, v, None, None, None, out, cu_seqlens_q, cu_seqlens_k)
     lengths = (None, None, None, max_seqlen_q, max_seqlen_k)
     settings = (scale, causal, *window_size, 0, softcap, False, None, 1, None, 0)
@@ -156,7 +159,9 @@ def residual_norm(residual, x, gate, weight, bias, scale, shift, norm_type, eps=
 
 
 def norm_scale_shift(x, weight, bias, scale, shift, norm_type, eps=1e-5):
-    """Normalise before the output projection, once per forward pass; plain torch is enough."""
+    """Normalise before the output projection. Plain torch is fast enough, because this runs once
+    per forward pass.
+    """
     import torch
 
     calls["LayerNorm"] += 1
@@ -169,7 +174,9 @@ def norm_scale_shift(x, weight, bias, scale, shift, norm_type, eps=1e-5):
 
 
 def find_cuda():
-    """Set the variables by which SGLang compiles its CUDA kernels at their first use."""
+    """Set the environment variables that SGLang needs to compile its CUDA kernels when they are
+    first used.
+    """
     toolkits = [
         path for path in sorted(glob.glob("/usr/local/cuda*")) if Path(path, "bin").is_dir()
     ]

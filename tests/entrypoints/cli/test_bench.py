@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni bench`: lists and runs the checkout's benchmarks and compares results."""
+"""`vllm-omni bench` lists and runs the checkout's benchmarks and compares their results."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def run(*arguments: str) -> int:
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkout with one benchmark, in which the command runs; the package is installed from
+    """Return a checkout with one benchmark, in which the command runs. The package is installed
     elsewhere.
     """
     folder = tmp_path / "benchmarks"
@@ -49,7 +49,9 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_repositorys_benchmarks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every script that writes a result, with what it measures; helpers are not listed."""
+    """Every script that writes a result is listed with what it measures. Helper scripts are not
+    listed.
+    """
     assert run() == 0
     lines = capsys.readouterr().out.splitlines()
     names = {line.split()[0] for line in lines}
@@ -64,7 +66,7 @@ def test_the_repositorys_benchmarks_are_listed(capsys: pytest.CaptureFixture[str
 def test_a_benchmark_runs_with_its_own_arguments_and_status(
     checkout: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Its output is passed through; its failure is the command's."""
+    """The output of a benchmark is passed through, and its failure is the failure of the command."""
     assert run("count", "--out", str(checkout)) == 0
     assert capfd.readouterr().out == "chatter\n"
     assert run("count", "--out", str(checkout), "--fail") == 3
@@ -73,7 +75,9 @@ def test_a_benchmark_runs_with_its_own_arguments_and_status(
 def test_json_prints_the_result_and_nothing_else(
     checkout: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """For programs: chatter goes to stderr."""
+    """With `--json`, stdout contains only the result, for use by programs, and all other output
+    goes to stderr.
+    """
     assert run("--json", "count") == 0
     captured = capfd.readouterr()
     assert json.loads(captured.out) == {"wall_ms": 3} and "chatter" in captured.err
@@ -93,7 +97,7 @@ def test_mistakes_end_with_one_line(
 def test_without_a_checkout_it_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A package that is used without its wheel has no benchmarks."""
+    """A package that was not installed from its wheel has no benchmarks, and the command says so."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bench, "_CHECKOUT", tmp_path)
     monkeypatch.setattr(bench, "_INSTALLED", tmp_path)
@@ -108,8 +112,8 @@ def write(path: Path, **content: Any) -> str:
 
 @pytest.fixture
 def results(tmp_path: Path) -> tuple[str, str]:
-    """Two results: a row moved, a time got worse, a rate got worse, a count changed, a row is
-    new.
+    """Return two results in which a row moved, a time got worse, a rate got worse, a count changed,
+    and a row is new.
     """
     common = {"date": "2026-01-01", "versions": {"torch": "2"}}
     slow = {"name": "slow", "wall_ms": {"p50": 10.0}}
@@ -131,8 +135,8 @@ def results(tmp_path: Path) -> tuple[str, str]:
 def test_compare_matches_rows_by_their_texts(
     results: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Not by position; direction comes from the unit in the name; numbers about the machine are
-    left out.
+    """Rows are matched by their texts rather than by position. The unit in a value's name tells
+    which direction is better. Numbers about the machine are omitted.
     """
     assert run("--json", "compare", *results) == 0
     document = json.loads(capsys.readouterr().out)
@@ -152,7 +156,9 @@ def test_compare_matches_rows_by_their_texts(
 
 @pytest.mark.parametrize(("threshold", "status"), [("5", 1), ("15", 1), ("25", 0)])
 def test_a_threshold_makes_it_a_gate(results: tuple[str, str], threshold: str, status: int) -> None:
-    """10 % slower and 20 % fewer frames per second; also with the flag behind the name."""
+    """The command fails if a change exceeds the threshold: here 10 % slower and 20 % fewer frames
+    per second. The flag may also follow `compare`.
+    """
     assert run("--threshold", threshold, "compare", *results) == status
     assert run("compare", "--threshold", threshold, *results) == status
 
@@ -160,7 +166,9 @@ def test_a_threshold_makes_it_a_gate(results: tuple[str, str], threshold: str, s
 def test_compare_prints_a_table(
     results: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before, after, change, and a warning where the two were made differently."""
+    """The table shows the values before and after, the change, and a warning if the two results
+    were made differently.
+    """
     assert run("compare", *results) == 0
     text = capsys.readouterr().out
     assert (
@@ -169,5 +177,5 @@ def test_compare_prints_a_table(
 
 
 def test_results_of_different_benchmarks_are_refused(tmp_path: Path) -> None:
-    """Nothing in common is no comparison."""
+    """Results of different benchmarks are refused, because they have nothing in common to compare."""
     assert run("compare", write(tmp_path / "a.json", x=1), write(tmp_path / "b.json", y=1)) == 2

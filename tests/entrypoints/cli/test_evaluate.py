@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni evaluate`: runs through real servers, and wrong input in one line."""
+"""`vllm-omni evaluate` runs models through real servers and reports wrong input in one line."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ from vllm_omni.model_executor.models.registry import get_family
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
-    """Return the line of a command that ends with status 2."""
+    """Return the error line of a command that ends with status 2."""
     with pytest.raises(SystemExit) as ended:
         main(["evaluate", *map(str, arguments)])
     shown = capsys.readouterr().err.strip()
@@ -92,7 +92,9 @@ MOUSE = ActionSpace(
 
 
 def test_keys_become_the_controls_of_the_model() -> None:
-    """Turns of a world without look keys move the mouse; the letter j is another button there."""
+    """In a world without look keys, turns move the mouse, because the letter j is a different
+    button there.
+    """
     assert entries(CAMERA_SPACE, ["", "w", "j"]) == [[], ["w"], ["j"]]
     assert entries(MOUSE, ["w", "j"]) == [["key_w"], {"axes": {"dx": -10.0}}]
     assert entries(MOUSE, ["w", "s"]) is None
@@ -112,7 +114,7 @@ def evaluate(*arguments: Any) -> dict[str, Any]:
 
 @pytest.mark.nightly
 def test_the_village_is_evaluated(tmp_path: Path) -> None:
-    """It turns as commanded, and shows its first view again after the way back."""
+    """The village turns as commanded and shows its first view again after the way back."""
     out = tmp_path / "run"
     videos = evaluate(out, "--program", "rest", "left_and_back", "walk_and_back", "--turn", 6)[
         "videos"
@@ -140,7 +142,9 @@ def test_the_village_is_evaluated(tmp_path: Path) -> None:
 def test_a_model_without_controls_is_evaluated(
     family: str, options: list[Any], suffix: str, frames: int, tmp_path: Path
 ) -> None:
-    """Clips, or images of a model that makes both, two of each prompt with different seeds."""
+    """A model without controls generates two clips of each prompt with different seeds, or two
+    images if it makes both.
+    """
     get_family(family).make_tiny(tmp_path / "model", 0, get_family(family).layouts[0])
     out = tmp_path / "run"
     more = ["--model", tmp_path / "model", "--prompt", "A red fox", "--samples", 2, *options]
@@ -156,7 +160,7 @@ def test_a_model_without_controls_is_evaluated(
 
 @pytest.mark.nightly
 def test_a_recording_is_evaluated(null_world: Path, make_runner: Any, tmp_path: Path) -> None:
-    """Its chunks run again, and its keys are known from the recorded requests."""
+    """The chunks of a recording run again, with the keys of the recorded requests."""
     path = record(tmp_path / "walk.recording", make_runner(null_world), "null_world", null_world)
     (video,) = evaluate(tmp_path / "run", "--recordings", path)["videos"]
     assert (video["frames"], video["prompt"], video["seed"]) == (33, "a harbour", 3)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni COMMAND --help`: a description, examples that can be copied, and a text for each
+"""`vllm-omni COMMAND --help` prints a description, examples that can be copied, and a text for each
 argument.
 """
 
@@ -17,12 +17,12 @@ COMMANDS: dict[str, argparse.ArgumentParser] = next(
     if isinstance(action, argparse._SubParsersAction)
 )
 OWN = sorted(set(COMMANDS) - {"serve"})
-"""`serve` prints vLLM's help."""
+"""All commands except `serve`, which prints vLLM's help."""
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_a_command_describes_itself(name: str) -> None:
-    """It has a summary, a longer description, and a text for every argument."""
+    """Every command has a summary, a longer description, and a text for each of its arguments."""
     parser = COMMANDS[name]
     assert parser.description is not None and len(parser.description) > 60
     assert [action.dest for action in parser._actions if not action.help] == []
@@ -64,7 +64,9 @@ def test_a_command_lists_its_model_names(
 def test_the_help_of_serve_describes_this_package(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """vLLM's own help, which follows, describes language models only."""
+    """The help of `serve` describes this package before vLLM's own help, which covers only language
+    models.
+    """
     from vllm_omni.entrypoints.cli import serve
 
     seen: list[list[str]] = []

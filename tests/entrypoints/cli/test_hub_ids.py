@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm serve OWNER/NAME --omni` resolves a hub id to the snapshot in Hugging Face's cache.
 
-HF_ENDPOINT names a hub on loopback. The library reads it at import, so each case is a process.
+HF_ENDPOINT names a hub on loopback. Every test case runs in its own process, because the hub
+library reads HF_ENDPOINT at import.
 """
 
 import json
@@ -33,7 +34,7 @@ else:
 
 @pytest.fixture(scope="module")
 def repos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A speech model, and a repository of another model with large files."""
+    """Return a speech model, and a repository of another model with large files."""
     root = tmp_path_factory.mktemp("repos")
     write_tiny("qwen2_5_omni", root / "omni")
     (root / "other").mkdir()
@@ -72,8 +73,8 @@ def plan(*argv: str, home: Path, endpoint: str, **variables: str) -> dict[str, o
 def test_an_id_is_fetched_once_and_then_served_from_the_cache(
     hub: tuple[str, list[str]], tmp_path: Path
 ) -> None:
-    """Clients name the model by its id. The second start uses the cache while the hub is
-    offline.
+    """A model is downloaded once, and a second start uses the cache even if the hub is offline.
+    Clients name the model by its hub id.
     """
     endpoint, fetched = hub
     first = plan("acme/tiny-omni", "--max-model-len", "64", home=tmp_path, endpoint=endpoint)
@@ -97,7 +98,9 @@ def test_an_id_is_fetched_once_and_then_served_from_the_cache(
 def test_a_repository_of_another_model_is_refused_before_its_weights(
     hub: tuple[str, list[str]], tmp_path: Path
 ) -> None:
-    """Its small files are enough."""
+    """A repository of another model is refused after its small files, before any weights are
+    downloaded.
+    """
     endpoint, fetched = hub
     before = len(fetched)
     error = plan("acme/other", home=tmp_path, endpoint=endpoint)["error"]
@@ -115,7 +118,7 @@ def test_a_repository_of_another_model_is_refused_before_its_weights(
 def test_a_missing_model_is_one_line(
     model: str, complaint: str, hub: tuple[str, list[str]], tmp_path: Path
 ) -> None:
-    """The name is neither a directory nor a repository."""
+    """A name that is neither a directory nor a repository gives an error of one line."""
     error = str(plan(model, home=tmp_path, endpoint=hub[0])["error"])
     assert complaint in error and "\n" not in error
 
@@ -145,7 +148,7 @@ def test_without_network_and_cache_the_start_says_so(tmp_path: Path) -> None:
 def test_a_release_that_needs_more_than_its_repository_names_the_download(
     repo: str, reason: str
 ) -> None:
-    """Nothing is downloaded."""
+    """A release that consists of more than its repository is refused before anything is downloaded."""
     with pytest.raises(ValueError, match=reason):
         resolve(repo)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `vllm-omni` command: dispatch, exit status, and imports."""
+"""Dispatch, exit status and imports of the `vllm-omni` command."""
 
 import importlib.metadata
 import json
@@ -26,7 +26,7 @@ def exit_code(*argv: str) -> int:
     "argv", [["--version"], ["--help"], ["demo", "--help"], ["make-tiny", "--help"]]
 )
 def test_help_loads_neither_torch_nor_vllm(argv: list[str]) -> None:
-    """Help is immediate."""
+    """Printing help imports neither torch nor vLLM, so it is immediate."""
     code = (
         "import sys, json\nfrom vllm_omni.entrypoints.cli.main import main\n"
         f"try: main({argv!r})\nexcept SystemExit as end: code = end.code\n"
@@ -44,7 +44,7 @@ def test_help_loads_neither_torch_nor_vllm(argv: list[str]) -> None:
 
 
 def test_version_names_all_three(capsys: pytest.CaptureFixture[str]) -> None:
-    """A bug report needs the versions of this package, vLLM and torch."""
+    """`--version` prints the versions of this package, vLLM and torch, which a bug report needs."""
     assert exit_code("--version") == 0
     out = capsys.readouterr().out
     assert all(
@@ -54,7 +54,7 @@ def test_version_names_all_three(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_serve_is_reached_from_both_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`vllm serve DIR --omni` and `vllm-omni serve DIR` are equivalent, with `--omni` at any
+    """`vllm serve DIR --omni` and `vllm-omni serve DIR` are equivalent, and `--omni` may be in any
     position.
     """
     seen: list[list[str]] = []
@@ -71,7 +71,7 @@ def test_serve_is_reached_from_both_commands(monkeypatch: pytest.MonkeyPatch) ->
 def test_omni_with_another_command_runs_stock_vllm(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`vllm bench ... --omni` runs unchanged with a note that the flag has no effect."""
+    """`vllm bench ... --omni` runs the stock command and notes that the flag has no effect."""
     import vllm.entrypoints.cli.main as stock
 
     seen: list[list[str]] = []
@@ -87,7 +87,9 @@ def test_omni_with_another_command_runs_stock_vllm(
 def test_make_tiny_writes_a_checkpoint_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The directory is recognised as its family's, and nothing is overwritten."""
+    """`make-tiny` writes a directory that is recognised as the requested family, and never
+    overwrites a file.
+    """
     out = tmp_path / "world"
     assert exit_code("make-tiny", "null_world", str(out)) == 0
     assert f"vllm serve {out} --omni" in capsys.readouterr().out
@@ -118,7 +120,7 @@ def test_bad_input_is_one_line_and_status_2(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """The line has the value, the allowed ones, and the remedy."""
+    """The error line contains the wrong value, the allowed ones, and the remedy."""
     monkeypatch.chdir(tmp_path)
     assert exit_code(*argv) == 2
     error = capsys.readouterr().err
@@ -128,7 +130,7 @@ def test_bad_input_is_one_line_and_status_2(
 
 
 class FakeReport:
-    """Stands for a parity report."""
+    """Simulates a parity report."""
 
     def __init__(self, ok: bool) -> None:
         self.ok = ok
@@ -148,7 +150,7 @@ def test_verify_fails_when_the_report_does(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    """The exit status is the result of the report, as text or as JSON."""
+    """`verify` exits with the result of its report, whether it is printed as text or as JSON."""
     monkeypatch.setattr(parity, "verify", lambda family, golden: FakeReport(ok))
     assert exit_code("verify", "lance", "--golden", str(tmp_path)) == status
     assert capsys.readouterr().out == "a table\n"

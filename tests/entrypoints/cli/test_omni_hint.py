@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve my_world` without `--omni` ends with a line that names the flag."""
+"""`vllm serve my_world` without `--omni` fails with a last line that names the flag."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ def world(tmp_path: Path) -> Path:
 
 
 def test_the_last_line_of_a_failed_start_is_the_hint(world: Path) -> None:
-    """vLLM's own error about a missing `config.json` precedes it."""
+    """The hint follows vLLM's own error about a missing `config.json`."""
     program = (
         "import sys; sys.argv = ['/bin/vllm', 'serve', sys.argv[1], '--port', '1']\n"
         "import vllm_omni; vllm_omni.register(); vllm_omni.register()\n"
@@ -42,7 +42,9 @@ def test_the_last_line_of_a_failed_start_is_the_hint(world: Path) -> None:
 
 
 def test_a_command_that_needs_no_hint_gets_none(world: Path, tmp_path: Path) -> None:
-    """With the flag, the worker or the format, and for other commands and hub models."""
+    """There is no hint if the flag, the worker or the format is given, or for other commands and
+    hub models.
+    """
     model = str(world)
     assert missing_omni(["vllm", "serve", model]) is not None
     for argv in (
@@ -60,7 +62,7 @@ def test_a_command_that_needs_no_hint_gets_none(world: Path, tmp_path: Path) -> 
 
 
 def test_a_language_model_gets_no_hint(tmp_path: Path) -> None:
-    """Its `config.json` names an architecture of stock vLLM."""
+    """A language model gets no hint, because its `config.json` names an architecture of stock vLLM."""
     write_tiny("qwen2_5_omni", tmp_path / "model")
     assert json.loads((tmp_path / "model" / "config.json").read_text())["architectures"]
     assert missing_omni(["vllm", "serve", str(tmp_path / "model")]) is None

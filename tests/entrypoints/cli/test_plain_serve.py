@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plain command that `--omni` prints serves the same world."""
+"""The plain `vllm serve` command that `--omni` prints serves the same world."""
 
 import os
 import shlex
@@ -22,10 +22,10 @@ from vllm_omni.entrypoints.cli import demo, serve
     "real", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["forked", "shell"]
 )
 def test_the_printed_command_serves(real: bool, null_world: Path, tmp_path: Path) -> None:
-    """Plain `vllm serve` with the printed flags and variable has the endpoint, with the hello
-    message of the model, and OMP_NUM_THREADS applies in its engine process.
+    """Plain `vllm serve` with the printed flags and variable serves the endpoint with the model's
+    hello message. OMP_NUM_THREADS applies in the server's engine process.
 
-    The nightly test gives the printed line to a shell.
+    The nightly test runs the printed line in a shell.
     """
     port = port_for_a_server()
     planned = serve.plan(

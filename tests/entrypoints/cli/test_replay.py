@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni replay`: the replay of a recording is identical, a difference is reported with its
-chunk, and wrong input is one line.
+"""`vllm-omni replay` reproduces a recording identically, reports the chunk of any difference, and
+reports wrong input in one line.
 """
 
 import re
@@ -35,7 +35,7 @@ CHUNKS = 3
 
 
 def record(path: Path, runner: Any, family: str, model: Path) -> Path:
-    """Record three chunks on a runner in this process. The prompt changes at the last one."""
+    """Record three chunks on a runner in this process. The prompt changes at the last chunk."""
     image = torch.arange(32 * 48 * 3, dtype=torch.uint8).view(32, 48, 3)
     header = RecordingHeader(
         package_version="0.1.0",
@@ -79,7 +79,7 @@ def replay(*arguments: Any) -> subprocess.CompletedProcess[str]:
 
 
 def lines(result: subprocess.CompletedProcess[str]) -> list[str]:
-    """Output of the command without vLLM's lines."""
+    """Return the output of the command without vLLM's lines."""
     return [
         line
         for line in result.stdout.splitlines()
@@ -92,7 +92,9 @@ def lines(result: subprocess.CompletedProcess[str]) -> list[str]:
 def test_a_recording_replays_identically_and_a_difference_is_named(
     family: str, make_runner: Any, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Tried with the recorded model, a changed digest, and other weights."""
+    """A replay is identical with the recorded model. With a changed digest or other weights, the
+    command names the difference.
+    """
     model = request.getfixturevalue(family)
     path = record(tmp_path / "walk.recording", make_runner(model), family, model)
     result = replay(path, "--out", tmp_path / "walk.mp4")
@@ -128,7 +130,7 @@ INK = [Lora(name="ink", scale=0.5)]
 
 
 def record_with_adapters(path: Path, runner: Any, model: Path) -> Path:
-    """Record two chunks, the second with an adapter."""
+    """Record two chunks, of which the second uses an adapter."""
     config = runner.vllm_config.lora_config
     header = RecordingHeader(
         package_version="0.1.0",
@@ -191,8 +193,8 @@ def test_a_recording_with_adapters_replays_with_the_same_and_with_no_others(
 def test_a_recording_names_the_adapters_it_needs(
     make_runner: Any, causal_wan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A dry run lists them, and a replay without them is refused in one line before anything is
-    loaded.
+    """A dry run lists the adapters of a recording. A replay without these adapters is refused in
+    one line before anything is loaded.
     """
     adapter = lora_files.write_causal_wan(causal_wan, tmp_path / "1.safetensors", 1)
     runner = make_runner(causal_wan, dtype="float32", enable_lora=True, max_lora_rank=8)
@@ -225,8 +227,8 @@ def test_the_file_and_the_model_are_checked_before_anything_heavy(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A dry run describes the file. A missing file, other files, a missing model and another family
-    are one line each.
+    """A dry run describes the recording. A missing file, a file of another kind, a missing model
+    and a model of another family each give one line.
     """
     path = record(
         tmp_path / "walk.recording", make_runner(null_world), "null_world", tmp_path / "gone"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve DIR --omni`: added and refused arguments, and the time that they take. No server runs
-here.
+"""`vllm serve DIR --omni`: which arguments are added or refused, and how long this takes. No server
+runs in these tests.
 """
 
 import json
@@ -24,7 +24,7 @@ from vllm_omni.entrypoints.cli.errors import CommandError
 
 @pytest.fixture
 def world(null_world: Path) -> str:
-    """A checkpoint with 4 heads."""
+    """Return a checkpoint with 4 heads."""
     return str(null_world)
 
 
@@ -35,7 +35,9 @@ def plan(
 
 
 def test_a_directory_is_enough(world: str) -> None:
-    """Config format, worker, scheduler and no tokenizer are added after the user's arguments."""
+    """For a directory without further flags, the config format, worker and scheduler are added
+    after the user's arguments, and the tokenizer is turned off.
+    """
     assert plan(world).argv == [
         *(world, "--port", "0", "--config-format", "omni"),
         *("--worker-cls", "vllm_omni.worker.DiffusionGPUWorker"),
@@ -44,7 +46,7 @@ def test_a_directory_is_enough(world: str) -> None:
 
 
 def test_arguments_of_the_user_stay(world: str) -> None:
-    """A flag is added only if the user gave it in neither spelling."""
+    """A flag is added only if the user gave neither of its spellings."""
     planned = plan(
         world,
         "--scheduler_cls=my.Scheduler",
@@ -68,7 +70,9 @@ def test_arguments_of_the_user_stay(world: str) -> None:
 def test_this_plugin_is_added_to_the_others(
     given: str | None, installed: list[str], expected: str
 ) -> None:
-    """An unset variable loads all plugins, so adding one name must not disable the others."""
+    """Adding this plugin's name does not disable other plugins. An unset variable loads all
+    plugins, so it is set to the names of all installed ones.
+    """
     assert serve.plugin_names(given, installed) == expected
 
 
@@ -84,8 +88,8 @@ def test_this_plugin_is_added_to_the_others(
     ],
 )
 def test_data_parallel_ranks_share_one_api_server(world: str, argv: list[str], added: bool) -> None:
-    """Stock vLLM would start one per rank, and a client that reconnects might reach one without its
-    session.
+    """Data parallel ranks share one API server. Stock vLLM would start one API server per rank, and
+    a client that reconnects could then reach a server that does not have its session.
     """
     planned = plan(world, *argv).argv
     assert (planned[-2:] == ["--api-server-count", "1"]) == added
@@ -93,7 +97,9 @@ def test_data_parallel_ranks_share_one_api_server(world: str, argv: list[str], a
 
 
 def test_the_printed_command_is_one_line_that_vllm_accepts(world: str) -> None:
-    """vLLM's own parser gives the same arguments, without the WebSocket flags."""
+    """vLLM's own parser reads the printed command as the same arguments, except for the WebSocket
+    flags.
+    """
     planned = plan(
         world,
         "--ws-max-size",
@@ -121,8 +127,8 @@ def test_the_printed_command_is_one_line_that_vllm_accepts(world: str) -> None:
 
 
 def test_only_ignored_arguments_are_refused(world: str) -> None:
-    """Defaults of vLLM's parser are not refused. tests/test_engine_arguments.py has every
-    refusal.
+    """Defaults of vLLM's parser are not refused. All refused arguments are tested in
+    tests/test_engine_arguments.py.
     """
     parser = serve.serve_parser()
     empty = parser.parse_args(["serve"])
@@ -179,7 +185,7 @@ def test_only_ignored_arguments_are_refused(world: str) -> None:
     ],
 )
 def test_impossible_arguments_are_refused(world: str, argv: list[str], complaint: str) -> None:
-    """The error is one line with the value, the allowed ones and the remedy."""
+    """The error is one line with the wrong value, the allowed ones and the remedy."""
     with pytest.raises(CommandError, match=complaint) as refused:
         plan(world, *argv)
     assert "\n" not in str(refused.value)
@@ -211,8 +217,8 @@ def test_options_in_every_spelling_mean_the_same(world: str, tmp_path: Path) -> 
 def test_json_and_dotted_keys_together_are_one_configuration(
     world: str, tmp_path: Path, given: str
 ) -> None:
-    """Stock vLLM would ignore the JSON. The printed command for plain `vllm serve` has the merged
-    configuration.
+    """JSON and dotted keys are merged into one configuration, which the printed command for plain
+    `vllm serve` contains. Stock vLLM would ignore the JSON.
     """
     omni = {"omni": {"max_sessions": 3}}
     config = tmp_path / "serve.yaml"
@@ -230,8 +236,8 @@ def test_json_and_dotted_keys_together_are_one_configuration(
 
 
 def test_on_a_cpu_the_share_of_memory_is_set(world: str) -> None:
-    """vLLM's CPU worker requires most memory to be free unless its share is set, and a value of the
-    user stays.
+    """On a CPU, the share of memory is set unless the user set it. Without a share, vLLM's CPU
+    worker requires most of the memory to be free.
     """
     argv = [world, "--port", "0"]
     planned = serve.plan(argv, {}, [], on_cpu=True)
@@ -264,7 +270,7 @@ def test_on_a_cpu_the_share_of_memory_is_set(world: str) -> None:
 def test_a_missing_part_is_named_before_anything_loads(
     tmp_path: Path, layout: str, part: str, complaint: str
 ) -> None:
-    """The error is one line, and weights may be missing with `--load-format dummy`."""
+    """A missing component is named in one line. Weights may be missing with `--load-format dummy`."""
     world = tmp_path / "world"
     write_tiny("lingbot_world", world, layout=layout)
     plan(str(world))
@@ -276,7 +282,9 @@ def test_a_missing_part_is_named_before_anything_loads(
 
 
 def test_a_missing_tensor_is_named_before_anything_loads(tmp_path: Path) -> None:
-    """Names and shapes are read from the headers of the files."""
+    """Tensor names and shapes are read from the file headers, so a missing tensor is named before
+    anything is loaded.
+    """
     from safetensors.torch import load_file, save_file
 
     world = tmp_path / "world"
@@ -291,7 +299,7 @@ def test_a_missing_tensor_is_named_before_anything_loads(tmp_path: Path) -> None
 
 
 def test_a_directory_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
-    """The error lists the expected and the found files."""
+    """The error for a directory without a checkpoint lists the expected files and those found."""
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(CommandError, match=r"is no checkpoint of .*lingbot_world.*found notes.txt"):
         plan(str(tmp_path))
@@ -302,7 +310,9 @@ def test_a_directory_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
 
 
 def test_a_busy_port_is_found_before_anything_loads(world: str) -> None:
-    """The port is bound on the given host."""
+    """The check binds the port on the given host, so a port in use is reported before anything is
+    loaded.
+    """
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
         with pytest.raises(
@@ -312,10 +322,10 @@ def test_a_busy_port_is_found_before_anything_loads(world: str) -> None:
 
 
 def test_stock_vllm_calls_this_package_and_a_bad_directory_ends_within_10_s(tmp_path: Path) -> None:
-    """vLLM's own hook calls this package for `vllm serve DIR --omni`. The exit status is 2 with one
-    line on stderr.
+    """vLLM's own hook calls this package for `vllm serve DIR --omni`. For a bad directory, the exit
+    status is 2 with one line on stderr.
 
-    CPU time counts, because other processes may use the machine.
+    The limit applies to CPU time, because other processes may be using the machine.
     """
     vllm = Path(sys.executable).with_name("vllm")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -338,8 +348,8 @@ def test_stock_vllm_calls_this_package_and_a_bad_directory_ends_within_10_s(tmp_
 
 
 def test_the_checks_import_neither_vllm_nor_networks(null_world: Path, lingbot_world: Path) -> None:
-    """A refusal must be immediate, and importing vLLM, transformers or diffusers takes seconds
-    each.
+    """The checks do not import vLLM, transformers or diffusers, which take seconds each, so a
+    refusal is immediate.
     """
     code = (
         "import sys, json\n"
@@ -363,7 +373,7 @@ def test_the_checks_import_neither_vllm_nor_networks(null_world: Path, lingbot_w
     "given", [("--api-key", "sesame", "street"), ("--api-key=sesame",), ("--api_key", "sesame")]
 )
 def test_the_printed_command_holds_no_key(world: str, given: tuple[str, ...]) -> None:
-    """The server gets the keys, and the printed command has KEY instead."""
+    """The server gets the keys, whereas the printed command shows KEY in their place."""
     planned = plan(world, *given)
     assert "sesame" in " ".join(planned.argv)
     assert "sesame" not in planned.plain_command
@@ -383,7 +393,7 @@ def test_the_printed_command_holds_no_key(world: str, given: tuple[str, ...]) ->
 def test_the_address_of_the_page_is_planned(
     world: str, given: tuple[str, ...], page: str | None
 ) -> None:
-    """It is printed before the engine starts, which takes a minute."""
+    """The address of the web page is printed before the engine starts, which takes a minute."""
     assert plan(world, *given).page == page
 
 
@@ -398,7 +408,9 @@ def test_the_address_of_the_page_is_planned(
 def test_an_exit_does_not_wait_long_for_a_collector_that_is_down(
     environ: dict[str, str], timeout: str | None, world: str
 ) -> None:
-    """Each remaining batch of spans has two seconds unless the operator sets another time."""
+    """If the collector is down, each remaining batch of spans delays the exit by two seconds,
+    unless the operator sets another time.
+    """
     planned = plan(world, "--otlp-traces-endpoint", "http://localhost:1", environ=environ)
     assert planned.environ.get("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT") == timeout
     assert "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT" not in plan(world).environ

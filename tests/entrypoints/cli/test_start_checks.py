@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requirements of a start are checked before anything is loaded, with one line and the remedy."""
+"""The requirements of a start are checked before anything is loaded, and each error is one line
+with the remedy.
+"""
 
 import importlib.util
 import os
@@ -26,7 +28,7 @@ def check(
 
 
 def test_a_complete_start_is_not_refused(tmp_path: Path) -> None:
-    """The server creates missing directories."""
+    """A complete start is accepted, because the server creates missing directories itself."""
     missing = tmp_path / "a" / "b"
     check(
         {"uds": "omni.sock", "distributed-executor-backend": "mp", "load-format": "auto"},
@@ -39,8 +41,8 @@ def test_a_complete_start_is_not_refused(tmp_path: Path) -> None:
 def test_a_long_temporary_directory_is_refused(
     null_world: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's socket files are there, and their paths have at most 107 bytes. Another variable moves
-    them.
+    """vLLM's socket files are in the temporary directory, and their paths may be at most 107 bytes
+    long. The error names the variable that moves the socket files.
     """
     monkeypatch.setattr(tempfile, "tempdir", "/" + "t" * 70)
     with pytest.raises(
@@ -52,7 +54,9 @@ def test_a_long_temporary_directory_is_refused(
 
 
 def test_the_longest_allowed_directory_holds_a_socket_of_vllm() -> None:
-    """70 bytes and vLLM's file name of 37 are the limit of the system."""
+    """The longest allowed directory has 70 bytes, because vLLM's file name has 37 and the system
+    limits the whole path.
+    """
     from vllm.utils.network_utils import get_open_zmq_ipc_path
 
     with tempfile.TemporaryDirectory(dir="/tmp") as parent:
@@ -68,13 +72,15 @@ def test_the_longest_allowed_directory_holds_a_socket_of_vllm() -> None:
 
 @pytest.mark.parametrize("directory", ["/nowhere/at/all", "/etc/hostname"])
 def test_a_missing_socket_directory_is_refused(directory: str) -> None:
-    """Only vLLM's variable can name one, because Python ignores a TMPDIR that does not exist."""
+    """A missing socket directory can only come from vLLM's variable, because Python ignores a
+    TMPDIR that does not exist.
+    """
     with pytest.raises(CommandError, match=rf"VLLM_RPC_BASE_PATH {directory} is not a directory"):
         check(environ={"VLLM_RPC_BASE_PATH": directory})
 
 
 def test_an_impossible_socket_file_is_refused(tmp_path: Path) -> None:
-    """The path of `--uds` must be short, in an existing directory, and unused."""
+    """The path of `--uds` must be short, unused, and in an existing directory."""
     with pytest.raises(CommandError, match="at most 107: pass a shorter one"):
         check({"uds": "/tmp/" + "u" * 103})
     with pytest.raises(CommandError, match=r"nowhere is not a directory; create it"):
@@ -90,7 +96,7 @@ def test_an_impossible_socket_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["snapshot_dir", "record_dir", "drain_snapshot_dir"])
 def test_a_directory_below_a_file_is_refused(name: str, tmp_path: Path) -> None:
-    """It cannot be created."""
+    """A directory below a file is refused, because it cannot be created."""
     (tmp_path / "file").touch()
     with pytest.raises(
         CommandError, match=rf"^omni.{name} .*file is not a directory; name another$"
@@ -102,7 +108,7 @@ def test_a_directory_below_a_file_is_refused(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flag", ["ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "log-config-file"])
 def test_a_missing_file_is_named(flag: str) -> None:
-    """The error has the flag."""
+    """The error for a missing file names the flag."""
     with pytest.raises(
         CommandError, match=rf"^--{flag} /nowhere.pem does not exist or cannot be read$"
     ):
@@ -122,7 +128,7 @@ def test_a_missing_file_is_named(flag: str) -> None:
 def test_a_missing_optional_package_is_named(
     flag: str, value: str, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error has the command that installs it."""
+    """The error for a missing optional package contains the command that installs it."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(CommandError, match=remedy):
         check({flag: value}, is_language_model=True)
@@ -133,7 +139,9 @@ def test_a_missing_optional_package_is_named(
 def test_load_formats_that_the_diffusion_worker_refuses_need_no_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The format would be refused after the package was installed."""
+    """A load format that the worker refuses does not ask for a package, because it would still be
+    refused with that package installed.
+    """
     requested: list[str] = []
     monkeypatch.setattr(importlib.util, "find_spec", requested.append)
     check({"load-format": "tensorizer"})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyPI's torchvision with a CPU build of torch: `doctor --fix` makes it importable."""
+"""`doctor --fix` makes PyPI's torchvision importable with a CPU build of torch."""
 
 import subprocess
 import sys
@@ -33,8 +33,8 @@ def imports(folder: Path) -> bool:
 
 
 def test_declared_operators_make_the_import_work(tmp_path: Path) -> None:
-    """A stand-in with torchvision's import order fails before and works after, and a repeated fix
-    changes nothing.
+    """A stand-in with torchvision's import order fails without the fix and works with it. Repeating
+    the fix changes nothing.
     """
     package = tmp_path / "torchvision"
     package.mkdir()

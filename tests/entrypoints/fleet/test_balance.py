@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`plan_moves`: how sessions are spread over servers."""
+"""`plan_moves` decides how sessions are spread over servers."""
 
 from collections import Counter
 
@@ -9,7 +9,9 @@ from vllm_omni.entrypoints.fleet.balance import MovableSession, ServerLoad, plan
 
 
 def load(name: str, num_sessions: int, max_sessions: int = 8, playing: int = 0) -> ServerLoad:
-    """The first `playing` sessions play; the others are idle, the last one for the longest."""
+    """Return the load of a server whose first `playing` sessions play. The remaining sessions are
+    idle, and the last one has been idle the longest.
+    """
     sessions = (
         MovableSession(f"{name}{i}", "anonymous", 0.1 if i < playing else 60.0 + i)
         for i in range(num_sessions)
@@ -20,21 +22,21 @@ def load(name: str, num_sessions: int, max_sessions: int = 8, playing: int = 0) 
 @pytest.mark.parametrize(
     ("before", "to_empty", "fill", "after"),
     [
-        ((6, 0, 0), (), 0.0, (2, 2, 2)),  # evened out
+        ((6, 0, 0), (), 0.0, (2, 2, 2)),  # evenly spread
         ((3, 2, 2), (), 0.0, (3, 2, 2)),  # a difference of one stays
         ((4, 2, 0), ("a",), 0.0, (0, 3, 3)),  # a server is emptied
         ((4, 3, 1), (), 1.0, (8, 0, 0)),  # all fit on one server
-        ((7, 1, 4), (), 0.5, (4, 4, 4)),  # three servers at half of their capacity
-        ((5, 1, 2), (), 0.5, (4, 0, 4)),  # the server with the fewest is not needed
+        ((7, 1, 4), (), 0.5, (4, 4, 4)),  # three servers, each half full
+        ((5, 1, 2), (), 0.5, (4, 0, 4)),  # the server with the fewest sessions is not needed
         ((8, 8, 8), ("b",), 0.0, (8, 8, 8)),  # no room
-        ((8, 8, 5), ("b",), 0.0, (8, 5, 8)),  # as far as there is room
+        ((8, 8, 5), ("b",), 0.0, (8, 5, 8)),  # as far as the capacity allows
         ((0, 0, 0), (), 0.8, (0, 0, 0)),
     ],
 )
 def test_sessions_are_spread(
     before: tuple[int, ...], to_empty: tuple[str, ...], fill: float, after: tuple[int, ...]
 ) -> None:
-    """All moves together lead to the wanted numbers, and then nothing is left to move."""
+    """All planned moves together give the expected numbers, and a new plan is then empty."""
     names = "abc"
     servers = [load(name, number) for name, number in zip(names, before, strict=True)]
     counts = Counter(dict(zip(names, before, strict=True)))
@@ -60,8 +62,8 @@ def test_large_servers_take_more() -> None:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (((6, 6), (6, 0), (6, 3)), ((6, 3), (6, 3), (6, 3))),  # as many sessions, but all play
-        (((6, 2), (3, 2), (0, 0)), ((3, 2), (3, 1), (3, 1))),  # the idle ones too
+        (((6, 6), (6, 0), (6, 3)), ((6, 3), (6, 3), (6, 3))),  # same number, but all of them play
+        (((6, 2), (3, 2), (0, 0)), ((3, 2), (3, 1), (3, 1))),  # idle sessions move too
         (((3, 3), (3, 2), (3, 2)), ((3, 3), (3, 2), (3, 2))),  # a difference of one stays
         (((8, 0), (8, 8)), ((8, 0), (8, 8))),  # no room
     ],
@@ -69,7 +71,9 @@ def test_large_servers_take_more() -> None:
 def test_sessions_that_play_are_evened_out_first(
     before: tuple[tuple[int, int], ...], after: tuple[tuple[int, int], ...]
 ) -> None:
-    """(sessions, of which play) of each server, after rounds of one move each."""
+    """Servers are first balanced by the number of sessions that play. Each pair is (sessions,
+    playing sessions) of a server, after rounds of one move each.
+    """
     servers = {
         name: load(name, number, 8, playing)
         for name, (number, playing) in zip("abc", before, strict=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server concludes from the replies of another one, on real sockets."""
+"""What a server concludes from another server's replies, tested on real sockets."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -43,7 +43,7 @@ OTHER_404 = reply(404, {"detail": "Not Found"})
 
 
 def ask(handlers: dict[str, Handler], call: Callable[[Peer], Awaitable[object]]) -> object:
-    """Run a call to a server with one handler per method. Without handlers, no server listens."""
+    """Call a server that has one handler per HTTP method. Without handlers, no server listens."""
 
     async def main() -> object:
         async def dispatch(request: web.Request) -> web.StreamResponse:
@@ -72,14 +72,14 @@ def ask(handlers: dict[str, Handler], call: Callable[[Peer], Awaitable[object]])
     ("handlers", "result"),
     [
         ({"POST": reply(200, {"state": "committed"})}, MoveResult.MOVED),
-        # the reply was lost, and the question finds out
+        # The reply was lost, and a second request finds out what happened.
         ({"POST": cut, "DELETE": reply(200, {"state": "committed"})}, MoveResult.MOVED),
         ({"POST": cut, "DELETE": reply(200, {"state": "aborted"})}, MoveResult.STAYED),
         ({"POST": hang, "DELETE": reply(200, {"state": "committed"})}, MoveResult.MOVED),
-        # the server refused, or was started anew
+        # The server refused the request or was restarted.
         ({"POST": reply(404, {}), "DELETE": UNKNOWN}, MoveResult.STAYED),
-        ({}, MoveResult.STAYED),  # its process has ended
-        # nothing is certain
+        ({}, MoveResult.STAYED),  # the server's process has ended
+        # No request got a reply, so the outcome is unknown.
         ({"POST": cut, "DELETE": cut}, MoveResult.UNKNOWN),
         ({"POST": hang, "DELETE": hang}, MoveResult.UNKNOWN),
         ({"POST": cut, "DELETE": OTHER_404}, MoveResult.UNKNOWN),

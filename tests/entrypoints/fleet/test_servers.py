@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of servers and the key of the operator."""
+"""The file that lists the servers, and the operator's key."""
 
 from pathlib import Path
 

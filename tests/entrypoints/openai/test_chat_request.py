@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of a chat completion request, and the conversation in its messages."""
+"""The fields of a chat completion request, and the conversation in its messages."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def read(*messages: Any, **fields: Any) -> ChatRequest:
 
 
 def test_turns_stay_in_order_and_the_image_in_its_turn() -> None:
-    """System texts are joined, an empty response is no turn, and the last user message is the
+    """System texts are joined, an empty response is not a turn, and the last user message is the
     question.
     """
     talk = read_conversation(

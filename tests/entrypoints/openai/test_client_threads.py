@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ClientThreads`: whose file is decoded next, and cancellation when a client leaves. No file is
-decoded here.
+"""`ClientThreads` chooses the client whose file is decoded next, and cancels the work of a client
+that disconnects. No file is decoded in these tests.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from vllm_omni.entrypoints.openai.client_threads import ClientThreads
 
 
 class Client:
-    """A client at one address. `leaves` is set when it disconnects."""
+    """A client at one address. `leaves` is set when the client disconnects."""
 
     def __init__(self, address: str) -> None:
         self.leaves = asyncio.Event()
@@ -31,7 +31,7 @@ class Client:
 
 
 class Work:
-    """Stands for a clip that is decoded until its client leaves or `done` is set."""
+    """Simulates decoding a clip until its client disconnects or `done` is set."""
 
     def __init__(self) -> None:
         self.started, self.done, self.stopped = (
@@ -58,7 +58,7 @@ def run(test: Callable[[ClientThreads], Coroutine[Any, Any, None]]) -> None:
 
 
 def test_one_client_s_clips_leave_a_thread_for_another() -> None:
-    """One clip of a client is decoded at a time."""
+    """Only one clip of each client is decoded at a time, which leaves a thread for other clients."""
 
     async def test(threads: ClientThreads) -> None:
         greedy, other = Client("a"), Client("b")
@@ -96,8 +96,8 @@ def test_a_client_that_leaves_stops_its_work() -> None:
 
 
 def test_a_client_with_too_many_files_is_refused() -> None:
-    """The status is 429 while 17 of its clips are decoded or wait. Another client's are
-    accepted.
+    """A client gets 429 when 17 of its clips are being decoded or waiting. Clips of other clients
+    are still accepted.
     """
 
     async def test(threads: ClientThreads) -> None:

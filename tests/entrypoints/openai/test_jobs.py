@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Video jobs with an instant engine: chunks of a world, waiting for room, cancellation, failures,
-limits.
+"""Video jobs with an instant engine: chunks of a world, waiting for capacity, cancellation,
+failures, limits.
 """
 
 import asyncio
@@ -83,8 +83,8 @@ async def end_of(jobs: VideoJobs, job_id: str) -> JobRecord:
 
 
 def test_a_world_is_requested_chunk_after_chunk_in_one_session(tmp_path: Path) -> None:
-    """The first chunk has prompt, seed, size and image. Each has its keys, and idle entries after
-    their end. Then the session closes.
+    """The first chunk request contains prompt, seed, size and image. Every request contains its
+    keys, or idle entries once the script has ended. The session is closed at the end.
     """
     engine = InstantEngine()
 
@@ -115,7 +115,9 @@ def test_a_world_is_requested_chunk_after_chunk_in_one_session(tmp_path: Path) -
 
 
 def test_only_the_first_chunk_has_the_start_pose(tmp_path: Path) -> None:
-    """Each chunk has the other options of the model."""
+    """Only the first chunk gets the start pose, whereas every chunk gets the other options of the
+    model.
+    """
     engine = InstantEngine()
     start = {"x_m": 1.0, "z_m": 2.0, "heading_degrees": 90.0}
 
@@ -134,8 +136,8 @@ def test_only_the_first_chunk_has_the_start_pose(tmp_path: Path) -> None:
 
 
 def test_a_video_of_a_known_pose_reports_the_world_poses(tmp_path: Path) -> None:
-    """One pose for each latent frame of the video, and none if the world's camera pose is
-    unknown.
+    """A video reports one world pose for each latent frame, or none if the pose of the world's
+    camera is unknown.
     """
 
     class PosedEngine(InstantEngine):
@@ -163,7 +165,9 @@ def test_a_video_of_a_known_pose_reports_the_world_poses(tmp_path: Path) -> None
 
 
 def test_a_timed_prompt_acts_from_its_chunk(tmp_path: Path) -> None:
-    """At 16 frames per second the third chunk starts at 1.31 s."""
+    """A timed prompt takes effect at the first chunk after its time. At 16 frames per second, the
+    third chunk starts at 1.31 s.
+    """
     engine = InstantEngine()
 
     async def work(jobs: VideoJobs) -> None:
@@ -175,7 +179,7 @@ def test_a_timed_prompt_acts_from_its_chunk(tmp_path: Path) -> None:
 
 
 def test_a_single_video_is_one_request(tmp_path: Path) -> None:
-    """The request is one-shot and holds everything."""
+    """A single video is requested with one one-shot request, which contains all fields."""
     engine = InstantEngine()
 
     async def work(jobs: VideoJobs) -> None:
@@ -189,7 +193,7 @@ def test_a_single_video_is_one_request(tmp_path: Path) -> None:
 
 
 def test_a_job_waits_for_a_full_engine(tmp_path: Path) -> None:
-    """Two refusals with `capacity` do not affect the job."""
+    """A job continues after the engine has refused it twice with `capacity`."""
     engine = InstantEngine()
     engine.failures = [RequestFailed("capacity", "full"), RequestFailed("capacity", "full")]
 
@@ -202,7 +206,7 @@ def test_a_job_waits_for_a_full_engine(tmp_path: Path) -> None:
 
 
 def test_a_job_that_finds_no_room_in_time_fails(tmp_path: Path) -> None:
-    """The error is `capacity`."""
+    """A job that gets no capacity in time fails with the code `capacity`."""
     engine = InstantEngine()
     engine.failures = [RequestFailed("capacity", "full")] * 100
 
@@ -214,7 +218,9 @@ def test_a_job_that_finds_no_room_in_time_fails(tmp_path: Path) -> None:
 
 
 def test_a_failure_in_a_later_chunk_closes_the_session_and_leaves_no_file(tmp_path: Path) -> None:
-    """The job has the error of the model."""
+    """After a failure in a later chunk, the job reports the model's error, its session is closed,
+    and no file is left.
+    """
     engine = InstantEngine()
     failing = [None, RequestFailed("non_finite", "NaN")]
     response = engine.run_request
@@ -240,7 +246,9 @@ def test_a_failure_in_a_later_chunk_closes_the_session_and_leaves_no_file(tmp_pa
 def test_ending_a_job_cancels_its_request(
     tmp_path: Path, ending: Any, from_elsewhere: bool
 ) -> None:
-    """Immediately in this process, and through the store from another one."""
+    """Ending a job cancels its request immediately in this process, and through the store if the
+    job runs in another process.
+    """
     engine = InstantEngine()
 
     async def work(jobs: VideoJobs) -> None:
@@ -263,7 +271,9 @@ def test_ending_a_job_cancels_its_request(
 
 
 def test_a_waiting_job_that_is_deleted_never_reaches_the_engine(tmp_path: Path) -> None:
-    """Also directly after it was accepted."""
+    """A waiting job that is deleted never reaches the engine, even if it is deleted directly after
+    it was accepted.
+    """
     engine = InstantEngine()
 
     async def work(jobs: VideoJobs) -> None:
@@ -279,8 +289,8 @@ def test_a_waiting_job_that_is_deleted_never_reaches_the_engine(tmp_path: Path) 
 
 
 def test_jobs_are_bounded(tmp_path: Path) -> None:
-    """`max_running_videos` run and `max_queued_videos` wait. The next gets 429 until one has
-    ended.
+    """`max_running_videos` jobs run and `max_queued_videos` wait. The next job gets 429 until one
+    has ended.
     """
     engine = InstantEngine()
 
@@ -302,7 +312,9 @@ def test_jobs_are_bounded(tmp_path: Path) -> None:
 
 
 def test_progress_never_falls_and_ends_at_100_with_the_file(tmp_path: Path) -> None:
-    """The steps of the workers count within each of two chunks of ten steps."""
+    """Progress counts the steps that the workers report within each of two chunks of ten steps.
+    Progress never falls and is 100 once the file exists.
+    """
     engine = InstantEngine()
 
     async def work(jobs: VideoJobs) -> None:

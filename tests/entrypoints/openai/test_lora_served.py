@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters of a real server: vLLM's flags and routes, and adapters of a chunk through the
+"""LoRA adapters on a real server: vLLM's flags and routes, and adapters per chunk through the
 endpoints.
 """
 
@@ -70,7 +70,11 @@ def post(server: Served, path: str, body: dict[str, Any]) -> tuple[int, str]:
 def chunks(
     server: Served, count: int, events: dict[int, Any] | None = None, **fields: Any
 ) -> list[np.ndarray]:
-    """Frames of a stream from text; events: {number of received chunks: adapters to send then}."""
+    """Return the frames of a stream from text.
+
+    Args:
+        events: Adapters to send, by the number of chunks received before.
+    """
     seen = []
     with GenerateClient(
         server.port, additional_headers={"Authorization": f"Bearer {KEY}"}
@@ -90,8 +94,8 @@ def equal(got: list[np.ndarray], expected: list[np.ndarray]) -> bool:
 def test_adapters_through_the_endpoints_and_vllm_s_routes(
     server: Served, adapters: dict[str, Path]
 ) -> None:
-    """Adapters are listed, chosen at the start or during a stream, and loaded while serving. A
-    foreign file has no effect.
+    """Adapters are listed, selected at the start of a stream or during it, and loaded while the
+    server runs. A file of another model has no effect.
     """
     assert [model.id for model in server.client.models.list()] == ["null", "ink"]
     plain = chunks(server, 3)
@@ -115,7 +119,9 @@ def test_adapters_through_the_endpoints_and_vllm_s_routes(
 
 
 def test_a_video_with_adapters(server: Served) -> None:
-    """The client of the OpenAI route sends a form. An unknown name fails this job only."""
+    """A client of the OpenAI route selects adapters in a form. An unknown adapter name fails only
+    the job that uses it.
+    """
 
     def made(**fields: Any) -> Any:
         extra = {"seed": 1, "num_frames": 9, **fields}

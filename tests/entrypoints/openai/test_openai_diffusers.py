@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny Qwen-Image at `vllm serve DIR --omni`: images over HTTP are bit-equal to diffusers'
-own.
+"""A tiny Qwen-Image at `vllm serve DIR --omni` returns images over HTTP that are bit-identical to
+those of diffusers.
 """
 
 import base64
@@ -39,8 +39,8 @@ def pixels(data: Any) -> np.ndarray:
 
 
 def test_images_over_http_equal_diffusers(server: Served, qwen_image: Path) -> None:
-    """Two images with guidance and a negative prompt, at the deployment's default size and
-    steps.
+    """Two images with guidance and a negative prompt equal those of diffusers at the deployment's
+    default size and steps.
     """
     import diffusers
 
@@ -62,8 +62,8 @@ def test_images_over_http_equal_diffusers(server: Served, qwen_image: Path) -> N
 
 
 def test_the_pipelines_own_options_and_refusals_reach_the_client(server: Served) -> None:
-    """`extra_params` are the pipeline's options. Unknown options and impossible sizes get 400 with
-    the reason.
+    """`extra_params` are the pipeline's own options. Unknown options and impossible sizes get 400
+    with the reason.
     """
     suffixed = server.client.images.generate(
         prompt="a red fox",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies, field checks, errors, images and masks of the OpenAI routes without a server."""
+"""Bodies, field checks, errors, images and masks of the OpenAI routes, tested without a server."""
 
 import asyncio
 import base64
@@ -42,7 +42,7 @@ LIMITS = EndpointLimits(max_image_pixels=100 * 100)
 def body_of(
     data: bytes, content_type: str = "application/json", max_bytes: int = 10_000, parts: int = 1
 ) -> ParsedBody:
-    """Read a body that arrives in several parts."""
+    """Read a body that arrives in several pieces."""
     step = -(-len(data) // parts) if data else 1
     items = [data[start : start + step] for start in range(0, len(data), step)] or [b""]
 
@@ -60,7 +60,7 @@ def body_of(
 
 
 def form(*parts: tuple[str, str | bytes]) -> tuple[bytes, str]:
-    """A multipart body; bytes are files."""
+    """Return a multipart body and its content type. Values of type bytes are files."""
     lines = b""
     for name, value in parts:
         kind = '; filename="f.png"\r\nContent-Type: image/png' if isinstance(value, bytes) else ""
@@ -83,7 +83,7 @@ def encoded(image: Image.Image, file_format: str = "PNG", **options: Any) -> byt
 
 
 def test_a_form_gives_fields_and_files_in_order() -> None:
-    """`image[]` is `image`, and bracketed or JSON fields become objects."""
+    """In a form, `image[]` means `image`, and fields with brackets or JSON become objects."""
     body = body_of(
         *form(
             ("prompt", "a cat"),
@@ -105,7 +105,7 @@ def test_a_form_gives_fields_and_files_in_order() -> None:
 
 
 def test_the_body_limit_does_not_depend_on_the_declared_length() -> None:
-    """Received bytes are counted."""
+    """The body limit applies to the bytes received, whatever length the client declared."""
     assert body_of(b'{"a": "' + b"x" * 89 + b'"}', max_bytes=98, parts=9).fields["a"] == "x" * 89
     with pytest.raises(ApiError) as refused:
         body_of(b'{"a": "' + b"x" * 90 + b'"}', max_bytes=98, parts=9)
@@ -126,7 +126,7 @@ def test_the_body_limit_does_not_depend_on_the_declared_length() -> None:
     ],
 )
 def test_invalid_bodies_are_refused(data: bytes, content_type: str, code: str) -> None:
-    """Each has a fixed text and a code."""
+    """Every invalid body gets a fixed text and a code."""
     with pytest.raises(ApiError) as refused:
         body_of(data, content_type)
     assert refused.value.code == code and refused.value.status in (400, 415)
@@ -138,7 +138,7 @@ def test_invalid_bodies_are_refused(data: bytes, content_type: str, code: str) -
     st.sampled_from(["application/json", "multipart/form-data; boundary=B"]),
 )
 def test_any_bytes_are_a_body_or_an_api_error(data: bytes, content_type: str) -> None:
-    """Reading a body raises nothing else."""
+    """Reading any bytes as a body raises only `ApiError`."""
     for candidate in (
         data,
         b"--B\r\nContent-Disposition: form-data; name=" + data + b"\r\n\r\nx\r\n--B--",
@@ -168,7 +168,7 @@ def test_any_bytes_are_a_body_or_an_api_error(data: bytes, content_type: str) ->
     )
 )
 def test_any_fields_are_a_request_or_an_api_error(fields: dict[str, Any]) -> None:
-    """The error response is short."""
+    """Any fields give either a request or a short error response."""
     for cls in (ImageGenerationRequest, VideoRequest):
         refused: ApiError | None = None
         try:
@@ -190,7 +190,7 @@ def test_any_fields_are_a_request_or_an_api_error(fields: dict[str, Any]) -> Non
     ],
 )
 def test_json_types_are_strict(cls: Any, field: str, value: Any) -> None:
-    """JSON is strict as the schema says, whereas form fields are text."""
+    """Types in JSON are strict, as the schema says, whereas form fields are text."""
     with pytest.raises(ApiError, match=f"'{field}': Input should be a valid") as refused:
         read_request(cls, {"prompt": "a", field: value})
     assert refused.value.status == 400
@@ -216,7 +216,7 @@ def test_json_types_are_strict(cls: Any, field: str, value: Any) -> None:
     ],
 )
 def test_failures_of_the_engine_have_a_status(code: str, status: int, retry: bool) -> None:
-    """Client errors are 4xx, and others 5xx."""
+    """Errors caused by the client have a 4xx status, and all others a 5xx status."""
     response = from_failure(RequestFailed(code, "text")).response()
     assert response.status_code == status
     assert ("retry-after" in response.headers) == retry
@@ -230,7 +230,7 @@ def test_failures_of_the_engine_have_a_status(code: str, status: int, retry: boo
 
 
 def test_an_unforeseen_error_reveals_nothing_of_the_server() -> None:
-    """Its text is in the log only."""
+    """The text of an unforeseen error appears only in the log."""
 
     class Routes:
         @respond_to_errors
@@ -246,23 +246,23 @@ def test_an_unforeseen_error_reveals_nothing_of_the_server() -> None:
 
 
 def test_uploads_keep_their_size_and_lose_alpha_and_rotation() -> None:
-    """The result is RGB with the EXIF rotation applied."""
+    """An uploaded image becomes RGB, with its EXIF rotation applied."""
     exif = Image.Exif()
-    exif[0x0112] = 6  # to be shown rotated by 90 degrees
+    exif[0x0112] = 6  # displayed rotated by 90 degrees
     data = encoded(Image.new("RGB", (30, 20), (9, 9, 9)), "JPEG", exif=exif)
     assert read_upload(data, "image", LIMITS).shape == (30, 20, 3)
     assert read_upload(encoded(Image.new("RGBA", (30, 20))), "image", LIMITS).shape == (20, 30, 3)
 
 
 def test_bombs_are_refused_from_the_header() -> None:
-    """A PNG of 100 Mpx has a few kB."""
+    """A PNG of 100 Mpx takes up only a few kB, so decompression bombs are refused by their header."""
     with pytest.raises(ApiError) as refused:
         read_upload(encoded(Image.new("1", (10_000, 10_000))), "image", LIMITS)
     assert (refused.value.code, refused.value.param) == ("image_too_large", "image")
 
 
 def test_a_mask_is_white_where_the_upload_is_transparent() -> None:
-    """It must have the image's size and an alpha channel."""
+    """A mask must have the size of the image and an alpha channel."""
     mask = Image.new("RGBA", (30, 20), (0, 0, 0, 255))
     mask.paste((0, 0, 0, 0), (0, 0, 10, 20))
     read = read_mask(encoded(mask), 20, 30, LIMITS)
@@ -278,7 +278,7 @@ def test_a_mask_is_white_where_the_upload_is_transparent() -> None:
 
 
 def test_a_mask_is_rotated_as_its_image() -> None:
-    """The EXIF rotation of a mask is applied."""
+    """The EXIF rotation of a mask is applied, as for its image."""
     exif = Image.Exif()
     exif[0x0112] = 3  # upside down
     mask = Image.new("RGBA", (30, 20), (0, 0, 0, 255))
@@ -288,7 +288,7 @@ def test_a_mask_is_rotated_as_its_image() -> None:
 
 
 def test_png_is_lossless() -> None:
-    """Other formats have the requested quality."""
+    """PNG is lossless, and other formats have the requested quality."""
     image = np.random.default_rng(0).integers(0, 255, (20, 30, 3), dtype=np.uint8)
     back = np.asarray(Image.open(io.BytesIO(encode_image_file(image, "png", None, None))))
     assert np.array_equal(image, back)
@@ -308,7 +308,7 @@ def test_an_image_in_another_format_is_refused_by_name(name: str) -> None:
 
 
 def test_heic_is_refused_by_name() -> None:
-    """Its first bytes resemble those of MP4."""
+    """A HEIC image is refused by name, although its first bytes resemble those of MP4."""
     data = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(64)
     assert not is_clip(data)
     with pytest.raises(ApiError, match="HEIC is not supported"):
@@ -360,7 +360,9 @@ def clip(frames: int, fps: int) -> bytes:
     [(9, 12, 72, 9), (30, 30, 72, 12), (48, 12, 17, 17), (1, 12, 72, 1)],
 )
 def test_a_clip_is_read_at_the_models_rate(frames: int, fps: int, most: int, read: int) -> None:
-    """At most 12 frames per second and the model's number of frames, from a file or a data: URL."""
+    """A clip from a file or a data: URL is read at no more than 12 frames per second and up to the
+    model's number of frames.
+    """
     data = clip(frames, fps)
     assert is_clip(data)
     assert read_clip(data, 12.0, most, "input_reference").shape == (read, 64, 96, 3)
@@ -375,7 +377,9 @@ def test_a_clip_is_read_at_the_models_rate(frames: int, fps: int, most: int, rea
 def test_a_clip_that_is_too_large_is_refused_before_it_is_decoded(
     name: str, bound: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Packets and header give the frames, their pixels, and the product."""
+    """Packets and header give the number of frames, the pixels per frame, and their product, so a
+    clip that is too large is refused before it is decoded.
+    """
     monkeypatch.setattr(clips, name, bound)
     monkeypatch.setattr(clips, "as_displayed", None)
     with pytest.raises(ApiError, match="the clip is too large") as refused:
@@ -400,7 +404,7 @@ def test_a_clip_is_decoded_only_while_its_client_is_there() -> None:
 
 
 def test_an_upright_clip_of_a_phone_is_read_upright() -> None:
-    """It is stored sideways with a rotation matrix."""
+    """A phone stores an upright clip sideways with a rotation matrix, which is applied."""
     data = bytearray(clip(9, 12))
     matrix = data.find(b"tkhd") + 44
     data[matrix : matrix + 36] = struct.pack(
@@ -432,7 +436,9 @@ def test_an_image_is_no_clip() -> None:
 
 
 def test_a_client_that_leaves_a_whole_response_ends_it() -> None:
-    """When the client disconnects during the response, the engine's request is cancelled."""
+    """When a client disconnects before the end of a whole response, its engine request is
+    cancelled.
+    """
     buffer = io.BytesIO()
     Image.new("RGB", (32, 32)).save(buffer, "PNG")
     url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
@@ -453,7 +459,7 @@ def test_a_client_that_leaves_a_whole_response_ends_it() -> None:
         return parts.pop(0)
 
     async def send() -> None:
-        engine.release = asyncio.Event()  # never set, so the response would never end
+        engine.release = asyncio.Event()  # never set, so the response never ends
         scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
         with ThreadPoolExecutor(1) as executor:
             routes = ChatRoutes(engine, served, MediaLimits(), LIMITS, ClientThreads(executor))
@@ -471,7 +477,9 @@ def test_a_client_that_leaves_a_whole_response_ends_it() -> None:
 
 
 def test_a_body_of_very_many_values_is_refused_before_it_is_decoded() -> None:
-    """Decoding would delay every other client. Text of any length is one value."""
+    """A body with very many values is refused before it is decoded, because decoding would delay
+    every other client. Text of any length counts as one value.
+    """
     text = json.dumps({"prompt": "x" * 1_000_000}).encode()
     assert len(body_of(text, max_bytes=2_000_000).fields["prompt"]) == 1_000_000
     many = b'{"prompt":[' + b"[]," * MAX_JSON_VALUES + b"0]}"

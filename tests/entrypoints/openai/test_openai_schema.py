@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""schemathesis with the OpenAPI description of the image and video routes, over real HTTP with an
+"""schemathesis tests the OpenAPI description of the image and video routes over real HTTP with an
 instant engine.
 
-Calls that follow the description and calls that violate it: no 5xx, no undocumented status or
-content type, replies as described, and violations refused. A short run for each merge and a long
-one at night. Operations are drawn here, because the package's fixtures do not work with pytest 9.
+Calls that follow the description and calls that violate it must not give a 5xx or an undocumented
+status or content type. Replies match the description, and violations are refused. A short run
+covers each merge, and a long one runs at night. This module draws the operations itself, because
+the fixtures of schemathesis do not work with pytest 9.
 """
 
 import contextlib
@@ -48,7 +49,7 @@ ROUTES = [
     ("/v1/videos/{video_id}/content", "GET"),
 ]
 UNBREAKABLE = ROUTES[2:3] + ROUTES[5:8]
-"""Any text is an id, so these calls cannot violate the description."""
+"""Calls to these routes cannot violate the description, because any text is a valid id."""
 CALLS = [
     pytest.param(path, method, mode, id=f"{method} {path} {mode.value}")
     for path, method in ROUTES
@@ -64,7 +65,9 @@ CHECKS = [
 ]
 
 REFUSED = [400, 401, 403, 404, 405, 406, 409, 413, 415, 422, 428, 429]
-"""A call that violates the description may also be too large (413), which is checked first."""
+"""Status codes of refused calls. A call that violates the description may also be too large (413),
+which is checked first.
+"""
 CONFIG = schemathesis.Config.from_dict(
     {"checks": {"negative_data_rejection": {"expected-statuses": REFUSED}}}
 )
@@ -72,7 +75,7 @@ CONFIG = schemathesis.Config.from_dict(
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The description of a server with these routes only."""
+    """Serve the OpenAPI description of only these routes."""
     limits = MediaLimits(media_dir=str(tmp_path_factory.mktemp("media")), max_body_bytes=1 << 20)
     engine = InstantEngine()
     engine.is_world = False
@@ -99,7 +102,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def run(api: Any, path: str, method: str, mode: GenerationMode, max_examples: int) -> None:
-    """Draw calls of one operation and check the responses."""
+    """Draw calls of one operation and check their responses."""
 
     @settings(
         max_examples=max_examples,
@@ -124,12 +127,12 @@ def run(api: Any, path: str, method: str, mode: GenerationMode, max_examples: in
 def test_a_route_conforms_to_its_description(
     api: Any, path: str, method: str, mode: GenerationMode, max_examples: int
 ) -> None:
-    """Ten calls of each kind to each route, and 500 at night."""
+    """Each route gets ten calls of each kind, and 500 at night."""
     run(api, path, method, mode, max_examples)
 
 
 def test_every_route_is_tested(api: Any) -> None:
-    """The description has no other image, file or video route."""
+    """The description contains no image, file or video route that is not tested."""
     paths = api.raw_schema["paths"]
     ours = {
         (path, method.upper())

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images and videos with the official `openai` client, a real server, a real engine and an API
-key.
+"""Images and videos through the official `openai` client, with a real server, a real engine and an
+API key.
 """
 
 import base64
@@ -22,7 +22,7 @@ from PIL import Image
 
 from vllm_omni.entrypoints.media.mp4 import decode_mp4
 
-# a warning of the client about OpenAI's own service
+# The client warns about OpenAI's own service.
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API")
 
 RED = (200, 10, 30)
@@ -50,7 +50,7 @@ def slow(steps: int, step_ms: float, **more: Any) -> dict[str, Any]:
 
 
 def reference(**fields: str) -> dict[str, Any]:
-    """A start image by reference, because the client's own argument accepts files only."""
+    """Return the start image as a reference, because the client's own argument accepts only files."""
     return {"extra_body": {"input_reference": fields}}
 
 
@@ -58,12 +58,12 @@ def reference(**fields: str) -> dict[str, Any]:
 
 
 def test_the_served_model_is_listed(client: openai.OpenAI) -> None:
-    """`/v1/models` is stock vLLM's."""
+    """`/v1/models` is the route of stock vLLM."""
     assert [model.id for model in client.models.list()] == ["null"]
 
 
 def test_every_route_requires_the_key(image_server: Served) -> None:
-    """The engine gets no request without it."""
+    """A request without the key does not reach the engine on any route."""
     unauthorized = image_server.connect(key="wrong")
     for call in (
         lambda: unauthorized.images.generate(prompt="a"),
@@ -82,7 +82,9 @@ def test_every_route_requires_the_key(image_server: Served) -> None:
 def test_images_are_reproducible_in_any_batch(
     client: openai.OpenAI,
 ) -> None:
-    """Image i of a call has the seed `seed + i`, in one engine request or two."""
+    """Image i of a call has the seed `seed + i`, whether the images are generated in one engine
+    request or in two.
+    """
     six = client.images.generate(prompt="a cat", n=6, extra_body={"seed": 3})
     one = client.images.generate(prompt="a cat", extra_body={"seed": 8})
     assert len(six.data) == 6 and six.size == f"{WIDTH}x{HEIGHT}" and six.output_format == "png"
@@ -96,7 +98,7 @@ def test_images_are_reproducible_in_any_batch(
     [{"negative_prompt": "dogs"}, {"num_inference_steps": 9}, {"guidance_scale": 1.0}, {"seed": 4}],
 )
 def test_every_extension_reaches_the_model(client: openai.OpenAI, change: dict[str, Any]) -> None:
-    """`extra_body` fields change the image."""
+    """Each extension in `extra_body` changes the image."""
     plain = client.images.generate(prompt="a cat", extra_body={"seed": 3})
     changed = client.images.generate(prompt="a cat", extra_body={"seed": 3, **change})
     assert not np.array_equal(pixels(plain.data[0]), pixels(changed.data[0]))
@@ -108,7 +110,7 @@ def test_every_extension_reaches_the_model(client: openai.OpenAI, change: dict[s
 def test_images_have_the_requested_format(
     client: openai.OpenAI, output_format: Any, magic: bytes
 ) -> None:
-    """The size is the requested one too."""
+    """Images have the requested format and size."""
     reply = client.images.generate(prompt="a", output_format=output_format, size="80x64")  # type: ignore[call-overload]
     data = base64.b64decode(reply.data[0].b64_json)
     assert data.startswith(magic) and reply.output_format == output_format
@@ -116,7 +118,9 @@ def test_images_have_the_requested_format(
 
 
 def test_a_url_leads_to_the_image_and_needs_the_key(image_server: Served) -> None:
-    """`response_format="url"`: the server stores the file for a while."""
+    """With `response_format="url"`, the server stores the image for a while, and reading it
+    requires the key.
+    """
     fields = {"prompt": "a", "output_format": "webp", "extra_body": {"seed": 1}}
     url = image_server.client.images.generate(response_format="url", **fields).data[0].url
     assert url.startswith(image_server.url)
@@ -130,7 +134,7 @@ def test_a_url_leads_to_the_image_and_needs_the_key(image_server: Served) -> Non
 
 
 def test_images_can_be_streamed(client: openai.OpenAI) -> None:
-    """Each image is an event, equal to the image of the plain call."""
+    """A streamed image is an event that contains the same image as the plain call."""
     plain = client.images.generate(prompt="a", n=5, extra_body={"seed": 2})
     events = list(client.images.generate(prompt="a", n=5, stream=True, extra_body={"seed": 2}))
     assert [event.type for event in events] == ["image_generation.completed"] * 5
@@ -138,7 +142,7 @@ def test_images_can_be_streamed(client: openai.OpenAI) -> None:
 
 
 def test_a_failure_while_streaming_is_an_error_event(client: openai.OpenAI) -> None:
-    """The client raises it."""
+    """A failure while streaming is sent as an error event, which the client raises."""
     with pytest.raises(openai.APIError, match="failed"):
         list(
             client.images.generate(
@@ -148,7 +152,7 @@ def test_a_failure_while_streaming_is_an_error_event(client: openai.OpenAI) -> N
 
 
 def test_an_edit_gets_all_images_and_the_mask(client: openai.OpenAI) -> None:
-    """The image keeps its size. The null model shows the mean colour and the number of its
+    """An edited image keeps its size. The null model shows the mean colour and the number of its
     inputs.
     """
     mask = png((0, 0, 0, 0), mode="RGBA")
@@ -160,7 +164,7 @@ def test_an_edit_gets_all_images_and_the_mask(client: openai.OpenAI) -> None:
 
 
 def test_an_edit_may_be_json_with_data_urls(image_server: Served) -> None:
-    """For clients without multipart."""
+    """Clients without multipart support may send an edit as JSON with data: URLs."""
     url = "data:image/png;base64," + base64.b64encode(png()[1]).decode()
     body = {"prompt": "a", "images": [{"image_url": url}], "response_format": "b64_json"}
     request = urllib.request.Request(
@@ -233,7 +237,9 @@ def test_refusals_have_the_form_of_openais_errors(
     param: str | None,
     says: str,
 ) -> None:
-    """Status, type, code, param and the allowed values, without internals of the server."""
+    """An error has the status, type, code, param and allowed values of OpenAI's errors, and reveals
+    no internals of the server.
+    """
     with pytest.raises(openai.APIStatusError) as refused:
         image_server.client.images.generate(prompt="a", **fields)
     error = refused.value
@@ -256,14 +262,14 @@ def test_refusals_have_the_form_of_openais_errors(
 def test_bad_uploads_are_refused_by_content(
     client: openai.OpenAI, upload: bytes, code: str
 ) -> None:
-    """Format and pixels are read from the header."""
+    """Bad uploads are refused by the format and pixels in their header."""
     with pytest.raises(openai.BadRequestError) as refused:
         client.images.edit(image=("picture.png", upload), prompt="a")
     assert (refused.value.code, refused.value.param) == (code, "image")
 
 
 def test_a_body_beyond_the_limit_is_refused_while_it_arrives(client: openai.OpenAI) -> None:
-    """The status is 413 for any content."""
+    """A body beyond the limit gets 413 for any content, before all of it has arrived."""
     with pytest.raises(openai.APIStatusError) as refused:
         client.images.edit(image=("picture.png", bytes(5 << 20)), prompt="a")
     assert (refused.value.status_code, refused.value.code) == (413, "body_too_large")
@@ -273,7 +279,7 @@ def test_a_body_beyond_the_limit_is_refused_while_it_arrives(client: openai.Open
 
 
 def test_a_video_is_made_polled_listed_downloaded_and_deleted(image_server: Served) -> None:
-    """The whole life of a job with the official client."""
+    """The official client creates, polls, lists, downloads and deletes a video."""
     client = image_server.client
     video = client.videos.create_and_poll(
         prompt="waves",
@@ -285,15 +291,15 @@ def test_a_video_is_made_polled_listed_downloaded_and_deleted(image_server: Serv
     )
     assert (video.status, video.progress, video.error) == ("completed", 100, None)
     assert video.object == "video" and video.model == "null" and video.prompt == "waves"
-    # 24 frames were requested, and the model makes 1 + 4 k
+    # The request is for 24 frames, and the model generates 1 + 4 k.
     assert (video.size, video.num_frames, video.seed) == ("80x64", 25, 5)
     assert float(video.seconds) == pytest.approx(25 / 24, rel=1e-4)
     assert video.completed_at >= video.created_at and video.expires_at > video.completed_at
     frames, fps = decode_mp4(client.videos.download_content(video.id).content)
     assert frames.shape == (25, 64, 80, 3) and fps == pytest.approx(24)
-    # frame n has grey level n
+    # Frame n has grey level n.
     assert np.abs(frames[:, 40, 40, 0].astype(int) - np.arange(25)).max() <= 3
-    assert np.abs(frames[3, 2, 2].astype(int) - RED).max() <= 12  # the start image's colour
+    assert np.abs(frames[3, 2, 2].astype(int) - RED).max() <= 12  # start image's colour
     thumbnail = Image.open(
         io.BytesIO(client.videos.download_content(video.id, variant="thumbnail").content)
     )
@@ -309,7 +315,7 @@ def test_a_video_is_made_polled_listed_downloaded_and_deleted(image_server: Serv
 
 
 def test_a_download_may_be_partial(image_server: Served) -> None:
-    """`Range`, as players and resumed downloads send it."""
+    """A download may use `Range`, as players and resumed downloads do."""
     video = image_server.client.videos.create_and_poll(prompt="a", poll_interval_ms=50)
     path = f"/v1/videos/{video.id}/content"
     whole = image_server.get(path)[2]
@@ -321,8 +327,8 @@ def test_a_download_may_be_partial(image_server: Served) -> None:
 
 @pytest.mark.parametrize("how", ["delete", "cancel"])
 def test_ending_a_job_frees_the_engine_within_a_step(image_server: Served, how: str) -> None:
-    """The session of a job of 20 s with steps of 0.2 s ends shortly after the request. `cancel`
-    keeps the record.
+    """The session of a job of 20 s ends shortly after the request to end it, because each step
+    takes only 0.2 s. `cancel` keeps the job's record.
     """
     client = image_server.client
     video = client.videos.create(prompt="a", extra_body=slow(100, 200.0))
@@ -333,7 +339,7 @@ def test_ending_a_job_frees_the_engine_within_a_step(image_server: Served, how: 
     else:
         ended = client.post(f"/videos/{video.id}/cancel", cast_to=dict)
         assert ended["status"] == "failed" and ended["error"]["code"] == "cancelled"
-    # One step of 0.2 s, and /omni/ready reads the statistics at most four times per second.
+    # A step takes 0.2 s, and /omni/ready reads the statistics at most four times per second.
     assert seconds_until(lambda: image_server.ready()[1]["sessions"] == 0) < seconds(1.5)
     if how == "cancel":
         assert client.videos.retrieve(video.id).status == "failed"
@@ -359,8 +365,8 @@ def test_a_client_that_leaves_frees_the_engine(image_server: Served) -> None:
 def test_jobs_beyond_the_queue_are_refused_with_429_and_when_to_come_back(
     image_server: Served,
 ) -> None:
-    """One runs and two wait. A deleted job never runs. Readiness reports `capacity`, and health is
-    200.
+    """One job runs, two wait, and the next one gets 429. A deleted job never runs. While the queue
+    is full, readiness reports `capacity` and health is 200.
     """
     client = image_server.client
     videos = [client.videos.create(prompt="a", extra_body=slow(100, 100.0)) for _ in range(3)]
@@ -419,7 +425,9 @@ def test_jobs_beyond_the_queue_are_refused_with_429_and_when_to_come_back(
 def test_videos_that_cannot_be_made_are_refused_at_once(
     client: openai.OpenAI, fields: dict[str, Any], code: str, param: str, says: str
 ) -> None:
-    """The response is 400 with the allowed values, before a job exists."""
+    """A video that cannot be generated is refused with 400 and the allowed values before a job is
+    created.
+    """
     with pytest.raises(openai.BadRequestError) as refused:
         client.videos.create(prompt="a", **fields)
     assert (refused.value.code, refused.value.param) == (code, param)
@@ -427,7 +435,7 @@ def test_videos_that_cannot_be_made_are_refused_at_once(
 
 
 def test_lists_are_paged(client: openai.OpenAI) -> None:
-    """`limit`, `after` and `order`, and the client's iterator reads all pages."""
+    """Lists support `limit`, `after` and `order`, and the client's iterator reads all pages."""
     made = [client.videos.create_and_poll(prompt="a", poll_interval_ms=20).id for _ in range(3)]
     assert [video.id for video in client.videos.list(limit=1)][:3] == made[::-1]
     page = client.videos.list(limit=2)
@@ -443,7 +451,7 @@ def test_lists_are_paged(client: openai.OpenAI) -> None:
 
 
 def test_metrics_count_calls_jobs_and_bytes(image_server: Served) -> None:
-    """They are part of stock vLLM's `/metrics`."""
+    """Counters of calls, jobs and bytes are part of stock vLLM's `/metrics`."""
     before = image_server.metric('omni_requests_total{endpoint="images",status="completed"}')
     image_server.client.images.generate(prompt="a")
     assert (
@@ -457,7 +465,7 @@ def test_metrics_count_calls_jobs_and_bytes(image_server: Served) -> None:
 
 
 def test_the_log_is_short_and_holds_no_prompts(image_server: Served) -> None:
-    """Two lines for a job and one for an image call."""
+    """A job logs two lines and an image call logs one, none of which contain the prompt."""
     secret = "a prompt that must stay out of the log"
     image_server.client.images.generate(prompt=secret)
     video = image_server.client.videos.create_and_poll(prompt=secret, poll_interval_ms=20)
@@ -468,7 +476,7 @@ def test_the_log_is_short_and_holds_no_prompts(image_server: Served) -> None:
 
 
 def test_realtime_endpoints_require_a_world_model(image_server: Served) -> None:
-    """The handshake is refused with 404."""
+    """A server without a world model refuses the realtime handshake with 404."""
     from websockets.exceptions import InvalidStatus
     from websockets.sync.client import connect
 

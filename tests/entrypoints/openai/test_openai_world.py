@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/videos` of a world with two API server processes: chunks in one session, polled from either
-process.
+"""`/v1/videos` of a world with two API server processes runs all chunks in one session and can be
+polled from either process.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from helpers.waits import seconds, wait_until
 
 from vllm_omni.entrypoints.media.mp4 import decode_mp4
 
-# five processes take 1 to 4 min to start
+# Five processes take 1 to 4 min to start.
 pytestmark = [pytest.mark.filterwarnings("ignore:The Sora API"), pytest.mark.nightly]
 
 
@@ -22,7 +22,7 @@ def make(client: openai.OpenAI, **fields: Any) -> Any:
 
 
 def poll(served: Served, video_id: str) -> Any:
-    """Wait until the job has ended, with a new connection per request, so that both processes get
+    """Wait until the job has ended. Each request uses a new connection, so both processes get
     requests.
     """
 
@@ -39,8 +39,8 @@ def frames_of(served: Served, video_id: str) -> np.ndarray:
 
 
 def test_a_world_makes_a_video_of_any_length_chunk_by_chunk(world_server: Served) -> None:
-    """25 frames are two chunks and a part of a third. Frame n of the null world has grey level
-    n.
+    """A video of 25 frames takes two chunks and a part of a third. Frame n of the null world has
+    grey level n.
     """
     video = poll(world_server, make(world_server.client, num_frames=25).id)
     assert (video.status, video.progress, video.num_frames, video.fps) == (
@@ -56,7 +56,9 @@ def test_a_world_makes_a_video_of_any_length_chunk_by_chunk(world_server: Served
 
 
 def test_every_process_has_every_job(world_server: Served) -> None:
-    """A job is visible, listed, downloaded and deleted over new connections."""
+    """A job is visible and can be listed, downloaded and deleted over new connections, which reach
+    either process.
+    """
     video_id = poll(world_server, make(world_server.client, num_frames=9).id).id
     for _ in range(20):
         with world_server.connect() as client:
@@ -71,8 +73,8 @@ def test_every_process_has_every_job(world_server: Served) -> None:
 
 
 def test_any_process_ends_a_job(world_server: Served) -> None:
-    """Six jobs of 60 s end over new connections, and the engine is free within a second each
-    time.
+    """Six jobs of 60 s are ended over new connections, and each time the engine is free within a
+    second.
     """
     slow = {"num_frames": 9, "extra_params": {"steps": 300, "step_ms": 200.0}}
     for _ in range(6):
@@ -85,7 +87,7 @@ def test_any_process_ends_a_job(world_server: Served) -> None:
 
 
 def test_a_world_makes_no_images(world_server: Served) -> None:
-    """The response is 400 with the supported tasks."""
+    """A world refuses an image request with 400 and lists the supported tasks."""
     for call in (
         lambda: world_server.client.images.generate(prompt="a"),
         lambda: world_server.client.images.edit(image=("a.png", b"x"), prompt="a"),
@@ -98,7 +100,7 @@ def test_a_world_makes_no_images(world_server: Served) -> None:
 
 
 def test_metrics_are_summed_over_processes(world_server: Served) -> None:
-    """Stock vLLM's multiprocess registry has one number for both."""
+    """Stock vLLM's multiprocess registry sums the metrics of both processes."""
     name = 'omni_requests_total{endpoint="videos",status="completed"}'
     before = world_server.metric(name)
     for _ in range(8):

@@ -23,7 +23,7 @@ ONE, TWO = {"Authorization": "Bearer k1"}, {"Authorization": "Bearer k2"}
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[object]:
-    """A function that makes a server of the image and video routes with these keys."""
+    """Return a function that starts a server of the image and video routes with the given keys."""
     limits, engine = MediaLimits(media_dir=str(tmp_path)), InstantEngine()
     engine.is_world = False
     model = ServedModel(("m",), CAPABILITIES, 160, 96, 256 * 256, 4)
@@ -41,7 +41,7 @@ def serve(tmp_path: Path) -> Iterator[object]:
 
 
 def test_a_video_is_visible_to_its_key_only(serve: "type[TestClient]") -> None:
-    """Another key cannot list, read, download, cancel or delete it."""
+    """A different key cannot list, read, download, cancel or delete a video."""
     with serve("k1", "k2") as client:  # type: ignore[arg-type]
         made = client.post(
             "/v1/videos", json={"prompt": "a secret", "seconds": "1"}, headers=ONE
@@ -68,7 +68,7 @@ def test_a_video_is_visible_to_its_key_only(serve: "type[TestClient]") -> None:
 def test_an_image_s_url_belongs_to_its_key(
     serve: "type[TestClient]", keys: tuple[str, ...], status: int
 ) -> None:
-    """Without keys the URL works for everyone, with any header."""
+    """Without API keys, everyone can read the URL, whatever headers they send."""
     with serve(*keys) as client:  # type: ignore[arg-type]
         requested = {"prompt": "a", "response_format": "url"}
         url = client.post("/v1/images/generations", json=requested, headers=ONE).json()["data"][0][

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From HTTP requests to engine requests: defaults, sizes, lengths and seeds of the served model."""
+"""How HTTP requests become engine requests: defaults, sizes, lengths and seeds of the served model."""
 
 import dataclasses
 from typing import Any
@@ -52,8 +52,8 @@ def video(model: ServedModel | None = None, **fields: Any) -> Any:
 
 
 def test_defaults_come_from_the_model() -> None:
-    """The deployment has the size, the family has steps and guidance, and the endpoint generates a
-    seed.
+    """The default size is that of the deployment, default steps and guidance are those of the model
+    family, and the endpoint generates a seed.
     """
     (params,) = images().requests()
     assert (params.width, params.height, params.num_images, params.one_shot) == (832, 480, 1, True)
@@ -63,7 +63,9 @@ def test_defaults_come_from_the_model() -> None:
 
 @pytest.mark.parametrize("size", [{}, {"size": "auto"}, {"size": "160x96"}])
 def test_width_and_height_are_an_alternative_to_size(size: dict[str, str]) -> None:
-    """Clients of vLLM-Omni (LiteLLM, ComfyUI) send them. Values of a form are text."""
+    """Clients of vLLM-Omni (LiteLLM, ComfyUI) send `width` and `height` instead of `size`. In a
+    form, these values are text.
+    """
     (params,) = images(width=160, height=96, **size).requests()
     form = read_request(
         VideoRequest, {"prompt": "p", "width": "160", "height": "96", "n": "1"}, is_form=True
@@ -100,13 +102,13 @@ def test_half_a_size_and_two_sizes_are_refused(fields: dict[str, Any], says: str
 def test_true_cfg_scale_is_another_name_of_guidance_scale(
     fields: dict[str, float], guidance: float
 ) -> None:
-    """vLLM-Omni's nodes send both, and 1 is no guidance."""
+    """vLLM-Omni's nodes send both `true_cfg_scale` and `guidance_scale`, where 1 means no guidance."""
     (params,) = images(**fields, vae_use_slicing=False, vae_use_tiling=True).requests()
     assert (params.guidance_scale, params.options) == (guidance, {})
 
 
 def test_true_cfg_scale_is_an_option_of_pipelines_that_have_it() -> None:
-    """In these pipelines it differs from `guidance_scale`."""
+    """In pipelines that have `true_cfg_scale` as an option, it differs from `guidance_scale`."""
     request = read_request(
         ImageGenerationRequest, {"prompt": "p", "true_cfg_scale": 2.0, "guidance_scale": 3.5}
     )
@@ -115,7 +117,9 @@ def test_true_cfg_scale_is_an_option_of_pipelines_that_have_it() -> None:
 
 
 def test_guidance_that_a_model_lacks_is_refused() -> None:
-    """A `true_cfg_scale` of 1 is accepted, because it means no guidance."""
+    """A model without guidance accepts a `true_cfg_scale` of 1, which means no guidance, and
+    refuses any other value.
+    """
     fixed = served(guidance_scale=None)
     for scale, allowed in ((1.0, True), (2.0, False)):
         request = read_request(ImageGenerationRequest, {"prompt": "p", "true_cfg_scale": scale})
@@ -132,13 +136,16 @@ def test_guidance_that_a_model_lacks_is_refused() -> None:
     "lora", [{"name": "snow", "scale": 0.5}, {"lora_name": "snow", "lora_scale": 0.5, "int_id": 7}]
 )
 def test_one_adapter_alone_may_be_an_object(lora: dict[str, Any]) -> None:
-    """The names of vLLM-Omni's clients are accepted too."""
+    """A single adapter may be an object, and the field names of vLLM-Omni's clients are accepted
+    too.
+    """
     assert images(lora=lora).sampling.lora == [Lora(name="snow", scale=0.5)]
 
 
 def test_an_adapter_is_selected_by_its_name_as_model() -> None:
-    """vLLM's clients do the same. Adapters of `lora` are added, and one that is named twice has the
-    strength given there.
+    """The name of an adapter in `model` selects it, as for vLLM's clients. Adapters in `lora` are
+    added to the adapter in `model`. If `lora` names the same adapter, the strength given in `lora`
+    applies.
     """
     model = dataclasses.replace(served(), adapters=lambda: {"snow", "ink"})
     for fields, lora in (
@@ -182,7 +189,9 @@ def test_a_field_of_another_server_is_refused_with_this_servers_name(
 
 
 def test_n_is_split_into_requests_with_consecutive_seeds() -> None:
-    """Ten images at four per request are 4 + 4 + 2, each with a separate session."""
+    """Ten images with at most four per request are split into 4 + 4 + 2, and each request has a
+    separate session.
+    """
     requests = images(n=10, seed=100).requests()
     assert [(params.num_images, params.seed) for params in requests] == [
         (4, 100),
@@ -193,7 +202,7 @@ def test_n_is_split_into_requests_with_consecutive_seeds() -> None:
 
 
 def test_zero_is_a_value() -> None:
-    """A guidance of 0.0 or a seed of 0 is not an absent value."""
+    """A guidance of 0.0 or a seed of 0 is a value and not treated as absent."""
     (params,) = images(guidance_scale=0.0, seed=0).requests()
     assert (params.guidance_scale, params.seed) == (0.0, 0)
 
@@ -210,7 +219,7 @@ def test_zero_is_a_value() -> None:
 def test_no_side_becomes_longer_than_the_model_allows(
     width: int, height: int, fitted: tuple[int, int]
 ) -> None:
-    """The longer side of an edited image is made to fit."""
+    """An edited image is scaled until its longer side fits the model."""
     model = served(max_side=512)
     assert fit_size(width, height, model.images) == fitted
     request = read_request(ImageGenerationRequest, {"prompt": "p"})
@@ -225,7 +234,7 @@ def test_a_side_that_is_too_long_is_refused_with_a_near_size() -> None:
 
 
 def test_images_may_have_other_sizes_than_videos() -> None:
-    """Each has its defaults and limits."""
+    """Images and videos have separate default sizes and limits."""
     model = served(pictures=ImageSizes(width=512, height=512, max_pixels=1024 * 1024))
     image = plan_images(read_request(ImageGenerationRequest, {"prompt": "p"}), model).sampling
     assert (image.width, image.height) == (512, 512)
@@ -251,7 +260,7 @@ def test_images_may_have_other_sizes_than_videos() -> None:
     ],
 )
 def test_the_length_of_a_video(fields: dict[str, Any], num_frames: int, fps: float) -> None:
-    """The number of frames is 1 + 4 k, nearest to the requested seconds."""
+    """A video has 1 + 4 k frames, the number nearest to the requested seconds."""
     plan = video(**fields)
     assert (plan.num_frames, plan.fps) == (num_frames, fps)
 
@@ -260,7 +269,9 @@ def test_the_length_of_a_video(fields: dict[str, Any], num_frames: int, fps: flo
     ("seconds", "message"), [("8", "5.0625 seconds.*values 4$"), (12, "values 4$")]
 )
 def test_an_impossible_length_is_refused_with_the_possible_ones(seconds: Any, message: str) -> None:
-    """The error lists the possible values of OpenAI's client too."""
+    """The error for an impossible length lists the possible values, including those of OpenAI's
+    client.
+    """
     with pytest.raises(ApiError, match=message):
         video(seconds=seconds)
     with pytest.raises(ApiError, match=r"values none$"):
@@ -281,7 +292,9 @@ def test_an_impossible_length_is_refused_with_the_possible_ones(seconds: Any, me
 def test_fields_that_the_model_does_not_support_are_refused(
     changes: dict[str, Any], fields: dict[str, Any], param: str | None
 ) -> None:
-    """The response is 400 `unsupported_by_model` with the supported tasks."""
+    """A field that the model does not support gets 400 `unsupported_by_model` with the supported
+    tasks.
+    """
     with pytest.raises(ApiError, match="it can: ") as refused:
         video(served(**changes), **fields)
     assert (refused.value.status, refused.value.code, refused.value.param) == (
@@ -292,7 +305,9 @@ def test_fields_that_the_model_does_not_support_are_refused(
 
 
 def test_a_required_start_image_is_named() -> None:
-    """A model that cannot use one refuses it."""
+    """The error names a start image that the model requires. A model that cannot use a start image
+    refuses a request with one.
+    """
     model = served(tasks=("image_to_video",))
     request = read_request(VideoRequest, {"prompt": "p"})
     with pytest.raises(ApiError, match="send input_reference"):
@@ -304,7 +319,7 @@ def test_a_required_start_image_is_named() -> None:
 
 @pytest.mark.parametrize(("clip_frames", "num_frames"), [(1, 1), (9, 9), (12, 9), (72, 69)])
 def test_an_edited_video_is_as_long_as_the_clip(clip_frames: int, num_frames: int) -> None:
-    """The length is cut to 1 + 4 k frames at the model's rate."""
+    """An edited video has the length of its clip, cut to 1 + 4 k frames at the model's rate."""
     model = served(tasks=("text_to_video", "video_edit"), fps=12.0)
     plan = plan_video_edit(read_request(VideoRequest, {"prompt": "p"}), model, clip_frames)
     assert (plan.num_frames, plan.fps) == (num_frames, 12.0)
@@ -320,7 +335,7 @@ def test_a_length_for_an_edited_video_is_refused(fields: dict[str, Any]) -> None
 
 
 def test_the_model_may_be_called_by_any_of_its_names() -> None:
-    """The reply uses the name in the request."""
+    """The reply names the model as the request does."""
     assert images(model="alias").sampling.model == "alias"
     with pytest.raises(ApiError, match="served: m, alias") as refused:
         images(model="other")

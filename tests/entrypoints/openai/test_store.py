@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The media store: limits, expiry, private names, jobs of dead processes, and several processes on
-one directory.
+"""The media store: limits, expiry, private names, jobs of dead processes, and several processes
+that share one directory.
 """
 
 import contextlib
@@ -35,7 +35,9 @@ def store_at(root: Path, **limits: Any) -> MediaStore:
 
 
 def test_ids_contain_the_name_of_the_server(root: Path) -> None:
-    """A reverse proxy reads the name. Servers with and without names may share a directory."""
+    """An id contains the name of its server, which a reverse proxy reads. Servers with and without
+    names may share a directory.
+    """
     named = MediaStore(MediaLimits(media_dir=str(root)), "rack-7")
     made = record(named)
     assert made.id.startswith("video_rack-7.") and named.path(made.id, "mp4").parent == root
@@ -84,7 +86,7 @@ def finished(store: MediaStore, age_s: float = 0.0, nbytes: int = 0) -> JobRecor
 
 
 def test_a_record_survives_a_round_trip(root: Path) -> None:
-    """It is read from disk, also by another process's store."""
+    """A record is read back from disk unchanged, also by the store of another process."""
     store = store_at(root)
     made = record(store, status="in_progress", progress=40)
     assert store.read_record(made.id) == made
@@ -92,7 +94,9 @@ def test_a_record_survives_a_round_trip(root: Path) -> None:
 
 
 def test_records_and_files_belong_to_their_client(root: Path) -> None:
-    """Other keys cannot list its jobs, and the id of a file does not reveal the file's name."""
+    """A client with a different key cannot list a job, and a file's id does not reveal the file's
+    name.
+    """
     store = store_at(root)
     mine, theirs = record(store, principal="a"), record(store, principal="b")
     assert (
@@ -120,7 +124,7 @@ def test_records_and_files_belong_to_their_client(root: Path) -> None:
     ],
 )
 def test_only_ids_of_the_store_are_looked_up(root: Path, name: str) -> None:
-    """An id of a client is looked up only if it has the form of one."""
+    """An id that a client sends is looked up only if it has the form of an id."""
     store = store_at(root)
     assert store.read_record(name) is None
     assert store.find_file(name) is None
@@ -129,7 +133,7 @@ def test_only_ids_of_the_store_are_looked_up(root: Path, name: str) -> None:
 
 
 def test_finished_jobs_are_bounded_by_count_and_bytes_oldest_first(root: Path) -> None:
-    """Running jobs are never deleted."""
+    """Finished jobs are deleted by count and bytes, oldest first. Running jobs are never deleted."""
     store = store_at(root, max_videos=3, max_media_bytes=250)
     running = record(store, age_s=1000, status="in_progress")
     made = [finished(store, age_s=100 - number, nbytes=10) for number in range(5)]
@@ -146,7 +150,7 @@ def test_finished_jobs_are_bounded_by_count_and_bytes_oldest_first(root: Path) -
 
 
 def test_expired_jobs_and_images_are_deleted(root: Path) -> None:
-    """Jobs have an expiry date, and images an age."""
+    """Jobs are deleted after their expiry date, and images when they reach an age."""
     store = store_at(root, media_ttl_s=3600)
     old, new = finished(store, age_s=4000), finished(store, age_s=10)
     image = store.add_file(b"data", "png")
@@ -166,7 +170,7 @@ def _run_a_job(root: str, made: Any) -> None:
 
 
 def test_a_job_of_a_killed_process_has_failed(root: Path) -> None:
-    """It is `failed` with a reason after kill -9, also for a new server."""
+    """After kill -9, the jobs of a process are `failed` with a reason, even for a new server."""
     context = multiprocessing.get_context("spawn")
     made: Any = context.Queue()
     process = context.Process(target=_run_a_job, args=(str(root), made))
@@ -183,8 +187,8 @@ def test_a_job_of_a_killed_process_has_failed(root: Path) -> None:
 
 
 def test_another_process_can_end_a_job(root: Path) -> None:
-    """A job that is being deleted is invisible at once, its owner gets the request, and leftovers
-    are pruned.
+    """A job that another process deletes is invisible immediately. The process that owns the job
+    gets the request, and leftover files are pruned.
     """
     owner, other = store_at(root), store_at(root)
     made = record(owner, status="in_progress")
@@ -200,7 +204,7 @@ def test_another_process_can_end_a_job(root: Path) -> None:
 def test_a_private_directory_is_deleted_with_its_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next server deletes the directories of killed servers, and no others."""
+    """The next server deletes the private directories of killed servers and no others."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     dead, fresh, open_to_all = (
         tmp_path / f"vllm-omni-media-{name}" for name in ("dead", "fresh", "open")
@@ -222,8 +226,8 @@ def test_a_private_directory_is_deleted_with_its_server(
 
 
 def test_a_video_is_written_part_by_part_with_its_stills(tmp_path: Path) -> None:
-    """Three files are written, the sprite sheet covers the whole video, and an abandoned video
-    leaves no file.
+    """A video is written as three files, its sprite sheet covers the whole video, and an abandoned
+    video leaves no file.
     """
     frames = np.stack([np.full((48, 64, 3), number * 4, np.uint8) for number in range(40)])
     file = VideoFile(tmp_path / "video_a", 16.0, 40)
@@ -243,7 +247,7 @@ def test_a_video_is_written_part_by_part_with_its_stills(tmp_path: Path) -> None
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 1 MiB."""
+    """Return a disk of 1 MiB."""
     if os.geteuid() != 0:
         pytest.skip("only root may mount a disk")
     mounted = tmp_path / "disk"
@@ -285,8 +289,8 @@ print(sum(stem.name in path.name for path in open_files))
 
 @pytest.mark.parametrize("fill_at", [0, 30, 60])
 def test_a_full_disk_during_a_video_is_an_oserror(disk: Path, tmp_path: Path, fill_at: int) -> None:
-    """Before the first frame, in between and before the end: no crash of the (separate) process, no
-    file, and none left open.
+    """If the disk is full before the first frame, between frames or before the end, the encoding
+    process does not crash, and no file is left or kept open.
     """
     np.save(tmp_path / "frames.npy", _NOISE)
     command = [
@@ -306,7 +310,9 @@ def test_a_full_disk_during_a_video_is_an_oserror(disk: Path, tmp_path: Path, fi
 
 
 def test_a_record_on_a_full_disk_is_written_later(disk: Path) -> None:
-    """Its clients must see the end. A new job or image is refused without a trace."""
+    """The record of a finished job is written later if the disk is full, because its clients must
+    see that it has ended. A new job or image is refused without a trace.
+    """
     store = MediaStore(MediaLimits(media_dir=str(disk)))
     made = record(store, status="in_progress")
     names = sorted(path.name for path in disk.iterdir())
@@ -325,7 +331,9 @@ def test_a_record_on_a_full_disk_is_written_later(disk: Path) -> None:
 
 
 def test_the_next_server_deletes_unfinished_files_of_a_killed_one(root: Path) -> None:
-    """Its lock is deleted too, and files of a live server stay."""
+    """The next server deletes the unfinished files and the lock of a killed server, but keeps the
+    files of a live one.
+    """
     living = store_at(root)
     (root / f"video_{'a' * 22}.{living.owner}.part").write_bytes(b"half")
     (root / f"video_{'b' * 22}.0123456789abcdef.part").write_bytes(b"half")
@@ -337,7 +345,7 @@ def test_the_next_server_deletes_unfinished_files_of_a_killed_one(root: Path) ->
 
 
 def test_an_entry_that_cannot_be_deleted_is_skipped(root: Path) -> None:
-    """Directories with names of files do not prevent the start, pruning, or new files."""
+    """A directory with the name of a file does not prevent the start, pruning, or new files."""
     store = store_at(root)
     old, older = finished(store, age_s=7200), finished(store, age_s=9000)
     for name in (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named images in the body of `/v1/videos`: JSON, a form, and the refusals."""
+"""Named images in the body of `/v1/videos`, as JSON or in a form, and the errors for invalid ones."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ URL = "data:image/png;base64,AAAA"
 
 
 def test_images_come_as_data_urls_and_as_files() -> None:
-    """They are removed from the fields, and the start image stays separate."""
+    """Named images are removed from the fields, and the start image stays separate from them."""
     body = ParsedBody(
         {"images": {"head": {"image_url": URL}, "left": URL}, "prompt": "a path"},
         {"images[back]": [b"file"], "input_reference": [b"start"]},

@@ -21,8 +21,8 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def make_endpoint(engine: FakeEngine) -> Iterator[Callable[..., EndpointServer]]:
-    """`make_endpoint(info={...}, origins=[...], **limits)` starts a server that stops after the
-    test.
+    """Return a function: `make_endpoint(info={...}, origins=[...], **limits)` starts a server that
+    stops after the test.
     """
     with ExitStack() as stack:
 
@@ -50,7 +50,9 @@ def client(endpoint: EndpointServer) -> Iterator[Client]:
 
 @pytest.fixture(scope="package")
 def _served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
-    """The running server, if there is one. A test may have killed it."""
+    """Hold the running server, if there is one. The list is empty after a test has killed the
+    server.
+    """
     running: list[Served] = []
     yield running
     for server in running:
@@ -61,8 +63,8 @@ def _served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
 def served(
     _served: list[Served], null_world: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Served:
-    """A real server for the tests of all endpoints. If a test killed it, the next one starts
-    another.
+    """Return a real server that the tests of all endpoints share. If a test has killed the server,
+    a new one is started.
     """
     if not _served or not _served[-1].is_healthy():
         environ = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_OMNI_BODY_GRACE_S": "4"}

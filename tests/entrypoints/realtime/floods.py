@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Floods of WebSocket frames, and the delay that a second client measures meanwhile."""
+"""Flood a server with WebSocket frames, and measure the delay of a second client meanwhile."""
 
 import contextlib
 import http.client
@@ -22,8 +22,8 @@ EMPTY_FRAGMENT = b"\x00\x80\0\0\0\0"
 
 @dataclass
 class Felt:
-    """Delays of a second client: `/health` over a persistent connection, and the pong of an idle
-    socket.
+    """Delays of a second client: those of `/health` over a persistent connection, and those of the
+    pong on an idle socket.
     """
 
     health_ms: list[float] = field(default_factory=list)
@@ -46,9 +46,7 @@ def _timed(work: Callable[[], Any], into: list[float], stop: threading.Event) ->
 
 @contextlib.contextmanager
 def neighbour(served: Served) -> Iterator[Felt]:
-    """Request `/health` and ping over an idle world-camera socket repeatedly while the block
-    runs.
-    """
+    """While the block runs, repeatedly request `/health` and ping over an idle world-camera socket."""
     felt, stop = Felt(), threading.Event()
     health = http.client.HTTPConnection("127.0.0.1", served.port, timeout=seconds(60))
 

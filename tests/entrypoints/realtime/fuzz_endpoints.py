@@ -3,9 +3,9 @@
 
 python tests/entrypoints/realtime/fuzz_endpoints.py --count 10000000
 
-A case is one message, decoded and, if that succeeds, parsed as each endpoint parses it. Only
-`CodecError` and `EndpointError` may be raised, no case may take longer than `SLOWEST_MS` of CPU
-time, and resident memory may not grow. Prints the counts as JSON.
+Each case is one message, which is decoded and, if that succeeds, parsed as each endpoint parses it.
+Only `CodecError` and `EndpointError` may be raised, no case may take longer than `SLOWEST_MS` of
+CPU time, and resident memory may not grow. The script prints the counts as JSON.
 """
 
 import argparse
@@ -40,8 +40,8 @@ from vllm_omni.entrypoints.realtime.video import protocol as video_protocol
 from vllm_omni.entrypoints.realtime.world_camera import protocol
 
 SLOWEST_MS = 250.0
-"""Well above the slowest case measured (about 10 ms), because the scheduler may suspend the process
-on a busy machine.
+"""Largest CPU time of a case in milliseconds. The limit is far above the slowest case measured
+(about 10 ms), because the scheduler may suspend the process on a busy machine.
 """
 GROWTH_BYTES = 5e6
 
@@ -203,7 +203,7 @@ def fuzz(count: int, seed: int) -> dict[str, Any]:
     process = psutil.Process()
     for number in range(count):
         if number == count // 2:
-            rss = process.memory_info().rss  # the first half is warm-up
+            rss = process.memory_info().rss  # the first half warms up
         is_text = random_.random() < 0.2
         data = mutated(random_.choice(TEXT_SEEDS if is_text else BINARY_SEEDS), random_)
         started_s = time.thread_time()
@@ -215,7 +215,7 @@ def fuzz(count: int, seed: int) -> dict[str, Any]:
         except EndpointError:
             outcomes["refused"] += 1
         except UnicodeDecodeError:
-            assert is_text  # the WebSocket library closes with 1007 first
+            assert is_text  # the WebSocket library would first close with 1007
             outcomes["not UTF-8"] += 1
         slowest_ms = max(slowest_ms, (time.thread_time() - started_s) * 1e3)
     grown = process.memory_info().rss - rss
@@ -231,7 +231,7 @@ def fuzz(count: int, seed: int) -> dict[str, Any]:
 def check(result: dict[str, Any]) -> None:
     assert result["slowest_ms"] < SLOWEST_MS, result
     assert result["grown_bytes"] < GROWTH_BYTES, result
-    assert result["accepted"] > result["cases"] / 100, result  # the mutants are not all noise
+    assert result["accepted"] > result["cases"] / 100, result  # some mutants are valid
 
 
 def make_parser() -> argparse.ArgumentParser:

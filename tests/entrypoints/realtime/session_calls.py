@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to `/v1/sessions` and walks through the null world, for tests with real servers."""
+"""Send requests to `/v1/sessions` and walk through the null world, for tests with real servers."""
 
 import json
 import urllib.request
@@ -18,7 +18,7 @@ def request(num_frames: int = LATER, **fields: Any) -> dict[str, Any]:
 
 
 def signatures(messages: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """(first frame, signature of the latents) of each chunk."""
+    """Return (first frame, signature of the latents) of each chunk."""
     return [
         (int(message["video"][0, 5, 5, 0]), int(message["video"][0, 0, 0, 1]))
         for message in messages
@@ -32,7 +32,7 @@ def call(
     body: bytes | None = None,
     headers: dict[str, str] | None = None,
 ) -> tuple[int, bytes, dict[str, str]]:
-    """Send one HTTP request and return `(status, body, headers)`, for refusals too."""
+    """Send one HTTP request and return `(status, body, headers)`, also if the request is refused."""
     url = f"http://127.0.0.1:{server.port}{path}"
     sent = urllib.request.Request(url, body, headers or AUTHORIZED, method=method)
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsing of actions in messages, and refusals that list the actions of the model."""
+"""How actions in messages are parsed. Error messages list the actions of the model."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ ONE = ActionSpace(buttons=SPACE.buttons, exclusive=True)
 
 
 def test_frames_become_a_script() -> None:
-    """A frame is a list of names or a map. A repeated name counts once."""
+    """A frame of a script is a list of names or a map, and a repeated name counts once."""
     read = read_actions_message([["w", "w"], {"axes": {"dx": 3}, "scroll": -2}, []], SPACE)
     assert read == ControlScript(
         (ActionFrame(("w",)), ActionFrame(axes={"dx": 3.0}, scroll=-2.0), ActionFrame())
@@ -38,7 +38,9 @@ def test_frames_become_a_script() -> None:
 
 
 def test_a_transition_changes_only_the_keys_it_names() -> None:
-    """Absent keys stay unchanged. Motion may exceed the range of a frame because it is summed."""
+    """A transition leaves keys that it does not name unchanged. The motion of a transition may
+    exceed the range of a frame, because motion is summed.
+    """
     message = {
         "mode": "state",
         "transitions": [{"buttons": []}, {"axes": {"dx": 500.0}, "client_ts_ms": 1.5}],
@@ -91,7 +93,7 @@ def test_an_exclusive_model_refuses_two_buttons_and_scrolling() -> None:
 
 
 def test_camera_keys_press_the_buttons_they_belong_to() -> None:
-    """A camera key presses the button of that name, otherwise the button of that key code. Keys
+    """A camera key presses the button of the same name, or else the button with that key code. Keys
     without a button are ignored.
     """
     assert camera_buttons(["W", "i", "k", "x", "wa"], SPACE) == ("w", "leap")

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Actions of any model at the three realtime endpoints: the engine's actions and the refusals."""
+"""Actions of any model at the three realtime endpoints: the actions that the engine gets, and the
+errors for invalid ones.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -48,7 +50,7 @@ def start_now(client: ExtendedClient, **fields: Any) -> dict[str, Any]:
 
 
 def test_the_session_message_lists_the_actions_of_the_model(endpoint: EndpointServer) -> None:
-    """A client can learn the controls of an unknown model from the server."""
+    """A client can read the controls of an unknown model from the session message."""
     with ExtendedClient(endpoint.port) as client:
         reported = start_now(client)["actions"]
     assert [button["name"] for button in reported["buttons"]] == ["w", "jump"]
@@ -59,7 +61,9 @@ def test_the_session_message_lists_the_actions_of_the_model(endpoint: EndpointSe
 def test_scripts_and_transitions_reach_the_engine(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """A script in `init`, then held buttons, an axis and motion, with a receipt for each event."""
+    """A script in `init`, followed by held buttons, an axis and motion, reaches the engine, and
+    every event gets a receipt.
+    """
     engine.delay_s = 0.05
     with ExtendedClient(endpoint.port) as client:
         start_now(client, condition_inputs={"actions": FRAMES})
@@ -105,7 +109,7 @@ def test_scripts_and_transitions_reach_the_engine(
 def test_unsupported_events_are_refused_with_the_actions_of_the_model(
     endpoint: EndpointServer, engine: FakeEngine, kind: str, payload: Any, code: str, says: str
 ) -> None:
-    """The event is rejected and the stream continues."""
+    """An unsupported event is rejected with the actions of the model, and the stream continues."""
     engine.delay_s = 0.02
     with ExtendedClient(endpoint.port) as client:
         start_now(client)
@@ -119,11 +123,13 @@ def test_unsupported_events_are_refused_with_the_actions_of_the_model(
 
 
 def test_a_first_prompt_or_image_is_refused_where_there_is_none(endpoint: EndpointServer) -> None:
-    """The start is refused, and the connection accepts another one."""
+    """A start with a prompt or image that the model does not support is refused, after which the
+    connection accepts another start.
+    """
     with ExtendedClient(endpoint.port) as client:
         client.init(prompt="a path", first_frame=None)
         assert client.error() == "invalid generate request"
-        client.init(prompt="")  # with a first frame
+        client.init(prompt="")  # contains a first frame
         assert client.error() == "invalid generate request"
         start_now(client)
         client.chunk()
@@ -132,7 +138,9 @@ def test_a_first_prompt_or_image_is_refused_where_there_is_none(endpoint: Endpoi
 def test_camera_keys_of_simple_clients_press_the_buttons_of_that_key(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """Keys without a button are ignored. Clients without the extension cannot send its events."""
+    """A camera key without a button is ignored. A client that does not use the extension cannot
+    send its events.
+    """
     engine.delay_s = 0.02
     with GenerateClient(endpoint.port) as client:
         client.init(
@@ -148,7 +156,9 @@ def test_camera_keys_of_simple_clients_press_the_buttons_of_that_key(
 def test_too_much_pending_motion_is_refused(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """A paused stream consumes no motion events, so the limit is reached."""
+    """A paused stream consumes no motion events, so pending motion reaches its limit and further
+    events are refused.
+    """
     endpoint = make_endpoint(info={"actions": SPACE}, max_messages_per_s=10_000)
     with ExtendedClient(endpoint.port) as client:
         start_now(client, extensions=["actions", "control"])
@@ -172,7 +182,7 @@ def interaction(event_id: str, **event: Any) -> dict[str, Any]:
 def test_the_video_endpoint_takes_scripts_and_transitions(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """Chunk metadata lists the events that start, act and end in the chunk."""
+    """The chunk metadata lists the events that start, act and end in the chunk."""
     engine.delay_s = 0.05
     with VideoClient(endpoint.port) as client:
         start = {
@@ -231,7 +241,7 @@ def play(frames: Any = None, **fields: Any) -> dict[str, Any]:
 def test_the_world_endpoint_lists_and_accepts_actions(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """The hello message holds the action space, and the frames of a request reach the engine in
+    """The hello message contains the action space, and the frames of a request reach the engine in
     chunks.
     """
     with endpoint.client() as client:
@@ -282,7 +292,9 @@ def test_the_world_endpoint_refuses_unsupported_requests(
 def test_an_evicted_session_without_images_needs_restart(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """Without a start image only `restart` distinguishes a new session from a continued one."""
+    """For an evicted session without a start image, only `restart` distinguishes a new session from
+    a continued one.
+    """
     endpoint = make_endpoint(info={"actions": SPACE, "session_idle_s": 0.2})
     with endpoint.client() as client:
         client.send(play())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The msgpack codec: both dialects, the limits, and the text of each refusal.
+"""The msgpack codec: both dialects, the limits, and the text of each error.
 
-The bytes of untrusted clients may raise `CodecError` only.
+Bytes from untrusted clients may raise only `CodecError`.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ ARRAYS = hnp.arrays(
     ),
     hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4),
 )
-# keys such as "nd" mark arrays in a dialect
+# In a dialect, keys such as "nd" mark arrays.
 KEYS = st.text("abcxyz", max_size=8)
 MESSAGES = st.dictionaries(
     KEYS,
@@ -82,7 +82,7 @@ def same(left: Any, right: Any) -> bool:
 def test_encoded_values_survive_a_round_trip(
     message: dict[str, Any], dialect: MessageDialect
 ) -> None:
-    """Values and arrays of every accepted dtype are bit-equal after a round trip in both
+    """Values and arrays of every accepted dtype are bit-identical after a round trip in both
     dialects.
     """
     assert same(decode(encode(message, dialect)).value, message)
@@ -128,8 +128,8 @@ def classic(**changes: Any) -> dict[Any, Any]:
     ],
 )
 def test_both_dialects_of_arrays_are_read(marked: dict[Any, Any], dialect: MessageDialect) -> None:
-    """Keys may be bytes or text, and the byte order either one. The array is in native order, and
-    its dialect is reported.
+    """Arrays may have bytes or text as keys and either byte order. The decoded array is in native
+    order, and its dialect is reported.
     """
     decoded = decode(pack({"a": [marked]}))
     array = decoded.value["a"][0]
@@ -138,12 +138,14 @@ def test_both_dialects_of_arrays_are_read(marked: dict[Any, Any], dialect: Messa
 
 
 def test_the_last_of_duplicate_keys_counts() -> None:
-    """Other msgpack libraries do the same."""
+    """The last of several duplicate keys counts, as in other msgpack libraries."""
     assert decode(b"\x82\xa1a\x01\xa1a\x02").value == {"a": 2}
 
 
 def test_large_arrays_are_copied_once() -> None:
-    """Encoding a raw chunk of 14.4 MB takes much less than 50 ms."""
+    """A raw chunk of 14.4 MB is encoded in much less than 50 ms, because its bytes are copied only
+    once.
+    """
     frames_THWC = np.zeros((12, 480, 832, 3), np.uint8)
     encode({"video": frames_THWC})
     started_s = time.perf_counter()
@@ -197,8 +199,8 @@ def mutated(data: bytes, random_: random.Random) -> bytes:
 @given(st.binary(max_size=200))
 @settings(max_examples=1000, deadline=None)
 def test_any_bytes_raise_nothing_but_codec_errors(data: bytes) -> None:
-    """Random bytes are a message or a `CodecError`. A message is unchanged after another round
-    trip.
+    """Random bytes decode to a message or raise `CodecError`. A decoded message is unchanged after
+    another round trip.
     """
     with contextlib.suppress(CodecError):
         message = decode(data)
@@ -275,13 +277,13 @@ def map_of(count: int) -> bytes:
     ],
 )
 def test_a_refused_message_has_a_reason(data: bytes, text: str) -> None:
-    """The error names the limit."""
+    """The error for a refused message names the limit."""
     assert refusal(data) == text
 
 
 @pytest.mark.parametrize("code", [0xC1, 0xC7, 0xC8, 0xC9, *range(0xD4, 0xD9)])
 def test_every_extension_type_is_refused(code: int) -> None:
-    """The declared length and the bytes received do not matter."""
+    """Every extension type is refused, whatever its declared length and received bytes."""
     assert (
         refusal(bytes([code]))
         == refusal(bytes([code]) + bytes(18))
@@ -290,7 +292,8 @@ def test_every_extension_type_is_refused(code: int) -> None:
 
 
 ALL_FORMS = (
-    # a list of 25: small and sized integers, floats, every length of text, bytes, list and map
+    # A list of 25 values: small and sized integers, floats, and every length encoding of text,
+    # bytes, list and map.
     b"\xdc\x00\x19"
     b"\x7f\xff\xcc\xff\xcd\xff\xff\xce\xff\xff\xff\xff\xcf\xff\xff\xff\xff\xff\xff\xff\xff"
     b"\xd0\x80\xd1\x80\x00\xd2\x80\x00\x00\x00\xd3\x80\x00\x00\x00\x00\x00\x00\x00"
@@ -305,22 +308,26 @@ ALL_FORMS = (
 
 
 def test_every_form_of_every_value_is_read() -> None:
-    """Another msgpack library reads the same values. Only map keys that are bytes become text."""
+    """Every form of every value is read as another msgpack library reads it, except that map keys
+    of type bytes become text.
+    """
     *plain, last, empty = msgspec.msgpack.decode(ALL_FORMS)
     assert len(plain) == 23 and (last, empty) == ({b"i": [{"j": 1, "k": []}]}, {})
     assert decode(ALL_FORMS) == DecodedMessage([*plain, {"i": [{"j": 1, "k": []}]}, {}], None, 36)
 
 
 def test_a_message_that_ends_early_or_late_is_refused() -> None:
-    """Tried at each byte of a message with every form of value."""
+    """A message that is cut at any of its bytes is refused. The message contains every form of
+    value.
+    """
     for end in range(len(ALL_FORMS)):
         assert refusal(ALL_FORMS[:end]) == TRUNCATED
     assert refusal(ALL_FORMS + b"123") == "3 bytes follow the message"
 
 
 def test_each_limit_is_inclusive() -> None:
-    """Tried for entries of a list and of a map, the depth of both, all values, and text. Binary
-    data has no limit here.
+    """Each limit is inclusive: entries of a list and of a map, the depth of both, the number of all
+    values, and text. Binary data has no limit here.
     """
     assert decode(list_of(MAX_ENTRIES)).value == [None] * MAX_ENTRIES
     assert len(decode(map_of(MAX_ENTRIES)).value) == MAX_ENTRIES
@@ -376,7 +383,9 @@ def test_each_limit_is_inclusive() -> None:
     ],
 )
 def test_a_refused_array_has_a_reason(marked: dict[Any, Any], text: str) -> None:
-    """The error names the allowed values, before anything is allocated."""
+    """The error for a refused array names the allowed values and is raised before anything is
+    allocated.
+    """
     assert refusal(msgspec.msgpack.encode({"a": marked})) == text
 
 
@@ -395,7 +404,7 @@ def test_a_refused_array_has_a_reason(marked: dict[Any, Any], text: str) -> None
 def test_only_marked_maps_become_arrays_or_numbers(
     marked: dict[str, Any], value: Any, dialect: MessageDialect | None
 ) -> None:
-    """A map with only some keys of a dialect stays a map, and no dialect is reported for it."""
+    """A map with only some of a dialect's keys stays a map, and no dialect is reported for it."""
     decoded = decode(msgspec.msgpack.encode([marked]))
     assert decoded == DecodedMessage([value], dialect, 2 + 2 * len(marked))
 
@@ -403,7 +412,9 @@ def test_only_marked_maps_become_arrays_or_numbers(
 @pytest.mark.parametrize("order", ["<", ">", "=", "", "|"])
 @pytest.mark.parametrize("shape", [[], [0], [2], [2, 0, 3], [1] * MAX_NDIM])
 def test_arrays_come_back_in_native_byte_order(order: str, shape: list[int]) -> None:
-    """Includes empty arrays, arrays of no dimension, and the largest number of dimensions."""
+    """Arrays are decoded in native byte order, including empty arrays, arrays of no dimension, and
+    arrays with the largest number of dimensions.
+    """
     sent = np.arange(np.prod(shape, dtype=int), dtype=f"{order}i4").reshape(shape)
     message = {"a": openpi(dtype=f"{order}i4", shape=shape, data=sent.tobytes())}
     found = decode(msgspec.msgpack.encode(message)).value["a"]
@@ -412,8 +423,8 @@ def test_arrays_come_back_in_native_byte_order(order: str, shape: list[int]) -> 
 
 
 def test_a_large_array_in_native_order_is_not_copied() -> None:
-    """The array is a read-only view of the message. Booleans are copied, because each byte must
-    become 0 or 1.
+    """A large array in native order is a read-only view of the message. Boolean arrays are copied,
+    because each byte must become 0 or 1.
     """
     native = decode(msgspec.msgpack.encode(openpi())).value
     assert not native.flags.owndata and not native.flags.writeable
@@ -437,7 +448,9 @@ def test_a_large_array_in_native_order_is_not_copied() -> None:
 def test_an_array_is_written_with_the_dialects_keys(
     dialect: MessageDialect, keys: dict[bytes, Any]
 ) -> None:
-    """Arrays in lists, tuples and maps, and empty arrays, have these keys only."""
+    """Arrays in lists, tuples and maps, and empty arrays, are written with only the keys of the
+    dialect.
+    """
     array = np.frombuffer(DATA, np.float32).reshape(2, 2)
     message = {"a": array, "b": [array], "c": ({"d": array},), "e": [[1, array]]}
     expected = {"a": keys, "b": [keys], "c": [{"d": keys}], "e": [[1, keys]]}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a connection: playing times, delivery to slow readers, grouped sends."""
+"""Playing times, delivery to slow readers, and grouped sends of a connection."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,7 +18,9 @@ from vllm_omni.entrypoints.realtime.connection.play_clock import PlayClock
 
 
 def test_playing_times_add_up() -> None:
-    """Nine frames and then twelve, at 12 frames per second, requested at any earlier time."""
+    """Playing times of nine and then twelve frames at 12 frames per second add up, however early
+    the chunks are requested.
+    """
     clock = PlayClock()
     assert clock.schedule_chunk(9, 12, now_s=100.0) == pytest.approx((0.75, 0.75))
     assert clock.schedule_chunk(12, 12, now_s=100.2) == pytest.approx((1.55, 1.0))
@@ -27,14 +29,14 @@ def test_playing_times_add_up() -> None:
 
 @pytest.mark.parametrize("now_s", [101.5, 900.0])
 def test_a_late_or_paused_stream_starts_a_new_schedule(now_s: float) -> None:
-    """Delays do not accumulate, so the next chunk has its whole playing time."""
+    """Delays do not accumulate: after one, the next chunk has its whole playing time."""
     clock = PlayClock()
     clock.schedule_chunk(12, 12, now_s=100.0)
     assert clock.schedule_chunk(12, 12, now_s=now_s) == pytest.approx((1.0, 1.0))
 
 
 TIMEOUT_S, FPS = 0.4, 200.0
-CHUNK = 4  # frames: 20 ms of video
+CHUNK = 4  # frames, which are 20 ms of video
 
 
 def seconds_until_refused(
@@ -43,10 +45,11 @@ def seconds_until_refused(
     is_more_waiting: Callable[[int], bool] = lambda number: True,
     fps: float = FPS,
 ) -> float | None:
-    """Deliver chunks that take `take_s(now)` each; return the time of the refusal, or None after
-    `for_s`.
+    """Deliver chunks that take `take_s(now)` each, and return the time of the refusal, or None if
+    there is none within `for_s`.
 
-    is_more_waiting: whether the chunk after this one, by its number, was ready.
+    Args:
+        is_more_waiting: Whether the chunk after this one, given by number, was ready.
     """
 
     async def scenario() -> float | None:
@@ -68,7 +71,7 @@ def seconds_until_refused(
 
 
 def test_a_quarter_of_the_rate_is_refused_after_the_timeout() -> None:
-    """The refusal comes in the middle of a message if the timeout ends there."""
+    """If the timeout ends in the middle of a message, the refusal comes at that moment."""
     assert seconds_until_refused(lambda now_s: 0.08, 2.0) == pytest.approx(TIMEOUT_S, abs=0.06)
     assert seconds_until_refused(lambda now_s: 0.08 if now_s < 0.3 else 9.0, 2.0) == pytest.approx(
         TIMEOUT_S, abs=0.06
@@ -77,7 +80,9 @@ def test_a_quarter_of_the_rate_is_refused_after_the_timeout() -> None:
 
 @pytest.mark.parametrize("take_s", [0.001, 0.004, 0.015])
 def test_a_client_that_takes_what_it_plays_is_not_behind(take_s: float) -> None:
-    """A model faster than real time keeps every queue full, which is not the client's delay."""
+    """A client that reads at the playing rate is not behind. A model faster than real time keeps
+    every queue full, which is not the client's delay.
+    """
     assert seconds_until_refused(lambda now_s: take_s, 3 * TIMEOUT_S) is None
 
 
@@ -100,7 +105,7 @@ def test_a_chunk_may_be_longer_than_the_timeout(chunk_s: float) -> None:
 
 
 def test_slowness_counts_from_when_it_starts() -> None:
-    """Earlier fast reads do not extend the timeout."""
+    """Fast reads before a client becomes slow do not extend its timeout."""
     slow_from_s = 0.6
     refused_s = seconds_until_refused(lambda now_s: 0.002 if now_s < slow_from_s else 0.1, 3.0)
     assert refused_s is not None
@@ -116,7 +121,7 @@ def test_a_client_that_catches_up_is_not_refused() -> None:
 
 
 def test_a_reader_in_bursts_is_refused_too() -> None:
-    """A client that empties the queue for a moment with each read is still behind."""
+    """A client that briefly empties the queue with each read is still behind."""
     refused_s = seconds_until_refused(lambda now_s: 0.03, 3.0, lambda number: number % 3 > 0)
     assert refused_s == pytest.approx(TIMEOUT_S, abs=0.15)
 
@@ -128,8 +133,8 @@ def test_a_slow_model_does_not_make_a_slow_reader() -> None:
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_stall_of_a_paced_stream_is_not_its_clients_fault(waits: bool) -> None:
-    """The server sends at the rate at which frames play, so that it never makes up for a stall. It
-    tells this by `note_wait`.
+    """A paced stream sends at the playing rate and therefore never makes up for a stall, which is
+    not the client's fault. The server reports its pacing through `note_wait`.
     """
 
     async def scenario() -> None:
@@ -151,7 +156,7 @@ def test_a_stall_of_a_paced_stream_is_not_its_clients_fault(waits: bool) -> None
 
 
 def test_the_error_is_typed() -> None:
-    """The error has a code and a close code, and it is retryable."""
+    """The error for a slow reader has a code and a close code, and it is retryable."""
 
     async def slow() -> None:
         window = DeliveryWindow(0.05, FPS)
@@ -186,7 +191,7 @@ def test_a_timeout_of_zero_disables_the_check() -> None:
 
 
 def test_a_timeout_of_the_delivery_is_raised_unchanged() -> None:
-    """A TimeoutError of the delivery itself is not a slow reader."""
+    """A TimeoutError raised by the delivery itself is not treated as a slow reader."""
 
     async def fails() -> None:
         raise TimeoutError
@@ -224,8 +229,8 @@ def connect_peer(seconds_a_message: float) -> tuple[Peer, Connection]:
 def test_a_cancelled_group_is_sent_whole_or_not_at_all(
     cancelled_after_s: float, taken: list[bytes]
 ) -> None:
-    """A peer takes the message after a header for its payload, so no other message may come
-    between.
+    """A cancelled group is sent completely or not at all. The peer takes the message after a header
+    as its payload, so no other message may come between them.
     """
 
     async def scenario() -> None:
@@ -243,7 +248,7 @@ def test_a_cancelled_group_is_sent_whole_or_not_at_all(
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
 def test_a_peer_that_does_not_read_is_closed_at_the_deadline(is_cancelled: bool) -> None:
-    """The deadline holds for a cancelled sender too, and the next send finds the connection
+    """The deadline also applies to a cancelled sender, and the next send finds the connection
     closed.
     """
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ControlTrack`: the actions, prompts and adapters of the next chunk, and the fate of each
-event.
+"""`ControlTrack` provides the actions, prompts and adapters of the next chunk, and the outcome of
+each event.
 """
 
 import math
@@ -49,14 +49,14 @@ def states(*transitions: Held) -> ControlStates:
 
 
 def test_a_session_without_key_events_has_no_actions() -> None:
-    """Without key events a chunk has no actions, not even idle ones."""
+    """A chunk of a session without key events has no actions, not even idle ones."""
     sample = ControlTrack().sample(3)
     assert (sample.actions, sample.prompt, sample.event_id) == (None, None, None)
 
 
 def test_a_script_is_consumed_in_order_and_then_idle() -> None:
-    """Of four entries, three act in the first chunk and one in the second, which is padded with
-    idle entries.
+    """Of a script with four entries, three act in the first chunk and one in the second chunk,
+    which is padded with idle entries.
     """
     track = ControlTrack()
     track.apply([script(W, D, A, W)], 4)
@@ -69,7 +69,7 @@ def test_a_script_is_consumed_in_order_and_then_idle() -> None:
 
 
 def test_states_and_scripts_replace_one_another() -> None:
-    """The latest kind of event determines the actions."""
+    """The most recent kind of event, state or script, determines the actions."""
     track = ControlTrack()
     track.apply([script(W, W, W, W, W, W)])
     track.apply([states(D)])
@@ -80,7 +80,7 @@ def test_states_and_scripts_replace_one_another() -> None:
 
 
 def test_a_held_key_acts_until_it_is_released() -> None:
-    """A held key acts, with its event id, until it is released."""
+    """A held key acts until it is released, and its event id is reported with it."""
     track = ControlTrack()
     track.apply([states(W)], 9)
     assert [track.sample(2).actions for _ in range(3)] == [[["w"], ["w"]]] * 3
@@ -104,8 +104,8 @@ def test_a_held_key_acts_until_it_is_released() -> None:
 def test_a_pulse_between_two_chunks_acts_for_one_entry(
     transitions: tuple[Held, ...], expected: list[list[str]]
 ) -> None:
-    """A press and release between two chunks act for one entry. Otherwise only the newest state
-    counts.
+    """A press and a release between two chunks act for one entry. Without a release, only the
+    newest state counts.
     """
     track = ControlTrack()
     for keys in transitions:
@@ -117,7 +117,9 @@ def test_a_pulse_between_two_chunks_acts_for_one_entry(
 
 
 def test_the_latest_prompt_wins_and_waits_for_the_second_chunk() -> None:
-    """The first chunk has the prompt of `init`, so an earlier prompt event acts in the second."""
+    """The first chunk uses the prompt of `init`, so even an earlier prompt event takes effect in
+    the second chunk.
+    """
     track = ControlTrack()
     assert track.apply([PromptChange("rain")], 1) == []
     assert track.apply([PromptChange("snow")], 2) == [1]
@@ -128,7 +130,7 @@ def test_the_latest_prompt_wins_and_waits_for_the_second_chunk() -> None:
 
 
 def test_the_latest_adapters_win_and_may_act_from_the_first_chunk_on() -> None:
-    """A new adapter event supersedes the pending one."""
+    """A new adapter event supersedes the pending one and may take effect in the first chunk."""
     track = ControlTrack()
     ink, wool = (Lora(name="ink"),), (Lora(name="wool"),)
     assert track.apply([AdapterChange(ink)], 1) == []
@@ -151,7 +153,9 @@ def test_a_prompt_is_not_masked_by_an_older_key() -> None:
 
 
 def test_an_event_that_never_acts_is_superseded() -> None:
-    """An event is reported as superseded only if it was replaced before a chunk used it."""
+    """An event is reported as superseded only if another event replaced it before any chunk used
+    it.
+    """
     track = ControlTrack()
     assert track.apply([script(W)], 1) == []
     assert track.apply([states(D)], 2) == [1]
@@ -162,7 +166,7 @@ def test_an_event_that_never_acts_is_superseded() -> None:
 
 
 def test_a_repeated_id_is_known_for_a_while() -> None:
-    """At least the last thousand ids are recognised."""
+    """At least the last thousand event ids are recognised when they are repeated."""
     track = ControlTrack()
     for event_id in range(3000):
         track.apply([states(W)], event_id)
@@ -173,7 +177,7 @@ def test_a_repeated_id_is_known_for_a_while() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    """Events that no chunk consumes leave at most one script and two transitions."""
+    """Events that no chunk consumes take up bounded memory: at most one script and two transitions."""
     track = ControlTrack()
     for number in range(10_000):
         track.apply([states(W), states(NONE), PromptChange("x" * 100)], number)
@@ -204,8 +208,8 @@ def track() -> ControlTrack:
 
 
 def test_a_rate_is_held_until_it_changes(track: ControlTrack) -> None:
-    """Events for other controls leave a rate unchanged. Zero is the rest position and is not
-    sent.
+    """An event for another control leaves a held rate unchanged. Zero is the rest position and is
+    not sent.
     """
     track.apply([state(axes={"steer": 0.5})], 1)
     track.apply([state(buttons=("w",))], 2)
@@ -216,7 +220,9 @@ def test_a_rate_is_held_until_it_changes(track: ControlTrack) -> None:
 
 
 def test_motion_is_summed_up_and_spread_over_the_next_chunk(track: ControlTrack) -> None:
-    """The following chunk has no motion, because there is no backlog."""
+    """Motion is summed up and spread over the next chunk only. Later chunks have no motion, because
+    motion does not queue up.
+    """
     for moved in (3.0, 9.0, -6.0):
         track.apply([state(axes={"dx": moved})])
     assert track.sample(3).actions == [ActionFrame(axes={"dx": 2.0})] * 3
@@ -224,7 +230,9 @@ def test_motion_is_summed_up_and_spread_over_the_next_chunk(track: ControlTrack)
 
 
 def test_motion_beyond_the_range_of_a_frame_is_dropped(track: ControlTrack) -> None:
-    """Otherwise the view would continue to turn after the mouse has stopped."""
+    """Motion beyond the range of a frame is dropped, because the view would otherwise continue to
+    turn after the mouse has stopped.
+    """
     track.apply([state(axes={"dx": 1000.0})])
     assert track.sample(1).actions == [ActionFrame(axes={"dx": 30.0})]
     assert track.sample(1).actions == [[]]
@@ -236,7 +244,7 @@ def test_motion_beyond_the_range_of_a_frame_is_dropped(track: ControlTrack) -> N
 def test_notches_come_one_a_frame(
     track: ControlTrack, notches: tuple[float, ...], expected: list[int]
 ) -> None:
-    """Wheel notches that exceed the frames of a chunk are dropped."""
+    """Each frame takes one wheel notch, and notches that exceed the frames of a chunk are dropped."""
     for notch in notches:
         track.apply([state(scroll=notch)])
     sample = track.sample(3)
@@ -248,7 +256,9 @@ def test_notches_come_one_a_frame(
 
 
 def test_a_button_pressed_between_chunks_acts_alongside_motion(track: ControlTrack) -> None:
-    """A pulse acts for one frame, as it does without axes."""
+    """A button pressed and released between chunks acts for one frame, also if the chunk has
+    motion.
+    """
     track.apply(
         [
             ControlStates(
@@ -267,7 +277,7 @@ def test_a_button_pressed_between_chunks_acts_alongside_motion(track: ControlTra
 
 
 def test_a_script_replaces_everything_and_is_taken_as_it_is(track: ControlTrack) -> None:
-    """Frames of a script hold each value, and a transition ends the script."""
+    """The frames of a script keep every value unchanged, and a transition ends the script."""
     track.apply([state(axes={"steer": 1.0, "dx": 5.0}, scroll=1)], 1)
     script = ControlScript(
         (ActionFrame(axes={"dx": 7.0}), ActionFrame(("w",)), ActionFrame(scroll=-1))
@@ -279,8 +289,8 @@ def test_a_script_replaces_everything_and_is_taken_as_it_is(track: ControlTrack)
 
 
 def test_a_chunk_reports_the_events_that_act_in_it(track: ControlTrack) -> None:
-    """Each motion event acts, a rate that is replaced before a chunk never does, and a held rate
-    stays active.
+    """A chunk reports the events that act in it: every motion event, and a rate for as long as it
+    is held, but not a rate that was replaced before the chunk.
     """
     assert track.apply([state(axes={"steer": 0.1})], "a") == []
     assert track.apply([state(axes={"steer": 0.2})], "b") == ["a"]
@@ -295,7 +305,7 @@ def test_a_chunk_reports_the_events_that_act_in_it(track: ControlTrack) -> None:
 def test_too_many_motion_events_are_refused_without_effect(
     track: ControlTrack,
 ) -> None:
-    """A refused motion event changes nothing, and a button can still be released."""
+    """A motion event that is refused changes nothing, and a button can still be released."""
     track.apply([state(buttons=("w",))])
     for number in range(MAX_WAITING):
         track.apply([state(axes={"dx": 0.001})], number)
@@ -328,8 +338,8 @@ updates = (
 def test_every_event_has_at_most_one_fate(
     events: list[tuple[ControlStates | ControlScript | PromptChange, int]],
 ) -> None:
-    """An event is applied once or superseded once. Values stay in range, and a chunk has one entry
-    per latent frame.
+    """Every event is either applied once or superseded once. Values stay in range, and a chunk has
+    one entry per latent frame.
     """
     track, fates = ControlTrack(SPACE), []
     for event_id, (update, samples) in enumerate(events):
@@ -363,15 +373,15 @@ def about_y(degrees: float) -> tuple[float, float, float, float]:
 
 
 def test_without_a_command_the_camera_rests() -> None:
-    """One identity pose per pixel frame."""
+    """Without a command, each pixel frame gets an identity pose."""
     poses_N44, progress = PoseTrack().sample(9, 3)
     np.testing.assert_array_equal(poses_N44, np.tile(np.eye(4, dtype=np.float32), (9, 1, 1)))
     assert (progress.started, progress.active, progress.completed) == ((), (), ())
 
 
 def test_a_target_is_reached_evenly() -> None:
-    """The last pose of the chunk is the target, and the steps between pixel frames are equal. The y
-    axis is inverted.
+    """The target is the last pose of the chunk and is reached in equal steps between pixel frames.
+    The y axis is inverted.
     """
     track = PoseTrack()
     track.sample(9, 3)
@@ -386,7 +396,9 @@ def test_a_target_is_reached_evenly() -> None:
 def test_a_velocity_looks_up_to_the_limit_of_the_world(
     limit: dict[str, float], reached: float
 ) -> None:
-    """Steps of 12 degrees, as many as fit. The model has the same limit."""
+    """A velocity turns the camera up in steps of 12 degrees, as many as fit below the limit of the
+    world. The model applies the same limit.
+    """
     track, half = PoseTrack(walks=True, **limit), math.radians(12) / 2
     track.push(command("v", "velocity", turn=(-math.sin(half), 0, 0, math.cos(half))))
     poses_N44, _ = track.sample(48, 12)
@@ -394,7 +406,7 @@ def test_a_velocity_looks_up_to_the_limit_of_the_world(
 
 
 def test_a_target_may_take_several_chunks() -> None:
-    """The command is active until the target is reached."""
+    """A command to reach a target is active for several chunks, until the target is reached."""
     track = PoseTrack()
     track.push(command("t", turn=about_y(90), chunks=2))
     first, started = track.sample(9, 3)
@@ -411,7 +423,9 @@ def test_a_target_may_take_several_chunks() -> None:
 
 
 def test_a_velocity_is_a_step_per_latent_frame_until_replaced() -> None:
-    """Three latent frames of 0.05 are 0.15 per chunk until another command replaces it."""
+    """A velocity of 0.05 per latent frame moves the camera by 0.15 in a chunk of three latent
+    frames, until another command replaces it.
+    """
     track = PoseTrack()
     track.push(command("v", "velocity", move=(0, 0, 0.05)))
     assert track.sample(9, 3)[0][-1, 2, 3] == pytest.approx(0.15)
@@ -423,7 +437,7 @@ def test_a_velocity_is_a_step_per_latent_frame_until_replaced() -> None:
 
 
 def test_sixty_small_turns_make_a_circle() -> None:
-    """Sixty turns of 6 degrees give the identity within 1e-3, and each pose passes the check of
+    """Sixty turns of 6 degrees give the identity within 1e-3, and every pose passes the check of
     client poses.
     """
     track = PoseTrack()
@@ -435,7 +449,9 @@ def test_sixty_small_turns_make_a_circle() -> None:
 
 
 def test_only_the_last_of_many_commands_acts() -> None:
-    """The others start and end in the same chunk, and the queue is bounded."""
+    """Of many commands, only the last one acts. Earlier commands start and end in the same chunk,
+    and the queue is bounded.
+    """
     track = PoseTrack()
     for number in range(100):
         track.push(command(f"t{number}", move=(number, 0, 0), chunks=0))
@@ -455,19 +471,21 @@ def test_a_rotation_needs_a_direction(values: tuple[float, ...]) -> None:
 
 
 class Controls(msgspec.Struct, tag="controls"):
-    """Both tracks of a stream."""
+    """Both tracks of a stream: actions and poses."""
 
     track: ControlTrack
     poses: PoseTrack
 
 
 class OtherControls(Controls, tag="other"):
-    """Those of another endpoint."""
+    """The tracks of a stream at another endpoint."""
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 2])
 def test_controls_continue_exactly_from_their_bytes(num_before: int) -> None:
-    """On another server, each later chunk gets the same controls, progress and poses."""
+    """A server that reads controls from bytes continues exactly: each later chunk gets the same
+    controls, progress and poses.
+    """
     here = Controls(ControlTrack(SPACE), PoseTrack())
     here.track.apply([script(W, A, NONE, D, W)], 1)
     here.poses.push(command("target", move=(0, 1.2, 2.4), chunks=3))

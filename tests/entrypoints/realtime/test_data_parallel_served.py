@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve --data-parallel-size 2` with real sockets and a real `kill -9`: stock vLLM ends every
-rank when one dies.
+"""`vllm serve --data-parallel-size 2` with real sockets and a real `kill -9`. Stock vLLM ends every
+rank when one of them dies.
 
-tests/deploy tests separate servers behind HAProxy.
+Separate servers behind HAProxy are tested in tests/deploy.
 """
 
 import json
@@ -45,7 +45,7 @@ def pixels(client: Client, message: dict[str, Any]) -> np.ndarray:
 
 
 def ready(port: int) -> dict[str, Any]:
-    """The body of `/omni/ready`, with any status."""
+    """Return the body of `/omni/ready`, whatever its status."""
     try:
         with urllib.request.urlopen(
             f"http://127.0.0.1:{port}/omni/ready", timeout=seconds(10)
@@ -56,7 +56,9 @@ def ready(port: int) -> dict[str, Any]:
 
 
 def hold_sessions(connect_client: Any, most: int) -> int:
-    """Start sessions on separate connections until one is refused, and return their number."""
+    """Start sessions on separate connections until one is refused, and return the number of
+    sessions started.
+    """
     with ExitStack() as stack:
         clients = []
         for number in range(most):
@@ -73,8 +75,8 @@ def hold_sessions(connect_client: Any, most: int) -> int:
 
 
 def test_data_parallel_ranks_of_one_server(null_world: Path, tmp_path: Path) -> None:
-    """One server holds twice the sessions. When a rank dies, the clients of all ranks get an error
-    within seconds.
+    """One server with two data parallel ranks holds twice the sessions. When a rank dies, the
+    clients of all ranks get an error within seconds.
     """
     server = Served(
         null_world,

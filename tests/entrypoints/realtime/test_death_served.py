@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process death, SIGSTOP and a full disk at a real `vllm serve --omni`: errors and close codes of
-clients, exit status, remaining processes and files.
+"""Process death, SIGSTOP and a full disk at a real `vllm serve --omni`: which errors and close
+codes clients get, the exit status, and the processes and files that remain.
 
-The time limits are those of the operations page. Each test prints its measurements (`pytest -s`).
+The time limits are those stated on the operations page. Each test prints its measurements (`pytest
+-s`).
 """
 
 import contextlib
@@ -51,8 +52,8 @@ def named(server: Served, name: str) -> psutil.Process:
 
 
 class Watcher:
-    """An idle, a busy and a silent client, and the time at which each learns that the engine is
-    dead.
+    """Runs an idle, a busy and a silent client, and records when each of them is notified that the
+    engine is dead.
     """
 
     def __init__(self, server: Served) -> None:
@@ -67,7 +68,7 @@ class Watcher:
 
     def wait(self, since_s: float, timeout_s: float) -> dict[str, tuple[float, int, str]]:
         """Return {kind of client: (seconds since `since_s`, close code, code of the error before
-        it)}.
+        the close)}.
         """
 
         def ended(connection: Any) -> tuple[float, int, str]:
@@ -96,7 +97,7 @@ class Watcher:
 
 
 def gone_after(processes: list[psutil.Process], since_s: float, timeout_s: float) -> float:
-    """Seconds until none of the processes runs."""
+    """Return the seconds until none of the processes runs."""
     psutil.wait_procs(processes, timeout=timeout_s)
     alive = [
         process for process in processes if process.is_running() and not has_ended(process.pid)
@@ -108,8 +109,8 @@ def gone_after(processes: list[psutil.Process], since_s: float, timeout_s: float
 def check_engine_death(
     server: Served, victim: psutil.Process, how: signal.Signals, reported_within_s: float
 ) -> None:
-    """Each client gets an error in time, the server exits with the documented status, and no
-    process remains.
+    """Check that every client gets an error in time, the server exits with the documented status,
+    and no process remains.
     """
     watcher, others = Watcher(server), family(server)
     since_s = time.monotonic()
@@ -132,7 +133,7 @@ def check_engine_death(
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A separate disk of 4 MiB."""
+    """Mount a separate disk of 4 MiB."""
     mounted = tmp_path_factory.mktemp("disk")
     if os.geteuid() != 0:
         pytest.skip("only root may mount a disk")
@@ -145,7 +146,7 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def small(
     null_world: Path, disk: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    """A server that writes all its files to that disk. The last test kills it."""
+    """Start a server that writes all its files to the small disk. The last test kills this server."""
     omni = {**SIZES, **OMNI, "snapshot_dir": str(disk), "record_dir": str(disk / "records")}
     environ = {"VLLM_OMNI_MEDIA_DIR": str(disk / "media"), "VLLM_LOGGING_LEVEL": "INFO"}
     config = msgspec.json.encode({"omni": omni}).decode()
@@ -202,8 +203,8 @@ SLOW_VIDEO = (
 
 
 def test_a_full_disk_is_a_typed_error_without_leftovers(small: Served, disk: Path) -> None:
-    """Routes that store data return 507 `storage_full`, a running job fails with it, and everything
-    else continues. With free space the routes work again.
+    """On a full disk, routes that store data return 507 `storage_full`, and a running job fails
+    with that code. Everything else continues, and the routes work again once space is free.
     """
     with small.client() as client:
         client.send(request(FIRST, session_id="walk"))
@@ -252,7 +253,7 @@ def test_a_full_disk_is_a_typed_error_without_leftovers(small: Served, disk: Pat
 
 
 def test_nothing_outlives_a_killed_server(small: Served) -> None:
-    """After `kill -9` of the server process during a chunk, its engine and worker end within 5
+    """After `kill -9` of the server process during a chunk, the engine and its worker end within 5
     s.
     """
     Watcher(small)
@@ -267,8 +268,8 @@ def test_nothing_outlives_a_killed_server(small: Served) -> None:
 
 @pytest.mark.nightly
 def test_a_stopped_worker_counts_as_a_dead_engine(start: Start) -> None:
-    """A worker stopped by SIGSTOP is killed after `rank_timeout_s`, clients get an error, and the
-    server exits with 70.
+    """A worker stopped by SIGSTOP is killed after `rank_timeout_s`. Clients then get an error, and
+    the server exits with 70.
     """
     server = start(*MP)
     check_engine_death(server, named(server, "Worker"), signal.SIGSTOP, RANK_TIMEOUT_S + 1)
@@ -276,7 +277,9 @@ def test_a_stopped_worker_counts_as_a_dead_engine(start: Start) -> None:
 
 @pytest.mark.nightly
 def test_ctrl_c_exits_with_0(start: Start) -> None:
-    """Ctrl-C stops the engine at the same moment, and the server does not report a dead engine."""
+    """After Ctrl-C, the server exits with 0. The engine gets the signal at the same moment but is
+    not reported as dead.
+    """
     server = start(*MP)
     os.killpg(server.process.pid, signal.SIGINT)
     assert server.process.wait(seconds(30)) == 0

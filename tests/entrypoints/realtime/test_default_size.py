@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The default size of a video is the model's own, for the engine, the endpoints and `plan`."""
+"""The default size of a video is the model's own size in the engine, the endpoints and `plan`."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,9 @@ def engine_config(model: Path, omni: dict[str, Any]) -> Any:
 def test_a_model_is_served_at_the_size_it_was_trained_at(
     tmp_path: Path, name: str, layout: str, size: tuple[int, int]
 ) -> None:
-    """The engine, the endpoints and the page use it unless an option sets another one."""
+    """The engine, the endpoints and the page use the size that the model was trained at unless an
+    option sets another one.
+    """
     model, family = tmp_path / "model", get_family(name)
     family.make_tiny(model, 0, layout)
     config = engine_config(model, {"max_sessions": 2})
@@ -59,7 +61,7 @@ def test_a_model_is_served_at_the_size_it_was_trained_at(
 def test_waypoint_frames_are_16_to_9(
     layout: str, cells: tuple[int, int], size: tuple[int, int]
 ) -> None:
-    """The grid of the checkpoint determines which of the two sizes it was trained at."""
+    """The grid of a Waypoint checkpoint determines which of the two sizes it was trained at."""
     height, width = cells
     grid = {"height": height, "width": width, "tokens_per_frame": height * width}
     assert WaypointConfig.from_checkpoint({**CONFIGS[layout], **grid}).native_size == size
@@ -75,7 +77,7 @@ def test_the_planner_uses_the_same_size(name: str, size: tuple[int, int]) -> Non
 
 
 def test_the_planner_uses_the_settings_of_the_world_description(tmp_path: Path) -> None:
-    """The planner uses the settings that a server of the directory has, unless an argument sets
+    """The planner uses the same settings as a server of the directory, unless an argument sets
     another value.
     """
     write_world(tmp_path / "world")

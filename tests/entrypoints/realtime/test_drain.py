@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draining without a server: finished and refused work, and the time at which each session is
-saved.
-"""
+"""Draining without a server: which work is finished or refused, and when each session is saved."""
 
 import asyncio
 from typing import Any
@@ -33,7 +31,7 @@ class Keeper:
 
 
 class Source(LiveChunks):
-    """The controls of a live run. A paused run waits for its client."""
+    """Controls of a live run. A paused run waits for its client."""
 
     def __init__(self, paused: bool = False) -> None:
         self.paused = paused
@@ -57,15 +55,15 @@ def live(request_id: str, source: Source) -> Any:
 
 
 def test_chunks_in_flight_are_finished_and_no_other_is_started() -> None:
-    """Of ten chunks, those in flight are delivered. The request ends with `draining` and the index
-    of the next chunk.
+    """Of a request for ten chunks, the chunks in flight are delivered. The request then ends with
+    `draining` and the index of its next chunk.
     """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
         keeper = Keeper(manager)
         engine.delay_s = 0.05
         run = session.submit(job(FIRST + 9 * LATER, "r", image=True))
-        # wait until every submitted chunk runs
+        # Wait until every submitted chunk is running.
         await until(lambda: run.completed >= 2 and engine.running == 2)
         started = len(engine.chunks)
         await manager.drain.drain_sessions(manager)
@@ -86,7 +84,9 @@ def test_chunks_in_flight_are_finished_and_no_other_is_started() -> None:
 
 
 def test_a_request_that_is_complete_with_its_last_chunk_is_not_an_error() -> None:
-    """Only an interrupted request ends with `draining`."""
+    """A request that is complete when the drain starts ends without an error. Only an interrupted
+    request ends with `draining`.
+    """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
         engine.delay_s = 0.05
@@ -103,8 +103,8 @@ def test_a_request_that_is_complete_with_its_last_chunk_is_not_an_error() -> Non
 def test_a_live_stream_is_saved_before_its_client_gets_the_error(
     paused: bool,
 ) -> None:
-    """The session is freed with its connection, so it is saved before the client gets the error. A
-    paused stream does not block the drain.
+    """A live stream is saved before its client gets the error, because its session is freed with
+    the connection. A paused stream does not block the drain.
     """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
@@ -133,8 +133,8 @@ def test_a_live_stream_is_saved_before_its_client_gets_the_error(
 
 
 def test_draining_waits_until_the_last_error_is_sent() -> None:
-    """Otherwise the end of the server would close the socket with another code before the error is
-    sent.
+    """Draining waits until the last error is sent, because the server's end would otherwise close
+    the socket with another code first.
     """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
@@ -149,7 +149,7 @@ def test_draining_waits_until_the_last_error_is_sent() -> None:
             try:
                 await run.follow(deliver, object(), manager.delivery_window(None))
             except EndpointError as error:
-                await pause_task(0.2)  # the message, then the close frame
+                await pause_task(0.2)  # the message, followed by the close frame
                 reported.append(error.code)
 
         manager.spawn(response())
@@ -161,7 +161,7 @@ def test_draining_waits_until_the_last_error_is_sent() -> None:
 
 
 def test_an_idle_session_is_saved_once_and_an_empty_one_not() -> None:
-    """Of two sessions, one has no engine session."""
+    """Of two idle sessions, only the one with an engine session is saved, and it is saved once."""
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
         keeper = Keeper(manager)
@@ -175,8 +175,8 @@ def test_an_idle_session_is_saved_once_and_an_empty_one_not() -> None:
 
 
 def test_nothing_new_starts() -> None:
-    """New sessions, requests and waiting requests are refused. A `restart` does not discard the
-    session.
+    """While the server drains, new sessions, requests and waiting requests are refused. A `restart`
+    does not discard the session.
     """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
@@ -207,7 +207,7 @@ def test_nothing_new_starts() -> None:
 
 
 def test_a_failed_save_does_not_stop_the_drain() -> None:
-    """The failure is logged and the drain continues."""
+    """If saving a session fails, the failure is logged and the drain continues."""
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
         keeper = Keeper(manager, fails=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGTERM at a real `vllm serve`: it finishes the chunk, saves its sessions, and the next server
+"""After SIGTERM, a real `vllm serve` finishes the chunk and saves its sessions, and the next server
 restores them.
 """
 
@@ -49,7 +49,7 @@ def test_sigterm_finishes_the_chunk_saves_and_the_next_server_continues(
     first: Served, retained: Path, null_world: Path, tmp_path: Path
 ) -> None:
     """A walk of four slow chunks is interrupted after the chunk in flight, and an idle session is
-    saved too. Both continue at the next server.
+    saved too. Both sessions continue on the next server.
     """
     slow = {"step_ms": 150.0}
     path = camera(FIRST + 3 * LATER)
@@ -77,7 +77,7 @@ def test_sigterm_finishes_the_chunk_saves_and_the_next_server_continues(
         frames.append(message)
     assert (message["code"], message["next_chunk_index"]) == ("draining", len(frames))
     assert close_code(walker) == 1013
-    assert 2 <= len(frames) <= 3  # the delivered chunk and the chunks in flight
+    assert 2 <= len(frames) <= 3  # the delivered chunk and those in flight
     assert first.process.wait(seconds(20)) == 0
     headers = {file.name: read_header(file) for file in retained.glob("*.session.safetensors")}
     assert sorted(header.owner["session_id"] for header in headers.values() if header.owner) == [

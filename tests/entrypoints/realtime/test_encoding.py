@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders of live video: what a client decodes, key frames, bitrate, and the choice at start."""
+"""Encoders of live video: what a client decodes, key frames, bitrate, and which encoder is chosen
+at the start.
+"""
 
 import io
 import zlib
@@ -39,7 +41,7 @@ CPU = Implementations(EncoderChoice("h264", "libx264"), EncoderChoice("jpeg", "p
 
 
 def scene(num_frames: int, height: int = 96, width: int = 160, first: int = 0) -> np.ndarray:
-    """A smooth picture that moves by two pixels in each frame."""
+    """Return smooth frames that move by two pixels per frame."""
     y, x = np.mgrid[0:height, 0 : width + 2 * (first + num_frames)]
     wide_HWC = np.stack([128 + 100 * np.sin(x / 9), 128 + 90 * np.cos(y / 7), 60 + x % 130], -1)
     return np.stack(
@@ -59,7 +61,9 @@ def stamped(
 
 
 def decode_h264(parts: list[EncodedPart]) -> np.ndarray:
-    """Decode access units one at a time, as WebCodecs does. Each one must yield its frame."""
+    """Decode access units one at a time, as WebCodecs does. Every access unit must give its frame
+    immediately.
+    """
     decoder: Any = av.CodecContext.create("h264", "r")
     decoder.flags |= 1 << 19  # low delay
     decoder.thread_count = 1
@@ -76,7 +80,9 @@ def psnr_db(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def test_every_frame_has_chunk_number_time_and_newest_input() -> None:
-    """Frame n is shown n / fps after the first frame of the session."""
+    """Every encoded frame has its chunk, number, time and newest input. Frame n is shown n / fps
+    after the first frame of the session.
+    """
     frames = stamped(scene(2), first=9, chunk=1, input_id="key-7")
     assert frames.stamps == [
         FrameStamp(1, 9, 300_000, "key-7"),
@@ -88,9 +94,10 @@ def test_every_frame_has_chunk_number_time_and_newest_input() -> None:
 
 @pytest.mark.parametrize("codec", ["jpeg", "webp", "raw", "delta_gzip", "mp4", "fmp4", "h264"])
 def test_every_codec_returns_the_frames(codec: Any) -> None:
-    """Each codec is decoded with the decoder of its users. Tolerance: 36 dB for H.264, the
-    quality that the encoder is chosen for, and 30 dB for images and files, because WebP and MP4
-    have half the resolution of colours. Lossless codecs return the same bytes.
+    """Frames of each codec survive decoding with the decoder that its clients use. The tolerance is
+    36 dB for H.264, the quality for which its encoder is chosen, and 30 dB for images and files,
+    because WebP and MP4 store colours at half the resolution. Lossless codecs return the same
+    bytes.
     """
     frames_THWC = scene(4)
     encoders = SessionEncoders(lambda: CPU)
@@ -118,8 +125,8 @@ def test_every_codec_returns_the_frames(codec: Any) -> None:
 
 
 def test_chunk_borders_need_no_key_frame() -> None:
-    """Only the first frame of the stream is a key frame, over several chunks, and every access unit
-    yields its frame at once.
+    """Over several chunks, only the first frame of the stream is a key frame, and every access unit
+    gives its frame immediately.
     """
     encoder = H264Encoder("libx264", FPS)
     frames_THWC = scene(33)
@@ -131,7 +138,9 @@ def test_chunk_borders_need_no_key_frame() -> None:
 
 
 def test_a_decoder_can_join_at_a_requested_key_frame() -> None:
-    """The key frame carries the parameter sets, so earlier access units are not needed."""
+    """A decoder can start at a requested key frame without earlier access units, because the key
+    frame contains the parameter sets.
+    """
     encoder = H264Encoder("libx264", FPS)
     encoder.encode(stamped(scene(5)))
     encoder.request_key_frame()
@@ -144,7 +153,9 @@ def test_a_decoder_can_join_at_a_requested_key_frame() -> None:
 
 
 def test_the_profile_is_the_one_that_every_browser_decodes() -> None:
-    """Profile 0x42 is Baseline; the flags 0xc0 make it Constrained Baseline."""
+    """The stream has profile 0x42 (Baseline) with the flags 0xc0, which make it Constrained
+    Baseline. Every browser decodes that profile.
+    """
     (part,) = H264Encoder("libx264", FPS).encode(stamped(scene(1)))
     codec = codec_string(bytes(part.data))
     assert codec is not None
@@ -152,7 +163,9 @@ def test_the_profile_is_the_one_that_every_browser_decodes() -> None:
 
 
 def test_the_bitrate_changes_without_a_key_frame() -> None:
-    """A stream of noise falls from megabits to about the new target within a second."""
+    """Within a second, a stream of noise falls from megabits to about the new bitrate without a key
+    frame.
+    """
     rng = np.random.default_rng(0)
     encoder = H264Encoder("libx264", FPS, 4_000_000)
 
@@ -178,7 +191,7 @@ def test_the_bitrate_stays_within_its_limits() -> None:
 
 
 def test_odd_sides_and_a_new_size_are_encoded() -> None:
-    """Odd sides are padded. Another size starts a stream with a key frame."""
+    """Odd sides are padded. A frame of a new size starts a new stream with a key frame."""
     encoder = H264Encoder("libx264", FPS)
     odd = encoder.encode(stamped(scene(2, 47, 63)))
     assert (odd[0].width, odd[0].height) == (64, 48)
@@ -188,14 +201,16 @@ def test_odd_sides_and_a_new_size_are_encoded() -> None:
 
 
 def test_a_stream_continues_if_times_start_again() -> None:
-    """A session that starts again has frame 0 twice; encoders require increasing times."""
+    """A session that starts again has frame 0 twice, and its stream continues although encoders
+    require increasing times.
+    """
     encoder = H264Encoder("libx264", FPS)
     parts = encoder.encode(stamped(scene(3))) + encoder.encode(stamped(scene(3)))
     assert decode_h264(parts).shape == (6, 96, 160, 3)
 
 
 def test_wrong_frames_are_refused() -> None:
-    """Floats would be encoded as noise."""
+    """Frames of type float are refused, because they would be encoded as noise."""
     with pytest.raises(ValueError, match="uint8"):
         H264Encoder("libx264", FPS).encode(stamped(scene(1).astype(np.float32)))
 
@@ -204,7 +219,9 @@ def test_wrong_frames_are_refused() -> None:
 
 
 def test_a_session_keeps_its_encoder_until_it_starts_again() -> None:
-    """Chunks and requests continue the stream; `reset` starts another one with a key frame."""
+    """Chunks and requests of a session continue its stream. `reset` starts another stream with a
+    key frame.
+    """
     encoders = SessionEncoders(lambda: CPU)
     spec = EncoderSpec(codec="h264", fps=FPS)
     first = encoders.encode(spec, stamped(scene(2)))
@@ -219,7 +236,9 @@ def test_a_session_keeps_its_encoder_until_it_starts_again() -> None:
 
 
 def test_a_session_holds_few_encoders() -> None:
-    """A client that requests many forms loses the encoder that it used least recently."""
+    """A session holds few encoders. A client that requests many formats loses the encoder that it
+    used least recently.
+    """
     encoders = SessionEncoders(lambda: CPU)
     for quality in range(1, 20):
         encoders.get(EncoderSpec(codec="jpeg", fps=FPS, quality=quality))
@@ -230,7 +249,7 @@ def test_a_session_holds_few_encoders() -> None:
 
 
 class FakeGpuEncoder(StatelessEncoder):
-    """Stands for an encoder of a GPU."""
+    """Simulates an encoder on a GPU."""
 
     def encode(self, frames: StampedFrames) -> list[EncodedPart]:
         return [EncodedPart(b"gpu", frames.stamps, 256, 256)]
@@ -242,7 +261,9 @@ class BrokenEncoder(StatelessEncoder):
 
 
 def test_the_first_implementation_that_encodes_is_used() -> None:
-    """The report names why a faster one is not used, in one line."""
+    """The first implementation that encodes is used, and the report says in one line why a faster
+    one is not.
+    """
     broken, fast = ("h264_nvenc", BrokenEncoder), ("libx264", FakeGpuEncoder)
     assert choose("h264", [broken, fast]) == EncoderChoice(
         "h264", "libx264", "h264_nvenc: Cannot load libcuda.so.1"
@@ -253,7 +274,9 @@ def test_the_first_implementation_that_encodes_is_used() -> None:
 
 
 def test_the_reason_has_no_arguments_of_ffmpeg() -> None:
-    """PyAV adds the whole call to its errors, with all options of the encoder."""
+    """The reason omits the arguments of FFmpeg. PyAV adds the whole call to its errors, with all
+    options of the encoder.
+    """
     call = "avcodec_open2(\"h264_nvenc\", {'preset': 'p4'})"
 
     def create() -> StatelessEncoder:
@@ -264,7 +287,9 @@ def test_the_reason_has_no_arguments_of_ffmpeg() -> None:
 
 
 def test_nvenc_is_used_where_it_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVENC itself has not been tried; here libx264 stands for it."""
+    """NVENC is chosen if it can be opened. The test uses libx264 in place of NVENC, so NVENC itself
+    is untested.
+    """
 
     class FakeNvenc(H264Encoder):
         def __init__(self, implementation: Any, fps: float) -> None:
@@ -279,7 +304,7 @@ def test_nvenc_is_used_where_it_can_be_opened(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_nvjpeg_is_used_where_it_encodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """nvJPEG itself has not been tried."""
+    """nvJPEG is chosen if it encodes. The test simulates the encoder, so nvJPEG itself is untested."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(implementations, "NvJpegEncoder", lambda quality: FakeGpuEncoder())
     machine_implementations.cache_clear()
@@ -290,7 +315,7 @@ def test_nvjpeg_is_used_where_it_encodes(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_machine_without_gpu_encodes_on_the_cpu() -> None:
-    """The same choice is used if the GPU is switched off."""
+    """A machine without a GPU makes the same choice as one whose GPU encoders are switched off."""
     off = machine_implementations(use_gpu=False)
     assert [choice.implementation for choice in off.choices] == ["libx264", "pillow"]
     assert all("VLLM_OMNI_GPU_ENCODERS" in choice.reason for choice in off.choices)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits from the environment, `StreamInfo` of a model, start images, and back-pressure of a
+"""Limits from the environment, `StreamInfo` of a model, start images, and back-pressure from a slow
 reader.
 """
 
@@ -41,7 +41,7 @@ LIMITS = EndpointLimits(max_image_bytes=1 << 20, max_image_pixels=1 << 20)
 
 
 def test_limits_come_from_the_environment() -> None:
-    """Each field has a variable, and the others keep their defaults."""
+    """Each limit has an environment variable, and limits without a value keep their defaults."""
     limits = read_struct(
         EndpointLimits,
         {"VLLM_OMNI_IDLE_TIMEOUT_S": "1.5", "VLLM_OMNI_MAX_CONNECTIONS": "3", "OTHER": "x"},
@@ -51,7 +51,7 @@ def test_limits_come_from_the_environment() -> None:
 
 @pytest.mark.parametrize("value", ["", "x", "0", "-1", "1.5"])
 def test_a_bad_limit_names_its_variable(value: str) -> None:
-    """The error is one line with the value and the allowed ones."""
+    """The error for a bad limit is one line with the variable, the value and the allowed values."""
     with pytest.raises(ValueError, match=f"VLLM_OMNI_MAX_CONNECTIONS='{value}': Expected"):
         read_struct(EndpointLimits, {"VLLM_OMNI_MAX_CONNECTIONS": value})
 
@@ -71,8 +71,8 @@ def config(
 
 
 def test_a_family_overrides_only_the_values_that_differ(lingbot_world: Path) -> None:
-    """Defaults are those of a causal Wan-like world. Sizes and session limits come from the
-    deployment.
+    """A model family overrides only values that differ from the defaults of a Causal Wan-like
+    world. Sizes and session limits are those of the deployment.
     """
     assert StreamInfo.from_vllm_config(config(), "m") == StreamInfo(
         height=64, width=128, max_sessions=3, model="m"
@@ -103,7 +103,7 @@ def test_a_family_overrides_only_the_values_that_differ(lingbot_world: Path) -> 
 def test_frames_are_cut_into_whole_chunks(
     frames: int, first: bool, sizes: list[int], rest: int
 ) -> None:
-    """A session starts with 9 + 12 k frames and continues with 12 k."""
+    """A session starts with 9 + 12 k frames and continues with 12 k frames per request."""
     assert StreamInfo().split(frames, first) == (sizes, rest)
 
 
@@ -142,8 +142,8 @@ ROTATED[0x0112] = 3  # upside down
     ],
 )
 def test_odd_but_legal_images_keep_their_colours(data: bytes, colour: int) -> None:
-    """The result is RGB of the requested size, with an error of at most 3 because of JPEG and
-    palettes.
+    """Unusual but valid images become RGB of the requested size. Colours are off by at most 3
+    because of JPEG and palettes.
     """
     image = load_image(data, 16, 24, LIMITS)
     assert (image.dtype, image.shape) == (np.uint8, (16, 24, 3))
@@ -176,12 +176,12 @@ HIDDEN_16 = Image.fromarray(np.full((8, 8), 25700, np.uint16))
     ],
 )
 def test_transparent_parts_become_white(source: Any) -> None:
-    """The hidden colour of a transparent part is not shown."""
+    """Transparent pixels become white, so their hidden colour is not shown."""
     assert (load_image(source, 8, 8, LIMITS) == 255).all()
 
 
 def test_half_transparent_parts_are_mixed_with_white() -> None:
-    """Black at an alpha of 128 becomes middle grey."""
+    """Black at an alpha of 128 is mixed with white and becomes middle grey."""
     assert (
         np.abs(
             load_image(np.full((8, 8, 4), (0, 0, 0, 128), np.uint8), 8, 8, LIMITS).astype(int) - 127
@@ -191,14 +191,16 @@ def test_half_transparent_parts_are_mixed_with_white() -> None:
 
 
 def test_photos_are_turned_upright() -> None:
-    """The EXIF orientation is applied: red was stored at the top and is at the bottom."""
+    """The EXIF orientation is applied: red is stored at the top of the photo and ends up at the
+    bottom.
+    """
     image = load_image(encoded(SIDEWAYS, "JPEG", exif=ROTATED, quality=95), 16, 16, LIMITS)
     assert image[2, 8, 2] > 200
     assert image[13, 8, 0] > 200
 
 
 def bomb(width: int, height: int) -> bytes:
-    """A PNG whose header claims a huge image."""
+    """Return a PNG whose header claims a huge image."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return len(body).to_bytes(4) + kind + body + zlib.crc32(kind + body).to_bytes(4)
@@ -231,7 +233,9 @@ def bomb(width: int, height: int) -> bytes:
     ],
 )
 def test_other_data_than_allowed_images_is_refused(data: Any, code: str) -> None:
-    """The header is enough where it can be, and the error text is fixed."""
+    """Data that is not an allowed image is refused with a fixed error text, based on its header
+    where possible.
+    """
     with pytest.raises(EndpointError) as refused:
         load_image(data, 16, 16, LIMITS)
     assert refused.value.code == code
@@ -251,8 +255,8 @@ def make_run() -> SessionRun:
 
 
 def test_a_slow_reader_blocks_the_producer() -> None:
-    """`wait_for_reader` returns only when few enough chunks are undelivered, however many messages
-    a chunk has.
+    """`wait_for_reader` returns only when few enough chunks are undelivered, whatever the number of
+    messages per chunk.
     """
 
     async def scenario() -> None:
@@ -282,7 +286,7 @@ def test_a_slow_reader_blocks_the_producer() -> None:
 
 
 def test_undelivered_replies_are_never_dropped() -> None:
-    """A run keeps the replies that its reader has not received."""
+    """A run keeps every reply that its reader has not received."""
 
     async def scenario() -> None:
         run = make_run()
@@ -297,7 +301,9 @@ def test_undelivered_replies_are_never_dropped() -> None:
 
 
 def test_a_json_message_of_very_many_values_is_refused_before_it_is_decoded() -> None:
-    """A start message may be large because of its image, which is one value."""
+    """A message with very many values is refused before it is decoded. A start message may still be
+    large, because its image is a single value.
+    """
     image = '{"image_reference":"' + "A" * 1_000_000 + '"}'
     assert len(protocol.decode(image, 2_000_000, "session.start")["image_reference"]) == 1_000_000
     with pytest.raises(EndpointError, match="more than 262144 values") as refused:

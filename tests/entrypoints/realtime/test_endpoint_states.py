@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Legal messages in any order at the camera endpoint: hypothesis drives a model of the session over
-a real socket.
+"""Valid messages arrive at the camera endpoint in any order. hypothesis drives a model of the
+session over a real socket.
 """
 
 from typing import Any
@@ -19,8 +19,8 @@ MAX_SESSIONS = 2
 
 
 class EndpointStates(RuleBasedStateMachine):
-    """`next_chunk` holds the index of each live session's next chunk. One connection at a time,
-    which may be replaced.
+    """States of the endpoint. `next_chunk` holds the index of the next chunk of each live session.
+    There is one connection at a time, which may be replaced.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class EndpointStates(RuleBasedStateMachine):
         self.endpoint.__exit__()
 
     def expect(self, message: dict[str, Any], chunks: int) -> list[int]:
-        """Send an infer, check its frames and `done`, and return the indices of its chunks."""
+        """Send an infer message, check its frames and `done`, and return the indices of its chunks."""
         name = message["session_id"]
         first = self.next_chunk.get(name, 0)
         self.client.send(message)
@@ -49,8 +49,8 @@ class EndpointStates(RuleBasedStateMachine):
 
     @rule(name=NAMES, more=st.integers(0, 2), data=st.data())
     def start(self, name: str, more: int, data: st.DataObject) -> None:
-        """An infer with an image starts or restarts a session, or is refused because the server is
-        full.
+        """An infer message with an image starts or restarts a session, or is refused because the
+        server is full.
         """
         message = infer(FIRST + more * LATER, session_id=name, protocol_version=1)
         if name in self.next_chunk:
@@ -67,7 +67,7 @@ class EndpointStates(RuleBasedStateMachine):
 
     @rule(name=NAMES, chunks=st.integers(1, 2))
     def continue_session(self, name: str, chunks: int) -> None:
-        """An infer without an image continues a live session, and is refused otherwise."""
+        """An infer message without an image continues a live session and is refused otherwise."""
         message = infer(chunks * LATER, session_id=name, image=None, protocol_version=1)
         if name in self.next_chunk:
             self.expect(message, chunks)
@@ -87,7 +87,9 @@ class EndpointStates(RuleBasedStateMachine):
 
     @rule(name=NAMES, endpoint=st.sampled_from(["reset", "close"]))
     def end(self, name: str, endpoint: str) -> None:
-        """Both messages free the session, and both succeed without one."""
+        """The messages `reset` and `close` both free the session, and both succeed even if there is
+        no session.
+        """
         response = self.client.request(
             {"endpoint": endpoint, "session_id": name, "protocol_version": 1}
         )
@@ -105,7 +107,7 @@ class EndpointStates(RuleBasedStateMachine):
 
     @rule(name=NAMES, other=NAMES)
     def branch(self, name: str, other: str) -> None:
-        """A branch copies a live session to a free name if the server has room."""
+        """A branch copies a live session to an unused name if the server has capacity."""
         response = self.client.request(
             {"endpoint": "branch", "session_id": name, "new_session_id": other}
         )
@@ -124,7 +126,7 @@ class EndpointStates(RuleBasedStateMachine):
         message=st.sampled_from([{"cameras": None}, {"cameras": camera(10)}, {"endpoint": "x"}]),
     )
     def mistake(self, name: str, message: dict[str, Any]) -> None:
-        """A mistake gets one typed error."""
+        """An invalid message gets exactly one typed error."""
         assert (
             self.client.request(infer(**{"session_id": name, "image": None, **message}))["type"]
             == "error"
@@ -132,10 +134,10 @@ class EndpointStates(RuleBasedStateMachine):
 
     @rule()
     def reconnect(self) -> None:
-        """Sessions outlive the connection."""
+        """Sessions outlive their connection."""
         self.client.__exit__()
         self.client = self.endpoint.client()
-        for name in self.next_chunk:  # hold them, so that none is evicted for a new one
+        for name in self.next_chunk:  # so that no new session evicts one
             response = self.client.request(
                 {"endpoint": "resume", "session_id": name, "last_chunk_id": 10_000}
             )
@@ -143,13 +145,13 @@ class EndpointStates(RuleBasedStateMachine):
 
     @invariant()
     def the_engine_agrees(self) -> None:
-        """The engine holds one session for each live session, nothing runs between messages, and no
-        message remains.
+        """The engine holds exactly the live sessions. Between messages, nothing runs and no message
+        is left.
         """
         if hasattr(self, "client"):
             assert self.client.request({"endpoint": "ping", "t": 1.0})["type"] == "pong"
             assert self.engine.running == 0
-            live = sorted(self.next_chunk.values())  # worlds are freed in the background
+            live = sorted(self.next_chunk.values())  # freed in the background
             wait_until(
                 lambda: sorted(world.chunk_index for world in self.engine.worlds.values()) == live
             )

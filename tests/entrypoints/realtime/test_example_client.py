@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example clients of examples/online_serving, run as programs against a real server with a fake
+"""The example clients in examples/online_serving, run as programs against a real server with a fake
 engine.
 """
 
@@ -43,9 +43,7 @@ def run(endpoint: EndpointServer, *arguments: object, script: str = "world_camer
 def test_a_camera_path_becomes_a_video(
     endpoint: EndpointServer, engine: FakeEngine, image: Path, tmp_path: Path
 ) -> None:
-    """Two calls of 24 poses continue one another without losing a pose, and the file holds every
-    frame.
-    """
+    """Two calls of 24 poses each continue without losing a pose, and the file contains every frame."""
     path = camera(48)
     np.save(tmp_path / "poses.npy", path["poses"])
     np.save(tmp_path / "intrinsics.npy", np.tile(path["intrinsics"], (48, 1)))
@@ -75,7 +73,7 @@ def test_a_camera_path_becomes_a_video(
 def test_keys_and_every_codec(
     endpoint: EndpointServer, engine: FakeEngine, image: Path, tmp_path: Path, codec: str
 ) -> None:
-    """Every codec gives the same frames up to its loss."""
+    """Every codec gives the same frames, apart from its loss."""
     output = tmp_path / "walk.npy"
     finished = run(
         endpoint, "--image", image, "--keys", "w*2 wl - j", "--codec", codec, "--output", output
@@ -94,8 +92,8 @@ def test_keys_and_every_codec(
 def test_actions_of_any_model(
     make_endpoint: Callable[..., EndpointServer], engine: FakeEngine, tmp_path: Path, script: str
 ) -> None:
-    """Buttons and axes of a world without prompt and start image. An unknown control is refused by
-    name.
+    """Buttons and axes control a world without prompt and start image. A control that the model
+    does not have is refused by name.
     """
     axis = Axis(name="yaw", title="turn", unit="of a turn", low=-1, high=1)
     buttons = (Button("run", "run"), Button("jump", "jump"))
@@ -119,7 +117,7 @@ def test_actions_of_any_model(
 def test_a_session_may_be_named_when_it_starts(
     endpoint: EndpointServer, engine: FakeEngine, image: Path, tmp_path: Path
 ) -> None:
-    """A given image is sent for a named session too."""
+    """A session that is named when it starts gets the given start image too."""
     arguments = (
         "--image",
         image,
@@ -145,7 +143,7 @@ def test_an_output_of_another_kind_is_refused_before_anything_is_made(
 def test_a_refusal_is_one_line_and_status_1(
     endpoint: EndpointServer, engine: FakeEngine, image: Path, tmp_path: Path
 ) -> None:
-    """The line is the server's error text."""
+    """A refusal ends the client with status 1 and one line, which is the server's error text."""
 
     def fail(params: DiffusionParams) -> None:
         raise RequestFailed("oom", "the device ran out of memory")
@@ -161,7 +159,9 @@ def test_a_refusal_is_one_line_and_status_1(
 def test_errors_are_shown_without_a_progress_bar(
     endpoint: EndpointServer, engine: FakeEngine, image: Path, tmp_path: Path
 ) -> None:
-    """An unknown session is named by its id, and a missing start image by its path."""
+    """The error for an unknown session names its id, and the error for a missing start image names
+    its path.
+    """
     unknown = run(endpoint, "--session-id", "gone", "--output", tmp_path / "x.mp4")
     assert unknown.returncode == 1
     assert "has no session 'gone'" in " ".join(unknown.stderr.split())
@@ -179,7 +179,7 @@ def test_errors_are_shown_without_a_progress_bar(
 def test_a_server_that_does_not_answer_is_named(
     endpoint: EndpointServer, image: Path, script: str
 ) -> None:
-    """The error is one line with a hint."""
+    """If the server does not respond, the error is one line with a hint."""
     no_client = ("--server", "ws://127.0.0.1:9")
     finished = run(
         endpoint, *no_client, "--image", image, "--keys", "w*3", "--output", "x.mp4", script=script
@@ -192,7 +192,9 @@ def test_a_server_that_does_not_answer_is_named(
 
 
 class Port:
-    """A port that forwards to a server. It can be closed and reopened, as by a restart."""
+    """A port that forwards to a server and can be closed and reopened, as happens when a server
+    restarts.
+    """
 
     def __init__(self, server_port: int) -> None:
         self._server_port = server_port
@@ -208,7 +210,7 @@ class Port:
 
     def take_away(self) -> None:
         for each in self._sockets:
-            with contextlib.suppress(OSError):  # one that has ended
+            with contextlib.suppress(OSError):  # already ended
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
 
@@ -217,7 +219,7 @@ class Port:
         threading.Thread(target=work, args=arguments, daemon=True).start()
 
     def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # taken away
+        with contextlib.suppress(OSError):  # already removed
             while True:
                 client, _ = listener.accept()
                 server = socket.create_connection(("127.0.0.1", self._server_port))
@@ -240,8 +242,8 @@ def test_a_server_that_is_restarted_is_waited_for(
     tmp_path: Path,
     comes_back: bool,
 ) -> None:
-    """Connections are refused meanwhile. The walk continues at the next frame, or ends with the
-    time limit in one line.
+    """While a server restarts, it refuses connections and the client waits. The walk continues at
+    the next frame, or ends with one line at the time limit.
     """
     endpoint = make_endpoint()
     front = Port(endpoint.port)
@@ -288,8 +290,8 @@ def test_a_walk_continues_from_the_periodic_snapshot_of_a_restarted_server(
     tmp_path: Path,
     steering: str,
 ) -> None:
-    """The restored session is two chunks behind. The client requests the rest without the image,
-    and the video holds each frame once.
+    """The restored session is two chunks behind. The client requests the missing chunks without the
+    image, and the video contains every frame once.
     """
     endpoint = make_endpoint()
     restarted = []
@@ -337,7 +339,7 @@ LIVE = "realtime_video.py"
 def test_a_live_stream_becomes_a_video(
     endpoint: EndpointServer, engine: FakeEngine, image: Path, tmp_path: Path, how: tuple[str, str]
 ) -> None:
-    """Keys steer the stream, a prompt switches, and the file holds every frame."""
+    """Keys steer the live stream, the prompt switches, and the file contains every frame."""
     engine.delay_s = 0.1
     output = tmp_path / "live.mp4"
     switch = ("--switch-prompt", 1, "rain")
@@ -377,7 +379,9 @@ def test_a_server_on_this_machine_is_reached_without_the_proxy(
     script: str,
     more: tuple[object, ...],
 ) -> None:
-    """The environment names a proxy that does not answer."""
+    """A server on this machine is reached although the environment names a proxy that does not
+    respond.
+    """
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("no_proxy", "NO_PROXY"):

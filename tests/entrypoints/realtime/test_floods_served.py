@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Overload by one client of a real server: its socket closes with a reason, and other clients keep
+"""A client that overloads a real server has its socket closed with a reason, and other clients keep
 their service.
 """
 
@@ -23,14 +23,15 @@ from vllm_omni.entrypoints.realtime.connection import codec
 from vllm_omni.session_files.snapshot import MAX_TABLE_BYTES
 
 HELD_MS = 800.0
-"""Longest delay allowed to another client while both run on two cores that other processes use.
-Without the frame budget, delays of 4 s to 10 s were measured.
+"""Longest delay allowed for another client while both clients run on two cores that other processes
+use too. Without the frame budget, delays of 4 s to 10 s were measured.
 """
 
 
 def shortest_wait_ms(attack: Callable[[], float], tries: int = 3) -> float:
-    """Run up to `tries` attacks until one delays other clients by less than `HELD_MS`, and return
-    the shortest delay. A server that an attack blocks is blocked each time; a busy machine is not.
+    """Run up to `tries` attacks until one of them delays other clients by less than `HELD_MS`, and
+    return the shortest delay. An attack that blocks the server does so in every run, whereas a busy
+    machine does not.
     """
     waits_ms: list[float] = []
     while len(waits_ms) < tries and min(waits_ms, default=HELD_MS) >= HELD_MS:
@@ -48,8 +49,8 @@ def shortest_wait_ms(attack: Callable[[], float], tries: int = 3) -> float:
     ],
 )
 def test_a_flood_of_small_frames_ends_its_own_socket_only(served: Served, data: bytes) -> None:
-    """The flooding socket closes with 1008 and the limit. `/health` and pings of other clients are
-    answered meanwhile.
+    """The socket of a flooding client is closed with 1008 and the limit, while `/health` and pings
+    of other clients are still answered.
     """
 
     def attack() -> float:
@@ -64,7 +65,7 @@ def test_a_flood_of_small_frames_ends_its_own_socket_only(served: Served, data: 
 
 
 def values(count: int) -> bytes:
-    """A camera request of `count` values that no endpoint accepts."""
+    """Return a camera request with `count` values that no endpoint accepts."""
     rows = [[0.0] * 15] * (count // 16)
     return codec.encode(
         {
@@ -80,8 +81,8 @@ def values(count: int) -> bytes:
 def test_messages_of_many_values_end_their_own_socket_only(
     served: Served, count: int, code: str
 ) -> None:
-    """Eight sockets send such messages and reconnect when they are closed. Another client's chunks
-    continue.
+    """Eight sockets send messages of many values and reconnect whenever they are closed. The chunks
+    of another client continue.
     """
     message = values(count)
     stop, ends = threading.Event(), []
@@ -116,7 +117,7 @@ def test_messages_of_many_values_end_their_own_socket_only(
 
 
 def chunk_ms(client: Client) -> float:
-    """Time until the next chunk has arrived."""
+    """Return the time until the next chunk has arrived."""
     started_s = time.perf_counter()
     client.send(request(LATER, session_id="neighbour", image=None))
     while not client.receive(60)["final"]:
@@ -145,8 +146,8 @@ def snapshot(served: Served) -> Iterator[bytes]:
 
 
 def test_a_snapshot_of_a_long_table_is_refused_by_its_first_bytes(served: Served) -> None:
-    """The server refuses the upload after the length of the table, before the client has sent the
-    rest.
+    """An upload whose table is too long is refused after the table's length, before the client has
+    sent the rest.
     """
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=seconds(5))
     with contextlib.closing(connection):
@@ -159,8 +160,8 @@ def test_a_snapshot_of_a_long_table_is_refused_by_its_first_bytes(served: Served
 
 
 def test_a_snapshot_of_a_million_tensors_is_refused_unread(served: Served, snapshot: bytes) -> None:
-    """A snapshot that names too many tensors is refused without delaying chunks or pings, whether
-    or not its header exceeds the size limit.
+    """A snapshot that names too many tensors is refused without delaying chunks or pings, even if
+    its header is within the size limit.
     """
     empty = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
     large, small = (
@@ -177,7 +178,7 @@ def test_a_snapshot_of_a_million_tensors_is_refused_unread(served: Served, snaps
         def play() -> None:
             while not stop.is_set():
                 chunks_ms.append(chunk_ms(client))
-                pause(0.01)  # a client may send at most 200 messages in a second
+                pause(0.01)  # the limit is 200 messages per second
 
         player = threading.Thread(target=play)
         player.start()
@@ -210,7 +211,7 @@ def test_a_snapshot_of_a_million_tensors_is_refused_unread(served: Served, snaps
 def test_a_snapshot_has_the_limits_of_a_request(
     served: Served, snapshot: bytes, field: str, value: Any, code: str
 ) -> None:
-    """A value that a request may not hold is refused with the same code in each part of a
+    """A value that is not allowed in a request is refused with the same code in each part of a
     snapshot.
     """
     for slot in ("opening", "scalars"):
@@ -228,8 +229,8 @@ def test_a_snapshot_has_the_limits_of_a_request(
 
 
 def test_slow_bodies_end_and_block_no_one(served: Served, snapshot: bytes) -> None:
-    """Two uploads and a video request at one byte per second end with 408. Other snapshot requests
-    succeed meanwhile.
+    """Two uploads and a video request that arrive at one byte per second end with 408. Other
+    snapshot requests succeed meanwhile.
     """
     ends: list[tuple[str, int, float]] = []
 
@@ -262,7 +263,7 @@ def test_slow_bodies_end_and_block_no_one(served: Served, snapshot: bytes) -> No
     pause(1)
     assert call(served, "GET", "/v1/sessions/origin/snapshot")[0] == 200
     status, body, _ = call(served, "POST", "/v1/sessions", snapshot)
-    assert (status, code_of(body)) == (503, "busy")  # a third upload of the same client
+    assert (status, code_of(body)) == (503, "busy")  # third upload of the client
     for thread in dripping:
         thread.join()
     print(ends)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fragmented MP4: a browser can append each fragment, and all fragments joined are one file."""
+"""Fragmented MP4: a browser can append every fragment, and all fragments joined together are one
+file.
+"""
 
 import re
 
@@ -11,13 +13,13 @@ from vllm_omni.entrypoints.realtime.encoding.fmp4 import FragmentEncoder
 
 
 def frames(first: int, count: int, height: int = 32, width: int = 48) -> np.ndarray:
-    """Grey frames: frame n has the value 2 n."""
+    """Return grey frames, where frame n has the value 2 n."""
     numbers = 2 * np.arange(first, first + count, dtype=np.uint8)
     return np.broadcast_to(numbers[:, None, None, None], (count, height, width, 3)).copy()
 
 
 def boxes(data: bytes) -> list[bytes]:
-    """Types of the top-level boxes."""
+    """Return the types of the top-level boxes."""
     found, at = [], 0
     while at < len(data):
         found.append(data[at + 4 : at + 8])
@@ -26,7 +28,7 @@ def boxes(data: bytes) -> list[bytes]:
 
 
 def test_fragments_join_into_one_file() -> None:
-    """Chunks of 9, 12 and 12 frames are 33 frames in order, at the given rate."""
+    """Chunks of 9, 12 and 12 frames join into a file of 33 frames, in order and at the given rate."""
     encoder = FragmentEncoder(16.0)
     parts = [
         encoder.encode_fragment(frames(first, count), first)
@@ -40,8 +42,8 @@ def test_fragments_join_into_one_file() -> None:
 
 
 def test_a_stream_can_be_joined_in_the_middle() -> None:
-    """The initialisation segment and any later fragment can be played, because each starts with a
-    key frame.
+    """The initialisation segment can be played with any later fragment, because every fragment
+    starts with a key frame.
     """
     encoder = FragmentEncoder(8.0)
     first = encoder.encode_fragment(frames(0, 4), 0)
@@ -52,8 +54,8 @@ def test_a_stream_can_be_joined_in_the_middle() -> None:
 
 
 def test_fragments_carry_their_time_and_number() -> None:
-    """`tfdt` continues after the previous fragment, `mfhd` counts from 1, and data offsets are
-    relative to the fragment.
+    """In each fragment, `tfdt` continues after the previous one, `mfhd` counts from 1, and data
+    offsets are relative to the fragment.
     """
     encoder = FragmentEncoder(16.0)
     parts = [
@@ -75,7 +77,9 @@ def test_fragments_carry_their_time_and_number() -> None:
 
 
 def test_the_mime_type_names_the_codec() -> None:
-    """`MediaSource.addSourceBuffer` requires it. It is known after the first frame."""
+    """The MIME type names the codec, as `MediaSource.addSourceBuffer` requires. The MIME type is
+    available after the first frame.
+    """
     encoder = FragmentEncoder(16.0)
     assert encoder.mime_type is None
     encoder.encode_fragment(frames(0, 1), 0)
@@ -84,7 +88,7 @@ def test_the_mime_type_names_the_codec() -> None:
 
 
 def test_odd_sides_are_padded() -> None:
-    """H.264 in yuv420p has even sides."""
+    """Odd sides are padded, because H.264 in yuv420p requires even sides."""
     video_THWC, _ = decode_mp4(FragmentEncoder(16.0).encode_fragment(frames(0, 2, 31, 47), 0))
     assert video_THWC.shape == (2, 32, 48, 3)
 

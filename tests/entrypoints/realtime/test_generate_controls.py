@@ -47,7 +47,9 @@ def actions(engine: FakeEngine) -> list[Any]:
 def test_a_script_in_init_steers_the_first_chunks(
     client: GenerateClient, engine: FakeEngine, script: Any, expected: list[Any]
 ) -> None:
-    """Four entries fill a chunk of three and a part of the next, and idle entries follow. (U)"""
+    """A script of four entries fills a chunk of three latent frames and a part of the next chunk,
+    followed by idle entries. (U)
+    """
     client.init(max_chunks=3, condition_inputs=script and {"camera_actions": script})
     for _ in range(3):
         client.chunk()
@@ -55,7 +57,9 @@ def test_a_script_in_init_steers_the_first_chunks(
 
 
 def test_events_act_from_the_next_chunk_on(client: GenerateClient, engine: FakeEngine) -> None:
-    """Held keys stay held, a pulse acts once, and the chunk reports the event's id. (U)"""
+    """From the next chunk on, held keys act until they are released, and a pulse acts once. The
+    chunk reports the event's id. (U)
+    """
     engine.delay_s = 0.15
     client.init()
     client.chunk()
@@ -73,7 +77,7 @@ def test_events_act_from_the_next_chunk_on(client: GenerateClient, engine: FakeE
 def test_a_prompt_switches_once_and_never_in_chunk_0(
     client: GenerateClient, engine: FakeEngine
 ) -> None:
-    """The later of two prompts acts (U), and an older key does not mask its id."""
+    """Of two prompts, the later one takes effect (U), and an older key does not mask its id."""
     engine.delay_s = 0.15
     client.init()
     client.event("prompt", "rain", event_id=1)
@@ -89,7 +93,9 @@ def test_a_prompt_switches_once_and_never_in_chunk_0(
 
 
 def test_adapters_of_init_and_of_an_event(client: GenerateClient, engine: FakeEngine) -> None:
-    """The chunk from which they act holds names and strengths. A malformed list changes nothing."""
+    """Adapters may be selected in `init` and by an event. The first chunk that uses the adapters
+    has their names and strengths. A malformed list of adapters changes nothing.
+    """
     engine.delay_s = 0.15
     client.init(lora=[{"name": "ink"}])
     client.chunk()
@@ -150,7 +156,9 @@ def test_a_composite_event_is_all_or_nothing(client: GenerateClient, engine: Fak
 def test_an_invalid_event_is_one_error_and_the_session_continues(
     client: GenerateClient, engine: FakeEngine, event: Any
 ) -> None:
-    """Events of extensions that were not requested are invalid too. (U)"""
+    """An invalid event gets one error and the session continues. Events of extensions that were not
+    requested are invalid too. (U)
+    """
     engine.delay_s = 0.02
     client.init()
     client.chunk()
@@ -168,7 +176,7 @@ def test_an_invalid_event_is_one_error_and_the_session_continues(
 
 
 def test_a_repeated_event_has_no_second_effect(client: GenerateClient, engine: FakeEngine) -> None:
-    """An event id that is sent again, for example by a reconnecting proxy, is ignored."""
+    """An event id that is sent again, for example by a reconnecting proxy, has no second effect."""
     engine.delay_s = 0.1
     client.init()
     client.chunk()
@@ -183,7 +191,7 @@ def test_the_next_chunk_is_made_while_this_one_is_sent(
     client: GenerateClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten chunks that take 0.1 s to generate and 0.1 s to send take about one second instead of
-    two. (U)
+    two, because the next chunk is generated meanwhile. (U)
     """
     sends, took_s = handler._Client.deliver, 0.1
 
@@ -215,7 +223,7 @@ def test_a_chunk_with_a_new_event_is_not_paced(client: GenerateClient, engine: F
 
 
 def test_extensions_are_granted_by_name(extended: ExtendedClient) -> None:
-    """The first message lists the granted extensions, without unknown ones."""
+    """The first message lists the granted extensions and omits unknown ones."""
     extended.init(extensions=["receipts", "ping", "teleport"])
     session = extended.receive()
     assert (session["type"], session["protocol"], session["granted"]) == (
@@ -228,7 +236,7 @@ def test_extensions_are_granted_by_name(extended: ExtendedClient) -> None:
 
 
 def test_unknown_extensions_change_nothing(client: GenerateClient) -> None:
-    """Without a granted extension the session message is not sent."""
+    """A client with only unknown extensions gets no session message."""
     client.init(max_chunks=1, extensions=["teleport"])
     messages = [client.connection.recv() for _ in range(2)]
     assert [
@@ -240,8 +248,8 @@ def test_unknown_extensions_change_nothing(client: GenerateClient) -> None:
 
 
 def test_receipts_report_the_fate_of_an_event(extended: ExtendedClient, engine: FakeEngine) -> None:
-    """An event is accepted at once and then applied or superseded, or it is rejected with a
-    code.
+    """A receipt reports that an event is accepted and later applied or superseded, or that it is
+    rejected with a code.
     """
     engine.delay_s = 0.2
     extended.init(extensions=["receipts"])
@@ -280,8 +288,8 @@ def test_a_chunk_needs_a_credit(extended: ExtendedClient, engine: FakeEngine) ->
 
 
 def test_pause_resume_reset_and_stop(extended: ExtendedClient, engine: FakeEngine) -> None:
-    """A paused session requests no chunks, reset starts the same session again, and stop closes
-    normally.
+    """A paused session requests no chunks, `reset` starts the same session again, and `stop` closes
+    it normally.
     """
     engine.delay_s = 0.02
     extended.init(extensions=["control"])
@@ -311,7 +319,9 @@ def test_pause_resume_reset_and_stop(extended: ExtendedClient, engine: FakeEngin
 def test_a_paused_session_without_messages_is_idle(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """Otherwise it would hold its slot for ever."""
+    """A paused session without messages counts as idle, because it would otherwise hold its slot
+    for ever.
+    """
     with ExtendedClient(make_endpoint(idle_timeout_s=0.3).port) as client:
         client.init(extensions=["credit"])
         client.receive()

@@ -62,8 +62,8 @@ def client(endpoint: EndpointServer) -> Iterator[GenerateClient]:
 def test_a_bad_init_is_one_error_and_a_good_one_follows(
     client: GenerateClient, message: Any
 ) -> None:
-    """Each invalid init gets exactly one error with the known text, and the server accepts another
-    init. (U)
+    """Every invalid init gets exactly one error with the known text, and the connection accepts
+    another init. (U)
     """
     client.send(message)
     assert client.receive() == {"type": "error", "content": "invalid generate request"}
@@ -74,8 +74,8 @@ def test_a_bad_init_is_one_error_and_a_good_one_follows(
 def test_javascript_numbers_and_unknown_keys_are_accepted(
     client: GenerateClient, engine: FakeEngine
 ) -> None:
-    """JavaScript sends large integers as floats, and the WebUI sends settings that a deployment
-    fixes. (U)
+    """Large integers may arrive as floats, which JavaScript sends, and settings that the deployment
+    fixes may be present, which the WebUI sends. (U)
     """
     webui = {
         "num_frames": 9.0,
@@ -93,8 +93,8 @@ def test_javascript_numbers_and_unknown_keys_are_accepted(
 def test_max_chunks_end_with_a_normal_close(
     endpoint: EndpointServer, engine: FakeEngine, path: str
 ) -> None:
-    """After frames and stats of each chunk the connection closes with 1000 `generation complete`,
-    and the session is freed. (U)
+    """After the frames and stats of the last chunk, the connection is closed with 1000 `generation
+    complete` and the session is freed. (U)
     """
     with GenerateClient(endpoint.port, path) as client:
         client.init(max_chunks=3)
@@ -131,8 +131,8 @@ def test_a_session_may_choose_its_causal_window(
     requested: dict[str, int],
     sent: tuple[Any, Any],
 ) -> None:
-    """The first chunk holds the window, at most the server's. A model without this choice uses the
-    server's. (U)
+    """The first chunk contains the window that the session chose, which is at most the server's. A
+    model without this choice uses the server's window. (U)
     """
     with GenerateClient(make_endpoint(info=info).port) as client:
         client.init(
@@ -148,7 +148,7 @@ def test_a_session_may_choose_its_causal_window(
 def test_the_image_prompt_and_seed_start_the_world(
     client: GenerateClient, engine: FakeEngine
 ) -> None:
-    """The first chunk alone holds them. The default seed is 42. (U)"""
+    """Only the first chunk contains the image, prompt and seed. The default seed is 42. (U)"""
     client.init(max_chunks=2)
     client.chunk()
     client.chunk()
@@ -160,7 +160,7 @@ def test_the_image_prompt_and_seed_start_the_world(
 
 
 def test_idle_connections_take_no_slot(make_endpoint: MakeEndpoint) -> None:
-    """Neither do connections with invalid inits only. (U)"""
+    """An idle connection takes no slot, even after invalid inits. (U)"""
     endpoint = make_endpoint(info={"max_sessions": 1})
     with (
         GenerateClient(endpoint.port),
@@ -174,8 +174,8 @@ def test_idle_connections_take_no_slot(make_endpoint: MakeEndpoint) -> None:
 
 
 def test_a_full_server_waits_and_refuses(make_endpoint: MakeEndpoint, engine: FakeEngine) -> None:
-    """The client gets one error with the known text and 1008, and the other session continues.
-    (U)
+    """On a full server, a client waits and then gets one error with the known text and 1008, while
+    the running session continues. (U)
     """
     assert EndpointLimits().slot_wait_s == 15
     endpoint = make_endpoint(info={"max_sessions": 1}, slot_wait_s=1.0)
@@ -194,7 +194,7 @@ def test_a_full_server_waits_and_refuses(make_endpoint: MakeEndpoint, engine: Fa
 def test_a_failed_chunk_ends_with_its_reason_and_a_close_frame(
     client: GenerateClient, engine: FakeEngine
 ) -> None:
-    """Earlier chunks arrive first, and the text holds no path or traceback."""
+    """Chunks before a failed one are delivered first. The error text contains no path or traceback."""
 
     def fail(params: DiffusionParams) -> None:
         if params.chunk_index == 2:
@@ -209,7 +209,7 @@ def test_a_failed_chunk_ends_with_its_reason_and_a_close_frame(
 
 
 def test_a_text_frame_does_not_end_the_session(client: GenerateClient, engine: FakeEngine) -> None:
-    """The third text frame closes with 1003."""
+    """A text frame does not end the session, but the third one closes the connection with 1003."""
     engine.delay_s = 0.05
     client.init()
     client.chunk()
@@ -228,8 +228,8 @@ def test_a_text_frame_does_not_end_the_session(client: GenerateClient, engine: F
 def test_an_idle_connection_is_closed_but_a_stream_is_not(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """It closes with 4010 without an error message, which the WebUI would show for ever. A client
-    that only watches is not idle.
+    """An idle connection is closed with 4010 and without an error message, because the WebUI would
+    show the message for ever. A client that only watches a stream is not idle.
     """
     endpoint = make_endpoint(idle_timeout_s=0.3)
     engine.delay_s = 0.2

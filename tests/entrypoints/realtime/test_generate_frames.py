@@ -74,8 +74,8 @@ STATS_FIELDS = {
 
 
 def test_messages_are_byte_for_byte_of_the_known_form(endpoint: EndpointServer) -> None:
-    """One map holds sixteen header fields and the payload, the stats have eighteen fields, `type`
-    is first, and all numbers are whole. (U)
+    """The header and the payload are one map with sixteen header fields, and the stats have
+    eighteen fields. `type` comes first, and all numbers are whole. (U)
     """
     with GenerateClient(endpoint.port) as client:
         client.init(max_chunks=1)
@@ -110,7 +110,7 @@ def test_messages_are_byte_for_byte_of_the_known_form(endpoint: EndpointServer) 
 def test_large_payloads_are_separate_messages(
     make_endpoint: MakeEndpoint, width: int, height: int, inline: bool
 ) -> None:
-    """From 64 KiB on, a header map precedes the bytes in a separate message. (U)"""
+    """A payload of 64 KiB or more is sent as a separate message after its header map. (U)"""
     endpoint = make_endpoint(info={"width": width, "height": height})
     with GenerateClient(endpoint.port) as client:
         client.init(size=f"{width}x{height}", max_chunks=2)
@@ -125,8 +125,8 @@ def test_large_payloads_are_separate_messages(
 def test_no_message_comes_between_header_and_payload(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """A hundred invalid events are answered while chunks are sent, none between a header and its
-    payload. (U)
+    """A hundred invalid events are answered while chunks are sent, but no answer comes between a
+    header and its payload. (U)
     """
     endpoint = make_endpoint(info={"width": 128, "height": 64})
     with GenerateClient(endpoint.port) as client:
@@ -134,7 +134,7 @@ def test_no_message_comes_between_header_and_payload(
         for number in range(100):
             client.event("dance", number, event_id=number)
         errors, chunks = 0, 0
-        # `receive` takes the message after a header for its payload
+        # `receive` takes the message after a header as its payload.
         while chunks < 20 or errors < 100:
             message = client.receive()
             errors += message["type"] == "error"
@@ -143,8 +143,10 @@ def test_no_message_comes_between_header_and_payload(
 
 
 def test_chunks_are_split_by_frames(make_endpoint: MakeEndpoint) -> None:
-    """A message holds at most 16 raw or 6 encoded frames, and the last one is flagged. (U)"""
-    endpoint = make_endpoint(info={"latent_frames_per_chunk": 5})  # a first chunk of 17 frames
+    """A message contains at most 16 raw or 6 encoded frames, and the last message of a chunk is
+    flagged. (U)
+    """
+    endpoint = make_endpoint(info={"latent_frames_per_chunk": 5})  # first chunk of 17 frames
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("helpers.fake_engine.FIRST", 17)
         for kind, counts in (("raw", [16, 1]), ("jpeg", [6, 6, 5])):
@@ -155,8 +157,8 @@ def test_chunks_are_split_by_frames(make_endpoint: MakeEndpoint) -> None:
 
 @pytest.mark.parametrize("kind", ["jpeg", "webp"])
 def test_images_decode_to_the_size_in_the_header(client: GenerateClient, kind: str) -> None:
-    """One file per frame, with the lengths in `payload_lengths`, scaled down to the preview width
-    and never up. (U)
+    """Every frame is one file, with its length in `payload_lengths`. Frames are scaled down to the
+    preview width but never up. (U)
     """
     client.init(
         max_chunks=1,
@@ -181,14 +183,16 @@ def test_images_decode_to_the_size_in_the_header(client: GenerateClient, kind: s
         kind,
     )
     assert header["bytes_per_frame"] == WIDTH * HEIGHT * 3
-    assert len(header) + 1 == 21  # with `payload`, as the original
+    assert len(header) + 1 == 21  # with `payload`, as in the original
     for number, image in enumerate(images):
         assert abs(int(np.asarray(image.convert("RGB"))[8, 12, 0]) - number) <= 3
 
 
 @pytest.mark.parametrize("kind", ["raw", "delta_gzip", "delta-gzip", None])
 def test_lossless_frames_are_lossless(client: GenerateClient, kind: str | None) -> None:
-    """Raw bytes (U), or XOR with the previous frame and gzip for each chunk."""
+    """Lossless frames are raw bytes (U), or are XORed with the previous frame and compressed with
+    gzip for each chunk.
+    """
     client.init(max_chunks=3, realtime_output_format=kind)
     chunks = [client.chunk() for _ in range(3)]
     assert [number for chunk in chunks for number in chunk.numbers()] == list(
@@ -204,8 +208,8 @@ def test_lossless_frames_are_lossless(client: GenerateClient, kind: str | None) 
 
 @pytest.mark.parametrize("num_frames", [16, 17, 40])
 def test_deltas_of_a_chunk_in_several_messages_refer_to_the_frame_before(num_frames: int) -> None:
-    """The first frame of a later message refers to the last frame of the previous one, and the
-    header says so. Each chunk starts without a reference.
+    """In a chunk of several messages, the first frame of a later message refers to the last frame
+    of the previous one, and the header says so. The first message of each chunk has no reference.
     """
     frames_THWC = np.random.default_rng(0).integers(0, 256, (num_frames, 4, 6, 3), dtype=np.uint8)
     result = SimpleNamespace(frames_THWC=frames_THWC, wall_ms=1.0, world_pose_fields={})

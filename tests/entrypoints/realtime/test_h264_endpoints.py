@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""H.264 over the two WebSocket endpoints: one access unit per message, decoded as by WebCodecs."""
+"""H.264 over the two WebSocket endpoints: every message contains one access unit, which is decoded
+as WebCodecs does it.
+"""
 
 import threading
 import time
@@ -33,7 +35,7 @@ SIZE = {"height": 32, "width": 48}
 
 
 def decode_units(units: list[bytes]) -> np.ndarray:
-    """Return the decoded frames [T, H, W, 3]."""
+    """Return the decoded frames, [T, H, W, 3]."""
     decoder: Any = av.CodecContext.create("h264", "r")
     frames = [frame for unit in units for frame in decoder.decode(av.Packet(unit))]
     frames += decoder.decode(None)
@@ -43,7 +45,7 @@ def decode_units(units: list[bytes]) -> np.ndarray:
 def generate(
     client: Client, num_frames: int, number: int = 0, **extra: Any
 ) -> list[dict[str, Any]]:
-    """Request frames as H.264, and return their messages."""
+    """Request frames as H.264 and return the messages received."""
     is_first = num_frames == FIRST
     client.send(
         infer(
@@ -57,8 +59,9 @@ def generate(
 
 
 def test_requests_of_a_session_are_one_stream(client: Client) -> None:
-    """Only the first frame of a session is a key frame. Frame n of the fake engine has the
-    brightness n, and each message names its frame, its time and its request.
+    """The requests of a session form one stream, in which only the first frame is a key frame.
+    Frame n of the fake engine has the brightness n, and each message names its frame, its time and
+    its request.
     """
     messages = generate(client, FIRST) + generate(client, LATER) + generate(client, LATER, number=1)
     assert [message["first_frame"] for message in messages] == list(range(FIRST + 2 * LATER))
@@ -80,8 +83,8 @@ def test_requests_of_a_session_are_one_stream(client: Client) -> None:
 def test_a_bad_network_lowers_the_bitrate_and_loses_no_frame(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """Over 4 Mbit/s with 2 % loss and up to 50 ms jitter, every frame of noise, which would need
-    more, arrives in order, and the bitrate falls below the bandwidth.
+    """The network has 4 Mbit/s with 2 % loss and up to 50 ms jitter, less than a stream of noise
+    needs. Every frame arrives in order, and the bitrate falls below the bandwidth.
     """
     engine.noise = True
     endpoint = make_endpoint(info={"height": 96, "width": 160, "fps": 24.0})
@@ -119,7 +122,9 @@ def test_a_bad_network_lowers_the_bitrate_and_loses_no_frame(
 
 
 def test_a_client_that_lost_frames_gets_a_key_frame(client: Client) -> None:
-    """A decoder that starts at it needs nothing of the chunks before."""
+    """A client that lost frames gets a key frame, from which a decoder can start without any
+    earlier chunk.
+    """
     generate(client, FIRST)
     messages = generate(client, LATER, key_frame=True)
     assert [message["is_key_frame"] for message in messages] == [True, *[False] * (LATER - 1)]
@@ -128,7 +133,9 @@ def test_a_client_that_lost_frames_gets_a_key_frame(client: Client) -> None:
 
 
 def test_a_branch_starts_with_a_key_frame(client: Client) -> None:
-    """Its viewer may be another one, with a decoder of its own."""
+    """A branch starts with a key frame, because another viewer may decode it with a separate
+    decoder.
+    """
     generate(client, FIRST)
     client.send({"endpoint": "branch", "new_session_id": "copy"})
     assert client.receive()["type"] == "branched"
@@ -136,13 +143,15 @@ def test_a_branch_starts_with_a_key_frame(client: Client) -> None:
 
 
 def test_a_recording_next_to_h264_is_one_file_per_chunk(client: Client) -> None:
-    """The last message of the chunk has it."""
+    """The last message of a chunk contains the chunk's recording as one file."""
     messages = generate(client, FIRST, with_mp4=True)
     assert ["mp4" in message for message in messages] == [*[False] * (FIRST - 1), True]
 
 
 def test_generate_sends_an_access_unit_per_message(endpoint: EndpointServer) -> None:
-    """The header has what a decoder needs, and the extension `key_frame` requests a key frame."""
+    """The header of an access unit contains what a decoder requires, and the extension `key_frame`
+    requests a key frame.
+    """
     with ExtendedClient(endpoint.port) as client:
         client.init(realtime_output_format="h264", extensions=["key_frame", "credit"], max_chunks=3)
         assert client.receive()["type"] == "session"
@@ -164,7 +173,7 @@ def test_generate_sends_an_access_unit_per_message(endpoint: EndpointServer) -> 
 def test_an_unknown_codec_is_refused_and_nothing_starts(
     endpoint: EndpointServer, client: Client
 ) -> None:
-    """Both endpoints name the fault, and no session is opened."""
+    """Both endpoints refuse an unknown codec by name and open no session."""
     client.send(infer(extra_body={"video_format": "av1"}))
     refusal = client.receive()
     assert (refusal["code"], refusal["param"]) == ("unsupported_codec", "video_format")
@@ -178,8 +187,8 @@ def test_an_unknown_codec_is_refused_and_nothing_starts(
 
 
 def test_the_bitrate_follows_the_client() -> None:
-    """A chunk that takes most of its playing time to arrive lowers the target at once; many quick
-    ones raise it again, within the limits.
+    """A chunk that takes most of its playing time to arrive lowers the target bitrate immediately.
+    Many fast chunks raise the target again, within the limits.
     """
     control = BitrateControl()
     control.note_transfer(0.8, 1.0)
@@ -197,7 +206,9 @@ def test_the_bitrate_follows_the_client() -> None:
 def test_frames_are_sent_while_later_ones_are_encoded(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The encoder stops before the third frame until the client has the first one."""
+    """The test stops the encoder before the third frame until the client has received the first
+    one.
+    """
     go_on = threading.Event()
     encode_frame = H264Encoder._encode_frame
 
@@ -214,7 +225,9 @@ def test_frames_are_sent_while_later_ones_are_encoded(
 
 
 def test_the_time_of_the_encoder_is_not_the_time_of_the_network() -> None:
-    """A client measures both together; a slow encoder must not lower the bitrate."""
+    """A client measures encoding and transfer together, but a slow encoder must not lower the
+    bitrate.
+    """
     encoders = SessionEncoders(partial(machine_implementations, use_gpu=False))
     spec = EncoderSpec(codec="h264", fps=24.0)
     frames_THWC = np.zeros((1, 32, 48, 3), np.uint8)
@@ -232,7 +245,9 @@ def test_the_time_of_the_encoder_is_not_the_time_of_the_network() -> None:
 def test_a_report_of_a_slow_transfer_lowers_the_bitrate(
     endpoint: EndpointServer, client: Client
 ) -> None:
-    """`transfer_ms` of a request is the time of the client's previous chunk."""
+    """The bitrate falls when `transfer_ms` in a request reports that the client's previous chunk
+    was slow to arrive.
+    """
     generate(client, FIRST)
     generate(client, LATER, transfer_ms=60_000)
     (session,) = endpoint.manager.sessions()

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handshakes of the realtime endpoints: origins, subprotocols, and work outside the event loop."""
+"""Handshakes of the realtime endpoints: origins, subprotocols, and heavy work that runs outside the
+event loop.
+"""
 
 import threading
 from collections.abc import Callable
@@ -21,7 +23,9 @@ MakeEndpoint = Callable[..., EndpointServer]
 
 
 def test_other_origins_are_refused_before_the_upgrade(make_endpoint: MakeEndpoint) -> None:
-    """Pages of other origins cannot use the server. Listed origins and the server's own can."""
+    """Pages of other origins are refused before the upgrade. Pages of listed origins and of the
+    server's own origin are accepted.
+    """
     endpoint = make_endpoint(origins=["https://play.example/", "https://other.example"])
     for origin in ("https://evil.example", "https://play.example.evil", "null"):
         with pytest.raises(InvalidStatus) as refused:
@@ -56,8 +60,8 @@ def test_other_origins_are_refused_before_the_upgrade(make_endpoint: MakeEndpoin
 def test_an_origin_is_compared_without_its_default_port(
     origin: str, host: str, allowed: bool
 ) -> None:
-    """A proxy may add `:443` or `:80` to `Host`, but browsers omit the default port from
-    `Origin`.
+    """An origin is compared without the default port, because a proxy may add `:443` or `:80` to
+    `Host` while browsers omit it from `Origin`.
     """
     listed = {normalize_origin("https://Listed.example/")}
     assert origin_allowed(Headers({"origin": origin, "host": host}), listed) is allowed
@@ -67,7 +71,9 @@ def test_an_origin_is_compared_without_its_default_port(
 def test_pages_from_a_file_or_any_origin_can_be_allowed(
     make_endpoint: MakeEndpoint, listed: str, origin: str
 ) -> None:
-    """`--allowed-origins '["null"]'` and `'["*"]'` allow them."""
+    """`--allowed-origins '["null"]'` allows pages from a file, and `'["*"]'` allows pages of any
+    origin.
+    """
     with make_endpoint(origins=[listed]).client(origin=origin) as client:
         assert client.hello["protocol"] == "omni.world.camera"
 
@@ -81,8 +87,8 @@ def test_pages_from_a_file_or_any_origin_can_be_allowed(
     ],
 )
 def test_a_subprotocol_is_echoed(endpoint: EndpointServer, path: str, offered: str) -> None:
-    """A browser that sends a ticket as a subprotocol must get another one back. Without an offer
-    none is chosen.
+    """A browser that sends a ticket as a subprotocol must get another subprotocol back. If none is
+    offered, none is chosen.
     """
     url = f"ws://127.0.0.1:{endpoint.port}{path}"
     with connect(url, subprotocols=["ticket.x", offered]) as first, connect(url) as second:
@@ -92,8 +98,8 @@ def test_a_subprotocol_is_echoed(endpoint: EndpointServer, path: str, offered: s
 def test_heavy_work_stays_off_the_event_loop(
     client: Client, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decoding of large messages and images and encoding of video run in threads, so other clients
-    are not delayed.
+    """Large messages and images are decoded, and video is encoded, in threads, so other clients are
+    not delayed.
     """
     threads: dict[str, str] = {}
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two real servers behind the real HAProxy: ids, a server that is stopped and started again, and
-one that is killed.
+"""Two real servers behind the real HAProxy: ids, a server that is stopped and restarted, and a
+server that is killed.
 """
 
 import json
@@ -38,7 +38,7 @@ class Fleet:
         self.proxy.wait_until_checked(2)
 
     def start(self, name: str) -> None:
-        """Start a server; again at its port if there was one."""
+        """Start a server, at the same port if it was started before."""
         omni = {"height": HEIGHT, "width": WIDTH, "max_sessions": MAX_SESSIONS}
         omni |= {"server_name": name, "drain_snapshot_dir": str(self._folder / f"kept-{name}")}
         before = self.servers.get(name)
@@ -88,8 +88,10 @@ def play(client: Client, session_id: str, num_frames: int, **fields: Any) -> lis
 
 
 def test_a_fleet_finds_sessions_and_videos_through_restart_and_death(fleet: Fleet) -> None:
-    """A session of a stopped server continues when the server is back; a killed one's is lost."""
-    # Ids that servers choose lead back to their servers.
+    """The session of a stopped server continues when the server is back, whereas the session of a
+    killed server is lost.
+    """
+    # Ids chosen by a server lead back to that server.
     videos = [fleet.call("POST", "/v1/videos", b'{"prompt": "a field"}') for _ in range(4)]
     assert {reply["id"].split(".")[0] for _, reply, _ in videos} == {"video_a", "video_b"}
     for _, video, home in videos:
@@ -97,13 +99,13 @@ def test_a_fleet_finds_sessions_and_videos_through_restart_and_death(fleet: Flee
         status, again, server = fleet.call("GET", f"/v1/videos/{video['id']}")
         assert (status, again["id"], server) == (200, video["id"], home)
 
-    # The expected walk, on one server.
+    # Expected frames of the walk on a single server.
     with fleet.client("session=expected&server=b") as client:
         expected = play(client, "expected", FIRST)
         expected += play(client, "expected", 2 * LATER, image=None)
     assert fleet.call("DELETE", "/v1/sessions/expected")[0] == 204
 
-    # SIGTERM: the server saves its session, and other clients are served meanwhile.
+    # On SIGTERM, the server saves its session while the other server serves clients.
     with fleet.client("session=walk&server=a") as client:
         walked = play(client, "walk", FIRST)
     status, snapshot, server = fleet.call("GET", "/v1/sessions/walk/snapshot")
@@ -123,14 +125,14 @@ def test_a_fleet_finds_sessions_and_videos_through_restart_and_death(fleet: Flee
         walked += play(client, "walk", 2 * LATER, image=None)
     assert walked == expected
 
-    # A snapshot through the proxy creates a session whose id leads to its server.
+    # A snapshot sent through the proxy creates a session with an id that leads to its server.
     status, created, server = fleet.call("POST", "/v1/sessions", snapshot)
     assert status == 201 and created["id"].startswith(f"{server}.")
     for _ in range(3):
         status, _, found = fleet.call("GET", f"/v1/sessions/{created['id']}/snapshot")
         assert (status, found) == (200, server)
 
-    # kill -9: the socket ends at once, and the session's name leads to a server that lives.
+    # After kill -9, the socket ends immediately, and the session's name leads to a live server.
     with fleet.client("session=other") as client:
         killed = fleet.servers["b"]
         kill_all([psutil.Process(killed.process.pid), *family(killed)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients of the realtime endpoints that leave, stop reading, read slowly, flood, or are too many.
+"""Clients of the realtime endpoints may leave, stop reading, read slowly, flood, or be too many.
 Other clients keep their service.
 """
 
@@ -32,9 +32,9 @@ from vllm_omni.entrypoints.realtime.generate.handler import PATHS
 from vllm_omni.entrypoints.realtime.world_camera import handler
 
 MakeEndpoint = Callable[..., EndpointServer]
-BIG = {"width": 416, "height": 240}  # a raw chunk of 12 frames is 3.6 MB: buffers fill at once
+BIG = {"width": 416, "height": 240}  # a raw chunk of 12 frames is 3.6 MB, filling buffers
 BIG_INIT = {"size": "416x240"}
-# well above the gap that `steady` allows, so that a client that blocks the others is noticed
+# Well above the gap that `steady` allows, so the test notices a client that blocks the others.
 DEADLINE_S = 1.25
 ALL_ENDPOINTS = pytest.mark.parametrize("endpoint_name", ["generate", "video", "world camera"])
 StreamClient = GenerateClient | VideoClient | Client
@@ -82,15 +82,15 @@ class RawClient:
     def read_slowly(
         self, bytes_per_s: float, for_s: float
     ) -> tuple[float, int | None, list[bytes]]:
-        """Read at that rate until the server closes the connection; return `(seconds, close code,
-        last messages)`.
+        """Read at the given rate until the server closes the connection. Return `(seconds, close
+        code, last messages)`.
         """
         started_s, messages, read = time.monotonic(), deque[bytes](maxlen=3), 0
         while (now_s := time.monotonic() - started_s) < for_s:
             wanted = int(now_s * bytes_per_s) - read
             try:
                 data = self.socket.recv(wanted) if wanted > 0 else None
-            except OSError:  # reset: the server has cut it
+            except OSError:  # reset by the server
                 data = b""
             if data:
                 read += len(data)
@@ -115,7 +115,7 @@ class RawClient:
         )
 
     def reset(self) -> None:
-        """Leave with RST."""
+        """Disconnect with RST."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.socket.close()
 
@@ -127,7 +127,7 @@ def big_init(**fields: Any) -> bytes:
 
 
 def vanish(client: StreamClient) -> None:
-    """End the TCP connection with RST, as a killed process does."""
+    """End the TCP connection with RST, as happens when a client process is killed."""
     raw = client.connection.socket
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     raw.shutdown(socket.SHUT_RD)
@@ -136,8 +136,8 @@ def vanish(client: StreamClient) -> None:
 
 @contextlib.contextmanager
 def cadence(endpoint: EndpointServer, engine: FakeEngine) -> Iterator[list[float]]:
-    """Arrival times of another client's chunks while the block runs. The engine takes 50 ms per
-    chunk.
+    """Yield the arrival times of another client's chunks while the block runs. The engine takes 50
+    ms per chunk.
     """
     engine.delay_s = 0.05
     arrivals: list[float] = []
@@ -155,15 +155,15 @@ def cadence(endpoint: EndpointServer, engine: FakeEngine) -> Iterator[list[float
         reader.start()
         yield arrivals
         before = len(arrivals)
-        # a gap at the end of the block counts too
+        # A gap at the end of the block counts too.
         wait_until(lambda: len(arrivals) > before)
         client.connection.close()
     reader.join(seconds(5))
 
 
 def steady(arrivals: list[float]) -> bool:
-    """At least four chunks per second of the 20 that the engine can make, and no gap of a second. A
-    busy machine may cause shorter gaps.
+    """Return whether at least four of the 20 possible chunks arrive per second without a gap of a
+    second. A busy machine may cause shorter gaps.
     """
     gaps_s = [b - a for a, b in itertools.pairwise(arrivals)]
     return len(gaps_s) >= 5 and statistics.mean(gaps_s) < 0.25 and max(gaps_s) < 1.0
@@ -174,7 +174,7 @@ def steady(arrivals: list[float]) -> bool:
 def test_leaving_aborts_the_running_chunk_at_once(
     endpoint: EndpointServer, engine: FakeEngine, endpoint_name: str, how: str
 ) -> None:
-    """In the middle of a chunk of 5 s the engine is free in less than a second."""
+    """When a client leaves during a chunk of 5 s, the engine is free in less than a second."""
     engine.delay_s = 5.0
     running = 2 if endpoint_name == "world camera" else 1
     client = connect(endpoint, endpoint_name)
@@ -195,8 +195,8 @@ def test_leaving_aborts_the_running_chunk_at_once(
 def test_a_client_that_never_reads_is_disconnected(
     make_endpoint: MakeEndpoint, engine: FakeEngine, endpoint_name: str
 ) -> None:
-    """Its connection ends at the send deadline, the engine does not work ahead for it, another
-    client gets its slot, and others continue.
+    """The connection of a client that never reads ends at the send deadline. The engine does not
+    generate ahead for it, another client gets its slot, and other clients continue.
     """
     endpoint = make_endpoint(info={**BIG, "max_sessions": 2}, send_deadline_s=DEADLINE_S)
     engine.noise = endpoint_name == "video"
@@ -214,7 +214,7 @@ def test_a_client_that_never_reads_is_disconnected(
         wait_until(lambda: len(endpoint.manager) == 2)
         wait_until(lambda: len(endpoint.server.server_state.connections) == 1, DEADLINE_S + 4)
         made = len([call for call in engine.chunks if call.params.width == 416])
-        assert made <= 1  # only the first chunk names a size
+        assert made <= 1  # only the first chunk has a size
         with GenerateClient(endpoint.port) as next_client:
             next_client.init(**BIG_INIT, max_chunks=1)
             next_client.chunk()
@@ -228,10 +228,10 @@ def test_a_client_that_never_reads_is_disconnected(
 def test_a_reader_at_a_quarter_of_the_rate_is_closed(
     make_endpoint: MakeEndpoint, engine: FakeEngine, endpoint_name: str
 ) -> None:
-    """After the timeout it gets the reason and 4008, its slot is free, and other clients are not
-    delayed.
+    """After the timeout, a client that reads too slowly gets the reason and 4008. The client's slot
+    is freed, and other clients are not delayed.
     """
-    timeout_s, bytes_per_s = 0.75, 250_000  # 0.9 s a raw chunk
+    timeout_s, bytes_per_s = 0.75, 250_000  # 0.9 s for each raw chunk
     endpoint = make_endpoint(info={**BIG, "max_sessions": 2}, slow_reader_timeout_s=timeout_s)
     sized = {"width": 96, "height": 64}
     fps = 4 * bytes_per_s / (96 * 64 * 3)
@@ -272,8 +272,8 @@ def test_a_reader_at_a_quarter_of_the_rate_is_closed(
 
 
 def test_a_slow_reader_slows_only_itself(make_endpoint: MakeEndpoint, engine: FakeEngine) -> None:
-    """A client that reads at the playing rate stays connected. Its session makes no more than it
-    reads, and little is held for it.
+    """A client that reads at the playing rate stays connected. The session generates no more than
+    its client reads, and the server buffers little for that client.
     """
     endpoint = make_endpoint(info=BIG, send_deadline_s=DEADLINE_S)
     chunk_bytes, for_s = 12 * 160 * 96 * 3, 1.5
@@ -286,7 +286,7 @@ def test_a_slow_reader_slows_only_itself(make_endpoint: MakeEndpoint, engine: Fa
             exactly(0.01)
         assert len(endpoint.manager) == 2
         assert most_held <= 4 * chunk_bytes
-        # of the 20 chunks a second that the engine could make
+        # The engine could generate 20 chunks per second.
         assert 5e5 < read < 0.5 * 20 * chunk_bytes * for_s
         slow.reset()
         wait_until(lambda: len(endpoint.manager) == 1)
@@ -296,8 +296,8 @@ def test_a_slow_reader_slows_only_itself(make_endpoint: MakeEndpoint, engine: Fa
 def test_a_reader_of_a_few_bytes_is_disconnected(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """A few bytes now and then are not enough, because the whole message must be sent within the
-    deadline.
+    """A client that reads only a few bytes at a time is disconnected, because the whole message
+    must be sent within the deadline.
     """
     endpoint = make_endpoint(info=BIG, send_deadline_s=DEADLINE_S)
     slow = RawClient(endpoint.port, PATHS[0], big_init())
@@ -312,8 +312,8 @@ def test_a_reader_of_a_few_bytes_is_disconnected(
 
 
 def test_sessions_of_one_client_are_bounded(make_endpoint: MakeEndpoint) -> None:
-    """One more session is refused, another API key has a separate limit, and a freed slot can be
-    used again.
+    """A client beyond its session limit is refused. Another API key has a separate limit, and a
+    freed slot can be used again.
     """
     endpoint = make_endpoint(sessions_per_client=2, slot_wait_s=0.2)
     clients = [GenerateClient(endpoint.port) for _ in range(3)]
@@ -340,7 +340,9 @@ def test_sessions_of_one_client_are_bounded(make_endpoint: MakeEndpoint) -> None
 def test_capacity_is_refused_a_hundred_times_and_comes_back(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """Each refusal has one error and 1013, and no slot is lost."""
+    """Each refusal for lack of capacity consists of one error and 1013, and no slot is lost after a
+    hundred of them.
+    """
     engine.delay_s = 0.02
     endpoint = make_endpoint(info={"max_sessions": 2}, slot_wait_s=0.001)
     residents = [ExtendedClient(endpoint.port) for _ in range(2)]
@@ -372,8 +374,8 @@ def test_capacity_is_refused_a_hundred_times_and_comes_back(
 def test_bytes_held_for_readers_are_bounded(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """Beyond the limit new sessions are refused and running ones wait for their readers. Afterwards
-    sessions start again.
+    """Beyond the limit on held bytes, new sessions are refused and running ones wait for their
+    readers. When the readers have left, sessions can start again.
     """
     endpoint = make_endpoint(
         info=BIG, max_held_bytes=1_000_000, send_deadline_s=60, slot_wait_s=0.1
@@ -397,8 +399,8 @@ def test_bytes_held_for_readers_are_bounded(
 
 
 def test_connections_of_all_endpoints_are_counted_together(make_endpoint: MakeEndpoint) -> None:
-    """A further connection to any endpoint is refused with 503 before the upgrade until one
-    ends.
+    """Connections of all endpoints count together. A connection beyond the limit is refused with
+    503 before the upgrade until another one ends.
     """
     endpoint = make_endpoint(max_connections=2)
     with GenerateClient(endpoint.port), VideoClient(endpoint.port) as second:
@@ -414,7 +416,7 @@ def test_connections_of_all_endpoints_are_counted_together(make_endpoint: MakeEn
 def test_a_flood_of_controls_closes_the_connection(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """The latest event acts, a flood closes with 1008, and another client keeps its rate."""
+    """A flood of controls closes its connection with 1008, and another client keeps its rate."""
     endpoint = make_endpoint(max_messages_per_s=500)
     with cadence(endpoint, engine) as arrivals:
         with GenerateClient(endpoint.port) as flood:
@@ -422,7 +424,7 @@ def test_a_flood_of_controls_closes_the_connection(
             with contextlib.suppress(ConnectionClosed):
                 for number in range(20_000):
                     flood.state(["w"] if number % 2 else [], event_id=number)
-            # the client may close before it reads the close frame
+            # The client may close the connection before it reads the close frame.
             assert flood.close_code()[0] in (1008, 1006)
         pause(0.3)
     assert steady(arrivals)
@@ -433,8 +435,8 @@ def test_a_flood_of_controls_closes_the_connection(
 def test_abrupt_ends_leave_nothing_behind(
     make_endpoint: MakeEndpoint, engine: FakeEngine, endpoint_name: str
 ) -> None:
-    """After sixty clients vanish at every stage no task, request, connection, session or byte
-    remains.
+    """After sixty clients have vanished at every stage, no task, request, connection, session or
+    byte remains.
     """
     endpoint = make_endpoint(info={"max_sessions": 4, "session_idle_s": 0.5})
     engine.delay_s = 0.02

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The realtime endpoints of a real `vllm serve --omni`: its engine, its API key, the OpenAI video
-route and HAProxy in front of it.
+route, and HAProxy in front of it.
 """
 
 import base64
@@ -35,7 +35,7 @@ def generating(served: Served, **fields: Any) -> Iterator[GenerateClient]:
 
 
 def signatures(client: GenerateClient, count: int) -> list[int]:
-    """The signature that the null world paints of each chunk. Frame numbers are checked."""
+    """Return the signature that the null world paints in each chunk, and check the frame numbers."""
     found: list[int] = []
     for index in range(count):
         frames_THWC = client.chunk(60).frames()
@@ -48,7 +48,7 @@ def signatures(client: GenerateClient, count: int) -> list[int]:
 
 
 def test_a_stream_is_reproducible_and_a_prompt_changes_it(served: Served) -> None:
-    """The same init gives the same frames in another session, and a prompt switch changes them."""
+    """The same init gives the same frames in another session. A prompt switch changes the frames."""
     with generating(served, max_chunks=6) as client:
         plain = signatures(client, 6)
         assert client.close_code() == (1000, "generation complete")
@@ -62,8 +62,8 @@ def test_a_stream_is_reproducible_and_a_prompt_changes_it(served: Served) -> Non
 
 
 def test_sessions_fill_the_engine(served: Served) -> None:
-    """Three sessions run together and a fourth is refused. The slot of a client that vanishes is
-    free again.
+    """Three sessions run together and a fourth is refused. The slot of a client that vanishes
+    becomes free.
     """
     with contextlib.ExitStack() as stack:
         slow = {"realtime_output_pacing": True, "fps": 24}
@@ -84,7 +84,9 @@ def test_sessions_fill_the_engine(served: Served) -> None:
 
 
 def test_fragments_of_a_real_stream_are_a_video(served: Served) -> None:
-    """JSON in and fragmented MP4 out, through the real engine. `session.stop` ends the stream."""
+    """A client sends JSON and receives fragmented MP4 from the real engine. `session.stop` ends the
+    stream.
+    """
     image = "data:image/png;base64," + base64.b64encode(png(WIDTH, HEIGHT)).decode()
     start = {
         "type": "session.start",
@@ -115,7 +117,7 @@ def test_access_units_of_a_real_stream_are_a_video(served: Served) -> None:
     """Frame n of the null world has grey level n. `/omni/ready` names the encoder."""
     with generating(served, max_chunks=3, realtime_output_format="h264") as client:
         units = [unit for _ in range(3) for unit in client.chunk(60).payloads]
-    video_THWC, _ = decode_mp4(b"".join(units))  # FFmpeg also reads a bare stream
+    video_THWC, _ = decode_mp4(b"".join(units))  # FFmpeg also reads a raw stream
     assert len(video_THWC) == FIRST + 2 * LATER
     np.testing.assert_allclose(video_THWC[:, 20, 20, 0], np.arange(len(video_THWC)), atol=4)
     with urllib.request.urlopen(f"http://127.0.0.1:{served.port}/omni/ready") as response:
@@ -125,7 +127,9 @@ def test_access_units_of_a_real_stream_are_a_video(served: Served) -> None:
 
 @pytest.mark.filterwarnings("ignore:The Sora API")
 def test_a_world_makes_a_video(served: Served) -> None:
-    """13 frames are a chunk and a part of the next. Frame n of the null world has grey level n."""
+    """A video of 13 frames takes a chunk and a part of the next one. Frame n of the null world has
+    grey level n.
+    """
     with openai.OpenAI(
         base_url=f"http://127.0.0.1:{served.port}/v1", api_key=KEY, max_retries=0
     ) as client:
@@ -152,7 +156,7 @@ def first_chunk(port: int, session_id: str) -> np.ndarray:
 
 @needs_haproxy
 def test_a_session_through_haproxy_has_the_same_frames(served: Served, tmp_path: Path) -> None:
-    """HAProxy reads the readiness of a real server, and its sockets pass unchanged."""
+    """HAProxy reads the readiness of a real server and forwards its sockets unchanged."""
     with running_proxy(tmp_path, {"a": f"127.0.0.1:{served.port}"}) as proxy:
         proxy.wait_until_checked(1)
         frames_THWC = first_chunk(proxy.port, "proxied")

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`kill -9` of either server while sessions move, and SIGTERM of a server whose sessions move away.
 
-A session is never live on two servers. If it is live on none, its last snapshot is on the disk.
+A session is never live on two servers. If a session is live on no server, its last snapshot is on
+disk.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 ROLLING_RESTART = Path(__file__).parents[3] / "benchmarks" / "rolling_restart.py"
 KILLS = 4
-"""Kills in each test. benchmarks/moves.py makes more."""
+"""Number of kills in each test. benchmarks/moves.py uses more."""
 
 
 def snapshots(folder: Path) -> list[Path]:
@@ -37,9 +38,10 @@ def snapshots(folder: Path) -> list[Path]:
 def test_a_killed_server_leaves_the_session_on_one_side_or_its_snapshot(
     null_world: Path, tmp_path: Path, victim: str, is_shared: bool
 ) -> None:
-    """The server is killed at a random moment of a move from `a` to `b`, and started again.
+    """The server is killed at a random moment while a session moves from `a` to `b`, and then
+    restarted.
 
-    No file of a move is left in a directory that they share.
+    If the servers share a directory, no file of a move is left there.
     """
     kept = {name: tmp_path / f"kept-{name}" for name in "ab"}
     shared = tmp_path / "shared"
@@ -63,7 +65,7 @@ def test_a_killed_server_leaves_the_session_on_one_side_or_its_snapshot(
                 moving.join()
             fleet.start(victim, drain_snapshot_dir=str(kept[victim]), snapshot_period_s=0.1)
             fleet[victim].wait_until_healthy()
-            pause(12)  # longer than a move can be open
+            pause(12)  # longer than a move may take
             live = [name for name in "ab" if session_id in live_sessions(fleet[name])]
             assert len(live) <= 1, live
             assert not list(shared.glob("*.safetensors"))
@@ -87,7 +89,7 @@ def migrate_quietly(fleet: TestFleet, session_id: str) -> None:
 
 
 def kill_server(fleet: TestFleet, name: str) -> None:
-    """Kill the API server and then its engine, which would end by itself."""
+    """Kill the API server and then its engine, which would otherwise end by itself."""
     server = fleet[name]
     children = family(server)
     psutil.Process(server.process.pid).kill()
@@ -99,8 +101,8 @@ def kill_server(fleet: TestFleet, name: str) -> None:
 
 
 def test_a_rolling_restart_moves_every_session(null_world: Path, tmp_path: Path) -> None:
-    """SIGTERM moves a session that plays and one that is idle to the other server, which continues
-    them bit for bit. Nothing is written to the disk.
+    """SIGTERM moves a playing session and an idle one to the other server, which continues them bit
+    for bit. Nothing is written to disk.
     """
     kept = tmp_path / "kept"
     fleet = TestFleet(null_world, tmp_path, omni={"drain_snapshot_dir": str(kept)})
@@ -130,7 +132,7 @@ def test_a_rolling_restart_moves_every_session(null_world: Path, tmp_path: Path)
             assert signatures(frames) + signatures(client.frames()) == whole
             client.send(request(LATER, session_id="idle", image=None))
             assert signatures(client.frames())[0][0] == FIRST
-        # without room elsewhere, a session is saved as before
+        # Without capacity elsewhere, a session is saved to disk.
         b.process.terminate()
         assert b.process.wait(seconds(20)) == 0
         assert len(list(kept.glob("*.safetensors"))) == 2
@@ -139,7 +141,7 @@ def test_a_rolling_restart_moves_every_session(null_world: Path, tmp_path: Path)
 
 
 class Restartable:
-    """Servers of a `TestFleet`, for the benchmark."""
+    """Lets the benchmark restart servers of a `TestFleet`."""
 
     def __init__(self, fleet: TestFleet) -> None:
         self._fleet, self.ports = fleet, fleet.ports
@@ -158,8 +160,8 @@ class Restartable:
 def test_played_streams_survive_a_rolling_restart_behind_haproxy(
     null_world: Path, tmp_path: Path
 ) -> None:
-    """Each of three servers is stopped and started again. No stream ends, every chunk arrives once,
-    and no client waits for longer than two seconds. The benchmark plays 24 of them.
+    """Each of three servers is stopped and restarted. No stream ends, every chunk arrives once, and
+    no client waits longer than two seconds. The benchmark plays 24 streams.
     """
     benchmark = load_script(ROLLING_RESTART)
     fleet = TestFleet(null_world, tmp_path, names="abc")
@@ -178,7 +180,7 @@ def test_played_streams_survive_a_rolling_restart_behind_haproxy(
 
 
 def test_a_server_that_drains_takes_no_session(null_world: Path, tmp_path: Path) -> None:
-    """The session stays where it was, and the operator is told."""
+    """A session stays on its server if the target drains, and the operator is notified."""
     fleet = TestFleet(null_world, tmp_path)
     try:
         a, b = fleet["a"], fleet["b"]

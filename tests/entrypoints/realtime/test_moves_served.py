@@ -42,7 +42,7 @@ SLOW = {"step_ms": 60.0}
 def fleet(
     null_world: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[TestFleet]:
-    """Servers that send snapshots, and servers that share a directory."""
+    """Start servers that send snapshots, or servers that share a directory."""
     shared = tmp_path_factory.mktemp("shared") if request.param == "shared" else None
     fleet = TestFleet(null_world, tmp_path_factory.mktemp("fleet"), shared_dir=shared)
     try:
@@ -55,7 +55,7 @@ def fleet(
 
 def test_a_session_continues_bit_for_bit_on_another_server(fleet: TestFleet) -> None:
     """A request of five chunks moves while it runs. The client receives every finished chunk, then
-    `moved`, and asks the other server for the rest.
+    `moved`, and requests the rest from the other server.
     """
     path = camera(FIRST + 4 * LATER)
     a, b = fleet["a"], fleet["b"]
@@ -78,7 +78,7 @@ def test_a_session_continues_bit_for_bit_on_another_server(fleet: TestFleet) -> 
         assert 1 <= len(frames) < 5
         assert "walk" not in live_sessions(a)
         assert "walk" in live_sessions(b)
-        # who asks the first server is sent on
+        # A request to the first server is redirected.
         late = client.request(request(LATER, session_id="walk", image=None))
         assert (late["type"], late["server"]) == ("moved", "b")
     wait_for_engine_sessions(a, 0)
@@ -94,7 +94,9 @@ def test_a_session_continues_bit_for_bit_on_another_server(fleet: TestFleet) -> 
 
 
 def test_an_idle_session_moves_there_and_back(fleet: TestFleet) -> None:
-    """A client that waits for nothing is told too, and a session may return."""
+    """A client is notified of a move even if it has no request running, and a session may return to
+    its first server.
+    """
     a, b = fleet["a"], fleet["b"]
     with a.client() as client, b.client() as other:
         client.send(request(FIRST, session_id="idle"))
@@ -112,7 +114,7 @@ def test_an_idle_session_moves_there_and_back(fleet: TestFleet) -> None:
 
 
 def test_a_client_that_was_away_receives_what_it_missed(fleet: TestFleet) -> None:
-    """Replies that were not delivered stay at the first server until the client returns."""
+    """Replies that were not delivered stay on the first server until their client returns."""
     a = fleet["a"]
     with a.client() as client:
         client.send(request(FIRST + LATER, session_id="away"))
@@ -130,8 +132,8 @@ def test_a_client_that_was_away_receives_what_it_missed(fleet: TestFleet) -> Non
 
 
 def test_refused_moves_leave_the_session(fleet: TestFleet) -> None:
-    """A server that is not listed or does not respond, a wrong key, an unknown session, and an id
-    that is in use over there.
+    """A move is refused, and the session stays, if the server is not listed or does not respond,
+    the key is wrong, the session is unknown, or its id is in use on the target.
     """
     a, b = fleet["a"], fleet["b"]
     with a.client() as client, b.client() as other:
@@ -159,9 +161,11 @@ def test_refused_moves_leave_the_session(fleet: TestFleet) -> None:
 GENERATE = "/v1/realtime_video/generate"
 VIDEO = "/v1/realtime/video"
 FPS = 48
-"""The server sends four chunks a second, so that a session can move before its stream ends."""
+"""The server sends four chunks per second at this rate, so a session can move before its stream
+ends.
+"""
 SCRIPT_KEYS = [["w"], ["w", "j"], [], ["l"], ["s", "i"]] * 5
-"""Keys of 25 latent frames: more than the chunks before the first move use."""
+"""Keys of 25 latent frames, more than the chunks before the first move use."""
 
 
 def stream_url(server: Served, path: str) -> str:
@@ -170,7 +174,7 @@ def stream_url(server: Served, path: str) -> str:
 
 @pytest.mark.parametrize("path", [GENERATE, VIDEO])
 def test_a_session_whose_client_cannot_follow_stays(fleet: TestFleet, path: str) -> None:
-    """Clients of the original protocols have no message for it."""
+    """A session stays if its client speaks an original protocol, which has no message for a move."""
     a = fleet["a"]
     with connect(stream_url(a, path), additional_headers=AUTHORIZED, max_size=None) as socket:
         socket.send(first_message(path, 500, follows=False))
@@ -189,7 +193,7 @@ def first_message(
     session_id: str | None = None,
     is_paced: bool = True,
 ) -> bytes | str:
-    """The first message of a client that steers by a script, of a new or a continued session."""
+    """Return the first message of a client that steers a new or a continued session by a script."""
     if path == GENERATE:
         message = {"type": "init", "prompt": "a path", "size": f"{WIDTH}x{HEIGHT}", "seed": 3}
         message |= {"first_frame": png(), "max_chunks": num_chunks, "session_id": session_id}
@@ -207,20 +211,20 @@ def first_message(
 
 
 class Stream:
-    """A client of a live endpoint that follows its session."""
+    """A client of a live endpoint that follows its session to other servers."""
 
     def __init__(self, fleet: TestFleet, path: str, num_chunks: int, is_paced: bool = True) -> None:
         self._fleet, self._path, self._num_chunks = fleet, path, num_chunks
         self._is_paced = is_paced
         self.server, self.session_id = "a", ""
         self.chunks: list[tuple[int, bytes]] = []
-        """Number and encoded frames of each chunk."""
+        """Number and encoded frames of each chunk received."""
         self._moves: list[threading.Thread] = []
         self.replies: list[tuple[int, dict[str, Any]]] = []
-        """Replies to `move`."""
+        """Replies to `move` requests."""
 
     def move(self, to: str) -> None:
-        """Move the session, while its client goes on to read."""
+        """Move the session while its client continues to read."""
 
         def call(source: str = self.server) -> None:
             self.replies.append(migrate(self._fleet[source], self.session_id, to))
@@ -229,7 +233,7 @@ class Stream:
         self._moves[-1].start()
 
     def messages(self) -> Iterator[tuple[dict[str, Any], ClientConnection]]:
-        """Yield each message and the connection, from the start to the planned end."""
+        """Yield every message with its connection, from the start to the planned end."""
         is_over = False
         while not is_over:
             url = stream_url(self._fleet[self.server], self._path)
@@ -275,7 +279,7 @@ class Stream:
 
 
 def media(data: bytes) -> Iterator[bytes]:
-    """The `mdat` boxes of an MP4."""
+    """Yield the `mdat` boxes of an MP4."""
     while data:
         size = int.from_bytes(data[:4])
         if data[4:8] == b"mdat":
@@ -285,8 +289,10 @@ def media(data: bytes) -> Iterator[bytes]:
 
 @pytest.mark.parametrize("path", [GENERATE, VIDEO])
 def test_a_live_stream_continues_bit_for_bit(fleet: TestFleet, path: str) -> None:
-    """Its script and its timed prompt continue too, on the way there and back."""
-    still = Stream(fleet, path, 12, is_paced=False)  # the same frames, sooner
+    """A live stream continues bit for bit, including its script and its timed prompt, when it moves
+    to another server and back.
+    """
+    still = Stream(fleet, path, 12, is_paced=False)  # same frames, generated faster
     for _ in still.messages():
         pass
     assert [index for index, _ in still.chunks] == list(range(12))
@@ -304,7 +310,9 @@ def test_a_live_stream_continues_bit_for_bit(fleet: TestFleet, path: str) -> Non
 
 
 def test_an_interaction_with_receipt_acts_on_the_other_server(fleet: TestFleet) -> None:
-    """An interaction that arrives while the session moves is confirmed and acts, or is ignored."""
+    """An interaction that arrives while the session moves is either confirmed and acts, or is
+    ignored.
+    """
     stream, numbers = Stream(fleet, VIDEO, 20), itertools.count()
     confirmed, acted, servers = set(), set(), set()
     for message, socket in stream.messages():
@@ -313,13 +321,13 @@ def test_an_interaction_with_receipt_acts_on_the_other_server(fleet: TestFleet) 
                 acted |= {*message["started_event_ids"], *message["completed_event_ids"]}
                 if len(stream.chunks) in (3, 9):
                     stream.move("b" if stream.server == "a" else "a")
-                if len(stream.chunks) < 14:  # the last chunks may be in work already
+                if len(stream.chunks) < 14:  # later chunks may already be in flight
                     number = next(numbers)
                     actions = {"mode": "state", "transitions": [{"buttons": ["jl"[number % 2]]}]}
                     interaction: dict[str, Any] = {"event_id": f"event-{number}"}
                     interaction["event"] = {"multi_modal_data": {"actions": actions}}
                     sent = {"type": "session.interaction", "interaction": interaction}
-                    with contextlib.suppress(ConnectionClosedOK):  # `moved` is still to be read
+                    with contextlib.suppress(ConnectionClosedOK):  # `moved` is not read yet
                         socket.send(json.dumps(sent))
             case "session.interaction.queued":
                 confirmed.add(message["event_id"])
@@ -330,7 +338,9 @@ def test_an_interaction_with_receipt_acts_on_the_other_server(fleet: TestFleet) 
 
 
 def test_rebalance_empties_a_server_and_evens_out(fleet: TestFleet) -> None:
-    """The command moves the sessions of three clients, which continue where they are sent."""
+    """`rebalance` moves the sessions of three clients, and each client continues on the server that
+    it is sent to.
+    """
     command = ("-m", "vllm_omni.entrypoints.cli.main", "rebalance", fleet.file, "--once")
     environ = {"VLLM_OMNI_OPERATOR_KEY": OPERATOR_KEY}
     names = {"r0", "r1", "r2", "r3"}
@@ -372,7 +382,7 @@ def test_the_routes_of_other_servers_require_the_operators_key(fleet: TestFleet)
 
 
 def test_a_prepared_session_is_hidden_and_ends_without_a_commit(fleet: TestFleet) -> None:
-    """Only a commit makes a session live; after the end of a move a commit is refused."""
+    """Only a commit makes a prepared session live. After the end of a move, a commit is refused."""
     a, b = fleet["a"], fleet["b"]
     with a.client() as client:
         client.send(request(FIRST, session_id="half"))
@@ -388,7 +398,7 @@ def test_a_prepared_session_is_hidden_and_ends_without_a_commit(fleet: TestFleet
 
 
 def test_the_example_client_follows_its_session(fleet: TestFleet, tmp_path: Path) -> None:
-    """Its frames equal, bit for bit, those of a session that does not move."""
+    """The frames of the example client are bit-identical to those of a session that does not move."""
     a, b = fleet["a"], fleet["b"]
     arguments = ["--image", start_image(tmp_path), "--keys", "w*24", "--codec", "ndarray_u8"]
     sizes = ["--width", WIDTH, "--height", HEIGHT]
@@ -411,7 +421,7 @@ def test_the_example_client_follows_its_session(fleet: TestFleet, tmp_path: Path
 def test_the_live_example_follows_its_session(
     fleet: TestFleet, tmp_path: Path, endpoint: str
 ) -> None:
-    """The frames of its file equal those of a session that does not move."""
+    """The file of the live example has the same frames as a session that does not move."""
     url = f"ws://127.0.0.1:{fleet['a'].port}"
     arguments = [EXAMPLES / "realtime_video.py", "--server", url, "--api-key", KEY, "--keys", "w*9"]
     arguments += ["--image", start_image(tmp_path), "--size", f"{WIDTH}x{HEIGHT}", "--chunks", 60]
@@ -430,7 +440,7 @@ def test_the_live_example_follows_its_session(
 
 @contextlib.contextmanager
 def moving_about(fleet: TestFleet) -> Iterator[list[int]]:
-    """Move each session that plays, again and again, and list the chunks at which they moved."""
+    """Repeatedly move every playing session, and yield the list of chunks at which sessions moved."""
     stop = threading.Event()
     moves: list[int] = []
     mover = threading.Thread(target=move_about, args=(fleet, stop, moves))
@@ -443,7 +453,7 @@ def moving_about(fleet: TestFleet) -> Iterator[list[int]]:
 
 
 def move_about(fleet: TestFleet, stop: threading.Event, moves: list[int]) -> None:
-    """Move each session that plays to the other server, again and again."""
+    """Repeatedly move every playing session to the other server."""
     while not stop.is_set():
         for name, other in (("a", "b"), ("b", "a")):
             for session in live_sessions(fleet[name]):

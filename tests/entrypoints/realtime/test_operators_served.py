@@ -2,8 +2,8 @@
 """Request ids, spans, quotas, metrics and logs of a real `vllm serve --omni`, as an operator needs
 them.
 
-The shared server logs text. `operated` logs JSON, exports spans to a collector in this process, and
-has quotas.
+The shared server logs text. The server `operated` logs JSON, exports spans to a collector in this
+process, and has quotas.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ def collector() -> Iterator[Collector]:
 def operated(
     null_world: Path, tmp_path_factory: pytest.TempPathFactory, collector: Collector
 ) -> Iterator[Served]:
-    """A server with two keys, one of which has a small quota."""
+    """Start a server with two keys, one of which has a small quota."""
     folder = tmp_path_factory.mktemp("operated")
     quotas = folder / "quotas.toml"
     digest = hashlib.sha256(SMALL_KEY.encode()).hexdigest()
@@ -83,7 +83,7 @@ def ids(response: http.client.HTTPResponse) -> list[str]:
 
 
 def walk(server: Served, session_id: str, headers: dict[str, str], num_chunks: int = 2) -> None:
-    """A session with one request per chunk, closed at the end."""
+    """Run a session with one request per chunk, and close it at the end."""
     with server.client(**headers) as client:
         for number in range(num_chunks):
             client.send(request(LATER if number else FIRST, session_id=session_id))
@@ -98,8 +98,8 @@ def walk(server: Served, session_id: str, headers: dict[str, str], num_chunks: i
 def test_every_http_response_carries_one_request_id(
     kind: str, request: pytest.FixtureRequest
 ) -> None:
-    """The client's id or a new one, also for refusals and unknown routes, and with vLLM's own flag
-    for it, which `operated` has.
+    """Every response has the client's request id or a new one, even for refusals and unknown
+    routes, and with vLLM's own flag for request ids, which `operated` sets.
     """
     server: Served = request.getfixturevalue(kind)
     for path, status in (("/health", 200), ("/v1/models", 401), ("/v1/nothing", 401), ("/", 307)):
@@ -130,7 +130,9 @@ def test_a_handshake_carries_the_request_id_whether_it_succeeds_or_not(served: S
 
 
 def test_every_line_of_a_session_names_it_and_the_request(served: Served) -> None:
-    """Lines of the session, of its connection, and of uvicorn about the handshake."""
+    """Log lines of a session, of its connection, and of uvicorn about the handshake name the
+    session and the request.
+    """
     before = len(served.log)
     walk(served, "logged-session", {**AUTHORIZED, "X-Request-Id": "logged-request"})
     wait_until(lambda: "realtime/world/camera ended" in served.log[before:])
@@ -152,7 +154,9 @@ def test_every_line_of_a_session_names_it_and_the_request(served: Served) -> Non
 
 
 def test_the_fast_paths_are_logged_once_and_listed_when_ready(operated: Served) -> None:
-    """Both have every path of the engine, with its reason if it is off."""
+    """The log and the readiness reply list every fast path of the engine, with the reason if a path
+    is off.
+    """
     wait_until(lambda: json.loads(call(operated, "GET", "/omni/ready")[1])["fast_paths"])
     found = json.loads(call(operated, "GET", "/omni/ready")[1])["fast_paths"]
     assert {"name": "flash_attention_3", "on": False, "reason": "there is no CUDA GPU"} in found
@@ -186,7 +190,9 @@ def test_json_lines_have_the_ids_as_fields(operated: Served) -> None:
 def test_spans_of_a_session_belong_to_the_callers_trace(
     operated: Served, collector: Collector
 ) -> None:
-    """Each of two chunks has every span once, with the right parent and within its time."""
+    """For two chunks, each span appears once per chunk, with the right parent and within the
+    parent's time.
+    """
     walk(operated, "traced", {**AUTHORIZED, "traceparent": f"00-{TRACE_ID}-{CALLER_SPAN}-01"})
     wait_until(lambda: any(span.name == "session" for span in collector.spans(TRACE_ID)), 20)
     wait_until(
@@ -226,7 +232,7 @@ def test_spans_of_a_session_belong_to_the_callers_trace(
     assert [
         span.name for span in spans if span.parent_span_id == session.span_id and span not in chunks
     ] == [
-        "llm_request"  # the engine's close of the world
+        "llm_request"  # the engine closes the session
     ]
     numbers = [
         item.value.int_value
@@ -238,7 +244,7 @@ def test_spans_of_a_session_belong_to_the_callers_trace(
 
 
 def test_a_traceparent_without_tracing_is_ignored(served: Served) -> None:
-    """A `traceparent` at a server without tracing causes no error and no warning."""
+    """A `traceparent` sent to a server without tracing causes no error and no warning."""
     before = len(served.log)
     walk(
         served,
@@ -253,8 +259,9 @@ def test_a_traceparent_without_tracing_is_ignored(served: Served) -> None:
 
 
 def test_a_key_beyond_its_quota_is_refused_at_the_socket_and_over_http(operated: Served) -> None:
-    """A second session, a fourth chunk and an HTTP request get a typed error with a time. Other
-    keys are not affected, metrics use the key's name, and the log holds no key.
+    """A key beyond its quota gets a typed error with a time for a second session, a fourth chunk
+    and an HTTP request. Other keys are not affected. Metrics use the key's name, and the log
+    contains no key.
     """
     with operated.client(**SMALL) as client:
         client.send(request(FIRST, session_id="small"))
@@ -269,7 +276,7 @@ def test_a_key_beyond_its_quota_is_refused_at_the_socket_and_over_http(operated:
         client.frames()
         error = client.request(request(LATER, session_id="small"))
         assert (error["code"], error["quota"]) == ("quota_exceeded", "chunks")
-        assert 0 < error["retry_after_ms"] <= 20_000  # three a minute
+        assert 0 < error["retry_after_ms"] <= 20_000  # three per minute
         connection = http.client.HTTPConnection("127.0.0.1", operated.port, timeout=seconds(20))
         body = json.dumps({"prompt": "a path"})
         connection.request(
@@ -291,7 +298,7 @@ def test_a_key_beyond_its_quota_is_refused_at_the_socket_and_over_http(operated:
 
 
 def expressions() -> Iterator[str]:
-    """Each PromQL expression of the example rules and dashboard."""
+    """Yield every PromQL expression of the example rules and dashboard."""
     for group in yaml.safe_load((DEPLOY / "rules.yml").read_text())["groups"]:
         yield from (rule["expr"] for rule in group["rules"])
     for panel in json.loads((DEPLOY / "grafana-dashboard.json").read_text())["panels"]:
@@ -299,7 +306,7 @@ def expressions() -> Iterator[str]:
 
 
 def exported(page: str) -> dict[str, set[str]]:
-    """{metric: its label names} of all samples on a metrics page."""
+    """Return {metric: its label names} of all samples on a metrics page."""
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
@@ -308,7 +315,7 @@ def exported(page: str) -> dict[str, set[str]]:
 
 
 def unknown_names(expression: str, known: dict[str, set[str]]) -> list[str]:
-    """Metrics and labels of an expression that no metrics page has."""
+    """Return the metrics and labels of an expression that are on no metrics page."""
     missing = []
     selectors = re.findall(r"\b((?:omni_|vllm:)\w+)(?:\{([^}]*)\})?", expression)
     for name, selector in selectors:
@@ -328,7 +335,7 @@ def unknown_names(expression: str, known: dict[str, set[str]]) -> list[str]:
 
 def test_the_server_exports_the_metrics_of_rules_and_dashboard(operated: Served) -> None:
     """After failed and late chunks, a refusal and a video job, the server exports every metric and
-    label of the examples.
+    label that the examples use.
     """
     with operated.client(**AUTHORIZED, **{"X-Request-Id": "engine-line"}) as client:
         failed = client.request(
@@ -379,8 +386,8 @@ def metrics(server: Served) -> str:
 
 
 def test_the_start_is_quiet(operated: Served) -> None:
-    """The log holds no traceback, no warning about a known variable, no line per route, and none
-    per refused handshake. Important lines are there.
+    """The log of a start contains no traceback, no warning about a known variable, no line per
+    route, and none per refused handshake. The important lines are present.
     """
     url = f"ws://127.0.0.1:{operated.port}/v1/realtime/world/camera"
     for headers in ({}, {**AUTHORIZED, "Origin": "https://elsewhere.example"}):

@@ -3,7 +3,7 @@
 the last periodic snapshot.
 
 The nightly loop kills each kind of process `VLLM_OMNI_KILLS` times (default 1), prints its
-measurements (`pytest -s`) and writes them to `VLLM_OMNI_KILLS_JSON` if it is set.
+measurements (`pytest -s`) and writes them to `VLLM_OMNI_KILLS_JSON` if that variable is set.
 """
 
 import contextlib
@@ -33,8 +33,8 @@ __all__ = ["disk"]
 CHECKPOINT_S = 0.2
 KILLED = -9
 SLOW = {"step_ms": 60.0}
-CHUNKS = 9  # the most that one request may hold
-KILLS = int(os.environ.get("VLLM_OMNI_KILLS", "1"))  # of each kind; twenty take half an hour
+CHUNKS = 9  # the largest number in one request
+KILLS = int(os.environ.get("VLLM_OMNI_KILLS", "1"))  # per kind; twenty take half an hour
 
 Start = Callable[..., Served]
 
@@ -52,7 +52,7 @@ def start(null_world: Path, tmp_path: Path, retained: Path) -> Iterator[Start]:
 
 
 def snapshots(folder: Path) -> dict[str, int]:
-    """{session id: index of its next chunk} in the files of a folder."""
+    """Return {session id: index of its next chunk} for the files of a folder."""
     found = {}
     for path in folder.glob("*.session.safetensors"):
         with contextlib.suppress(FileNotFoundError):  # replaced meanwhile
@@ -69,7 +69,7 @@ def victim_of(server: Served, kind: str) -> psutil.Process:
 
 
 def walk(client: Any, frames: list[dict[str, Any]], until_s: float) -> tuple[str, float]:
-    """Receive frames until the connection ends; return the code of the last error, or "", and the
+    """Receive frames until the connection ends. Return the code of the last error, or "", and the
     time.
     """
     code = ""
@@ -101,7 +101,8 @@ def test_a_walk_continues_after_kill_9_and_a_restart(
     """Frames after the snapshot equal those of an uninterrupted walk, and an idle session is
     restored too. The client learns at which chunk its session resumes.
 
-    A worker has a separate process only in its case, because starting one takes seconds.
+    The worker has a separate process only in the test case that kills it, because starting one
+    takes seconds.
     """
     path, processes = camera(FIRST + (CHUNKS - 1) * LATER), MP if kind == "Worker" else ()
     first = start(*processes)
@@ -125,7 +126,7 @@ def test_a_walk_continues_after_kill_9_and_a_restart(
     saved = snapshots(retained)["walk"]
 
     second = start(*processes)
-    # a second crash would lose nothing either
+    # A second crash would lose nothing either.
     assert snapshots(retained) == {"idle": 1, "walk": saved}
     with second.client() as client:
         resumed = client.request(
@@ -154,7 +155,7 @@ def test_every_kind_of_process_is_killed_and_every_restart_resumes(
     """The exit status is the documented one, clients get an error within a second, no process
     remains after 5 s, and the next server resumes.
 
-    The server that starts after one kill suffers the next one.
+    The server that starts after one kill is the target of the next kill.
     """
     kinds = ("EngineCore", "Worker", "server")
     seen: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
@@ -203,7 +204,7 @@ def test_every_kind_of_process_is_killed_and_every_restart_resumes(
         if reported > (5.0 if kind == "server" else 1.0):
             late.append((number, kind, reported))
         lost = len(frames) - saved
-        assert lost <= 2, (kind, lost)  # a chunk lasts longer than CHECKPOINT_S
+        assert lost <= 2, (kind, lost)  # a chunk takes longer than CHECKPOINT_S
         seen[kind].append(
             {
                 "told_s": reported,
@@ -214,7 +215,7 @@ def test_every_kind_of_process_is_killed_and_every_restart_resumes(
             }
         )
         note(seen)
-    # checked at the end, because a busy machine only delays the errors
+    # Check this at the end, because a busy machine only delays the errors.
     assert late == []
 
 
@@ -225,7 +226,7 @@ def owner_of(path: Path) -> str:
 
 
 def note(seen: dict[str, list[dict[str, float]]]) -> None:
-    """Print the measurements so far, and write them if requested."""
+    """Print the measurements taken until now, and write them to a file if requested."""
     figures = {
         kind: {"kills": len(kills)}
         | {

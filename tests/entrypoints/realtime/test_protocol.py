@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of the realtime endpoints: any decoded value is a message or an `EndpointError`."""
+"""Messages of the realtime endpoints: any decoded value is either a message or an `EndpointError`."""
 
 import re
 
@@ -29,7 +29,7 @@ CODES = {
 
 
 def understand(value: object) -> None:
-    """Parse a decoded value as the endpoint does before it looks for a session."""
+    """Parse a decoded value as the endpoint does before it looks up a session."""
     refusal: EndpointError | None = None
     try:
         message = protocol.parse(value, LIMITS)
@@ -43,7 +43,9 @@ def understand(value: object) -> None:
 
 
 def test_whole_floats_are_integers() -> None:
-    """JavaScript sends 100000.0 for 100000. Fractions are refused."""
+    """A float with a whole value is read as an integer, because JavaScript sends 100000.0 for
+    100000. Fractions are refused.
+    """
     message = protocol.parse(
         infer(extra_body={"seed": 100000.0, "height": 32.0, "fps": 16}), LIMITS
     )
@@ -58,7 +60,9 @@ def test_whole_floats_are_integers() -> None:
 
 
 def test_unknown_keys_are_ignored_and_null_is_absent() -> None:
-    """Other clients of this protocol send extra keys, and null for unset ones."""
+    """Unknown keys are ignored and null means absent, because other clients of this protocol send
+    extra keys, and null for unset ones.
+    """
     message = protocol.parse(
         infer(robot="arm", session_id=None, extra_body={"session_id": None, "zoom": 3}), LIMITS
     )
@@ -66,7 +70,9 @@ def test_unknown_keys_are_ignored_and_null_is_absent() -> None:
 
 
 def test_only_the_given_options_reach_the_model() -> None:
-    """Named settings and `options` are one map, and the model has defaults for the others."""
+    """Named settings and `options` are merged into one map. Options that are not given are omitted,
+    because the model has defaults for them.
+    """
     extra = {"num_inference_steps": 3, "options": {"shift": 5.0}}
     message = protocol.parse(infer(extra_body=extra), LIMITS)
     assert isinstance(message, protocol.InferMessage)
@@ -74,7 +80,7 @@ def test_only_the_given_options_reach_the_model() -> None:
 
 
 def test_session_ids_are_unguessable_and_legal() -> None:
-    """They have 128 bits in the alphabet of valid ids."""
+    """Session ids contain 128 random bits in the alphabet of valid ids."""
     ids = {new_session_id() for _ in range(100)}
     assert len(ids) == 100
     for session_id in ids:
@@ -90,7 +96,7 @@ def test_session_ids_are_unguessable_and_legal() -> None:
 )
 @settings(max_examples=300, deadline=None)
 def test_any_decoded_value_is_a_message_or_an_endpoint_error(value: object) -> None:
-    """Tried with all types, ranges and keys."""
+    """A decoded value of any type, range and keys is either a message or raises `EndpointError`."""
     understand(decode(encode(value)).value if isinstance(value, dict) and _fits(value) else value)
 
 
@@ -108,5 +114,7 @@ def _fits(value: dict) -> bool:
     ("count", "seed"), [(30_000, 1), pytest.param(10_000_000, 2, marks=pytest.mark.nightly)]
 )
 def test_mutated_messages_end_in_documented_errors(count: int, seed: int) -> None:
-    """Decoders and parsers of all endpoints raise documented errors only, and memory is bounded."""
+    """Decoders and parsers of all endpoints raise only documented errors for mutated messages, and
+    their memory is bounded.
+    """
     check(fuzz(count, seed))

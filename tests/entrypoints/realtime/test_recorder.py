@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionRecorder`: recordings hold every chunk in order, also cancelled ones, and branches hold
-their past.
+"""`SessionRecorder` records every chunk in order, including cancelled ones. The recording of a
+branch contains its parent's chunks.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ async def chunk(
 
 
 def recorded(folder: Path, session_id: str) -> list[tuple[int, int, str | None]]:
-    """(index, first pose value, digest) of each chunk in a session's recording."""
+    """Return (index, first pose value, digest) of each chunk in a session's recording."""
     (path,) = folder.glob(f"*_{session_id}.recording")
     header, chunks, whole = read_recording(path)
     assert (header, whole) == (HEADER, True)
@@ -60,7 +60,9 @@ def recorded(folder: Path, session_id: str) -> list[tuple[int, int, str | None]]
 
 
 def test_a_session_is_recorded_chunk_by_chunk_and_a_branch_with_its_past(tmp_path: Path) -> None:
-    """A cancelled chunk that is requested again is recorded once, and a refused one is not."""
+    """A cancelled chunk that is requested again is recorded once, and a refused one is not
+    recorded.
+    """
     engine, recorder = FakeEngine(), SessionRecorder(tmp_path / "new", HEADER)
     world = SessionEngine(engine, recorder=recorder)  # type: ignore[arg-type]
 
@@ -95,7 +97,9 @@ def test_a_session_is_recorded_chunk_by_chunk_and_a_branch_with_its_past(tmp_pat
 
 
 def test_a_session_that_started_elsewhere_is_not_recorded(tmp_path: Path) -> None:
-    """Its first chunk is missing, so it could not be replayed."""
+    """A session that started on another server is not recorded, because a recording without the
+    first chunk cannot be replayed.
+    """
     engine, recorder = FakeEngine(), SessionRecorder(tmp_path, HEADER)
 
     async def scenario() -> None:
@@ -128,7 +132,9 @@ def test_a_chunk_s_adapters_are_recorded_with_their_digests(tmp_path: Path) -> N
 
 
 def test_a_missing_folder_stops_no_session(tmp_path: Path) -> None:
-    """The recording is lost and logged, and the chunk is delivered."""
+    """If the folder is missing, the recording is lost and the loss is logged, but the chunk is
+    delivered.
+    """
     engine, recorder = FakeEngine(), SessionRecorder(tmp_path / "gone", HEADER)
     (tmp_path / "gone").rmdir()
     frames = asyncio.run(chunk(SessionEngine(engine, recorder=recorder), 0))  # type: ignore[arg-type]

@@ -45,8 +45,10 @@ def job(
     restart: bool = False,
     fps: float | None = None,
 ) -> SessionJob:
-    """A request with the chunk index as reply. source: None is a camera path of `num_frames`
-    poses.
+    """Return a request that uses the chunk index as its reply.
+
+    Args:
+        source: Source of the controls. None is a camera path of `num_frames` poses.
     """
 
     def render(chunk: FinishedChunk) -> list[bytes]:
@@ -68,7 +70,7 @@ def job(
 
 
 async def ended(run: SessionRun) -> EndpointError | None:
-    """Wait for a run without following it."""
+    """Wait for the end of a run without following it."""
     assert run.task is not None
     await asyncio.wait([run.task])
     await asyncio.sleep(0)
@@ -76,7 +78,7 @@ async def ended(run: SessionRun) -> EndpointError | None:
 
 
 def scenario(test: Callable[[SessionManager, Session, FakeEngine], Awaitable[None]]) -> None:
-    """Run `test` with a session of a new manager. No task may remain."""
+    """Run `test` with a session of a new manager, and check that no task remains."""
 
     async def run() -> None:
         engine = FakeEngine()
@@ -94,8 +96,8 @@ def payloads(run: SessionRun) -> list[bytes]:
 
 
 def test_finished_chunks_of_a_cancelled_request_are_retained() -> None:
-    """Chunk 0 is being rendered, 1 is finished and 2 runs. Chunks 0 and 1 are in the delivery log,
-    and the result of 2 is unknown.
+    """When a request is cancelled, chunk 0 is being rendered, chunk 1 is finished and chunk 2 runs.
+    Chunks 0 and 1 are in the delivery log, and the result of chunk 2 is unknown.
     """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
@@ -106,7 +108,7 @@ def test_finished_chunks_of_a_cancelled_request_are_retained() -> None:
         rendering = threading.Event()
         run = session.submit(job(FIRST + 3 * LATER, "r", image=True, render_after=rendering))
         await until(lambda: engine.running == 1 and engine.chunks[-1].params.chunk_index == 2)
-        await pause_task(0.05)  # until the result of chunk 1 has been processed
+        await pause_task(0.05)  # until chunk 1 has been processed
         session.cancel()
         rendering.set()
         error = await ended(run)
@@ -121,7 +123,7 @@ def test_finished_chunks_of_a_cancelled_request_are_retained() -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_the_position_after_an_abort_is_read_from_the_engine(late: bool) -> None:
-    """After an abort a new request continues at the engine's next chunk, but the interrupted
+    """After an abort, a new request continues at the engine's next chunk, whereas the interrupted
     request requires its own index.
     """
 
@@ -133,7 +135,7 @@ def test_the_position_after_an_abort_is_read_from_the_engine(late: bool) -> None
         session.cancel()
         await ended(cut)
         engine.delay_s = 0.0
-        if late:  # the engine had committed the chunk before the abort reached it
+        if late:  # committed before the abort arrived
             next(iter(engine.worlds.values())).chunk_index += 1
         again = session.submit(job(2 * LATER, "cut"))
         error = await ended(again)
@@ -152,7 +154,7 @@ def test_the_position_after_an_abort_is_read_from_the_engine(late: bool) -> None
 
 
 def test_a_request_cancelled_before_it_started_still_ends() -> None:
-    """A task that never ran must not leave the session busy."""
+    """A request that is cancelled before its task has run must not leave the session busy."""
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
         run = session.submit(job(FIRST, "r", image=True))
@@ -168,7 +170,9 @@ def test_a_request_cancelled_before_it_started_still_ends() -> None:
 
 
 def test_a_repeated_request_after_other_requests_is_out_of_date() -> None:
-    """An interrupted request cannot be finished after another one has advanced the session."""
+    """A repeated request is out of date if another one has advanced the session since it was
+    interrupted.
+    """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
         def fail_second(params: DiffusionParams) -> None:
@@ -190,7 +194,9 @@ def test_a_repeated_request_after_other_requests_is_out_of_date() -> None:
 
 
 def test_inputs_are_freed_when_a_request_ends() -> None:
-    """The 64 retained requests must not hold 64 start images."""
+    """A request frees its inputs when it ends, because 64 retained requests must not hold 64 start
+    images.
+    """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
         requested = job(FIRST, "r", image=True)
@@ -203,10 +209,14 @@ def test_inputs_are_freed_when_a_request_ends() -> None:
 
 
 def test_a_live_request_paused_before_its_chunk_continues_later() -> None:
-    """Such a request once ended as if it were complete."""
+    """A live request that is paused before its chunk continues later and does not end as if it were
+    complete.
+    """
 
     class PausedAgain(LiveChunks):
-        """Ready, and not any more when it is looked at; then ready."""
+        """Simulates a run that is paused again after it was ready: it becomes ready only after the
+        second wait.
+        """
 
         num_chunks = 2
         waits = 0
@@ -232,7 +242,7 @@ def test_a_live_request_paused_before_its_chunk_continues_later() -> None:
 
 
 def sent(info: StreamInfo, fps: float | None) -> list[DiffusionParams]:
-    """The params of three chunks of one request."""
+    """Return the parameters of three chunks of one request."""
 
     async def run() -> list[DiffusionParams]:
         engine = FakeEngine()
@@ -264,7 +274,7 @@ def test_deadlines_are_one_playing_time_apart(
     first, second, third = (chunk.deadline_s for chunk in params)
     assert first == pytest.approx(FIRST / expected)
     # Each chunk is requested immediately after the previous one, because the fake engine takes no
-    # time, so unplayed time adds up.
+    # time. Unplayed time therefore adds up.
     assert second == pytest.approx((FIRST + LATER) / expected, abs=0.3)
     assert third == pytest.approx((FIRST + 2 * LATER) / expected, abs=0.3)
 
@@ -275,7 +285,9 @@ def test_deadlines_are_sent_only_to_an_engine_that_uses_them() -> None:
 
 
 def test_the_ids_of_sessions_contain_the_name_of_the_server() -> None:
-    """A reverse proxy reads the name; ids stay valid and unguessable."""
+    """A session id contains the name of its server, which a reverse proxy reads. An id with a
+    server name is still valid and unguessable.
+    """
     plain, named = new_session_id(), new_session_id("rack-7")
     assert len(plain) == 22 and "." not in plain
     assert named.startswith("rack-7.") and len(named) == len("rack-7.") + 22

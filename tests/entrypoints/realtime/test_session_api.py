@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/sessions` of a real server: snapshots and refusals."""
+"""`/v1/sessions` of a real server: snapshots and refused requests."""
 
 import json
 
@@ -10,7 +10,7 @@ from session_calls import call, code_of, request, signatures
 
 def test_a_snapshot_is_downloaded_and_uploaded(served: Served) -> None:
     """A session that is downloaded, uploaded under two ids and continued over the WebSocket gives
-    the frames of the original.
+    the same frames as the original.
     """
     with served.client() as client:
         client.send(request(FIRST + LATER, session_id="origin"))
@@ -46,8 +46,8 @@ def test_a_snapshot_is_downloaded_and_uploaded(served: Served) -> None:
 
 
 def test_refusals_over_http_name_their_reason(served: Served) -> None:
-    """Each refusal has a status and a code, and leaves nothing: keys, unknown ids, ids in use,
-    damage, other models, sizes.
+    """Every refused request gets a status and a code and has no effect. The cases are keys, unknown
+    ids, ids in use, damage, other models, and sizes.
     """
     with served.client() as client:
         client.send(request(FIRST, session_id="one"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work between two chunks of a session, without a second server."""
+"""Work that runs between two chunks of a session, tested without a second server."""
 
 import asyncio
 from dataclasses import replace
@@ -54,7 +54,9 @@ def test_a_second_pause_is_refused_and_a_failed_one_changes_nothing() -> None:
 
 
 def test_after_it_has_left_every_request_ends_with_moved() -> None:
-    """The one that runs, the one that waits, and one that comes later. The id stays known."""
+    """After a session has left, the running request, the waiting one and any later one end with
+    `moved`. The server still recognises the id.
+    """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
         engine.delay_s = 0.02
@@ -81,7 +83,9 @@ def test_after_it_has_left_every_request_ends_with_moved() -> None:
 
 
 def test_a_disconnect_during_a_pause_waits_for_its_end() -> None:
-    """The work is told, runs to its end, and the session then ends as after any disconnect."""
+    """A disconnect during a pause cancels the work, which runs to its end. The session then ends as
+    after any other disconnect.
+    """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
         engine.delay_s = 0.02
@@ -109,7 +113,9 @@ def test_a_disconnect_during_a_pause_waits_for_its_end() -> None:
 
 
 def test_a_pause_does_not_wait_for_a_reader_to_begin() -> None:
-    """A run that waits for its reader pauses at once, and then waits for the reader again."""
+    """A run that waits for its reader is paused immediately, and afterwards waits for the reader
+    again.
+    """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
         request = job(FIRST + 9 * LATER, "r", image=True)
@@ -131,8 +137,9 @@ def test_a_pause_does_not_wait_for_a_reader_to_begin() -> None:
 
 @pytest.mark.parametrize("leaves", [False, True])
 def test_a_pause_waits_until_a_client_has_every_finished_chunk(leaves: bool) -> None:
-    """Also of a request that has been generated, because the session may come back and then drop
-    its old replies. It does not wait for a client that has left.
+    """A pause waits until the client has every finished chunk, even of a completed request, because
+    the session may return and then drop its old replies. A pause does not wait for a client that
+    has left.
     """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
@@ -164,7 +171,9 @@ def test_a_pause_waits_until_a_client_has_every_finished_chunk(leaves: bool) -> 
 
 
 def test_a_stream_that_waits_for_a_pause_moves_on_with_its_newest_controls() -> None:
-    """Its client may steer it before its request starts."""
+    """A stream that waits for the end of a pause moves with its newest controls, because its client
+    may steer it before its request starts.
+    """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:
         assert await ended(session.submit(job(FIRST, "r", image=True))) is None

@@ -24,7 +24,11 @@ both_endpoints = pytest.mark.parametrize("connect", ENDPOINTS)
 
 
 def start(client: StreamClient, num_chunks: int | None = None, **fields: Any) -> None:
-    """Start a stream; fields: `fps`, `is_paced` and `prompts`, as each endpoint spells them."""
+    """Start a stream.
+
+    Args:
+        fields: `fps`, `is_paced` and `prompts`, as each endpoint spells them.
+    """
     is_paced, prompts = fields.pop("is_paced", False), fields.pop("prompts", None)
     extra: dict[str, Any] = {"prompts": prompts} if prompts else {}
     if isinstance(client, VideoClient):
@@ -47,7 +51,9 @@ def wait_for_chunk(client: StreamClient) -> None:
 def test_pacing_spaces_chunks_as_they_play(
     endpoint: EndpointServer, connect: type[StreamClient]
 ) -> None:
-    """At 120 frames per second a chunk of 12 lasts 100 ms, although the engine needs no time."""
+    """With pacing at 120 frames per second, a chunk of 12 frames takes 100 ms, although the engine
+    needs no time.
+    """
     with connect(endpoint.port) as client:
         start(client, 8, fps=120, is_paced=True)
         arrivals = []
@@ -61,7 +67,9 @@ def test_pacing_spaces_chunks_as_they_play(
 def test_timed_prompts_act_from_their_chunk(
     endpoint: EndpointServer, engine: FakeEngine, connect: type[StreamClient]
 ) -> None:
-    """A prompt acts from the first chunk at or after its time, and may replace the first one."""
+    """A timed prompt takes effect at the first chunk at or after its time, and may replace the
+    prompt of the start.
+    """
     prompts = [
         {"prompt": "dawn", "seconds": 0},
         {"prompt": "snow", "chunk": 1},
@@ -84,8 +92,8 @@ def refusals(connect: type[StreamClient], code: str) -> float:
 def test_only_a_full_server_is_waited_for(
     make_endpoint: MakeEndpoint, engine: FakeEngine, connect: type[StreamClient], code: str
 ) -> None:
-    """A limit of the client and a stopping server cause an immediate refusal, and metrics count it
-    once.
+    """A client waits only if the server is full. A client that has reached its own limit, or one at
+    a stopping server, is refused immediately, and metrics count the refusal once.
     """
     engine.delay_s = 0.05
     endpoint = make_endpoint(sessions_per_client=1 if code == "session_limit" else 64)
@@ -112,7 +120,9 @@ def test_only_a_full_server_is_waited_for(
 def test_a_start_that_waits_without_success_counts_once(
     make_endpoint: MakeEndpoint, engine: FakeEngine, connect: type[StreamClient]
 ) -> None:
-    """The number of attempts meanwhile does not matter."""
+    """A start that waits without success counts as one refusal, whatever the number of attempts
+    meanwhile.
+    """
     endpoint = make_endpoint(info={"max_sessions": 1}, slot_wait_s=0.5)
     engine.delay_s = 0.05
     before = refusals(connect, "capacity")
@@ -129,7 +139,9 @@ def test_a_start_that_waits_without_success_counts_once(
 def test_a_client_that_leaves_while_it_waits_is_noticed(
     make_endpoint: MakeEndpoint, engine: FakeEngine, connect: type[StreamClient], how: str
 ) -> None:
-    """Its connection is freed immediately, and no session is opened for it later."""
+    """The connection of a client that leaves while it waits is freed immediately, and no session is
+    opened for it later.
+    """
     endpoint = make_endpoint(info={"max_sessions": 1})
     engine.delay_s = 0.05
     with connect(endpoint.port) as first:
@@ -149,7 +161,7 @@ def test_a_client_that_leaves_while_it_waits_is_noticed(
 def test_messages_sent_during_the_wait_arrive_in_order(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """A client may send events before its session starts, and they act in the first chunks."""
+    """Events that a client sends while it waits for its session act in the first chunks, in order."""
     endpoint = make_endpoint(info={"max_sessions": 1})
     engine.delay_s = 0.05
     with GenerateClient(endpoint.port) as second:
@@ -172,7 +184,9 @@ SIZE = {"height": HEIGHT, "width": WIDTH}
 def test_the_camera_endpoint_returns_the_generated_seed_with_every_frame(
     client: Client, engine: FakeEngine
 ) -> None:
-    """A later -1 keeps the session's seed without a warning."""
+    """Every frame has the seed that the camera endpoint generated. A later seed of -1 keeps the
+    session's seed without a warning.
+    """
     client.send(infer(FIRST, extra_body={**SIZE, "seed": -1}))
     (first,) = client.frames()
     client.send(infer(LATER, image=None, extra_body={"seed": -1}))
@@ -191,7 +205,7 @@ def test_the_camera_endpoint_takes_seeds_of_64_bits(client: Client, engine: Fake
 def test_the_generate_endpoint_returns_the_generated_seed_with_the_session(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """The session message of clients with extensions holds the seed."""
+    """The session message, which clients with extensions receive, contains the generated seed."""
     with GenerateClient(endpoint.port) as client:
         client.known_types = client.known_types | {"session"}
         client.init(seed=-1, max_chunks=1, extensions=["receipts"])

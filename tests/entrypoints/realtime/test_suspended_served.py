@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real server with more sessions than fit into memory (`omni.suspend_dir`)."""
+"""A real server with more sessions than fit in memory (`omni.suspend_dir`)."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ NAMES = ("one", "two", "three")
 
 
 def ready(server: Served) -> dict[str, Any]:
-    """The reply once it counts all sessions. It may be a few seconds old."""
+    """Return the readiness reply once it counts all sessions. The reply may be a few seconds old."""
     reply: dict[str, Any] = {}
 
     def is_complete() -> bool:
@@ -30,7 +30,7 @@ def ready(server: Served) -> dict[str, Any]:
 
 
 def play_in_turn(client: Any) -> dict[str, list[tuple[int, int]]]:
-    """Play two chunks of three sessions in turn. Return their frames."""
+    """Play two chunks of three sessions alternately, and return their frames."""
     played: dict[str, list[tuple[int, int]]] = {name: [] for name in NAMES}
     for num_frames, fields in ((FIRST, {}), (LATER, {"image": None})):
         for name in NAMES:
@@ -41,7 +41,9 @@ def play_in_turn(client: Any) -> dict[str, list[tuple[int, int]]]:
 
 
 def test_sessions_come_back_from_disk_by_themselves(null_world: Path, tmp_path: Path) -> None:
-    """One session fits on the device and none in host memory. A killed server leaves no file."""
+    """Sessions return from disk automatically when only one fits on the device and none in host
+    memory. A killed server leaves no file.
+    """
     disk = tmp_path / "disk"
     with mortal_servers(null_world, tmp_path, {}) as start:
         roomy = start()

@@ -36,7 +36,7 @@ def call(
     body: bytes | str = b"",
     headers: dict[str, str] | None = None,
 ) -> tuple[int, bytes, Any]:
-    """Return status, body and headers of one HTTP request."""
+    """Return the status, body and headers of one HTTP request."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
     connection.request(method, path, body, {"Content-Type": "application/sdp", **(headers or {})})
     response = connection.getresponse()
@@ -46,7 +46,7 @@ def call(
 
 
 class Viewer:
-    """A WebRTC client with a data channel, unless `watches`."""
+    """A WebRTC client, which has a data channel unless `watches` is set."""
 
     def __init__(self, watches: bool = False) -> None:
         self.connection = aiortc.RTCPeerConnection()
@@ -118,8 +118,8 @@ async def viewer(
 def test_frames_arrive_through_the_track_and_inputs_through_the_channel(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """Frame n of the fake engine has the brightness n. An interaction reaches the engine, and the
-    metadata of its chunk names it as the newest input.
+    """Frame n of the fake engine has the brightness n. An interaction sent through the channel
+    reaches the engine, and the metadata of its chunk names it as the newest input.
     """
     endpoint = make_endpoint(info={**NO_IMAGE, "fps": 48.0})
 
@@ -153,8 +153,8 @@ def test_frames_arrive_through_the_track_and_inputs_through_the_channel(
 
 
 def test_lost_packets_are_sent_again(make_endpoint: MakeEndpoint) -> None:
-    """Over a network that loses 5 % of the packets in both directions, frames arrive in order
-    without a gap, and so do messages of the data channel.
+    """Over a network that loses 5 % of the packets in both directions, frames and messages of the
+    data channel arrive in order and without gaps.
     """
     endpoint = make_endpoint(info={**NO_IMAGE, "fps": 48.0})
     network = Network(loss=0.05, delay_ms=5, jitter_ms=20)
@@ -169,8 +169,9 @@ def test_lost_packets_are_sent_again(make_endpoint: MakeEndpoint) -> None:
             assert numbers == list(range(6))
             seen = [await one.brightness() for _ in range(FIRST + 4 * LATER)]
             assert seen == sorted(seen)
-            assert max(np.diff(seen)) <= 4  # lost frames would be a step
-            # the end of the connection may be lost, too, and the server would wait for it
+            assert max(np.diff(seen)) <= 4  # a lost frame would be a step
+            # The message that ends the connection may be lost too, and the server would then wait
+            # for it.
             await asyncio.to_thread(call, endpoint.port, "DELETE", one.location)
 
     with running(UdpRelay(network, network)) as relay:
@@ -183,7 +184,9 @@ def test_lost_packets_are_sent_again(make_endpoint: MakeEndpoint) -> None:
 def test_a_client_that_cannot_reach_the_server_gets_frames_over_turn(
     make_endpoint: MakeEndpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, transport: str
 ) -> None:
-    """The server has no address that clients reach, so its only candidate is on the TURN server."""
+    """A client that cannot reach any address of the server gets frames through a TURN server, which
+    is the only candidate.
+    """
     answer = Peer.answer
     answers: list[str] = []
 
@@ -215,15 +218,15 @@ def test_a_client_that_cannot_reach_the_server_gets_frames_over_turn(
 
 
 def test_an_input_acts_on_the_chunk_after_the_one_that_plays(make_endpoint: MakeEndpoint) -> None:
-    """Chunks are requested as late as playback allows: while a chunk of half a second starts to
-    play, the controls of the next one have not been sampled.
+    """Chunks are requested as late as playback allows. When a chunk of half a second starts to
+    play, the controls of the next one have not been sampled yet.
     """
     endpoint = make_endpoint(info={**NO_IMAGE, "fps": 24.0})
 
     async def main() -> None:
         async with viewer(endpoint.port) as one:
             one.send(START)
-            for _ in range(4):  # the pace is known after some chunks
+            for _ in range(4):  # pacing starts after some chunks
                 playing = await one.message("video.chunk_metadata")
             one.send(
                 {
@@ -242,8 +245,8 @@ def test_an_input_acts_on_the_chunk_after_the_one_that_plays(make_endpoint: Make
 def test_a_chunk_is_requested_when_the_video_in_hand_is_as_long_as_the_wait(
     wait_s: float, needed_s: float
 ) -> None:
-    """Frames that the engine is generating are in hand. The first chunk, which compiles, does not
-    count.
+    """Frames that the engine is generating count as buffered video. The first chunk is not
+    measured, because it compiles.
     """
     now_s, buffered_s = [0.0], [0.0]
     pacer = ChunkPacer(lambda: buffered_s[0], 24.0, lambda: now_s[0])
@@ -265,7 +268,9 @@ def test_a_chunk_is_requested_when_the_video_in_hand_is_as_long_as_the_wait(
 def test_a_player_without_a_data_channel_gets_a_session(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """As WHEP players do: the query has the prompt and the seed, and DELETE ends the session."""
+    """Like a WHEP player, a client without a data channel sends the prompt and the seed in the
+    query, and ends its session with DELETE.
+    """
     endpoint = make_endpoint(info={**NO_IMAGE, "fps": 48.0})
 
     async def main() -> None:
@@ -286,7 +291,7 @@ def test_a_player_without_a_data_channel_gets_a_session(
 def test_a_client_that_leaves_ends_its_session(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """The chunk in flight is aborted, and the connection is freed."""
+    """When a client leaves, its chunk in flight is aborted and its connection is freed."""
     endpoint = make_endpoint(info={**NO_IMAGE, "fps": 48.0})
 
     async def main() -> None:
@@ -302,7 +307,9 @@ def test_a_client_that_leaves_ends_its_session(
 
 
 def test_a_lost_picture_brings_a_key_frame(make_endpoint: MakeEndpoint) -> None:
-    """A picture loss indication of the client makes the session's encoder start anew."""
+    """A picture loss indication from the client restarts the session's encoder, which then sends a
+    key frame.
+    """
     endpoint = make_endpoint(info={**NO_IMAGE, "fps": 48.0})
     requested: list[bool] = []
 
@@ -322,7 +329,9 @@ def test_a_lost_picture_brings_a_key_frame(make_endpoint: MakeEndpoint) -> None:
 
 
 def test_an_invalid_start_is_refused_through_the_channel(make_endpoint: MakeEndpoint) -> None:
-    """The error and the close code are those of the WebSocket."""
+    """An invalid start gets the same error and close code through the channel as over the
+    WebSocket.
+    """
     endpoint = make_endpoint(info=NO_IMAGE)
 
     async def main() -> None:
@@ -358,7 +367,7 @@ CANDIDATES = "\r\n".join(
         (b"\xff\xfe", 400, "invalid_offer"),
         (b'{"sdp": "v=0"}', 400, "invalid_offer"),
         (b"v=0", 400, "invalid_offer"),
-        (GOOD_SDP.encode(), 400, "invalid_offer"),  # no credentials, no fingerprint
+        (GOOD_SDP.encode(), 400, "invalid_offer"),  # neither credentials nor fingerprint
         (GOOD_SDP.replace("H264", "VP8").encode(), 400, "unsupported_codec"),
         ((GOOD_SDP + MANY).encode(), 400, "invalid_offer"),
         ((GOOD_SDP + CANDIDATES).encode(), 400, "invalid_offer"),
@@ -370,7 +379,7 @@ CANDIDATES = "\r\n".join(
 def test_a_bad_offer_is_refused_and_allocates_nothing(
     make_endpoint: MakeEndpoint, body: bytes, status: int, code: str
 ) -> None:
-    """Each gets a typed refusal; no session and no connection remains."""
+    """Every bad offer gets a typed error and leaves no session or connection behind."""
     endpoint = make_endpoint(info=NO_IMAGE)
     replied, reply, _ = call(endpoint.port, "POST", PATH, body)
     assert (replied, json.loads(reply)["error"]["code"]) == (status, code)
@@ -387,7 +396,9 @@ def test_other_bodies_and_other_origins_are_refused(make_endpoint: MakeEndpoint)
 
 
 def test_a_player_of_a_model_with_start_images_is_refused(endpoint: EndpointServer) -> None:
-    """It has no way to send one."""
+    """A player without a data channel is refused by a model with start images, because it cannot
+    send one.
+    """
     status, reply, _ = call(endpoint.port, "POST", PATH, GOOD_SDP)
     assert (status, json.loads(reply)["error"]["code"]) == (400, "missing_image")
 
@@ -400,7 +411,9 @@ def test_the_number_of_connections_is_limited(make_endpoint: MakeEndpoint) -> No
 
 
 def test_ice_servers_are_read_from_the_environment() -> None:
-    """TURN servers have a user and a password. A fault is named without the password."""
+    """TURN servers have a user and a password. The error for a bad entry does not contain the
+    password.
+    """
     options = WebRtcOptions(
         ice_servers="stun:stun.example:3478, turn:me:s%40cret@turn.example:3478?transport=tcp"
     )

@@ -36,7 +36,7 @@ MakeEndpoint = Callable[..., EndpointServer]
 
 @pytest.mark.parametrize("path", PATHS)
 def test_hello_comes_first_and_describes_the_model(endpoint: EndpointServer, path: str) -> None:
-    """The hello message holds the geometry, the session id and the limits."""
+    """The hello message is sent first and contains the geometry, the session id and the limits."""
     with endpoint.client(path) as client:
         documented = {
             "patch_size": [1, 2, 2],
@@ -51,8 +51,8 @@ def test_hello_comes_first_and_describes_the_model(endpoint: EndpointServer, pat
 
 
 def test_hello_describes_a_trained_world(make_endpoint: MakeEndpoint, village: Path) -> None:
-    """The hello message of a trained world holds its domain, prompts and start images. Other models
-    have no such keys.
+    """The hello message of a trained world contains its domain, prompts and start images. The hello
+    message of any other model has no domain, prompts or start images.
     """
     description = read_description(village)
     assert description is not None
@@ -72,7 +72,7 @@ def test_hello_describes_a_trained_world(make_endpoint: MakeEndpoint, village: P
 def test_an_untrained_size_is_generated_with_a_warning(
     make_endpoint: MakeEndpoint, village: Path, height: int, width: int, warned: bool
 ) -> None:
-    """The first chunk alone holds the warning, with the requested and the trained size."""
+    """Only the first chunk contains the warning, which names the requested and the trained size."""
     with make_endpoint(
         {"card": read_description(village), "height": 96, "width": 160}
     ).client() as client:
@@ -88,14 +88,16 @@ def test_an_untrained_size_is_generated_with_a_warning(
 
 
 def test_a_model_without_controls_closes_the_connection(make_endpoint: MakeEndpoint) -> None:
-    """The client gets the reason before the connection closes."""
+    """If the model has no controls, the client gets the reason before the connection is closed."""
     with make_endpoint(info={"actions": ActionSpace()}).client() as client:
         assert client.hello["code"] == "unsupported"
         assert close_code(client) == 1008
 
 
 def test_chunks_arrive_one_by_one_and_continue(client: Client, engine: FakeEngine) -> None:
-    """An infer of 9 + 12 k poses gives k + 1 messages, and the next infer continues after them."""
+    """An infer message with 9 + 12 k poses gives k + 1 chunk messages, and the next infer continues
+    after them.
+    """
     client.send(infer(FIRST + 2 * LATER))
     messages = client.frames()
     assert [
@@ -117,7 +119,7 @@ def test_chunks_arrive_one_by_one_and_continue(client: Client, engine: FakeEngin
 
 
 def test_a_chunk_is_sent_before_the_next_one_exists(client: Client, engine: FakeEngine) -> None:
-    """The first chunk arrives while the engine generates the second."""
+    """The client receives the first chunk while the engine still generates the second one."""
     engine.delay_s = 0.3
     client.send(infer(FIRST + 2 * LATER))
     client.receive()
@@ -126,7 +128,9 @@ def test_a_chunk_is_sent_before_the_next_one_exists(client: Client, engine: Fake
 
 
 def test_the_engine_has_two_chunks_and_never_more(client: Client, engine: FakeEngine) -> None:
-    """The next chunk is submitted before the current one is finished."""
+    """The next chunk is submitted before the current one is finished, but the engine never has more
+    than two.
+    """
     engine.delay_s = 0.05
     client.send(infer(FIRST + 5 * LATER))
     client.frames()
@@ -134,7 +138,7 @@ def test_the_engine_has_two_chunks_and_never_more(client: Client, engine: FakeEn
 
 
 def test_a_client_that_names_the_protocol_gets_done(client: Client) -> None:
-    """`done` follows the last frame, only for clients that announce the protocol version."""
+    """`done` follows the last frame, but only for clients that announce the protocol version."""
     client.send(infer(protocol_version=1, request_id="r1"))
     client.frames()
     done = client.receive()
@@ -159,7 +163,9 @@ def test_each_mp4_message_is_a_complete_file(client: Client) -> None:
 def test_a_file_next_to_the_frames_may_be_larger(
     client: Client, scale: int, size: tuple[int, int]
 ) -> None:
-    """For recordings of small worlds, each pixel becomes a square."""
+    """The file next to the frames may be enlarged for recordings of small worlds: each pixel
+    becomes a square.
+    """
     message = infer()
     message["extra_body"] |= {"with_mp4": True, "mp4_scale": scale}
     client.send(message)
@@ -169,7 +175,7 @@ def test_a_file_next_to_the_frames_may_be_larger(
 
 
 def test_jpeg_messages_hold_one_file_a_frame(client: Client) -> None:
-    """`jpeg` gives a list of files."""
+    """A `jpeg` message contains a list with one file per frame."""
     client.send(
         infer(extra_body={"height": 32, "width": 48, "video_format": "jpeg", "frames_per_chunk": 4})
     )
@@ -182,8 +188,8 @@ def test_jpeg_messages_hold_one_file_a_frame(client: Client) -> None:
 def test_clients_of_the_first_version_are_supported(
     client: Client, dialect: codec.MessageDialect
 ) -> None:
-    """`camera` with array markers gives float frames in groups of four with the right `total`, and
-    24 poses are accepted.
+    """For clients of the first version, `camera` with array markers gives float frames in groups of
+    four with the right `total`, and 24 poses are accepted.
     """
     fields = {
         "cameras": None,
@@ -202,7 +208,7 @@ def test_clients_of_the_first_version_are_supported(
 def test_two_sessions_of_one_connection_run_side_by_side(
     client: Client, engine: FakeEngine
 ) -> None:
-    """Requests of different sessions do not wait for each other."""
+    """Requests of two sessions on one connection run concurrently."""
     engine.delay_s = 0.2
     client.send(infer(session_id="a"))
     client.send(infer(session_id="b"))
@@ -221,7 +227,9 @@ def test_two_sessions_of_one_connection_run_side_by_side(
 def test_images_reach_the_engine_at_the_sessions_size(
     client: Client, engine: FakeEngine, image: str
 ) -> None:
-    """Bytes, arrays and data URLs become uint8 RGB of the requested height and width."""
+    """Images sent as bytes, arrays or data: URLs become uint8 RGB of the requested height and
+    width.
+    """
     array = np.full((64, 96, 4), 200, np.uint8)
     array[..., 3] = 255
     buffer = io.BytesIO()
@@ -237,7 +245,7 @@ def test_images_reach_the_engine_at_the_sessions_size(
 
 
 def test_actions_replace_a_camera(client: Client, engine: FakeEngine) -> None:
-    """Each chunk gets its part of the held keys, one list per latent frame."""
+    """Each chunk gets its share of the held keys, as one list per latent frame."""
     keys = [["w"], ["w", "l"], [], ["s"], [], ["j"]]
     client.send(infer(cameras=None, actions=keys))
     assert len(client.frames()) == 2
@@ -246,7 +254,9 @@ def test_actions_replace_a_camera(client: Client, engine: FakeEngine) -> None:
 
 
 def test_a_new_prompt_is_sent_once(client: Client, engine: FakeEngine) -> None:
-    """The engine gets a new prompt with the first chunk, and a repeated prompt is not sent."""
+    """The engine gets a new prompt with the first chunk of the request. A prompt that is repeated
+    is not sent again.
+    """
     client.send(infer())
     client.frames()
     client.send(infer(2 * LATER, image=None, prompt="rain"))
@@ -259,7 +269,9 @@ def test_a_new_prompt_is_sent_once(client: Client, engine: FakeEngine) -> None:
 def test_adapters_are_sent_with_the_first_chunk_of_their_request(
     client: Client, engine: FakeEngine
 ) -> None:
-    """The session keeps them until a request names others."""
+    """Adapters are sent with the first chunk of a request. The session keeps its adapters until a
+    request names others.
+    """
     ink = [{"name": "ink", "scale": 0.5}]
     client.send(infer(extra_body={**infer().get("extra_body", {}), "lora": ink}))
     client.frames()
@@ -278,7 +290,9 @@ def test_adapters_are_sent_with_the_first_chunk_of_their_request(
 
 
 def test_an_image_for_a_started_session_is_a_warning(client: Client) -> None:
-    """The image is ignored, and `restart` uses it."""
+    """An image sent for a started session is ignored with a warning, unless the request has
+    `restart`.
+    """
     client.send(infer())
     client.frames()
     client.send(infer(LATER))
@@ -290,7 +304,7 @@ def test_an_image_for_a_started_session_is_a_warning(client: Client) -> None:
 
 
 def test_reset_starts_a_new_session(client: Client, engine: FakeEngine) -> None:
-    """After a reset an image is required, chunks count from 0, and the engine has freed the old
+    """After a reset, an image is required and chunks count from 0. The engine has freed the old
     session.
     """
     client.send(infer())
@@ -304,7 +318,9 @@ def test_reset_starts_a_new_session(client: Client, engine: FakeEngine) -> None:
 
 
 def test_reset_without_a_session_succeeds(client: Client) -> None:
-    """Clients that announce the protocol get a map, others a text."""
+    """A reset without a session succeeds. Clients that announce the protocol get a map as the
+    reply, and others a text.
+    """
     assert client.request({"endpoint": "reset", "session_id": "nobody"}) == "reset successful"
     response = client.request({"endpoint": "reset", "protocol_version": 1})
     assert response == {
@@ -315,7 +331,7 @@ def test_reset_without_a_session_succeeds(client: Client) -> None:
 
 
 def test_reset_cancels_the_running_request(client: Client, engine: FakeEngine) -> None:
-    """The request ends with `cancelled`, and the engine aborts its chunks."""
+    """A reset ends the running request with `cancelled`, and the engine aborts its chunks."""
     engine.delay_s = 5.0
     client.send(infer(request_id="r1"))
     wait_until(lambda: engine.running == 1)
@@ -327,7 +343,9 @@ def test_reset_cancels_the_running_request(client: Client, engine: FakeEngine) -
 
 
 def test_stop_keeps_the_session_and_close_frees_it(client: Client, engine: FakeEngine) -> None:
-    """A message that names no session also ends the connection."""
+    """`stop` keeps the session and `close` frees it. A message that names no session also ends the
+    connection.
+    """
     client.send(infer(session_id="a"))
     client.frames()
     stopped = client.request({"endpoint": "stop", "session_id": "a"})
@@ -342,7 +360,9 @@ def test_stop_keeps_the_session_and_close_frees_it(client: Client, engine: FakeE
 def test_an_aborted_first_chunk_leaves_no_session(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """The session starts again, and the engine gets a request to free what it may have started."""
+    """After its first chunk was aborted, a session starts again, and the engine gets a request to
+    free what it may have started.
+    """
     engine.delay_s = 0.5
     with endpoint.client() as client:
         client.send(infer(session_id="a"))
@@ -354,7 +374,7 @@ def test_an_aborted_first_chunk_leaves_no_session(
 
 
 def test_a_session_continues_after_an_abort(endpoint: EndpointServer, engine: FakeEngine) -> None:
-    """After an abort the endpoint reads the position from the engine and continues there."""
+    """After an abort, the endpoint reads the position from the engine and continues there."""
     with endpoint.client() as client:
         client.send(infer(session_id="a"))
         client.frames()
@@ -373,7 +393,7 @@ def test_a_session_continues_after_an_abort(endpoint: EndpointServer, engine: Fa
 def test_a_client_that_closes_its_session_and_leaves_frees_it(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """It does not have to wait for the reply."""
+    """A client that closes its session may disconnect without waiting for the reply."""
     with make_endpoint().client() as client:
         client.send(infer(session_id="a"))
         client.frames()
@@ -384,7 +404,7 @@ def test_a_client_that_closes_its_session_and_leaves_frees_it(
 def test_idle_connections_are_closed_with_4010(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """A connection that waits for a chunk is not idle."""
+    """Idle connections are closed with 4010. A connection that waits for a chunk is not idle."""
     with make_endpoint(idle_timeout_s=0.3).client() as client:
         engine.delay_s = 1.0
         client.send(infer())
@@ -396,7 +416,7 @@ def test_idle_connections_are_closed_with_4010(
 def test_a_chunk_that_takes_too_long_is_aborted(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """The client gets `timeout`, and the engine an abort."""
+    """When a chunk takes too long, the client gets `timeout` and the engine aborts the chunk."""
     with make_endpoint(chunk_timeout_s=0.2).client() as client:
         engine.delay_s = 5.0
         assert client.error(infer()) == "timeout"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusals of `/v1/realtime/world/camera`: the code of each, and no effect."""
+"""Refused requests at `/v1/realtime/world/camera` have a specific code and no effect."""
 
 import contextlib
 import json
@@ -33,7 +33,7 @@ EYE = np.eye(4, dtype=np.float32)
 
 
 def poses(**changes: Any) -> dict[str, Any]:
-    """Nine valid poses with one change."""
+    """Return nine valid poses with one change."""
     return {"cameras": {**camera(FIRST), **changes}}
 
 
@@ -97,7 +97,7 @@ def bent(row: int, column: int, value: float) -> np.ndarray:
 def test_bad_requests_are_refused_by_name_and_change_nothing(
     client: Client, engine: FakeEngine, fields: dict[str, Any], code: str
 ) -> None:
-    """Each mistake has a code, the connection stays open, and the engine gets no request."""
+    """Every mistake gets a code, the connection stays open, and the engine gets no request."""
     assert client.error(infer(**fields)) == code
     assert engine.calls == []
     client.send(infer())
@@ -105,7 +105,9 @@ def test_bad_requests_are_refused_by_name_and_change_nothing(
 
 
 def test_a_nearly_orthonormal_pose_is_corrected(client: Client, engine: FakeEngine) -> None:
-    """The engine gets rotations that are orthonormal to float32 precision."""
+    """A nearly orthonormal pose is corrected, so the engine gets rotations that are orthonormal to
+    float32 precision.
+    """
     client.send(infer(**poses(poses=bent(0, 1, 4e-3))))
     client.frames()
     rotation_N33 = engine.chunks[0].arrays["poses"][:, :3, :3]
@@ -127,7 +129,9 @@ def test_a_nearly_orthonormal_pose_is_corrected(client: Client, engine: FakeEngi
 def test_pose_policies(
     client: Client, engine: FakeEngine, policy: str, count: int, frames: int
 ) -> None:
-    """`trim` drops the incomplete chunk, and `hold_last` repeats the last pose to complete it."""
+    """The pose policy `trim` drops an incomplete chunk, and `hold_last` repeats the last pose to
+    complete it.
+    """
     client.send(infer(count, extra_body={"pose_policy": policy, "video_format": "ndarray_u8"}))
     assert sum(message["num_frames"] for message in client.frames()) == frames
     sent = np.concatenate([call.arrays["poses"] for call in engine.chunks])
@@ -135,7 +139,7 @@ def test_pose_policies(
 
 
 def test_intrinsics_of_another_image_are_scaled(client: Client, engine: FakeEngine) -> None:
-    """`intrinsics_size` is the size of the image that they belong to."""
+    """Intrinsics are scaled from `intrinsics_size`, the size of the image that they were given for."""
     path = {
         **camera(FIRST),
         "intrinsics": np.array([1280.0, 720.0, 640.0, 360.0]),
@@ -179,7 +183,7 @@ def test_intrinsics_that_fit_no_image_are_refused(
 def test_intrinsics_may_have_six_shapes(
     client: Client, engine: FakeEngine, shape: tuple[int, ...]
 ) -> None:
-    """A vector or matrix, for all frames or for each."""
+    """Intrinsics may be a vector or a matrix, either one for all frames or one per frame."""
     matrix = np.eye(4)
     matrix[0, 0], matrix[1, 1], matrix[0, 2], matrix[1, 2] = 40, 41, 24, 16
     one = (
@@ -195,7 +199,7 @@ def test_intrinsics_may_have_six_shapes(
 
 
 def test_size_of_a_started_session_is_fixed(make_endpoint: MakeEndpoint) -> None:
-    """Another size is an error."""
+    """A request with another size than the started session is an error."""
     with make_endpoint(info={"height": 64, "width": 64}).client() as client:
         client.send(infer())
         client.frames()
@@ -204,7 +208,7 @@ def test_size_of_a_started_session_is_fixed(make_endpoint: MakeEndpoint) -> None
 
 
 def test_undecodable_messages_end_the_connection_at_the_third(client: Client) -> None:
-    """Two are allowed within ten seconds."""
+    """Two undecodable messages are allowed within ten seconds, and the third ends the connection."""
     assert client.error(b"\xc1") == "invalid_msgpack"
     assert client.error(b"") == "invalid_msgpack"
     client.send(b"\x93")
@@ -212,7 +216,7 @@ def test_undecodable_messages_end_the_connection_at_the_third(client: Client) ->
 
 
 def test_text_frames_are_refused_and_the_third_closes(client: Client) -> None:
-    """One text frame does not end the session."""
+    """One text frame does not end the session, but the third closes the connection."""
     assert client.error("hello") == "invalid_frame"
     client.send(infer())
     client.frames()
@@ -222,14 +226,16 @@ def test_text_frames_are_refused_and_the_third_closes(client: Client) -> None:
 
 
 def test_other_values_than_maps_are_refused_repeatedly(client: Client) -> None:
-    """Valid msgpack of the wrong type does not count as undecodable."""
+    """Valid msgpack of the wrong type is refused repeatedly, because it does not count as
+    undecodable.
+    """
     for _ in range(5):
         assert client.error(codec.encode({})[:0] + b"\x91\x01") == "invalid_request"
     assert client.request({"endpoint": "ping", "t": 1.5})["t"] == 1.5
 
 
 def test_errors_name_the_request(client: Client) -> None:
-    """Errors hold `request_id` and `session_id`, also for an unknown message."""
+    """Errors contain `request_id` and `session_id`, even for an unknown message."""
     client.send(infer(request_id="r9", cameras=None))
     assert client.receive()["request_id"] == "r9"
     client.send({"request_id": "r10", "endpoint": "dance"})
@@ -237,7 +243,9 @@ def test_errors_name_the_request(client: Client) -> None:
 
 
 def test_engine_failures_are_errors_of_one_request(client: Client, engine: FakeEngine) -> None:
-    """Earlier chunks arrive, the error has the engine's code, and the session continues."""
+    """After a failure of the engine, chunks before it are delivered and the error has the engine's
+    code. The session continues.
+    """
 
     def fail(params: DiffusionParams) -> None:
         if params.chunk_index == 1:
@@ -256,7 +264,9 @@ def test_engine_failures_are_errors_of_one_request(client: Client, engine: FakeE
 def test_unforeseen_failures_reveal_nothing_of_the_server(
     client: Client, engine: FakeEngine
 ) -> None:
-    """A bug is an `engine_error` with a fixed text."""
+    """An unforeseen failure is reported as `engine_error` with a fixed text, which reveals nothing
+    of the server.
+    """
 
     def fail(params: DiffusionParams) -> None:
         raise ZeroDivisionError("/secret/path 0x7f00")
@@ -271,7 +281,7 @@ def test_unforeseen_failures_reveal_nothing_of_the_server(
 
 
 def test_too_many_messages_close_with_policy(make_endpoint: MakeEndpoint) -> None:
-    """A flood closes with 1008."""
+    """A flood of messages closes the connection with 1008."""
     with make_endpoint(max_messages_per_s=20).client() as client:
         with contextlib.suppress(ConnectionClosed):
             for _ in range(10_000):
@@ -280,7 +290,7 @@ def test_too_many_messages_close_with_policy(make_endpoint: MakeEndpoint) -> Non
 
 
 def test_an_oversized_message_closes_with_1009(client: Client) -> None:
-    """The limit is the one in the hello message."""
+    """A message beyond the limit in the hello message closes the connection with 1009."""
     with pytest.raises(ConnectionClosed) as closed:
         client.request(bytes(client.hello["limits"]["max_message_bytes"] + 1))
     assert closed.value.rcvd is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions of `/v1/realtime/world/camera` over requests and connections: repetition, resume,
+"""Sessions of `/v1/realtime/world/camera` across requests and connections: repetition, resume,
 branches, capacity.
 """
 
@@ -22,7 +22,9 @@ MakeEndpoint = Callable[..., EndpointServer]
 
 
 def test_a_repeated_request_gets_the_same_response(client: Client, engine: FakeEngine) -> None:
-    """The engine gets one request, and another body with the same id is a conflict."""
+    """A repeated request reaches the engine only once. A request with the same id but another body
+    is a conflict.
+    """
     client.send(infer(request_id="r1"))
     first = client.frames()
     client.send(infer(request_id="r1"))
@@ -53,7 +55,9 @@ def test_an_interrupted_request_continues_when_repeated(
 
 
 def test_a_running_request_can_be_taken_over(endpoint: EndpointServer, engine: FakeEngine) -> None:
-    """The older connection closes with 4009, and the newer one gets every message."""
+    """When another connection takes over a running request, the older one is closed with 4009, and
+    the newer one gets every message.
+    """
     engine.delay_s = 0.3
     request = infer(FIRST + LATER, request_id="r1", session_id="a")
     with endpoint.client() as old, endpoint.client() as new:
@@ -66,7 +70,7 @@ def test_a_running_request_can_be_taken_over(endpoint: EndpointServer, engine: F
 
 
 def test_resume_replays_missed_chunks(endpoint: EndpointServer, engine: FakeEngine) -> None:
-    """Frames after the client's last chunk are sent again."""
+    """On resume, the frames after the client's last chunk are sent again."""
     with endpoint.client() as client:
         session_id = client.hello["session_id"]
         client.send(infer(FIRST + 2 * LATER))
@@ -86,7 +90,9 @@ def test_resume_replays_missed_chunks(endpoint: EndpointServer, engine: FakeEngi
 
 
 def test_resume_beyond_the_delivery_log_requires_a_resync(make_endpoint: MakeEndpoint) -> None:
-    """The delivery log is bounded in bytes."""
+    """A resume that goes back further than the delivery log requires a resync, because the log is
+    bounded in bytes.
+    """
     endpoint = make_endpoint(delivery_log_bytes=2 * LATER * 32 * 48 * 3)
     with endpoint.client() as client:
         session_id = client.hello["session_id"]
@@ -116,7 +122,7 @@ def test_a_wrong_chunk_index_is_refused(client: Client) -> None:
 
 
 def test_a_third_request_of_a_session_is_busy(client: Client, engine: FakeEngine) -> None:
-    """One request runs and one waits."""
+    """A session accepts one running and one waiting request, and a third gets `busy`."""
     engine.delay_s = 0.2
     client.send(infer())
     client.send(infer(LATER, image=None))
@@ -126,7 +132,7 @@ def test_a_third_request_of_a_session_is_busy(client: Client, engine: FakeEngine
 
 
 def test_branches_are_independent(client: Client, engine: FakeEngine) -> None:
-    """A branch continues from its parent's position, and the parent is unchanged."""
+    """A branch continues from the position of its parent, which does not change."""
     client.send(infer(FIRST + LATER, session_id="a"))
     client.frames()
     response = client.request({"endpoint": "branch", "session_id": "a", "new_session_id": "b"})
@@ -148,7 +154,9 @@ def test_branches_are_independent(client: Client, engine: FakeEngine) -> None:
 def test_capacity_is_said_at_once_and_comes_back(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """A session in use is never evicted, and a client without a session is closed with 1013."""
+    """On a full server, a client is refused immediately and its connection is closed with 1013. A
+    session in use is never evicted.
+    """
     endpoint = make_endpoint(info={"max_sessions": 2})
     with endpoint.client() as first, endpoint.client() as second:
         for client in (first, second):
@@ -175,7 +183,9 @@ def test_capacity_is_said_at_once_and_comes_back(
 def test_a_new_session_waits_until_the_old_one_is_freed(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """Restarting and evicting free a session first, so a full engine never holds one too many."""
+    """A restart or an eviction frees the old session before the new one starts, so a full engine
+    never holds one too many.
+    """
     engine.max_worlds, engine.close_delay_s = 1, 0.2
     endpoint = make_endpoint(info={"max_sessions": 1})
     with endpoint.client() as client:
@@ -191,7 +201,9 @@ def test_a_new_session_waits_until_the_old_one_is_freed(
 
 
 def test_an_evicted_session_is_reported(make_endpoint: MakeEndpoint, engine: FakeEngine) -> None:
-    """An idle session is closed in the engine too, and continuing it is a retryable error."""
+    """An evicted idle session is closed in the engine too. A client that continues an evicted
+    session gets a retryable error.
+    """
     endpoint = make_endpoint(info={"session_idle_s": 0.2})
     with endpoint.client() as client:
         client.send(infer(session_id="a"))
@@ -205,8 +217,8 @@ def test_an_evicted_session_is_reported(make_endpoint: MakeEndpoint, engine: Fak
 def test_pings_keep_a_session_without_requests(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """Pings keep it for `pinged_session_idle_s`. Without pings it is closed after
-    `session_idle_s`.
+    """Pings keep a session without requests for `pinged_session_idle_s`. Without pings, a session
+    is closed after `session_idle_s`.
     """
     endpoint = make_endpoint(info={"session_idle_s": 0.3}, pinged_session_idle_s=60.0)
     with endpoint.client() as client, endpoint.client() as silent:
@@ -237,8 +249,8 @@ def test_pings_keep_a_session_for_a_limited_time(
 def test_a_session_kept_by_pings_alone_can_be_evicted(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """A session without requests for `session_idle_s` can be evicted, so absent users do not block
-    others.
+    """A session that pings have kept without requests for `session_idle_s` can be evicted, so
+    absent users do not block others.
     """
     endpoint = make_endpoint(
         info={"max_sessions": 1, "session_idle_s": 0.5}, pinged_session_idle_s=60.0
@@ -260,7 +272,9 @@ def test_a_session_kept_by_pings_alone_can_be_evicted(
 def test_a_disposable_branch_can_be_evicted(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """Another branch does not, because its client is connected."""
+    """A disposable branch can be evicted. Any other branch is not evicted while its client is
+    connected.
+    """
     endpoint = make_endpoint(info={"max_sessions": 2})
     with endpoint.client() as client, endpoint.client() as other:
         client.send(infer(session_id="a"))
@@ -277,7 +291,9 @@ def test_a_disposable_branch_can_be_evicted(
 
 
 def test_a_session_the_engine_lost_is_evicted(client: Client, engine: FakeEngine) -> None:
-    """The client gets the endpoint's own error and may start again."""
+    """If the engine has lost a session, its client gets the endpoint's own error and may start
+    again.
+    """
     client.send(infer())
     client.frames()
     engine.worlds.clear()
@@ -287,7 +303,7 @@ def test_a_session_the_engine_lost_is_evicted(client: Client, engine: FakeEngine
 
 
 def test_api_keys_do_not_share_session_ids(endpoint: EndpointServer, engine: FakeEngine) -> None:
-    """The same id with another key is another session."""
+    """The same session id with a different API key is a different session."""
     for token in ("one", "two"):
         with endpoint.client(additional_headers={"Authorization": f"Bearer {token}"}) as client:
             client.send(infer(session_id="a"))

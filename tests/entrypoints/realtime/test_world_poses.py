@@ -71,7 +71,7 @@ ENDPOINTS = pytest.mark.parametrize("play", [at_camera, at_video], ids=["camera"
 def test_the_same_keys_from_the_same_start_give_the_same_poses(
     endpoint: EndpointServer, engine: FakeEngine, play: Callable[..., list[Any]]
 ) -> None:
-    """Only the first chunk holds the start pose, and each latent frame has a pose."""
+    """Only the first chunk contains the start pose, and each latent frame has a pose."""
     first, second = play(endpoint, START)
     assert [*first, *second] == [pytest.approx(row) for row in expected()]
     assert [call.params.options.get("start_pose") for call in engine.chunks] == [START, None]
@@ -80,7 +80,9 @@ def test_the_same_keys_from_the_same_start_give_the_same_poses(
 def test_the_generate_endpoint_reports_the_same_poses(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """Poses are messages of an extension, because other clients have no such message."""
+    """At the generate endpoint, poses are messages of an extension, because the original protocol
+    has no message for them.
+    """
     with ExtendedClient(endpoint.port) as client:
         client.init(
             extensions=["actions", "world_poses"],
@@ -125,7 +127,7 @@ def test_a_chunk_in_several_messages_has_its_poses_in_the_first(
 def test_a_wrong_start_pose_is_refused(
     endpoint: EndpointServer, engine: FakeEngine, wrong: Any
 ) -> None:
-    """Each endpoint names the field in its error, and the engine gets no request."""
+    """The error of each endpoint names the wrong field, and the engine gets no request."""
     with endpoint.client() as client:
         message = infer(cameras=None, actions=KEYS[:3])
         message["extra_body"] |= {"start_pose": wrong}
@@ -146,7 +148,9 @@ def test_a_wrong_start_pose_is_refused(
 def test_a_later_request_with_a_start_pose_reaches_the_engine(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """The engine refuses it by name, because the session has started."""
+    """The engine refuses a start pose in a later request by name, because the session has already
+    started.
+    """
     with endpoint.client() as client:
         client.send(infer(cameras=None, actions=KEYS[:3], protocol_version=1))
         client.frames()
@@ -159,7 +163,9 @@ def test_a_later_request_with_a_start_pose_reaches_the_engine(
 
 
 def test_a_world_has_its_own_focal_length(make_endpoint: MakeEndpoint) -> None:
-    """It scales with the width of the video, whereas the model's is a number of pixels."""
+    """The focal length of a world scales with the width of the video, whereas that of a model is a
+    number of pixels.
+    """
     own = msgspec.structs.replace(DESCRIPTION, focal=0.65)
     with make_endpoint(info={"actions": SPACE, "card": own}).client() as client:
         assert client.hello["key_focal"] == pytest.approx(0.65 * WIDTH)
@@ -192,7 +198,7 @@ def command(mode: str, translation: Any = (0, 0, 0), **fields: Any) -> dict[str,
 
 
 def moving(engine: FakeEngine) -> list[Any]:
-    """Chunks with axes."""
+    """Return the chunks that have axes."""
     return [
         call
         for call in engine.chunks
@@ -201,9 +207,10 @@ def moving(engine: FakeEngine) -> list[Any]:
 
 
 def test_a_velocity_becomes_axes(endpoint: EndpointServer, engine: FakeEngine) -> None:
-    """0.05 units are a step; a quarter turn per second stays one.
+    """A velocity of 0.05 units becomes one step on an axis, and a quarter turn per second stays a
+    quarter turn.
 
-    The camera is moved by the model, not by poses.
+    The model moves the camera itself instead of receiving poses.
     """
     engine.start_pose = StartPose(**START)
     engine.delay_s = 0.02
@@ -234,11 +241,9 @@ def test_a_velocity_beyond_the_axes_is_refused(
 def test_a_target_starts_at_the_position_where_a_wall_stopped_the_camera(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """Targets are relative to the start image, and the engine gets them in the session's
-    coordinates.
-    """
+    """A target is relative to the start image, and the engine gets it in the session's coordinates."""
     cells = torch.zeros(30, 30, dtype=torch.bool)
-    cells[14 - 3] = True  # blocked from 3 m to the north on
+    cells[14 - 3] = True  # blocked from 3 m to the north
     engine.grid = OccupancyGrid(cells, 30.0)
     engine.start_pose = StartPose(x_m=2.0, z_m=0.0, heading_degrees=0.0)
     engine.delay_s = 0.02
@@ -256,7 +261,7 @@ def test_a_target_starts_at_the_position_where_a_wall_stopped_the_camera(
 def test_a_velocity_without_axes_becomes_poses(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """A model with keys and poses only gets poses."""
+    """A model that accepts keys and poses but no axes gets poses."""
     with open_video(make_endpoint()) as client:
         client.send(command("velocity", (0, 0, 0.05)))
         wait_until(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`run_in_virtual_time`: run a coroutine whose waits take no real time and advance the loop's clock
+"""`run_in_virtual_time` runs a coroutine whose waits take no real time and advance the loop's clock
 exactly.
 """
 
@@ -34,6 +34,6 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 def run_in_virtual_time(scenario: Coroutine[Any, Any, T]) -> T:
-    """Run a scenario that waits for timers only, and not for threads, sockets or processes."""
+    """Run a scenario that waits only for timers, and not for threads, sockets or processes."""
     with asyncio.Runner(loop_factory=_Loop) as runner:
         return runner.run(scenario)

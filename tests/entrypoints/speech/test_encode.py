@@ -21,7 +21,9 @@ def in_pieces(audio_format: str) -> bytes:
 
 @pytest.mark.parametrize("audio_format", ["mp3", "opus", "aac", "flac", "wav"])
 def test_a_streamed_file_decodes_to_the_tone(audio_format: str) -> None:
-    """Duration, pitch and loudness of one second survive. Lossy formats may pad."""
+    """Duration, pitch and loudness of one second survive encoding and decoding. Lossy formats may
+    pad the sound.
+    """
     with av.open(io.BytesIO(in_pieces(audio_format))) as container:
         resampler = av.AudioResampler(format="flt", layout="mono", rate=RATE)
         frames = [out for frame in container.decode(audio=0) for out in resampler.resample(frame)]

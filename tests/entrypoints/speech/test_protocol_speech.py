@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies of the speech routes, their refusals, and error responses."""
+"""Bodies of the speech routes, how invalid ones are refused, and error responses."""
 
 from typing import Any
 

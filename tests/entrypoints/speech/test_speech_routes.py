@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The speech routes without engines: any model with their interface, and clients that
+"""The speech routes without engines: any model that implements their interface, and clients that
 disconnect.
 """
 
@@ -98,7 +98,9 @@ def test_any_model_that_speaks_is_served_at_its_own_sample_rate(
 
 
 def test_a_generated_seed_is_returned_in_a_header(client: TestClient, hummer: Hummer) -> None:
-    """Audio has no field for it. A request without a seed gets no header."""
+    """A generated seed is returned in a header, because audio has no field for it. A request
+    without a seed gets no header.
+    """
     drawn = client.post(
         "/v1/audio/speech", json={"input": "hello", "seed": -1, "response_format": "wav"}
     )
@@ -125,7 +127,9 @@ def test_a_model_that_does_not_speak_is_refused_at_start(tmp_path: Path) -> None
 
 
 def test_a_client_that_disconnects_is_logged_with_499() -> None:
-    """The access log has 499, with any version of vLLM, and the work is cancelled."""
+    """When a client disconnects, its work is cancelled and the access log has the status 499, with
+    any version of vLLM.
+    """
     cancelled = []
 
     async def render_forever(request: Any) -> None:
@@ -145,7 +149,7 @@ def test_a_client_that_disconnects_is_logged_with_499() -> None:
 
 
 async def post_and_leave(app: FastAPI, path: str, body: dict[str, Any]) -> int:
-    """The status of the response to a client that disconnects after its request."""
+    """Return the status of the response to a client that disconnects after its request."""
     headers = [(b"content-type", b"application/json")]
     scope = {
         "type": "http",
@@ -163,7 +167,7 @@ async def post_and_leave(app: FastAPI, path: str, body: dict[str, Any]) -> int:
     async def receive() -> dict[str, Any]:
         if (message := next(messages, None)) is not None:
             return message
-        await pause_task(0.05)  # the handler is at work by then
+        await pause_task(0.05)  # the handler is running by then
         return {"type": "http.disconnect"}
 
     async def send(message: Any) -> None:

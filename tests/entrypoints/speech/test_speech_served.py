@@ -26,7 +26,7 @@ from helpers.waits import seconds, wait_until
 pytestmark = pytest.mark.nightly
 
 CODES = 40
-"""Maximum number of codes of a reply. The tiny talker ends at any number."""
+"""Maximum number of codes in a reply, because the tiny talker may end after any number of codes."""
 PIECE = 2
 SMALL_KEY = "a-key-with-a-small-quota"
 SAMPLES_PER_CODE = 480
@@ -47,7 +47,7 @@ def collector() -> Iterator[Collector]:
 def speech_server(
     qwen2_5_omni: Path, tmp_path_factory: pytest.TempPathFactory, collector: Collector
 ) -> Iterator[Served]:
-    """A second key has a small quota, and spans go to the collector."""
+    """Start a server whose second key has a small quota and whose spans go to the collector."""
     folder = tmp_path_factory.mktemp("speech_server")
     quotas = folder / "quotas.toml"
     digest = hashlib.sha256(SMALL_KEY.encode()).hexdigest()
@@ -112,8 +112,8 @@ def spoken(served: Served, **requested: Any) -> Any:
 
 
 def test_a_reply_has_text_and_audio(speech_server: Served) -> None:
-    """The transcript is the thinker's text, the audio is all of the talker's codes, and a seed
-    repeats it.
+    """The transcript of a reply is the thinker's text, and its audio consists of all codes of the
+    talker. The same seed gives the same reply.
     """
     silent = speech_server.client.chat.completions.create(
         model="null", messages=MESSAGES, temperature=0, max_tokens=12, seed=5
@@ -152,7 +152,9 @@ def test_a_streamed_reply_is_the_whole_one_in_parts(speech_server: Served) -> No
 
 @pytest.mark.parametrize("audio_format", ["wav", "mp3"])
 def test_a_text_is_read_aloud(speech_server: Served, audio_format: Any) -> None:
-    """The file has the requested format and the duration of the codes (mp3 pads its ends)."""
+    """The audio file has the requested format and the duration of its codes, except that mp3 pads
+    its ends.
+    """
     with speech_server.client.audio.speech.with_streaming_response.create(
         model="null",
         voice="Ethan",
@@ -199,8 +201,8 @@ def test_refusals_list_the_allowed_values(speech_server: Served) -> None:
 def test_a_spoken_reply_has_spans_and_a_request_id(
     speech_server: Served, collector: Collector
 ) -> None:
-    """Each engine is a span of the reply's, which belongs to the caller's trace. Response and log
-    lines have the id.
+    """The work of each engine is a child of the reply's span, which belongs to the caller's trace.
+    The response and the log lines of the request have the request id.
     """
     body = {"model": "null", "messages": MESSAGES, "max_tokens": 12, **SPEECH}
     own = {"Authorization": f"Bearer {KEY}", "X-Request-Id": "spoken-1", "traceparent": TRACEPARENT}
@@ -240,8 +242,8 @@ def test_a_key_beyond_its_quota_may_not_speak(speech_server: Served) -> None:
 
 
 def test_a_client_that_leaves_holds_no_slot(speech_server: Served) -> None:
-    """More clients than the talker has slots leave after the first event, and later ones are served
-    immediately.
+    """More clients than the talker has slots leave after the first event, and later clients are
+    served immediately.
     """
     pcm16 = {"voice": "Ethan", "format": "pcm16"}
     for _ in range(4):
@@ -252,8 +254,8 @@ def test_a_client_that_leaves_holds_no_slot(speech_server: Served) -> None:
 
 
 def test_a_dead_engine_is_reported(speech_server: Served) -> None:
-    """When the process of one engine is killed, its requests get 503 and `/health` names it. Runs
-    last.
+    """When the process of one engine is killed, its requests get 503 and `/health` names the
+    engine. The test runs last, because it kills an engine.
     """
     workers = [
         child

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A driver of headless Chromium over its DevTools protocol, without further packages: pages, keys,
-pointers, screenshots.
+"""A driver of headless Chromium over its DevTools protocol, without additional packages: pages,
+keys, pointers, screenshots.
 
-`CHROMIUM` is the path of the browser, or None. Each wait has a deadline, and errors of the page are
-in `errors`.
+`CHROMIUM` is the path of the browser, or None. Every wait has a deadline, and `errors` lists the
+errors of the page.
 """
 
 import base64
@@ -55,7 +55,7 @@ _FLAGS = (
         "--disable-background-timer-throttling",
         "--disable-renderer-backgrounding",
         "--force-color-profile=srgb",
-        # a host that is not localhost: over plain HTTP it has no WebCodecs, as on a local network
+        # A host other than localhost, where plain HTTP offers no WebCodecs, as on a local network.
         "--host-resolver-rules=MAP world.test 127.0.0.1",
     ),
 )
@@ -63,11 +63,11 @@ _KEYS = {" ": ("Space", 32)}
 
 
 class PageError(AssertionError):
-    """An expected state of the page did not occur, or the page failed."""
+    """The page did not reach an expected state, or it failed."""
 
 
 class Page:
-    """One tab."""
+    """A browser tab with one page."""
 
     def __init__(self, connection: ClientConnection) -> None:
         self._connection = connection
@@ -112,7 +112,7 @@ class Page:
         self.wait_for("document.readyState === 'complete'", timeout_s=20)
 
     def leave(self) -> None:
-        """Clear the stored data of the page, and close it."""
+        """Clear the page's stored data and close the page."""
         self.send("Network.clearBrowserCookies")
         self.run(
             "document.URL.startsWith('http') && (sessionStorage.clear(), localStorage.clear())"
@@ -120,7 +120,7 @@ class Page:
         self.open("about:blank")
 
     def run(self, expression: str) -> Any:
-        """Value of a JavaScript expression; promises are awaited."""
+        """Return the value of a JavaScript expression, after awaiting it if it is a promise."""
         response = self.send(
             "Runtime.evaluate",
             expression=expression,
@@ -134,8 +134,8 @@ class Page:
         return response["result"].get("value")
 
     def call(self, module: str, code: str, *arguments: Any) -> Any:
-        """Import a module of the page and run `code` (a function body) with it as `m` and
-        `arguments` as `a`.
+        """Import a module of the page and run `code`, a function body in which the module is `m`
+        and the arguments are `a`.
         """
         arguments_json = json.dumps(arguments)
         return self.run(
@@ -144,10 +144,12 @@ class Page:
         )
 
     def wait_for(self, expression: str, timeout_s: float = 15.0) -> Any:
-        """Return the value of the expression once it is true. Fails with the errors of the page."""
+        """Wait until the expression is true and return its value. On failure, raise with the errors
+        of the page.
+        """
         deadline_s = time.monotonic() + seconds(timeout_s)
         while True:
-            with contextlib.suppress(PageError):  # for example between two pages
+            with contextlib.suppress(PageError):  # for example, between two pages
                 if value := self.run(expression):
                     return value
             if time.monotonic() > deadline_s:
@@ -159,7 +161,12 @@ class Page:
     # -- input -------------------------------------------------------------------------------------
 
     def key(self, kind: str, key: str) -> None:
-        """`kind`: keyDown or keyUp; `key`: a letter, or a space."""
+        """Send a key event.
+
+        Args:
+            kind: keyDown or keyUp.
+            key: A letter, or a space.
+        """
         code, number = _KEYS.get(key, (f"Key{key.upper()}", ord(key.upper())))
         self.send(
             "Input.dispatchKeyEvent", type=kind, key=key, code=code, windowsVirtualKeyCode=number
@@ -198,7 +205,11 @@ class Page:
         )
 
     def touch(self, kind: str, *points: tuple[float, float]) -> None:
-        """`kind`: touchStart, touchMove or touchEnd."""
+        """Send a touch event.
+
+        Args:
+            kind: touchStart, touchMove or touchEnd.
+        """
         self.send(
             "Input.dispatchTouchEvent", type=kind, touchPoints=[{"x": x, "y": y} for x, y in points]
         )
@@ -246,7 +257,7 @@ class Page:
 
 @dataclass(frozen=True)
 class _Tab:
-    """DevTools' ids of a tab and of its context, which has separate cookies and storage."""
+    """DevTools' ids of a tab and of its browser context, which has separate cookies and storage."""
 
     context: str
     target: str
@@ -255,9 +266,9 @@ class _Tab:
 class Browser:
     """A running Chromium with a new profile.
 
-    One tab serves one page after another, because a new tab with a new process takes longer than
-    most tests. Changes to the tab (window, touch, media) end with its DevTools connection or are
-    cleared when the page is left.
+    One tab serves one page after another, because a new tab with a new process takes longer to open
+    than most tests run. Changes to the tab (window, touch, media) end with its DevTools connection
+    or are cleared when the page is left.
     """
 
     def __init__(self, popen: "subprocess.Popen[bytes]", port: int, folder: Path) -> None:
@@ -266,8 +277,8 @@ class Browser:
 
     @contextlib.contextmanager
     def page(self, url: str = "about:blank") -> Iterator[Page]:
-        """A tab without cookies or storage. It is a new one if another page is open or the last one
-        failed.
+        """Yield a tab without cookies or storage. A new tab is opened if another page is open or
+        the last one failed.
         """
         tab, self._resting = self._resting or self._new_tab(), None
         try:
@@ -309,8 +320,8 @@ class Browser:
         return result
 
     def videos(self) -> set[Path]:
-        """Finished downloads. Chromium creates an empty file of the name first and renames another
-        file to it at the end.
+        """Return the finished downloads. Chromium first creates an empty file with the final name
+        and, when the download is complete, replaces that file.
         """
         return {
             file
@@ -339,7 +350,7 @@ def running_browser(folder: Path) -> Iterator[Browser]:
     """Run Chromium during the block, with its profile and downloads below `folder`."""
     assert CHROMIUM is not None, WHY_NOT
     (folder / "downloads").mkdir(parents=True)
-    # Chromium refuses to sandbox itself as root
+    # Chromium refuses to sandbox itself when it runs as root.
     sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
     command = [CHROMIUM, *_FLAGS, *sandbox, f"--user-data-dir={folder}", "about:blank"]
     with (folder / "chromium.log").open("wb") as log:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of the web page: one headless Chromium for all tests, and servers with a fake engine.
 
-Browser tests are skipped without Chromium. `OMNI_REQUIRE_BROWSER=1`, which `.ci/run` sets where it
-could install Chromium, makes that a failure.
+Browser tests are skipped without Chromium. With `OMNI_REQUIRE_BROWSER=1`, which `.ci/run` sets if
+it could install Chromium, they fail instead.
 """
 
 import os
@@ -39,8 +39,8 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def make_server(engine: FakeEngine) -> Iterator[MakeServer]:
-    """`make_server(keys=[...], environ={...}, info={...}, world=DIR, **limits)` starts a server
-    that stops after the test.
+    """Return a function: `make_server(keys=[...], environ={...}, info={...}, world=DIR, **limits)`
+    starts a server that stops after the test.
     """
     with ExitStack() as stack:
 
@@ -75,12 +75,12 @@ def make_server(engine: FakeEngine) -> Iterator[MakeServer]:
 
 @pytest.fixture
 def server(make_server: MakeServer) -> PageServer:
-    return make_server(info={"fps": 48.0})  # a chunk of 12 frames plays for a quarter of a second
+    return make_server(info={"fps": 48.0})  # a chunk of 12 frames plays for 0.25 s
 
 
 @pytest.fixture
 def page(browser: Browser, server: PageServer) -> Iterator[Page]:
-    """The connected page of `server`. Unexpected errors of the page fail the test."""
+    """Yield the connected page of `server`. Unexpected errors of the page fail the test."""
     with browser.page(server.url) as page:
         page.wait_for("document.body.dataset.link === 'up'")
         yield page
@@ -89,7 +89,7 @@ def page(browser: Browser, server: PageServer) -> Iterator[Page]:
 
 @pytest.fixture
 def village_page(browser: Browser, make_server: MakeServer, village: Path) -> Iterator[Page]:
-    """The page of a checkpoint with a world description. The engine is a fake."""
+    """Yield the page of a checkpoint with a world description. The engine is a fake."""
     with browser.page(make_server(world=village, info={"fps": 48.0}).url) as page:
         page.wait_for("document.body.dataset.link === 'up'")
         page.wait_for(

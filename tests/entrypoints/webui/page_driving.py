@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of the web page do with a page and read from it and its fake engine."""
+"""Helpers that operate the web page and read its state and that of its fake engine."""
 
 from browser import Page
 from helpers.fake_engine import Call, FakeEngine
@@ -19,7 +19,7 @@ def start_now(page: Page) -> None:
 
 
 def press_enter(page: Page) -> None:
-    """Press Enter as a keyboard does: with its text, which activates the focused control."""
+    """Press Enter as a keyboard does, including its text, which activates the focused control."""
     page.send(
         "Input.dispatchKeyEvent",
         type="keyDown",
@@ -31,19 +31,21 @@ def press_enter(page: Page) -> None:
 
 
 def later_chunks(engine: FakeEngine, count: int = 3) -> list[Call]:
-    """The next `count` chunks that are requested from now on, without one that may be in flight."""
+    """Return the next `count` chunks that are requested after this call, except one that may be in
+    flight.
+    """
     start = len(engine.chunks) + 1
     wait_until(lambda: len(engine.chunks) >= start + count)
     return engine.chunks[start : start + count]
 
 
 def axes(calls: list[Call]) -> list[dict[str, float]]:
-    """Axes of each latent frame."""
+    """Return the axes of each latent frame."""
     return [as_frame(entry).axes for call in calls for entry in call.params.actions or []]
 
 
 def moved(engine: FakeEngine, axis: str) -> float:
-    """Sum of an axis over all frames so far."""
+    """Return the sum of an axis over all frames until now."""
     return sum(frame.get(axis, 0.0) for frame in axes(engine.chunks))
 
 
@@ -60,7 +62,9 @@ def shown(page: Page) -> int:
 
 
 def grey(page: Page) -> int:
-    """Brightness at the centre of the image: frame n of the fake engine is n % 256."""
+    """Return the brightness at the centre of the image. Frame n of the fake engine has the
+    brightness n % 256.
+    """
     code = (
         "{ const c = document.querySelector('#view'); return "
         "c.getContext('2d').getImageData(40, 24, 1, 1).data[1]; }"

@@ -19,10 +19,10 @@ MakeServer = Callable[..., "PageServer"]
 
 
 class PageServer(EndpointServer):
-    """`keys` are the API keys, none of which means no check; `world` is a checkpoint with a world
-    description.
+    """A server with the web page, combined as vLLM and the plugin combine their parts.
 
-    The parts are combined as vLLM and the plugin combine them.
+    `keys` are the API keys, where no keys means no check. `world` is a checkpoint with a world
+    description.
     """
 
     def __init__(
@@ -49,7 +49,9 @@ class PageServer(EndpointServer):
         return f"http://127.0.0.1:{self.port}/omni/"
 
     def cut_connections(self) -> int:
-        """Abort every open WebSocket, as a network failure does, and return their number."""
+        """Abort every open WebSocket, as a network failure does, and return the number of aborted
+        ones.
+        """
         sockets = [
             item
             for item in self.server.server_state.connections

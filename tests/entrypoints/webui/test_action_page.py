@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page in a world of buttons, axes and a wheel: it shows the actions of the model, and only
-these reach the engine.
+"""In a world of buttons, axes and a wheel, the page shows the actions of the model, and only these
+reach the engine.
 """
 
 import time
@@ -42,7 +42,7 @@ Frame = tuple[tuple[str, ...], dict[str, float], float]
 
 
 def frames(engine: FakeEngine, start: int = 0) -> list[Frame]:
-    """Every frame of actions that reached the engine from chunk `start` on."""
+    """Return every frame of actions that reached the engine from chunk `start` on."""
     found: list[Frame] = []
     for call in engine.chunks[start:]:
         for entry in call.params.actions or []:
@@ -57,8 +57,8 @@ def reaches(engine: FakeEngine, condition: Callable[[list[Frame]], Any]) -> None
 
 @pytest.fixture
 def open_page(browser: Browser, make_server: MakeServer) -> Callable[[ActionSpace], Any]:
-    """`with open_page(space) as page` opens the connected page of a server with that action
-    space.
+    """Return a function: `with open_page(space) as page` opens the connected page of a server with
+    that action space.
     """
 
     def opened(space: ActionSpace) -> Any:
@@ -82,8 +82,8 @@ def start_now(page: Page) -> None:
 
 
 def test_the_page_shows_the_actions_of_the_model(play: Page, engine: FakeEngine) -> None:
-    """Buttons by name and key, a slider and the mouse, but no prompt, images, camera keys or
-    map.
+    """The page shows the model's buttons by name and key, a slider and the mouse, but no prompt,
+    images, camera keys or map.
     """
     assert not play.run(IS_SHOWN.format("#start .gallery")) and not play.run(
         IS_SHOWN.format(".prompt-field")
@@ -104,7 +104,9 @@ def test_the_page_shows_the_actions_of_the_model(play: Page, engine: FakeEngine)
 
 
 def test_a_key_holds_a_button_and_a_short_press_acts_once(play: Page, engine: FakeEngine) -> None:
-    """A held key acts in every frame, and a key released between two requests acts in one."""
+    """A held key acts in every frame. A key that is pressed and released between two requests acts
+    in one frame.
+    """
     start_now(play)
     play.key("keyDown", "w")
     reaches(engine, lambda got: got[-3:] == [(("forward",), {}, 0.0)] * 3)
@@ -121,8 +123,8 @@ def test_a_key_holds_a_button_and_a_short_press_acts_once(play: Page, engine: Fa
 
 
 def test_the_mouse_moves_axes_and_the_wheel_scrolls(play: Page, engine: FakeEngine) -> None:
-    """A drag by 40 pixels to the left turns right by 40 pixels, up is positive y, and one notch is
-    one step.
+    """Dragging 40 pixels to the left turns right by 40 pixels, up is positive y, and one wheel
+    notch is one step.
     """
     start_now(play)
     play.drag("#view", -40, -20)
@@ -142,7 +144,9 @@ def test_the_mouse_moves_axes_and_the_wheel_scrolls(play: Page, engine: FakeEngi
 
 
 def test_a_captured_mouse_moves_and_its_button_fires(play: Page, engine: FakeEngine) -> None:
-    """After a click on Look, motion needs no button and a click is an action."""
+    """After a click on Look, the mouse moves the view without a pressed button, and a click is an
+    action.
+    """
     start_now(play)
     play.click("#look")
     play.wait_for("document.pointerLockElement === document.querySelector('#view')")
@@ -189,7 +193,9 @@ def test_fingers_hold_the_buttons_on_the_page(play: Page, engine: FakeEngine) ->
 def test_one_button_at_a_time_in_an_exclusive_space(
     open_page: Callable[..., Any], engine: FakeEngine
 ) -> None:
-    """The newest button acts, the mouse cannot be captured, and prompt and image are optional."""
+    """In an exclusive space, only the newest button acts and the mouse cannot be captured. Prompt
+    and image are optional.
+    """
     with open_page(RUNNER) as page:
         page.wait_for("document.body.dataset.link === 'up'")
         assert page.text("#start .tile .caption") == "No picture"
@@ -211,7 +217,9 @@ def test_one_button_at_a_time_in_an_exclusive_space(
 def test_a_lost_world_without_images_is_started_over(
     browser: Browser, make_server: MakeServer, engine: FakeEngine
 ) -> None:
-    """The notice offers a new start, because there is no image to continue from."""
+    """When a world without images is lost, the notice offers a new start, because there is no image
+    to continue from.
+    """
     with browser.page(make_server(info={"actions": PLAY, "fps": 48.0}).url) as page:
         page.wait_for("document.body.dataset.link === 'up'")
         start_now(page)

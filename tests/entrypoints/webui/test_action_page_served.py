@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A world of buttons, mouse and wheel at a real `vllm serve --omni`: headless Chromium plays it,
-and the frames show the actions.
+"""Headless Chromium plays a world of buttons, mouse and wheel at a real `vllm serve --omni`, and
+the frames show the actions.
 
 The session is recorded, and its replay is identical.
 """
@@ -67,16 +67,14 @@ def chunks_of(recordings: Path) -> list[RecordedChunk]:
 
 
 def squares(page: Page) -> list[int]:
-    """The squares of the shown image, as the null world draws them."""
+    """Return the squares in the displayed image, as the null world draws them."""
     url = page.run("document.querySelector('#view').toDataURL('image/png')")
     image = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).convert("RGB")
     return marks.read(np.asarray(image), 4)
 
 
 def sees(page: Page, low: list[int], high: list[int]) -> None:
-    """Wait for an image whose squares are in these ranges, because JPEG changes grey values
-    slightly.
-    """
+    """Wait for an image with squares in these ranges, because JPEG changes grey values slightly."""
     wait_until(
         lambda: all(a <= x <= b for a, x, b in zip(low, squares(page), high, strict=True)), 60
     )
@@ -130,7 +128,9 @@ def test_the_page_plays_the_world_and_the_recording_runs_again(
 
 
 def test_unsupported_actions_are_refused_by_the_real_server(played: Served) -> None:
-    """The refusal lists the actions in the served model's options."""
+    """The real server refuses unsupported actions and lists the actions of the served model's
+    options.
+    """
     with played.client(**AUTHORIZED) as client:
         assert [button["name"] for button in client.hello["actions"]["buttons"]] == ["run", "jump"]
         response = client.request({"endpoint": "infer", "actions": [["fly"]] * 3})

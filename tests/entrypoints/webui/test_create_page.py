@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of servers without a world: headless Chromium, real routes and an instant engine."""
+"""The web page of servers without a world, in headless Chromium with real routes and an instant
+engine.
+"""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +36,7 @@ IMAGES = Capabilities(tasks=("text_to_image",))
 
 
 class MediaEngine(InstantEngine):
-    """An instant engine that also answers questions."""
+    """An instant engine that also responds to questions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +61,9 @@ def engine() -> MediaEngine:  # type: ignore[override]
 
 @pytest.fixture
 def open_page(browser: Browser, engine: MediaEngine, tmp_path: Path) -> Iterator[Any]:
-    """`open_page(capabilities, keys)` opens the page of a server of such a model."""
+    """Yield a function: `open_page(capabilities, keys)` opens the page of a server whose model has
+    these capabilities.
+    """
     with ExitStack() as stack:
 
         def opened(capabilities: Capabilities, keys: tuple[str, ...] = ()) -> Any:
@@ -104,8 +108,8 @@ SIZE = (
 
 
 def test_a_prompt_becomes_an_image(open_page: Any, engine: MediaEngine) -> None:
-    """The image has the model's size and the given seed, and the page offers only the model's
-    tasks.
+    """The image has the model's size and the given seed, and the page offers only the tasks that
+    the model supports.
     """
     page = open_page(IMAGES)
     ready(page)
@@ -150,7 +154,7 @@ def test_a_refusal_shows_the_error_of_the_server(open_page: Any) -> None:
 
 
 def test_the_page_asks_for_the_key(open_page: Any) -> None:
-    """The page works after the key was entered."""
+    """The page works once the key has been entered."""
     page = open_page(IMAGES, ("sesame",))
     page.wait_for("document.querySelector('#key-dialog').open")
     page.run("document.querySelector('#key-dialog input').focus()")

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The web page follows its world to another server: headless Chromium and two real servers."""
+"""The web page follows its session to another server, tested with headless Chromium and two real
+servers.
+"""
 
 import json
 from collections.abc import Iterator
@@ -47,8 +49,8 @@ def enter_key(page: Page) -> None:
 
 
 def move_only_session(source: Served, name: str) -> tuple[str, dict[str, Any]]:
-    """Move the session of one server to another once it is the only one. Return its id and the
-    reply.
+    """Wait until a server has exactly one session, and move it to the other server. Return the
+    session's id and the reply.
     """
     wait_until(lambda: len(live_sessions(source)) == 1)
     (session,) = live_sessions(source)
@@ -58,7 +60,7 @@ def move_only_session(source: Served, name: str) -> tuple[str, dict[str, Any]]:
 
 
 def test_the_webrtc_page_follows_its_session(browser: Browser, fleet: TestFleet) -> None:
-    """Frame n of the null world has the brightness n, which goes on to rise after each move."""
+    """Frame n of the null world has the brightness n, which continues to rise after each move."""
     a, b = fleet["a"], fleet["b"]
     with browser.page(f"http://127.0.0.1:{a.port}/omni/webrtc.html") as page:
         enter_key(page)
@@ -78,8 +80,8 @@ def test_the_webrtc_page_follows_its_session(browser: Browser, fleet: TestFleet)
 
 
 def test_the_page_follows_its_world(browser: Browser, fleet: TestFleet) -> None:
-    """It moves there and back while it is played, and once when its server stops. The page shows
-    each chunk once and reports no trouble.
+    """The session moves there and back while it is played, and once more when its server stops. The
+    page shows each chunk once and reports no problem.
     """
     a, b = fleet["a"], fleet["b"]
     with browser.page(f"http://127.0.0.1:{a.port}/omni/") as page:

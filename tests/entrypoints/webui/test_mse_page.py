@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page over plain HTTP on a host that is not localhost, where browsers have no WebCodecs: H.264
-is decoded by Media Source Extensions, or frames come as JPEG."""
+"""On a host other than localhost, browsers have no WebCodecs over plain HTTP. The page then decodes
+H.264 with Media Source Extensions, or receives frames as JPEG.
+"""
 
 import json
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from websockets.sync.client import connect
 
 pytestmark = pytest.mark.nightly
 
-IGNORED = "Cross-Origin-Opener-Policy"  # a header that browsers ignore on such a host, and say so
+IGNORED = "Cross-Origin-Opener-Policy"  # browsers report that they ignore this header there
 CODEC = "document.querySelector('[data-stat=codec]').textContent"
 RESTED = (
     f"{PARTS}.then(({{ app }}) => app.isResting && app.player.numBuffered === 0 && "
@@ -28,7 +29,7 @@ NOTE = f"""{PARTS}.then(({{ app }}) => {{
     app.player.onframe = (frame) => {{ shown(frame);
         const level = () => view.getContext("2d").getImageData(40, 24, 1, 1).data[1];
         seen.push(app.player.shown === frame ? level() : null); }}; }})"""
-"""Store the brightness of each frame. None: it was due together with a later one."""
+"""Store the brightness of each frame, or None if the frame was due together with a later one."""
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def walk_and_rest(page: Page, engine: FakeEngine, num_chunks: int) -> None:
 
 
 def test_every_frame_is_shown_in_order_with_its_stamp(mse_page: Page, engine: FakeEngine) -> None:
-    """Frame n has the brightness n. The page reports the time from the key to its effect."""
+    """Frame n has the brightness n, and the page reports the time from a key to its effect."""
     mse_page.run(NOTE)
     start_now(mse_page)
     walk_and_rest(mse_page, engine, 6)
@@ -109,7 +110,7 @@ def test_a_spectator_sees_what_the_player_decodes_by_mse(
 
 @pytest.mark.parametrize("gone", ["MediaSource", "requestVideoFrameCallback"])
 def test_jpeg_comes_last(browser: Browser, slow_server: PageServer, gone: str) -> None:
-    """A browser without either decoder gets JPEG."""
+    """JPEG is the last choice, for a browser that has neither decoder."""
     with browser.page() as page:
         owner = "HTMLVideoElement.prototype" if gone.startswith("request") else "globalThis"
         page.send("Page.addScriptToEvaluateOnNewDocument", source=f"delete {owner}.{gone}")

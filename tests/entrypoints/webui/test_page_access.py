@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Access to the web page, its Content Security Policy and its accessibility: headless Chromium,
-real sockets and a fake engine.
+"""Access to the web page, its Content Security Policy and its accessibility, in headless Chromium
+with real sockets and a fake engine.
 """
 
 from typing import Any
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.nightly
 def test_the_world_page_asks_for_the_key(
     browser: Browser, make_server: MakeServer, engine: FakeEngine
 ) -> None:
-    """A wrong key gets an error. The right one is exchanged for tickets and is in no address and no
-    storage.
+    """A wrong API key gets an error. The right key is exchanged for tickets and appears in no
+    address and no storage.
     """
     server = make_server(keys=["sesame street"])
     with browser.page(server.url) as page:
@@ -32,7 +32,7 @@ def test_the_world_page_asks_for_the_key(
         page.wait_for("document.body.dataset.link === 'up'")
         start_now(page)
         page.key("keyDown", "w")
-        server.cut_connections()  # the next connection needs another ticket
+        server.cut_connections()  # the next connection needs a new ticket
         later_chunks(engine, 2)
         assert not any("sesame" in url or "ticket=" in url for url in page.requested)
         assert (
@@ -43,7 +43,7 @@ def test_the_world_page_asks_for_the_key(
 
 
 def test_nothing_comes_from_elsewhere(page: Page, server: PageServer, engine: FakeEngine) -> None:
-    """Every requested address is this server's, and the policy forbids others."""
+    """The page requests only addresses of this server, and its policy forbids all others."""
     start_now(page)
     own = (
         f"http://127.0.0.1:{server.port}/",
@@ -58,7 +58,7 @@ def test_nothing_comes_from_elsewhere(page: Page, server: PageServer, engine: Fa
 
 
 def test_a_phone_shows_sticks_and_they_steer(page: Page, engine: FakeEngine) -> None:
-    """Everything fits the width, and the left stick walks."""
+    """On a phone, everything fits the width, and the left stick walks."""
     page.phone()
     start_now(page)
     assert page.run("document.documentElement.scrollWidth <= innerWidth")
@@ -98,7 +98,7 @@ def test_every_control_is_named_and_reachable_by_keyboard(page: Page, engine: Fa
 
 
 def test_text_is_readable(page: Page, engine: FakeEngine) -> None:
-    """The contrast of text is at least 4.5 to 1 in the dark and the light scheme (WCAG AA)."""
+    """The contrast of text is at least 4.5 to 1 in both the dark and the light scheme (WCAG AA)."""
     for scheme in ("dark", "light"):
         page.send(
             "Emulation.setEmulatedMedia",

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that the web page shows and their way out: headless Chromium, real sockets and a fake
-engine.
+"""Errors that the web page shows, and how the user can continue, in headless Chromium with real
+sockets and a fake engine.
 """
 
 import pytest
@@ -20,7 +20,9 @@ pytestmark = pytest.mark.nightly
 
 
 def test_a_lost_connection_is_resumed(page: Page, engine: FakeEngine, server: PageServer) -> None:
-    """The session continues with every chunk once and in order, and the page shows the state."""
+    """After a lost connection, the session continues with every chunk once and in order, and the
+    page shows the state.
+    """
     engine.delay_s = 0.15
     start_now(page)
     page.key("keyDown", "w")
@@ -37,9 +39,9 @@ def test_a_lost_connection_is_resumed(page: Page, engine: FakeEngine, server: Pa
     seen = page.run("window.seen")
     assert seen == list(range(seen[0], seen[0] + len(seen)))
     assert len(engine.worlds) == 1
-    delivered = {call.params.chunk_index: call for call in engine.chunks}  # the last try counts
+    delivered = {call.params.chunk_index: call for call in engine.chunks}  # the last request counts
     walked = [frame.get("forward", 0.0) for frame in axes([delivered[index] for index in seen])]
-    # the first chunks may have been requested before the key was pressed
+    # The page may have requested its first chunks before the key was pressed.
     walking = walked[walked.index(1.0) :]
     assert len(walking) > 15
     assert set(walking) == {1.0}
@@ -47,8 +49,8 @@ def test_a_lost_connection_is_resumed(page: Page, engine: FakeEngine, server: Pa
 
 
 def test_a_missing_image_is_reported_and_dimmed(page: Page, engine: FakeEngine) -> None:
-    """The notice comes after two seconds, although the connection is up, and ends with the next
-    image.
+    """If no image arrives for two seconds, the page shows a notice even though the connection is
+    up. The next image removes the notice.
     """
     start_now(page)
     page.key("keyDown", "w")
@@ -62,7 +64,9 @@ def test_a_missing_image_is_reported_and_dimmed(page: Page, engine: FakeEngine) 
 
 
 def test_a_broken_image_offers_to_go_back(village_page: Page, engine: FakeEngine) -> None:
-    """The page offers the copy that it made ten seconds before, and the session continues there."""
+    """When the image breaks, the page offers the copy made ten seconds earlier, and the session
+    continues from there.
+    """
     page, before = village_page, len(engine.worlds)
     page.run(f"{PARTS}.then(({{ app }}) => {{ window.at = app; app.watch.look = () => {{}}; }})")
     start_now(page)
@@ -88,7 +92,7 @@ def test_a_broken_image_offers_to_go_back(village_page: Page, engine: FakeEngine
 def test_an_image_of_the_ground_is_not_taken_for_broken(
     village_page: Page, engine: FakeEngine
 ) -> None:
-    """Looking far down, the right picture may be flat, and the page does not judge it."""
+    """When the camera looks far down, a correct image may be flat, so the page does not judge it."""
     page, engine.start_pose = village_page, StartPose(x_m=0, z_m=0, heading_degrees=0)
     page.run(
         f"{PARTS}.then(({{ app }}) => {{ window.judged = 0; app.watch.look = () => judged++; }})"
@@ -106,7 +110,7 @@ def test_an_image_of_the_ground_is_not_taken_for_broken(
 def test_a_connection_lost_before_the_first_image(
     page: Page, engine: FakeEngine, server: PageServer
 ) -> None:
-    """The first request is sent again."""
+    """If the connection is lost before the first image, the page sends its first request again."""
     engine.delay_s = 0.5
     page.click("#start .main")
     wait_until(lambda: engine.chunks)
@@ -116,7 +120,7 @@ def test_a_connection_lost_before_the_first_image(
 
 
 def test_a_lost_world_can_continue_from_its_last_image(page: Page, engine: FakeEngine) -> None:
-    """The page offers a new session that starts with the last image."""
+    """When a world is lost, the page offers a new session that starts with the last image."""
     start_now(page)
     page.key("keyDown", "w")
     later_chunks(engine, 2)
@@ -140,8 +144,8 @@ def dead(params: DiffusionParams) -> None:
 
 @pytest.mark.parametrize("retained", [True, False], ids=["kept", "lost"])
 def test_a_dead_engine_is_reported(page: Page, engine: FakeEngine, retained: bool) -> None:
-    """It is not shown as a pause. The page reports a resumed or a lost session only after the
-    server has shown which it is.
+    """A dead engine is not shown as a pause. The page reports a resumed or a lost session only
+    after the server has shown which of them it is.
     """
     start_now(page)
     page.key("keyDown", "w")
@@ -150,7 +154,7 @@ def test_a_dead_engine_is_reported(page: Page, engine: FakeEngine, retained: boo
     engine.fail = dead
     page.wait_for(f"{STATUS} === 'The engine has stopped'", 1.5)
     assert "The engine has stopped" in page.text("#notices")
-    pause(1.5)  # the server still answers `resume`, but generates nothing
+    pause(1.5)  # the server still responds to `resume`, but generates nothing
     assert page.text("#status") == "The engine has stopped"
     assert "resumed" not in page.text("#notices")
     last = page.run(f"{PARTS}.then(({{ app }}) => app.world.lastChunk)")
@@ -173,7 +177,9 @@ def test_a_dead_engine_is_reported(page: Page, engine: FakeEngine, retained: boo
 def test_a_refused_request_stops_the_world_until_tried_again(
     page: Page, engine: FakeEngine
 ) -> None:
-    """The page shows the reason, which differs from a pause, and requests nothing meanwhile."""
+    """After a refused request, the page shows the reason, which differs from a pause, and requests
+    nothing until the user tries again.
+    """
 
     def refuse(params: DiffusionParams) -> None:
         raise RequestFailed("invalid_argument", "no such thing")
@@ -193,7 +199,7 @@ def test_a_refused_request_stops_the_world_until_tried_again(
 
 
 def test_a_full_server_is_reported_and_retried(page: Page, engine: FakeEngine) -> None:
-    """`capacity` closes the connection, and the page retries."""
+    """A full server closes the connection with `capacity`, and the page shows this and retries."""
     engine.max_worlds = 0
     page.click("#start .main")
     page.wait_for("!notices.hidden && /room|live|full|again/i.test(notices.textContent)")
@@ -202,7 +208,7 @@ def test_a_full_server_is_reported_and_retried(page: Page, engine: FakeEngine) -
 
 
 def test_a_model_without_controls_is_reported(browser: Browser, make_server: MakeServer) -> None:
-    """The page shows the reason and stops retrying."""
+    """If the model has no controls, the page shows the reason and stops retrying."""
     server = make_server(info={"actions": ActionSpace()})
     with browser.page(server.url) as page:
         page.wait_for("document.body.dataset.link === 'refused'")
@@ -213,7 +219,7 @@ def test_a_model_without_controls_is_reported(browser: Browser, make_server: Mak
 def test_sizes_and_frame_rate_come_from_the_server(
     browser: Browser, make_server: MakeServer, engine: FakeEngine
 ) -> None:
-    """Sizes and frame rate are the server's."""
+    """The page uses the sizes and the frame rate of the server."""
     info = {"height": 96, "width": 128, "fps": 8.0, "patch_size": (1, 4, 4)}
     with browser.page(make_server(info=info).url) as page:
         page.wait_for("document.body.dataset.link === 'up'")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of the page as they are sent: complete, with the right headers, and without external
+"""The files of the page are served complete, with the right headers, and without external
 references.
 """
 
@@ -34,7 +34,9 @@ def get(server: PageServer, name: str, **headers: str) -> tuple[int, dict[str, s
 
 
 def test_every_file_is_served_as_it_is(server: PageServer) -> None:
-    """With its content type and the headers that restrict it to this server."""
+    """Every file is sent unchanged, with its content type and the headers that restrict it to this
+    server.
+    """
     files = [file for file in STATIC.rglob("*") if file.is_file()]
     assert len(files) > 20
     for file in files:
@@ -65,7 +67,9 @@ def test_the_address_without_a_slash_redirects_to_the_page(server: PageServer) -
 
 
 def test_all_references_are_to_files_of_the_page() -> None:
-    """No other host, missing file, or inline script or style, which the policy would block."""
+    """The page refers to no other host, no missing file, and no inline script or style, which the
+    policy would block.
+    """
     for file in STATIC.rglob("*"):
         if file.suffix not in (".html", ".js", ".css", ".svg"):
             continue
@@ -82,7 +86,7 @@ def test_all_references_are_to_files_of_the_page() -> None:
 
 
 def test_every_element_that_the_scripts_use_exists() -> None:
-    """Ids in `main.js` are ids of `index.html`, and labels name real fields."""
+    """Every id in `main.js` exists in `index.html`, and labels name real fields."""
     html = (STATIC / "index.html").read_text()
     ids = re.findall(r'\bid="([^"]+)"', html)
     assert len(ids) == len(set(ids))
@@ -109,14 +113,14 @@ def test_every_element_that_the_scripts_use_exists() -> None:
     ],
 )
 def test_the_pages_address(args: dict[str, object], expected: str | None) -> None:
-    """The printed address can be opened in a browser on this machine."""
+    """The printed address can be opened in a browser on the same machine."""
     defaults = {"uds": None, "ssl_certfile": None, "root_path": ""}
     assert pages.local_address(Namespace(**{**defaults, **args})) == expected
 
 
 @pytest.mark.nightly
 def test_wheel_and_source_archive_hold_the_page(tmp_path: Path) -> None:
-    """Packages hold every file of the page in the repository."""
+    """The wheel and the source archive contain every file of the page that is in the repository."""
     names = {
         f"vllm_omni/entrypoints/webui/static/{file.relative_to(STATIC).as_posix()}"
         for file in STATIC.rglob("*.*")

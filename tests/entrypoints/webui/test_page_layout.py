@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layout of the page, by rectangles in Chromium, in common window sizes."""
+"""The layout of the page in common window sizes, measured as rectangles in Chromium."""
 
 import time
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def shape(request: pytest.FixtureRequest) -> tuple[int, int]:
 
 @pytest.fixture
 def page(browser: Browser, make_server: MakeServer, shape: tuple[int, int]) -> Iterator[Page]:
-    """The page before a session starts, for images of `shape`."""
+    """Yield the page before a session starts, for images of `shape`."""
     width, height = shape
     with browser.page(
         make_server(info={"height": height, "width": width, "fps": 16.0}).url
@@ -68,7 +68,7 @@ def box(page: Page, selector: str) -> dict[str, float]:
 
 
 def overlap(one: dict[str, float], other: dict[str, float]) -> float:
-    """Area of the intersection of two boxes, in square pixels."""
+    """Return the area of the intersection of two boxes, in square pixels."""
     width = min(one["right"], other["right"]) - max(one["left"], other["left"])
     height = min(one["bottom"], other["bottom"]) - max(one["top"], other["top"])
     return max(0.0, width) * max(0.0, height)
@@ -83,7 +83,7 @@ def scrolls(page: Page, selector: str = "html") -> bool:
 def test_the_image_keeps_its_shape_and_fills_the_window(
     page: Page, shape: tuple[int, int], window: tuple[int, int]
 ) -> None:
-    """Tried in the dark and the light scheme."""
+    """The image keeps its shape and fills the window in the dark and the light scheme."""
     be(page, window, "dark")
     start(page)
     check_image(page, shape, window)
@@ -92,8 +92,8 @@ def test_the_image_keeps_its_shape_and_fills_the_window(
 
 
 def check_image(page: Page, shape: tuple[int, int], window: tuple[int, int]) -> None:
-    """The frame has no bars, is as wide as the column or ends just above the part below it, and
-    nothing covers it.
+    """Check that the frame has no bars, is as wide as its column or ends just above the element
+    below it, and is not covered.
     """
     frame, view, column = box(page, "#frame"), box(page, "#view"), box(page, ".stage-column")
     assert frame == view
@@ -114,8 +114,8 @@ def check_image(page: Page, shape: tuple[int, int], window: tuple[int, int]) -> 
     "window", [*DESKTOPS, SIDEWAYS], ids=lambda window: "x".join(map(str, window))
 )
 def test_nothing_scrolls_before_or_in_a_world(page: Page, window: tuple[int, int]) -> None:
-    """Neither the page nor the panel scrolls. On an upright phone the settings are below, and the
-    width fits.
+    """Neither the page nor the panel scrolls. On an upright phone, the settings are below the
+    image, and everything fits the width.
     """
     be(page, window)
     assert not scrolls(page)
@@ -143,7 +143,7 @@ def test_an_upright_phone_fits_its_width_and_shows_the_controls_at_once(page: Pa
     "window", [UPRIGHT, SIDEWAYS], ids=lambda window: "x".join(map(str, window))
 )
 def test_sticks_are_alongside_the_image(page: Page, window: tuple[int, int]) -> None:
-    """They cover nothing, whether or not the detail of the numbers is open."""
+    """The sticks cover nothing, whether the detailed numbers are open or not."""
     be(page, window)
     start(page)
     for _ in range(2):
@@ -172,9 +172,7 @@ def test_a_button_opens_the_settings_of_a_sideways_phone(page: Page) -> None:
 def test_the_start_image_is_shown_at_once(
     page: Page, engine: FakeEngine, shape: tuple[int, int]
 ) -> None:
-    """While the first chunk is generated, the page shows the start image at the size of the
-    frames.
-    """
+    """While the first chunk is generated, the page shows the start image at the size of the frames."""
     engine.delay_s = 2.0
     page.run("document.querySelectorAll('.tile input')[1].click()")
     page.run("document.querySelector('#start').requestSubmit()")
@@ -202,7 +200,9 @@ def test_the_start_image_is_shown_at_once(
 
 
 def test_full_screen_shows_the_image_alone_as_large_as_it_can(page: Page) -> None:
-    """The image reaches two edges of the screen, and afterwards everything else is shown again."""
+    """In full screen, the image reaches two edges of the screen. Afterwards, everything else is
+    shown again.
+    """
     be(page, (1280, 800))
     start(page)
     page.click("#full")

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JavaScript modules of the page in a browser, compared with this package's Python."""
+"""The JavaScript modules of the page run in a browser and are compared with this package's Python
+code.
+"""
 
 import base64
 import io
@@ -34,7 +36,9 @@ NUM_VALUES = 1000
 
 @pytest.fixture(scope="module")
 def module_page(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    """A tab on the page's origin, so that modules can be imported. The server has only files."""
+    """Yield a tab on the page's origin, so that modules can be imported. The server of this tab
+    serves only files.
+    """
     with (
         PageServer(FakeEngine(), EndpointLimits(), StreamInfo(), [], {}) as server,
         browser.page(server.url) as page,
@@ -59,7 +63,9 @@ EDGES += [-1, -32, -33, -128, -129, -32768, -32769, -(2**31), -(2**31) - 1, -(2*
 
 
 def values(count: int) -> list[Any]:
-    """Random values of every kind that both sides support, equal in every run."""
+    """Return random values of every kind that both sides support. The values are the same in every
+    run.
+    """
     rng = random.Random(7)
 
     def text() -> str:
@@ -87,7 +93,7 @@ def values(count: int) -> list[Any]:
 
 
 def test_the_server_reads_messages_of_the_browser(module_page: Page) -> None:
-    """Values of every kind arrive unchanged."""
+    """Values of every kind that the browser encodes are decoded unchanged."""
     sent = values(NUM_VALUES)
     texts = module_page.call(
         "/omni/js/msgpack.js", "return a[0].map((v) => b64(m.encode(v)))", sent
@@ -107,8 +113,8 @@ def test_the_browser_reads_messages_of_the_server(module_page: Page) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """JavaScript has one type of number, so whole floats are integers, and the key order of its
-    objects may differ.
+    """Convert a value to what JavaScript can represent. JavaScript has one type of number, so whole
+    floats become integers, and the key order of its objects may differ.
     """
     if isinstance(value, dict):
         return sorted([key, _plain(item)] for key, item in value.items())
@@ -120,7 +126,7 @@ def _plain(value: Any) -> Any:
 
 
 def test_lengths_at_each_header_size_survive(module_page: Page) -> None:
-    """Lengths on both sides of each header size."""
+    """Values with lengths just below and above each header size survive a round trip."""
     sizes = [0, 1, 15, 16, 31, 32, 255, 256, 65535, 65536, 70000]
     code = """return a[0].map((n) => { const bytes = new Uint8Array(n).map((_, i) => i * 7);
         const back = m.decode(m.encode({ bytes, text: "é".repeat(n), list: new Array(n).fill(null) }));
@@ -179,8 +185,8 @@ JOIN = "return b64(new Uint8Array(await new Blob(m.joinMp4(a[0].map(raw))).array
 @pytest.mark.parametrize("counts", [[9], [9, 12], [9, 12, 12, 12], [1, 1, 12], [3, 40, 2]])
 @pytest.mark.parametrize("fps", [16, 24, 29.97])
 def test_joined_chunks_are_one_video(module_page: Page, counts: list[int], fps: float) -> None:
-    """Every frame is in order and bit-equal to its chunk, timed evenly, in one file with its index
-    first.
+    """The joined video is one file with its index first. The frames of the joined video are in
+    order, bit-identical to those of the chunks, and evenly timed.
     """
     files = clips(counts, fps)
     joined = base64.b64decode(
@@ -203,7 +209,7 @@ def test_joined_chunks_are_one_video(module_page: Page, counts: list[int], fps: 
 
 
 def test_a_joined_video_can_be_sought(module_page: Page) -> None:
-    """Each chunk starts with a key frame in the index."""
+    """A joined video can be sought, because the index lists a key frame at the start of each chunk."""
     joined = base64.b64decode(
         module_page.call("/omni/js/mp4.js", JOIN, [b64(file) for file in clips([9, 12, 12])])
     )
@@ -242,7 +248,7 @@ STILL = dict.fromkeys(("forward", "right", "up", "yaw", "pitch"), 0)
 
 
 def frames(page: Page, count: int, speed: float = 1, **reading: Any) -> list[Any]:
-    """Actions of each latent frame; `held` and `taps` are completed with zeros."""
+    """Return the actions of each latent frame. `held` and `taps` are completed with zeros."""
     held, taps = {**STILL, **reading.pop("held", {})}, {**STILL, **reading.pop("taps", {})}
     full = {"held": held, "taps": taps, "turnYaw": 0, "turnPitch": 0, **reading}
     how = {"speed": speed, "turnSpeed": speed, "space": SPACE.as_json()}
@@ -252,8 +258,8 @@ def frames(page: Page, count: int, speed: float = 1, **reading: Any) -> list[Any
 
 
 def test_keys_move_as_the_reference_does(module_page: Page) -> None:
-    """In one latent frame W is a step ahead, L turns 6 degrees right and I 4 degrees up, multiplied
-    by the speeds.
+    """In one latent frame, W is a step ahead, L turns 6 degrees to the right and I turns 4 degrees
+    up, each multiplied by its speed.
     """
     assert frames(module_page, 2, held={"forward": 1}) == [{"axes": {"forward": 1}}] * 2
     assert frames(module_page, 1, held={"yaw": 1, "pitch": 1}) == [{"axes": {"yaw": 6, "pitch": 4}}]
@@ -277,7 +283,9 @@ def test_a_tap_is_one_latent_frame(module_page: Page) -> None:
 
 
 def test_a_drag_is_spread_over_the_chunk(module_page: Page) -> None:
-    """The value of a latent frame stays in range."""
+    """A drag is spread over the frames of a chunk, so the value of each latent frame stays in
+    range.
+    """
     assert (
         frames(module_page, 3, turnYaw=30, turnPitch=-6) == [{"axes": {"turn": 10, "look": -2}}] * 3
     )
@@ -285,7 +293,9 @@ def test_a_drag_is_spread_over_the_chunk(module_page: Page) -> None:
 
 
 def test_the_server_accepts_every_frame(module_page: Page) -> None:
-    """At the highest slider speeds, with every key held and a drag."""
+    """The server accepts every frame, even at the highest slider speeds with every key held and a
+    drag.
+    """
     held = dict.fromkeys(STILL, 1)
     [frame] = frames(module_page, 1, 4, held=held, turnYaw=1e4, turnPitch=-1e4)
     check_frame(SPACE, msgspec.convert(frame, ActionFrame))
@@ -300,8 +310,8 @@ def places(
 
 
 def test_world_poses_become_a_position_for_each_video_frame(module_page: Page) -> None:
-    """A pose belongs to the last video frame of its latent frame, and frames between two poses are
-    interpolated linearly.
+    """A pose belongs to the last video frame of its latent frame. Video frames between two poses
+    are interpolated linearly.
     """
     rows = [[1.0, 2.0, 350.0, 0.0], [1.0, 4.0, 10.0, 8.0]]
     first = places(module_page, rows, 5, None)
@@ -318,7 +328,9 @@ def test_world_poses_become_a_position_for_each_video_frame(module_page: Page) -
 
 
 def test_a_position_is_a_start_pose(module_page: Page) -> None:
-    """The numbers are unchanged, with the heading in one turn."""
+    """A position becomes a start pose with the same numbers, except that the heading is reduced to
+    one turn.
+    """
     code = "return m.startPoseOf(m.placeOf(a[0]))"
     pose = module_page.call("/omni/js/walking.js", code, [1.5, -2.0, -90.0, 12.0])
     assert msgspec.convert(pose, StartPose) == StartPose(
@@ -343,7 +355,9 @@ WATCH = """const watch = new m.Watch(); let now = 0; const seen = [];
 def test_an_image_that_stays_broken_is_noticed_after_three_seconds(
     module_page: Page, quiet: float, lively: float
 ) -> None:
-    """Normal images, broken ones for two seconds, a normal one, then broken ones for longer."""
+    """Only images that stay broken for three seconds are noticed. The sequence is normal images,
+    broken ones for two seconds, a normal one, and then broken ones for longer.
+    """
     usual, bad = (0.5, 10), (quiet, lively)
     parts = [(*usual, 12), (*bad, 8), (*usual, 1), (*bad, 8), (*bad, 8)]
     seen = module_page.call("/omni/js/watch.js", WATCH, parts)
@@ -351,7 +365,9 @@ def test_an_image_that_stays_broken_is_noticed_after_three_seconds(
 
 
 def test_walls_and_seasons_are_not_broken(module_page: Page) -> None:
-    """The quietest and the liveliest views of the village (99 %), and another style."""
+    """The quietest and the liveliest views of the village (99 %), and another style, are not taken
+    for broken.
+    """
     parts = [(0.5, 10.2, 12), (0, 3.3, 40), (2.9, 19.9, 40), (0.3, 6, 40)]
     assert module_page.call("/omni/js/watch.js", WATCH, parts) == [[True, False]] * 4
 
@@ -362,7 +378,9 @@ def test_a_world_that_starts_flat_is_not_broken(module_page: Page) -> None:
 
 
 def test_detail_is_measured_in_the_parts_of_an_image(module_page: Page) -> None:
-    """Stripes of 0 and 100 in the left half, and a flat right half."""
+    """Detail is measured separately in parts of the image, which here has stripes of 0 and 100 in
+    its left half and a flat right half.
+    """
     code = """const data = new Uint8ClampedArray(4 * 80 * 48).map((_, i) => {
         const x = (i >> 2) % 80; return i % 4 === 3 ? 255 : x < 40 && x % 2 ? 100 : 0; });
         return [m.measure(data), m.measure(data.fill(70))]"""
@@ -376,8 +394,8 @@ def test_detail_is_measured_in_the_parts_of_an_image(module_page: Page) -> None:
 
 
 def test_the_next_chunk_is_requested_in_time(module_page: Page) -> None:
-    """Immediately until times are known, then as late as the measured waiting time and the margin
-    allow.
+    """The next chunk is requested immediately until times are known, and then as late as the
+    measured waiting time and the margin allow.
     """
     code = """const pacer = new m.Pacer(); pacer.marginMs = 100; const before = pacer.isTime(10000, 0);
         for (let i = 0; i < 20; i++) pacer.add(300, 12);
@@ -401,8 +419,8 @@ NEEDED = """const pacer = new m.Pacer(); pacer.marginMs = 0;
 def test_the_waiting_time_is_known_after_three_chunks(
     module_page: Page, numbers: list[int]
 ) -> None:
-    """Compilation makes the first or second chunk slow, but the third uses the time of the
-    others.
+    """Compilation makes the first or second chunk slow. After three chunks, the waiting time is
+    that of the other chunks.
     """
     for frames in (4, 12):
         *_, (needed_ms, supply) = module_page.call("/omni/js/pacer.js", NEEDED, numbers, frames)
@@ -411,8 +429,8 @@ def test_the_waiting_time_is_known_after_three_chunks(
 
 
 def test_frames_that_come_apart_shorten_the_waiting_time(module_page: Page) -> None:
-    """Playback starts with the first frame, so the last one may come later. The supply is that of
-    whole chunks.
+    """Frames that arrive separately shorten the waiting time, because playback starts with the
+    first one and the last one may arrive later. The supply is still that of whole chunks.
     """
     code = """const pacer = new m.Pacer(); pacer.marginMs = 0;
         for (let i = 0; i < 20; i++) pacer.add(400, 12, 250);
@@ -423,8 +441,8 @@ def test_frames_that_come_apart_shorten_the_waiting_time(module_page: Page) -> N
 def test_the_buffer_ignores_one_late_chunk_and_follows_a_slower_server(
     module_page: Page,
 ) -> None:
-    """A delay of three seconds leaves the buffer unchanged, and a slower server is known by its
-    third chunk.
+    """A single delay of three seconds leaves the buffer unchanged, and a slower server is
+    recognised at its third chunk.
     """
     needed = [
         ms
@@ -454,7 +472,9 @@ PLAY = """
 
 
 def test_frames_are_shown_evenly_and_in_order(module_page: Page) -> None:
-    """At 60 Hz each of 16 frames per second is shown for 3 or 4 refreshes, across chunks too."""
+    """At 60 Hz, each of 16 frames per second is shown for 3 or 4 refreshes, also across chunk
+    borders.
+    """
     code = "for (const tag of [0, 1, 2]) await push(tag); run(3); return [drawn, player.numStalls]"
     drawn, stalls = module_page.call("/omni/js/player.js", PLAY + code)
     assert [frame[:2] for frame in drawn] == [
@@ -467,8 +487,8 @@ def test_frames_are_shown_evenly_and_in_order(module_page: Page) -> None:
 
 
 def test_the_buffer_counts_the_frame_that_is_shown(module_page: Page) -> None:
-    """`bufferedMs` is the time until playback waits: a chunk that comes just within it does not
-    stop the picture, and one that comes a refresh later does.
+    """`bufferedMs` is the time until playback has to wait. A chunk that arrives just within that
+    time does not interrupt playback, and one that arrives a refresh later does.
     """
     code = """await push(0); run(0.4); const ms = player.bufferedMs; run(ms / 1000 - a[0] / 60);
         const early = player.numStalls; await push(1); run(0.1); return [early, player.numStalls]"""
@@ -482,7 +502,9 @@ def test_a_player_that_expects_no_more_does_not_stall(module_page: Page) -> None
 
 
 def test_a_slow_supply_slows_the_image_evenly(module_page: Page) -> None:
-    """At half the frame rate the video plays at about half the speed without a stop."""
+    """When frames arrive at half the frame rate, the video plays at about half speed without
+    stopping.
+    """
     code = (
         "player.setSupply(8); for (const tag of [0, 1]) await push(tag); run(2.5); return "
         "[drawn, player.numStalls]"
@@ -494,7 +516,7 @@ def test_a_slow_supply_slows_the_image_evenly(module_page: Page) -> None:
 
 
 def test_a_decoded_frame_does_not_wait_for_later_ones(module_page: Page) -> None:
-    """A frame can be shown once it is decoded, in order, and a broken one is skipped."""
+    """A frame is shown in order as soon as it is decoded, and a broken one is skipped."""
     code = """
         const decode = createImageBitmap; const waiting = [];
         self.createImageBitmap = (blob) =>
@@ -511,8 +533,8 @@ def test_a_decoded_frame_does_not_wait_for_later_ones(module_page: Page) -> None
 
 
 def test_short_touches_are_not_lost_and_held_keys_are_not_doubled(module_page: Page) -> None:
-    """A key released between two readings is a tap, a key still down is held, and opposite keys
-    cancel.
+    """A key pressed and released between two readings is a tap, a key that is still down is held,
+    and opposite keys cancel each other.
     """
     code = """const c = new m.Controls(); c.press("KeyW", "forward", 1); c.release("KeyW"); c.press("KeyD", "right", 1);
         c.press("KeyL", "yaw", 1); c.press("KeyJ", "yaw", -1); c.turn(0.5, 0);
@@ -551,8 +573,8 @@ const hear = (message) => link.dispatchEvent(new CustomEvent('message', {detail:
 
 
 def test_a_session_that_went_back_continues_from_there(module_page: Page) -> None:
-    """A restarted server names an earlier chunk: later chunks are new again, and pending requests
-    are dropped.
+    """If a restarted server names an earlier chunk, later chunks count as new again, and pending
+    requests are dropped.
     """
     script = (
         WORLD
@@ -603,7 +625,7 @@ DECODE = """
 
 
 def grey_units(brightness: list[int], keys: tuple[int, ...] = (0,)) -> list[dict[str, Any]]:
-    """Access units of grey frames as the server sends them, with key frames at `keys`."""
+    """Return access units of grey frames as the server sends them, with key frames at `keys`."""
     encoder = H264Encoder("libx264", 16.0)
     units = []
     for frame, level in enumerate(brightness):
@@ -647,7 +669,9 @@ def test_access_units_are_decoded_one_by_one(h264_page: Page, decoder: str) -> N
 
 @every_decoder
 def test_frames_after_a_lost_one_wait_for_a_key_frame(h264_page: Page, decoder: str) -> None:
-    """The decoder reports that it needs one, and does not show frames built on a lost frame."""
+    """After a lost frame, the decoder reports that it needs a key frame and does not show frames
+    that depend on the lost one.
+    """
     code = """const seen = []; const needs = [];
         for (const unit of units) { if (unit.first_frame === 2) continue;
             seen.push(await show(unit)); needs.push(decoder.needsKey); }
@@ -661,7 +685,7 @@ def test_frames_after_a_lost_one_wait_for_a_key_frame(h264_page: Page, decoder: 
 
 @every_decoder
 def test_a_decoder_that_fails_twice_is_given_up(h264_page: Page, decoder: str) -> None:
-    """The page then asks for JPEG."""
+    """After a decoder has failed twice, the page requests JPEG."""
     code = """
         const broken = { video: new Uint8Array(200).fill(7), is_key_frame: true, first_frame: 0,
             codec_string: units[0].codec_string, width: 64, height: 48 };
@@ -674,7 +698,7 @@ def test_a_decoder_that_fails_twice_is_given_up(h264_page: Page, decoder: str) -
 
 
 def test_mse_keeps_order_and_exact_frames_of_a_burst(h264_page: Page) -> None:
-    """Units that arrive at once come out in order, each with its own picture. A second stream of
+    """Units that arrive together are returned in order, each with its own image. A second stream of
     another size continues in the same decoder.
     """
     levels = [(37 * frame) % 200 + 20 for frame in range(24)]
@@ -686,7 +710,7 @@ def test_mse_keeps_order_and_exact_frames_of_a_burst(h264_page: Page) -> None:
 
 
 def test_mse_keeps_no_more_than_what_follows_a_key_frame(h264_page: Page) -> None:
-    """The decoder asks for a key frame after 4 MiB, and removes what is before it."""
+    """The decoder requests a key frame after 4 MiB and removes everything before it."""
     code = """
         let asked = 0; const kept = [];
         for (let round = 0; round < 6; round++) for (const unit of units) {

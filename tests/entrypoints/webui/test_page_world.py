@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The web page in a world with a description: its images, prompts and map, and where the camera
-is. Headless Chromium, real sockets and a fake engine.
+"""The web page in a world with a description: its images, prompts and map, and the position of the
+camera. The tests use headless Chromium, real sockets and a fake engine.
 """
 
 from pathlib import Path
@@ -38,7 +38,7 @@ CHOOSE = """((name, type, bytes) => { const dataTransfer = new DataTransfer();
 def test_a_file_that_is_no_image_does_not_become_a_tile(
     page: Page, name: str, kind: str, said: str
 ) -> None:
-    """It is refused with a reason when it is chosen."""
+    """A file that is not an image is refused with a reason as soon as it is chosen."""
     page.run(f"{CHOOSE}({name!r}, {kind!r}, new Uint8Array([1, 2, 3]))")
     page.wait_for("!notices.hidden")
     assert said in page.text("#notices")
@@ -47,8 +47,8 @@ def test_a_file_that_is_no_image_does_not_become_a_tile(
 
 
 def test_a_large_image_is_scaled_down_in_the_browser(page: Page, engine: FakeEngine) -> None:
-    """Noise of 3000 x 1500 pixels exceeds the server's limit in bytes and arrives as 2048 x
-    1024.
+    """An image of noise with 3000 x 1500 pixels exceeds the server's limit in bytes and arrives as
+    2048 x 1024.
     """
     page.run(f"""(async () => {{ const canvas = new OffscreenCanvas(3000, 1500), c = canvas.getContext("2d");
         const image = c.createImageData(3000, 1500);
@@ -67,7 +67,9 @@ PRESSED = "document.querySelector('{} [aria-pressed=true]')?.textContent"
 
 
 def test_a_world_offers_its_own_images_and_prompts(village_page: Page, engine: FakeEngine) -> None:
-    """The button of a prompt shows its images, and the chosen one starts the session."""
+    """The button of a prompt shows the images for that prompt, and the chosen image starts the
+    session.
+    """
     page = village_page
     assert page.run(TILES) == ["square_day", "street_day", "pond_day"]
     assert page.run(
@@ -89,7 +91,7 @@ def test_a_world_offers_its_own_images_and_prompts(village_page: Page, engine: F
 def test_prompt_buttons_change_the_world_in_mid_walk(
     village_page: Page, engine: FakeEngine
 ) -> None:
-    """One click changes the prompt, and the active button is marked."""
+    """One click during a walk changes the prompt, and the active button is marked."""
     page = village_page
     start_now(page)
     assert page.run(PRESSED.format("#prompts")) == "Day"
@@ -100,8 +102,8 @@ def test_prompt_buttons_change_the_world_in_mid_walk(
 
 
 def test_a_foreign_image_is_accepted_with_a_notice(village_page: Page, engine: FakeEngine) -> None:
-    """The panel describes the limits of the world, and a notice repeats them once when the walk
-    starts.
+    """For an image that is not from the world, the panel describes the limits of the world, and a
+    notice repeats them once when the walk starts.
     """
     page = village_page
     page.run("""(async () => { const canvas = new OffscreenCanvas(32, 32); const c = canvas.getContext("2d");
@@ -122,7 +124,7 @@ def test_a_foreign_image_is_accepted_with_a_notice(village_page: Page, engine: F
 
 
 def test_the_map_shows_the_ground_at_the_position(village_page: Page, engine: FakeEngine) -> None:
-    """The map shows the ground at the position, and distances are in metres."""
+    """The map shows the ground at the camera's position, and its distances are in metres."""
     page = village_page
     engine.start_pose = StartPose(x_m=1.2, z_m=-4.0, heading_degrees=0.0)
     start_now(page)  # on the square at (1.2, -4), on the sandy path, the pond to the east
@@ -146,10 +148,10 @@ IS_ON_PAGE = "document.querySelector('{}').offsetParent !== null"
 
 
 def test_the_map_shows_the_poses_of_the_server(village_page: Page, engine: FakeEngine) -> None:
-    """The dot stops at a wall."""
+    """The map uses the poses that the server reports, so its dot stops at a wall."""
     page = village_page
     cells = torch.zeros(30, 30, dtype=torch.bool)
-    cells[14 - 2] = True  # blocked from 2 m to the north on
+    cells[14 - 2] = True  # blocked from 2 m to the north
     engine.grid = OccupancyGrid(cells, 30.0)
     engine.start_pose = StartPose(x_m=1.0, z_m=0.0, heading_degrees=0.0)
     start_now(page)
@@ -164,7 +166,7 @@ def test_the_map_shows_the_poses_of_the_server(village_page: Page, engine: FakeE
 
 
 def test_there_is_no_map_without_a_pose(village_page: Page, engine: FakeEngine) -> None:
-    """The server reports no pose for a foreign image."""
+    """There is no map for an image from elsewhere, because the server reports no pose for it."""
     start_now(village_page)
     later_chunks(engine, 1)
     assert not village_page.run(IS_ON_PAGE.format("#map"))
@@ -174,7 +176,9 @@ def test_there_is_no_map_without_a_pose(village_page: Page, engine: FakeEngine) 
 
 
 def test_a_world_started_from_the_view_has_its_pose(page: Page, engine: FakeEngine) -> None:
-    """The request holds the pose of the shown image."""
+    """A new world that starts from the current view has the pose of the displayed image in its
+    request.
+    """
     engine.start_pose = StartPose(x_m=1.0, z_m=2.0, heading_degrees=90.0)
     start_now(page)
     page.key("keyDown", "w")
@@ -198,7 +202,7 @@ def test_a_world_started_from_the_view_has_its_pose(page: Page, engine: FakeEngi
 def test_the_camera_stays_on_the_ground_in_a_world_with_walls(
     browser: Browser, make_server: MakeServer, village: Path, engine: FakeEngine
 ) -> None:
-    """Q and E are neither offered nor used in a world with an occupancy grid."""
+    """In a world with an occupancy grid, the keys Q and E are neither offered nor used."""
     description = read_description(village)
     assert description is not None
     walled = msgspec.structs.replace(description, grid=WorldGrid(file="map.png", side_m=30.0))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang 0.5.23's own page, unchanged, against `vllm serve --omni`: from its wheel, in Chromium,
-with a real engine.
+"""SGLang 0.5.23's own page runs unchanged against `vllm serve --omni`. The page is taken from
+SGLang's wheel and opened in Chromium, and the engine is real.
 
-Its README opens it as a file, and a static server on another port is the alternative. Both have
-another origin than the server, so `--allowed-origins` must list it.
+SGLang's README opens the page as a file, and a static server on another port is the alternative. In
+both cases, the page has another origin than the server, so `--allowed-origins` must list it.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ def page_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def elsewhere(page_folder: Path) -> Iterator[str]:
-    """The page on another port."""
+    """Serve the page on another port."""
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=page_folder)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -135,7 +135,7 @@ def test_the_page_plays_and_steers(
 def test_without_allowed_origins_it_is_refused(
     browser: Browser, make_server: MakeServer, page_folder: Path, village: Path
 ) -> None:
-    """The endpoints of a server with a fake engine refuse it without `--allowed-origins`."""
+    """Without `--allowed-origins`, the endpoints of a server with a fake engine refuse the page."""
     server = make_server()
     url = page_folder.joinpath("index.html").as_uri()
     with opened(browser, url, server.port, village / "start" / "street_day.png") as page:

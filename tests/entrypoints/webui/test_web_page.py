@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The web page as a user sees it: headless Chromium, real sockets and a fake engine. Controls,
-prompts, idle time, marks, recordings and saved images.
+"""The web page as a user sees it, in headless Chromium with real sockets and a fake engine:
+controls, prompts, idle time, marks, recordings and saved images.
 
-test_page_smoke.py is the part of it that `make test` runs.
+`make test` runs only test_page_smoke.py of these tests.
 """
 
 import numpy as np
@@ -46,7 +46,9 @@ pytestmark = pytest.mark.nightly
 def test_every_key_has_its_direction(
     page: Page, engine: FakeEngine, key: str, axis: str, value: float
 ) -> None:
-    """Steps along the ground and up, degrees to the right and up, in each latent frame."""
+    """In each latent frame, a key moves the camera by steps along the ground or up, or turns it by
+    degrees to the right or up.
+    """
     start_now(page)
     page.key("keyDown", key)
     assert axes(later_chunks(engine, 1)) == [{axis: value}] * 3
@@ -57,8 +59,8 @@ ACTIVE = "document.activeElement.id"
 
 
 def test_after_a_click_keys_steer_the_world(page: Page, engine: FakeEngine) -> None:
-    """Space pauses instead of pressing a button again, and arrows look instead of moving a
-    slider.
+    """After a click on a control, keys still steer the world: space pauses instead of pressing the
+    button again, and arrows look around instead of moving a slider.
     """
     start_now(page)
     for control in ("#overlay", "#pause", "#pause", ".hud summary"):
@@ -78,7 +80,7 @@ def test_after_a_click_keys_steer_the_world(page: Page, engine: FakeEngine) -> N
 
 
 def test_keys_do_not_move_while_one_types(page: Page, engine: FakeEngine) -> None:
-    """Letters in the prompt field are text."""
+    """Letters typed in the prompt field are text and do not move the camera."""
     start_now(page)
     page.run("document.querySelector('#prompt').focus()")
     page.key("keyDown", "w")
@@ -93,7 +95,9 @@ def test_keys_do_not_move_while_one_types(page: Page, engine: FakeEngine) -> Non
 
 
 def test_losing_the_focus_releases_all_keys(page: Page, engine: FakeEngine) -> None:
-    """A window in the background does not walk on."""
+    """When the window loses the focus, all keys are released, so a window in the background does
+    not walk on.
+    """
     start_now(page)
     page.key("keyDown", "w")
     later_chunks(engine, 1)
@@ -112,7 +116,9 @@ def test_dragging_looks_around(page: Page, engine: FakeEngine) -> None:
 
 
 def test_a_gamepad_steers(page: Page, engine: FakeEngine) -> None:
-    """The left stick walks in proportion, and a resting stick does nothing."""
+    """The left stick of a gamepad walks in proportion to its deflection, and a resting stick does
+    nothing.
+    """
     start_now(page)
     pad = (
         "{ connected: true, mapping: 'standard', axes: [0.05, -0.575, 0, 0], buttons: "
@@ -123,7 +129,7 @@ def test_a_gamepad_steers(page: Page, engine: FakeEngine) -> None:
 
 
 def test_sliders_change_the_speed(page: Page, engine: FakeEngine) -> None:
-    """Walking and turning speed apply from the next chunk."""
+    """The sliders for walking and turning speed take effect at the next chunk."""
     start_now(page)
     page.run("speed.value = 2; speed.dispatchEvent(new Event('input'))")
     page.run("turn.value = 0.5; turn.dispatchEvent(new Event('input'))")
@@ -136,10 +142,12 @@ def test_sliders_change_the_speed(page: Page, engine: FakeEngine) -> None:
 
 
 def test_an_idle_page_requests_nothing_and_a_key_resumes(page: Page, engine: FakeEngine) -> None:
-    """The last image stays without a notice, and the next key acts in the next chunk."""
+    """On an idle page, the last image stays without a notice, and the next key acts in the next
+    chunk.
+    """
     start_now(page)
     rest(page, engine)
-    pause(2.5)  # longer than a chunk that is overdue
+    pause(2.5)  # longer than an overdue chunk
     count, images, stalls = len(engine.chunks), shown(page), page.run(STALLS)
     assert (page.text("#status"), page.run("notices.hidden")) == ("Live", True)
     page.press("w")
@@ -153,7 +161,9 @@ def test_an_idle_page_requests_nothing_and_a_key_resumes(page: Page, engine: Fak
 def test_an_idle_page_keeps_its_session(
     browser: Browser, make_server: MakeServer, engine: FakeEngine
 ) -> None:
-    """Its pings keep the session although no chunk is requested in `session_idle_s`."""
+    """The pings of an idle page keep its session, although the page requests no chunk within
+    `session_idle_s`.
+    """
     server = make_server(info={"fps": 48.0, "session_idle_s": 6.0})
     with browser.page(server.url) as page:
         page.wait_for("document.body.dataset.link === 'up'")
@@ -168,7 +178,7 @@ def test_an_idle_page_keeps_its_session(
 
 
 def test_input_to_photon_is_measured(page: Page, engine: FakeEngine) -> None:
-    """The time from the key to the first image with its effect is at least that of one chunk."""
+    """The time from a key to the first image with its effect is at least that of one chunk."""
     engine.delay_s = 0.2
     start_now(page)
     pause(1)
@@ -190,7 +200,9 @@ def test_input_to_photon_is_measured(page: Page, engine: FakeEngine) -> None:
 
 
 def test_the_prompt_changes_midstream(page: Page, engine: FakeEngine) -> None:
-    """The next chunk holds the new text once, and the page shows the frame from which it acts."""
+    """The next chunk contains the new prompt once, and the page shows the frame at which it takes
+    effect.
+    """
     start_now(page)
     page.run(
         "document.querySelector('#prompt').focus(); document.querySelector('#prompt').select()"
@@ -206,7 +218,7 @@ def test_the_prompt_changes_midstream(page: Page, engine: FakeEngine) -> None:
 
 
 def test_pause_stops_everything_and_continues(page: Page, engine: FakeEngine) -> None:
-    """A paused page requests and shows nothing although a key is held."""
+    """A paused page requests and shows nothing, even while a key is held."""
     start_now(page)
     page.key("keyDown", "w")
     later_chunks(engine, 1)
@@ -222,7 +234,7 @@ def test_pause_stops_everything_and_continues(page: Page, engine: FakeEngine) ->
 
 
 def test_starting_over_makes_the_same_world_again(page: Page, engine: FakeEngine) -> None:
-    """Image and seed are the same, and the old session is freed."""
+    """A world that is started over has the same image and seed, and the old session is freed."""
     start_now(page)
     page.key("keyDown", "w")
     later_chunks(engine, 1)
@@ -268,13 +280,13 @@ def test_a_mark_restores_its_session(page: Page, engine: FakeEngine) -> None:
             pytest.approx(0, abs=1e-6),
             pytest.approx(marked_z, abs=1e-6),
         )
-    wait_until(lambda: len(engine.worlds) == 2)  # the one marked and the one walked in
+    wait_until(lambda: len(engine.worlds) == 2)  # the marked one and the current one
     page.click("#marks button[data-act=forget]")
     wait_until(lambda: len(engine.worlds) == 1)
 
 
 def test_a_recording_is_a_real_mp4(page: Page, engine: FakeEngine, browser: Browser) -> None:
-    """The downloaded file holds whole chunks with every frame in order."""
+    """The downloaded MP4 contains whole chunks with every frame in order."""
     before = browser.videos()
     start_now(page)
     page.press("v")
@@ -294,7 +306,7 @@ def test_a_recording_is_a_real_mp4(page: Page, engine: FakeEngine, browser: Brow
 def test_a_saved_image_of_a_small_world_is_four_times_as_large(
     page: Page, engine: FakeEngine
 ) -> None:
-    """Each pixel becomes a square."""
+    """In a saved image of a small world, each pixel becomes a square."""
     sizes = f"""{PARTS}.then(async ({{ app }}) => {{ const make = URL.createObjectURL;
         const blob = await new Promise((done) => {{
             URL.createObjectURL = (b) => {{ done(b); return make(b); }}; app.savePicture(); }});

@@ -48,7 +48,7 @@ def served(village: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture
 def page(browser: Browser, served: demo.ServerProcess) -> Iterator[Page]:
-    """The page after the key was entered."""
+    """Yield the page after the key has been entered."""
     with browser.page(f"http://127.0.0.1:{served.port}/omni/") as page:
         page.wait_for("document.querySelector('#key-dialog').open")
         page.run("document.querySelector('#key-dialog input').focus()")
@@ -85,12 +85,12 @@ COLUMNS = f"""{PARTS}.then(({{ app }}) => {{
         }}
         window.seen.push(columns);
     }}; }})"""  # noqa: E501
-"""Store the green of four bands of every shown frame, column by column."""
+"""Store the green channel of four bands of every displayed frame, column by column."""
 
 
 def shift_px(before: np.ndarray, after: np.ndarray) -> int:
-    """The number of columns by which an image `[W, 4]` has moved to the right (negative: left),
-    where both overlap best.
+    """Return the number of columns by which an image `[W, 4]` has moved to the right (negative:
+    left), at the best match of the overlapping columns.
     """
     width = len(before)
     candidates = range(-40, 41)
@@ -104,7 +104,9 @@ def shift_px(before: np.ndarray, after: np.ndarray) -> int:
 
 
 def season(page: Page, village: Path) -> str:
-    """The prompt whose start images are nearest to the shown image in mean colour."""
+    """Return the prompt with the start images that are nearest to the displayed image in mean
+    colour.
+    """
     shown = pixels(page.run("document.querySelector('#view').toDataURL('image/png')")).mean((0, 1))
     description = read_description(village)
     assert description is not None
@@ -119,8 +121,8 @@ def season(page: Page, village: Path) -> str:
 
 @pytest.mark.nightly
 def test_keys_turn_the_view_and_prompts_choose_the_season(page: Page, village: Path) -> None:
-    """`l` looks right, so the image moves left, and `j` the opposite. The button of the snow prompt
-    changes the season.
+    """`l` looks right, so the image moves left, and `j` does the opposite. The button of the snow
+    prompt changes the season.
     """
     page.run("document.querySelector('#start').elements.seed.value = 5")
     page.run(COLUMNS)
@@ -137,7 +139,7 @@ def test_keys_turn_the_view_and_prompts_choose_the_season(page: Page, village: P
         page.key("keyUp", key)
         seen = np.asarray(page.run("window.seen.slice(0, 9)")).reshape(9, -1, 4)
         moved = [shift_px(seen[frame], seen[frame + 4]) for frame in range(5)]
-        # 12 px: 6 degrees of a view 75 degrees wide
+        # 12 px correspond to 6 degrees of a view that is 75 degrees wide.
         assert 6 <= sign * float(np.median(moved)) <= 20, (key, moved)
     assert season(page, village) == "day"
     page.click("#prompts button:nth-child(3)")
@@ -145,21 +147,21 @@ def test_keys_turn_the_view_and_prompts_choose_the_season(page: Page, village: P
         "document.querySelector('#prompts [aria-pressed=true]')?.textContent === 'Snow'", 60
     )
     rested = "then(({ app }) => app.isResting && app.player.numBuffered === 0)"
-    # the prompt has acted, and earlier frames are no longer shown
+    # The prompt has taken effect, and earlier frames are no longer displayed.
     page.wait_for(f"{PARTS}.{rested}", 120)
     assert season(page, village) == "snow"
 
 
 @pytest.mark.nightly
 def test_a_walk_with_everything(page: Page, browser: Browser) -> None:
-    """The image changes, a recording holds the frames, a mark restores its session, and an aborted
-    connection is resumed.
+    """During a walk, the image changes, a recording contains the frames, a mark restores its
+    session, and an aborted connection is resumed.
     """
     start(page)
     page.key("keyDown", "w")
     before = browser.videos()
     page.press("v")
-    # Chunks in flight when the recording started are not part of it.
+    # The recording excludes chunks that were in flight when it started.
     page.wait_for(f"{PARTS}.then(({{ app }}) => app.recorder.numFrames >= 24)", 60)
     page.press("v")
     page.press("b")
@@ -189,7 +191,7 @@ def test_a_walk_with_everything(page: Page, browser: Browser) -> None:
 
 
 def test_the_key_guards_every_route_but_the_page_and_probes(served: demo.ServerProcess) -> None:
-    """Stock vLLM's routes outside `/v1` require the key too, but the page and the probes do not."""
+    """Stock vLLM's routes outside `/v1` also require the key, but the page and the probes do not."""
 
     def status(path: str, key: str | None) -> int:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -236,7 +238,7 @@ def test_the_key_guards_every_route_but_the_page_and_probes(served: demo.ServerP
 
 
 def test_the_log_names_the_page_and_holds_no_key(served: demo.ServerProcess) -> None:
-    """One line has the address, and the log holds neither keys nor tickets."""
+    """One log line contains the address of the page, and the log contains neither keys nor tickets."""
     log = served.log.read_text()
     address = f"http://127.0.0.1:{served.port}/omni/"
     assert f"vllm-omni: web page after the start: {address}" in log
@@ -247,7 +249,7 @@ def test_the_log_names_the_page_and_holds_no_key(served: demo.ServerProcess) -> 
 
 @pytest.mark.nightly
 def test_screenshot_for_the_guide(page: Page, tmp_path: Path) -> None:
-    """The screenshot can be made at any time and stays below 300 kB."""
+    """The screenshot can be taken at any time and is smaller than 300 kB."""
     target = Path(os.environ.get("OMNI_SCREENSHOT", tmp_path / "web_page.png"))
     page.send(
         "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}]
@@ -255,7 +257,7 @@ def test_screenshot_for_the_guide(page: Page, tmp_path: Path) -> None:
     page.desktop(1280, 800)
     pause(0.5)  # colours fade
     page.screenshot(tmp_path / "start.png")
-    # down the street, towards the well
+    # The view is down the street, towards the well.
     page.run("document.querySelectorAll('[name=sample]')[1].click()")
     start(page)
     chunk = f"{PARTS}.then(({{ app }}) => app.world.lastChunk)"

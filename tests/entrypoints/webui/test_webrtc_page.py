@@ -26,7 +26,7 @@ RATIO = """(() => { const { width, height } =
 def test_the_webrtc_page_shows_and_steers_a_world(
     browser: Browser, make_server: MakeServer, engine: FakeEngine, keys: list[str]
 ) -> None:
-    """Frames arrive by the track: frame n of the fake engine has the brightness n. A held key
+    """Frames arrive through the track: frame n of the fake engine has the brightness n. A held key
     reaches the engine, also on a server with an API key.
     """
     server = make_server(info={"fps": 24.0}, keys=keys)
@@ -52,7 +52,7 @@ def test_the_webrtc_page_shows_and_steers_a_world(
         page.key("keyUp", "w")
         wait_until(lambda: buttons()[-3:] == [()] * 3)
         if keys:
-            page.errors.clear()  # the ticket was first refused
+            page.errors.clear()  # the first ticket was refused
         assert page.errors == []
     wait_until(lambda: len(server.manager) == 0)
 
@@ -60,9 +60,9 @@ def test_the_webrtc_page_shows_and_steers_a_world(
 def test_lost_packets_do_not_stop_the_picture(
     browser: Browser, make_server: MakeServer, engine: FakeEngine
 ) -> None:
-    """At 2 % loss in both directions, up to 50 ms jitter and 4 Mbit/s, no frame stays longer than
-    500 ms: lost packets are sent again, and the bitrate stays below the bandwidth although frames
-    of noise would need more. The long form is benchmarks/webrtc_loss.py.
+    """With 2 % loss in both directions, up to 50 ms jitter and 4 Mbit/s, no frame is displayed for
+    longer than 500 ms. Lost packets are sent again, and the bitrate stays below the bandwidth
+    although frames of noise would need more. benchmarks/webrtc_loss.py is a longer version.
     """
     engine.noise = True
     server = make_server(info={"fps": 24.0, "width": 160, "height": 96})
@@ -70,10 +70,11 @@ def test_lost_packets_do_not_stop_the_picture(
     with running(UdpRelay(down, up)) as relay:
         with browser.page() as page:
             play(page, server.url, relay)
-            exactly(5)  # the bitrate finds the bandwidth
+            exactly(5)  # the bitrate adapts to the bandwidth
             seen = freezes(page, 10)
             assert page.errors == []
-        # if the end of the connection is lost, it is noticed after half a minute
+        # If the message that ends the connection is lost, the server notices the end after half a
+        # minute.
         wait_until(lambda: server.manager.guard.num_connections == 0, 60)
     assert relay.down.num_dropped > 0
     assert seen["stats"]["retransmittedPacketsReceived"] > 0

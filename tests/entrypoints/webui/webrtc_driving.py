@@ -33,7 +33,7 @@ def play(page: Page, url: str, relay: UdpRelay) -> None:
 
 
 def freezes(page: Page, seconds: float) -> dict[str, Any]:
-    """Watch for some seconds and return the gaps between frames that were shown."""
+    """Watch for some seconds and return the gaps between displayed frames."""
     page.run(WATCH)
     before = page.run(STATS)
     still_plays = "document.querySelector('#status').textContent === 'Playing'"

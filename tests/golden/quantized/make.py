@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the quantized transformers of this folder, each with the library that defines its format.
+"""Write the quantized transformers of this folder with the libraries that define their formats.
 
     python tests/golden/quantized/make.py FORMAT [FORMAT ...]
 
@@ -31,7 +31,9 @@ def plain() -> WanTransformer3DModel:
 
 
 def by_modelopt(recipe: str, out: Path) -> None:
-    """Use NVIDIA ModelOpt, calibrated on two random inputs. It excludes `proj_out` by default."""
+    """Quantize with NVIDIA ModelOpt, calibrated on two random inputs. ModelOpt excludes `proj_out`
+    by default.
+    """
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint
 
@@ -50,7 +52,7 @@ def by_modelopt(recipe: str, out: Path) -> None:
 
 
 def by_llmcompressor(scheme: str, out: Path) -> None:
-    """Use llmcompressor's `model_free_ptq`, which writes compressed-tensors."""
+    """Quantize with llmcompressor's `model_free_ptq`, which writes compressed-tensors."""
     from llmcompressor import model_free_ptq
 
     with tempfile.TemporaryDirectory() as folder:
@@ -69,7 +71,7 @@ def by_llmcompressor(scheme: str, out: Path) -> None:
 
 
 def by_torchao(config: Any, out: Path) -> None:
-    """Use torchao's `quantize_` and `flatten_tensor_state_dict`."""
+    """Quantize with torchao's `quantize_`, and store with `flatten_tensor_state_dict`."""
     from torchao.core.config import config_to_dict
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
     from torchao.quantization import quantize_

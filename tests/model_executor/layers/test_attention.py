@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of one sequence."""
+"""Attention within a single sequence."""
 
 import pytest
 import torch
@@ -23,8 +23,8 @@ def reference(
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("queries", "keys"), [(6, 6), (6, 24), (1, 7)])
 def test_attention_equals_its_definition(queries: int, keys: int, causal: bool) -> None:
-    """fp32 is within 1e-5 of the definition in fp64. Causal attention is aligned to the last key:
-    the last query sees all keys.
+    """In fp32, attention is within 1e-5 of its definition in fp64. A causal mask is aligned to the
+    last key, so the last query attends to all keys.
     """
     torch.manual_seed(0)
     q, k, v = torch.randn(queries, 2, 16), torch.randn(keys, 2, 16), torch.randn(keys, 2, 16)
@@ -50,8 +50,8 @@ def test_query_heads_may_share_a_key_head(causal: bool) -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_cuda_kernel_agrees_within_bf16() -> None:
-    """Head size 128 as in the released model. The tolerance of 2e-2 is the rounding of bf16 for
-    values around one.
+    """The CUDA kernel agrees with the definition within 2e-2, the rounding error of bf16 for values
+    around one. The head size of 128 is that of the released model.
     """
     torch.manual_seed(0)
     q, k, v = (torch.randn(n, 4, 128, dtype=torch.bfloat16, device="cuda") for n in (64, 192, 192))
@@ -62,7 +62,9 @@ def test_the_cuda_kernel_agrees_within_bf16() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("heads", "keys"), [(12, 512), (40, 512), (12, 257)])
 def test_cross_attention_agrees_within_bf16(heads: int, keys: int) -> None:
-    """Keys and values are one layer of several, as models store them. The result is contiguous."""
+    """Cross-attention accepts keys and values that are a slice of the tensor for several layers,
+    which is how models store them. The result is contiguous.
+    """
     torch.manual_seed(0)
     q = torch.randn(300, heads, 128, dtype=torch.bfloat16, device="cuda")
     k, v = torch.randn(3, 2, keys, heads, 128, dtype=torch.bfloat16, device="cuda")[1]
@@ -94,8 +96,8 @@ def test_a_key_range_limits_attention_to_its_keys(seen: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_cuda_kernel_reads_a_key_range_on_the_device(dtype: torch.dtype) -> None:
-    """Grouped-query attention over a ring buffer that is not full, as in Waypoint: 512 queries,
-    heads of 64.
+    """Grouped-query attention reads a ring buffer that is not yet full. The sizes are those of
+    Waypoint: 512 queries and a head size of 64.
     """
     torch.manual_seed(0)
     q = torch.randn(512, 4, 64, dtype=dtype, device="cuda")

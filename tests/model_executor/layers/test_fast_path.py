@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each fast path names what it lacks. The tests change what the checks look at, not their
-results.
+"""Every fast path that is off reports which requirement is missing. These tests change what the
+checks inspect, not what they return.
 """
 
 import sys
@@ -28,7 +28,7 @@ def of_machine() -> dict[str, FastPath]:
 
 @pytest.fixture
 def flash_attention(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A build of vLLM with FlashAttention 3, which Hopper GPUs support."""
+    """Simulate a build of vLLM with FlashAttention 3, which Hopper GPUs support."""
     module: Any = ModuleType(FLASH_ATTENTION)
     module.fa_version_unsupported_reason = lambda version: None
     monkeypatch.setitem(sys.modules, FLASH_ATTENTION, module)
@@ -43,7 +43,7 @@ def test_a_hopper_gpu_with_all_packages_uses_every_fast_path(flash_attention: An
 
 
 def test_a_missing_cudnn_package_is_named_with_its_remedy() -> None:
-    """cuDNN's Python package comes with vLLM's CUDA builds but can be removed."""
+    """cuDNN's Python package is installed with vLLM's CUDA builds, but a user can uninstall it."""
     with fake_hopper(with_packages=["cudnn"]):
         assert cudnn_fp8_attention(HOPPER).is_on
     with fake_hopper(without=["cudnn"]):
@@ -80,7 +80,9 @@ def test_a_gpu_or_a_build_of_torch_that_lacks_support_is_named(
 
 
 def test_the_reason_of_vllm_is_quoted(flash_attention: Any) -> None:
-    """FlashAttention 3 decides for itself, and for cross-attention with cuDNN."""
+    """FlashAttention 3's own reason for being unavailable is reported, both for its own fast path
+    and for cross-attention with cuDNN.
+    """
     flash_attention.fa_version_unsupported_reason = lambda version: f"FA{version} was not built"
     with fake_hopper():
         found = of_machine()
@@ -101,14 +103,14 @@ OFF = FastPath("a", "slow", "it is missing", "pip install it")
 
 @pytest.mark.parametrize("ranks", [[[ON], [OFF]], [[OFF], [ON]], [[], [OFF], [ON]]])
 def test_a_path_that_is_off_on_one_rank_is_off(ranks: list[list[FastPath]]) -> None:
-    """The reason is that of the rank. A stage without a decoder, for example, has no path for
-    it.
+    """A path that is off on one rank is reported as off for all ranks, with the reason of that
+    rank. A rank that does not have the path, such as a stage without a decoder, is ignored.
     """
     assert joined(ranks) == [OFF]
 
 
 def test_the_log_has_one_line_per_path_that_is_off() -> None:
-    """Only a path that could be turned on is a warning."""
+    """A fast path that is off is logged as a warning only if the user can turn it on."""
     paths = [FastPath("x", "slow"), FastPath("y", "slow"), OFF, FastPath("b", "slow", "unused")]
     with logged(fast_path.logger) as lines:
         log_paths(paths)

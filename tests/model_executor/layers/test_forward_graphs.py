@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forwards replayed from CUDA graphs equal eager forwards.
+"""Forward passes replayed from CUDA graphs equal eager forward passes.
 
-On a CPU, a "graph" repeats the forward with every decision that the host made at its capture.
+On a CPU, the simulated "graph" repeats the forward pass with every decision that the host made when
+the graph was captured.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from vllm_omni.model_executor.layers.cuda_graphs import (
 
 
 class Adder:
-    """forward = x + offset, where the host chooses the offset. Records each host-side call."""
+    """Computes `x + offset`, where the host chooses the offset, and records every host-side call."""
 
     def __init__(self) -> None:
         self.calls: list[float] = []
@@ -45,8 +46,9 @@ def test_the_second_forward_of_a_key_is_captured() -> None:
 
 
 def test_a_known_kind_is_captured_at_the_first_forward_of_a_new_key() -> None:
-    """Only the tensors differ, so nothing is left to compile. A forward of another kind, of another
-    shape or without a kind runs eagerly first.
+    """A forward pass of a known kind is captured at the first call with a new key, because only the
+    tensors differ and nothing is left to compile. A forward pass of another kind, of another shape
+    or without a kind runs eagerly first.
     """
     graphs = ForwardGraphs(capture=hold)
 
@@ -68,8 +70,8 @@ def test_a_known_kind_is_captured_at_the_first_forward_of_a_new_key() -> None:
 
 
 def test_a_partial_forward_does_not_count_as_a_run_of_its_kind() -> None:
-    """A forward that stops early is captured once a whole one has run, and not the other
-    way round.
+    """A forward pass that stops early may be captured once a complete one of its kind has run. A
+    complete pass is not captured because of a partial one.
     """
     graphs = ForwardGraphs(capture=hold)
 
@@ -90,8 +92,8 @@ def test_each_shape_has_its_graph_and_no_key_means_no_graph() -> None:
 
 
 def test_graphs_in_use_are_not_evicted() -> None:
-    """With more keys in turn than graphs, the first keys keep their graphs and nothing is captured
-    repeatedly.
+    """When more keys alternate than there are graphs, the first keys keep their graphs and no graph
+    is captured repeatedly.
     """
     captures = 0
 
@@ -142,7 +144,7 @@ def test_graphs_of_freed_tensors_are_evicted_at_once() -> None:
 
 
 def test_a_steady_input_is_copied_when_its_tensor_changes() -> None:
-    """For example, the prompts of two sessions in turn: each forward reads its own."""
+    """When two sessions alternate, each forward pass reads the prompt of its own session."""
     graphs = ForwardGraphs(capture=hold)
     prompts = [torch.full((1,), float(n)) for n in range(2)]
     for n in (0, 0, 1, 1, 0, 1, 0, 0):
@@ -175,12 +177,12 @@ def test_an_error_of_a_forward_reaches_the_caller() -> None:
 
 
 def test_identities_of_freed_tensors_are_not_reused() -> None:
-    """A new session may reuse the memory of a closed one. A graph of the closed session must not
-    serve it.
+    """A new session may reuse the memory of a closed session but must not be served by that
+    session's graph.
     """
     seen = set()
     for _ in range(50):
-        # freed in the next iteration, and very likely allocated at the same address again
+        # The next iteration frees this tensor and very likely allocates the same address again.
         tensor = torch.empty(1 << 20)
         number = identity(tensor)
         assert number == identity(tensor) and number not in seen
@@ -190,7 +192,9 @@ def test_identities_of_freed_tensors_are_not_reused() -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_cuda_graphs_equal_plain_launches() -> None:
-    """In-place writes and results are equal, with all graphs in one memory pool."""
+    """Forward passes replayed from CUDA graphs give the same results and in-place writes as eager
+    ones. All graphs share one memory pool.
+    """
     weight, ring = torch.randn(64, 64, device="cuda"), torch.zeros(4, 8, 64, device="cuda")
     expected = ring.clone()
 
@@ -209,8 +213,8 @@ def test_cuda_graphs_equal_plain_launches() -> None:
 
 
 def exchanged_twice(x: torch.Tensor) -> torch.Tensor:
-    """Two pieces of work with an operation after each that no graph holds: here, adding a counter
-    of the host.
+    """Compute twice, each time followed by an operation that no graph contains: here, adding a
+    counter that is kept on the host.
     """
     for factor in (2.0, 3.0):
         sent = persistent_copy("sent", (x * factor).t())
@@ -224,8 +228,8 @@ COUNTER = itertools.count(1)
 
 
 def test_a_capture_is_split_at_operations_between_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pieces run in order, tensors read between them have fixed addresses, and nothing is
-    called early.
+    """A capture is split into graphs that run in order with the operations between them. Tensors
+    that these operations read have fixed addresses, and no operation runs during the capture.
     """
     log: list[str] = []
 
@@ -286,8 +290,8 @@ def test_a_capture_is_split_at_operations_between_graphs(monkeypatch: pytest.Mon
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_operations_between_graphs_run_at_each_replay() -> None:
-    """They run in order, once per forward, on the values of that forward. The first forward runs
-    eagerly, the second captures.
+    """Operations between graphs run in order, once per forward pass, on the values of that pass.
+    The first forward pass runs eagerly and the second one is captured.
     """
     graphs = ForwardGraphs()
     for _ in range(5):

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with FP8 matrix products: scales are placed so that quantization is the only loss."""
+"""Attention with FP8 matrix products, where scales are applied such that quantization is the only
+source of error.
+"""
 
 import pytest
 import torch
@@ -16,8 +18,10 @@ TOKENS, KEYS, HEADS, DIM = 24, 96, 3, 16
 def window(
     device: str, *, tokens: int = TOKENS, keys: int = KEYS, heads: int = HEADS, width: int = DIM
 ) -> tuple[torch.Tensor, torch.Tensor, ScaledFP8]:
-    """Queries in bf16, stored keys and values, and their format. Keys of head n are 30^n times as
-    large, and its queries as much smaller.
+    """Return bf16 queries, the stored keys and values, and their format.
+
+    The keys of head n are 30^n times as large as those of head 0, and its queries are smaller by
+    the same factor.
     """
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(tokens, heads, width, generator=generator)
@@ -36,8 +40,8 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def test_the_scale_of_each_head_is_undone() -> None:
-    """The result equals attention to the stored values, up to the quantization of queries,
-    probabilities and result.
+    """The result equals attention to the stored values, apart from the error of quantizing the
+    queries, the probabilities and the result.
     """
     q, stored, stored_as = window("cpu")
     scales = stored_as.scales
@@ -50,8 +54,8 @@ def test_the_scale_of_each_head_is_undone() -> None:
 
 
 def test_queries_may_be_quantized_beforehand() -> None:
-    """The bits are the same for queries that are part of a wider tensor, with all tokens and with
-    selected ones.
+    """Queries quantized in advance give the same bits, even if they are a slice of a wider tensor.
+    The bits are the same for attention to all tokens and to selected tokens.
     """
     q, stored, stored_as = window("cpu")
     scales = stored_as.scales
@@ -88,8 +92,8 @@ def test_a_cpu_attends_to_dequantized_values() -> None:
     reason="needs a Hopper GPU",
 )
 def test_cudnn_computes_the_same_product() -> None:
-    """The error is as small as that of the emulated product: for all tokens and selected ones, with
-    and without CUDA graphs.
+    """The error of cuDNN is as small as that of the emulated product, for all tokens and for
+    selected tokens, with and without CUDA graphs.
 
     The values differ, because cuDNN quantizes probabilities relative to the largest score so far.
     """

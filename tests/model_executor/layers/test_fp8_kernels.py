@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one-pass FP8 kernels equal the plain versions, which define FP8 windows."""
+"""The one-pass FP8 kernels equal the plain versions, which define the content of FP8 windows."""
 
 import pytest
 import torch
@@ -30,12 +30,12 @@ SHAPES = [(7, 3, 16), (50, 5, 128), (9, 2, 24)]
 
 
 def scales(kinds: int, heads: int, device: str) -> torch.Tensor:
-    """Powers of two, a different one for each kind and head."""
+    """Return scales that are powers of two and differ between kinds and heads."""
     return 2.0 ** (torch.arange(kinds * heads, device=device).view(kinds, heads) % 7 - 3)
 
 
 def stored(kinds: int, shape: tuple[int, int, int], device: str, spare: int = 0) -> torch.Tensor:
-    """A slice of a longer buffer, so the kinds are not adjacent."""
+    """Return a slice of a longer buffer, in which the kinds are therefore not adjacent."""
     tokens, heads, width = shape
     generator = torch.Generator().manual_seed(tokens)
     numbers = 100 * torch.randn(kinds, tokens + spare, heads, width, generator=generator)
@@ -48,7 +48,9 @@ def stored(kinds: int, shape: tuple[int, int, int], device: str, spare: int = 0)
 def test_stored_values_are_multiplied_by_the_scale_of_their_head(
     shape: tuple[int, int, int], dtype: torch.dtype, device: str
 ) -> None:
-    """The result is exact, because e4m3 fits either dtype and a power of two scales exactly."""
+    """Dequantization is exact, because both dtypes represent every e4m3 value and multiplying by a
+    power of two does not round.
+    """
     buffer, scales_KN = stored(2, shape, device, spare=4), scales(2, shape[1], device)
     wanted = buffer.double() * scales_KN.double()[:, None, :, None]
     assert torch.equal(dequantize(buffer, scales_KN, dtype).double(), wanted)
@@ -68,13 +70,13 @@ def test_stored_values_are_multiplied_by_the_scale_of_their_head(
 def test_values_are_rounded_to_the_nearest_and_saturated(
     shape: tuple[int, int, int], dtype: torch.dtype, device: str
 ) -> None:
-    """As in torch's own conversion, also from tensors that are slices of others."""
+    """Values are converted as torch converts them, including values in slices of larger tensors."""
     tokens, heads, width = shape
     generator = torch.Generator().manual_seed(1)
     kv = (200 * torch.randn(tokens, 3, heads, width, generator=generator)).to(device, dtype)
     scales_KN = scales(2, heads, device)
     target = stored(2, shape, device, spare=3)
-    # a token's kinds side by side
+    # K and V of a token are adjacent in this tensor.
     apart = torch.zeros(tokens, 3, heads, width, dtype=FP8, device=device)
     for position in (target, apart.transpose(0, 1)[1:]):
         quantize((kv[:, 1], kv[:, 2]), scales_KN, position)
@@ -91,7 +93,7 @@ def test_values_are_rounded_to_the_nearest_and_saturated(
 def test_each_row_of_a_weight_has_its_scale(
     shape: tuple[int, int], dtype: torch.dtype, device: str
 ) -> None:
-    """With any scale, the product is rounded once."""
+    """The product of a weight and its scale is rounded only once, whatever the scale is."""
     generator = torch.Generator().manual_seed(2)
     weight = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8).to(device)
     scale = torch.rand(shape[0], 1, generator=generator).to(device)
@@ -119,7 +121,8 @@ def _interpreted(rank: int) -> None:
                 torch.equal(out.transpose(0, 1)[1:], plain_dequantize(buffer, scales, dtype))
                 and not out[:, 0].any()
             )
-        # Exact values, because the interpreter loses carries when it rounds to e4m3.
+        # The values are exact in e4m3, because Triton's interpreter loses carries when it rounds to
+        # e4m3.
         exact = (300 * torch.randn(tokens, 3, heads, width, generator=generator)).to(FP8).float()
         kv = torch.where(exact.abs() == 448, 2 * exact, exact)
         apart = torch.zeros(tokens, 3, heads, width, dtype=FP8)
@@ -131,7 +134,7 @@ def _interpreted(rank: int) -> None:
                 )
         assert not apart[:, 0].float().any()
     weight = torch.randint(-127, 128, (5, 24), generator=generator, dtype=torch.int8)
-    # a power of two, because the interpreter truncates where it should round to bf16
+    # The scale is a power of two, because the interpreter truncates where it should round to bf16.
     scale = 2.0 ** torch.arange(-2, 3).view(5, 1)
     for dtype in (torch.float32, torch.bfloat16):
         found = fp8_triton.dequantize(weight[None, None], scale.view(1, -1), dtype, rows=1)

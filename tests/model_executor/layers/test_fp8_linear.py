@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The matrix product that layers with FP8 weights choose, and the accuracy of cuBLAS against vLLM's
-CUTLASS.
-"""
+"""Layers with FP8 weights choose between two matrix products: cuBLAS or vLLM's CUTLASS kernel."""
 
 from typing import Any
 
@@ -35,8 +33,10 @@ def chosen(
     cublas: bool = True,
     shape: tuple[int, int] = (13824, 5120),
 ) -> type:
-    """The kernel class of a layer to which vLLM has assigned CUTLASS. cublas: whether the GPU has
-    row-wise FP8 in cuBLAS.
+    """Return the kernel class chosen for a layer to which vLLM has assigned CUTLASS.
+
+    Args:
+        cublas: Whether the GPU supports row-wise FP8 in cuBLAS.
     """
     monkeypatch.setattr(cutlass, "cutlass_fp8_supported", lambda: True)
     lack = Lack("" if cublas else "this GPU has none")
@@ -70,7 +70,9 @@ def chosen(
 def test_only_wide_layers_with_row_scales_use_cublas(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], invariant: str, kernel: type
 ) -> None:
-    """Narrow layers, other scales, other GPUs and the batch-invariant mode keep vLLM's kernel."""
+    """Layers keep vLLM's kernel if they are narrow or have other scales, on other GPUs, and in the
+    batch-invariant mode.
+    """
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", invariant)
     assert chosen(monkeypatch, **options) is kernel
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A buffer with a fixed address whose memory is allocated as it fills."""
+"""A buffer has a fixed address, and its memory is allocated as it fills."""
 
 import itertools
 import os
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class FakePages:
-    """Device memory with pages of 64 bytes that fails beyond `limit` pages."""
+    """Fake device memory with pages of 64 bytes. Allocation fails beyond `limit` pages."""
 
     def __init__(self, nbytes: int, device: torch.device, limit: int = 1000) -> None:
         self.bytes, self.limit = torch.full((nbytes,), 255, dtype=torch.uint8), limit
@@ -45,14 +45,16 @@ class FakePages:
 
 
 def rss() -> int:
-    """Return the bytes of this process that are in memory."""
+    """Return the resident memory of this process in bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.parametrize("page", [1, 7, 64, 4096])
 def test_the_pages_of_each_rows_first_bytes(page: int) -> None:
-    """Each needed byte is in exactly one page; pages that rows share are counted once."""
+    """Every byte that is needed lies in exactly one of the returned pages, and pages shared by
+    several rows are returned once.
+    """
     for used in (0, 1, 30, 99, 100):
         runs = needed_pages(5, 100, used, page)
         pages = [number for run in runs for number in run]
@@ -63,7 +65,9 @@ def test_the_pages_of_each_rows_first_bytes(page: int) -> None:
 
 @pytest.mark.parametrize("page", [16, 64, 100])
 def test_growth_allocates_only_the_pages_that_are_missing(page: int) -> None:
-    """The address and the content of what exists stay. Freed memory can be allocated again."""
+    """Growing a buffer keeps its address and its existing content. Memory that was freed can be
+    allocated again.
+    """
     shape = (2, 2, 12, 1, 2)
     made: list[FakePages] = []
 
@@ -107,7 +111,7 @@ SIZES = {
     "head_dim": 256,
     "dtype": torch.float32,
 }
-"""A window of 512 MiB: 8 rows of 64 MiB, 16 MiB a frame."""
+"""A window of 512 MiB: 8 rows of 64 MiB each, and 16 MiB per frame."""
 
 
 def write(window: KVWindow, frames: range) -> None:
@@ -118,7 +122,9 @@ def write(window: KVWindow, frames: range) -> None:
 
 
 def test_a_large_window_takes_the_memory_of_its_frames() -> None:
-    """Measured by the operating system. A pooled window keeps its address and no memory."""
+    """The operating system reports only the memory of the frames that a large window holds. A
+    pooled window keeps its address but no memory.
+    """
     rings: MemoryPool[Ring] = MemoryPool()
     before = rss()
     window = KVWindow(sink_frames=1, device="cpu", first_frames=2, rings=rings, **SIZES)  # type: ignore[arg-type]
@@ -151,7 +157,9 @@ def test_a_window_moves_with_the_memory_that_it_has() -> None:
 
 
 def test_a_window_that_stops_growing_equals_a_short_window() -> None:
-    """At every later chunk, although its buffer is longer."""
+    """A window that stops growing gives the same keys and values as a short window at every later
+    chunk, although its buffer is longer.
+    """
     long = KVWindow(sink_frames=1, device="cpu", first_frames=5, **SIZES)  # type: ignore[arg-type]
     short = KVWindow(sink_frames=1, device="cpu", **{**SIZES, "window_frames": 6})  # type: ignore[arg-type]
     long.grow(6)
@@ -180,7 +188,9 @@ def free_bytes() -> int:
 @pytest.mark.cuda
 @on_cuda
 def test_device_memory_is_mapped_as_the_buffer_grows() -> None:
-    """At one address, so that a captured graph stays valid, and given back when it is freed."""
+    """Device memory is mapped at a fixed address, which keeps captured graphs valid, and is
+    returned when the buffer is freed.
+    """
     device = torch.device("cuda", 0)
     torch.ones(1, device=device)
     before = free_bytes()
@@ -215,7 +225,9 @@ def test_device_memory_is_mapped_as_the_buffer_grows() -> None:
 @pytest.mark.cuda
 @on_cuda
 def test_a_buffer_larger_than_the_device_fails_without_a_trace() -> None:
-    """Its addresses are free of charge; growth beyond the device's memory leaves it as it was."""
+    """Reserving addresses beyond the device's memory succeeds. Growth beyond the device's memory
+    fails and leaves the buffer unchanged.
+    """
     device = torch.device("cuda", 0)
     torch.ones(1, device=device)
     total = torch.cuda.mem_get_info()[1]

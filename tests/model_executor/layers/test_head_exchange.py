@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ulysses all-to-all: tokens to heads and back. Quantizing before it gives the bits of quantizing
-after it.
+"""The Ulysses all-to-all reshards activations from tokens to heads and back. Quantizing before the
+all-to-all gives the same bits as quantizing after it.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,7 +43,9 @@ WINDOW, CHUNKS = 7, 4
 
 @dataclass(frozen=True)
 class Sizes:
-    """tokens: tokens per frame. offsets: number of chunks by which each session is ahead."""
+    """Sizes of a test case: `tokens` per frame, and `offsets`, the number of chunks by which each
+    session is ahead.
+    """
 
     tokens: int
     offsets: tuple[int, ...] = (0,)
@@ -61,7 +63,11 @@ class Item:
 def group(
     rank: int, rendezvous: str, backend: str = "gloo", *, peers: bool = False
 ) -> Iterator[ParallelContext]:
-    """Join a process group. peers: whether ranks write into each other's memory."""
+    """Join a process group.
+
+    Args:
+        peers: Whether ranks write into each other's memory.
+    """
     with process_group(rank, RANKS, rendezvous, backend) as ranks:
         memory: PeerMemory | None = None
         if peers:
@@ -86,8 +92,10 @@ def make_window(heads: int, sizes: Sizes, storage: torch.dtype | None = FP8) -> 
 def projected(
     items: list[Item], layer: int, sizes: Sizes
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values of all tokens and heads, [B, T, N, H]. Keys of head n are 30^n times
-    as large, and values are a slice of a wider tensor.
+    """Return queries, keys and values of all tokens and heads, [B, T, N, H].
+
+    The keys of head n are 30^n times as large as those of head 0, and the values are a slice of a
+    wider tensor.
     """
     per_item = []
     for number, item in enumerate(items):
@@ -104,10 +112,14 @@ def projected(
 def play(
     parallel: ParallelContext, sizes: Sizes, *, ahead: bool, chunks: int = CHUNKS
 ) -> tuple[list[torch.Tensor], list[KVWindow], list[type[HeadExchange]]]:
-    """Run `chunks` chunks. ahead: whether K/V may be quantized before the all-to-all.
+    """Run `chunks` chunks.
 
-    Returns attention results of this rank's tokens, the windows, and the exchange class of each
-    forward.
+    Args:
+        ahead: Whether K/V may be quantized before the all-to-all.
+
+    Returns:
+        The attention results of this rank's tokens, the windows, and the exchange class of each
+        forward pass.
     """
     windows = [make_window(HEADS // parallel.size, sizes) for _ in sizes.offsets]
     results, kinds = [], []
@@ -125,7 +137,7 @@ def play(
             q, k, v = (x[:, own] for x in projected(items, layer, sizes))
             attended = exchange.attend(items, layer, q, k, v, write_only=False)
             assert attended is not None and attended.shape == q.shape
-            results.append(attended.clone())  # the next call may use its memory
+            results.append(attended.clone())  # the next call may reuse its memory
         q, k, v = (x[:, own] for x in projected(items, 0, sizes))
         assert exchange.attend(items, 0, q, k, v, write_only=True) is None
 
@@ -141,8 +153,8 @@ def play(
 
 
 class AtOnce(cuda_graphs._Recording):
-    """A capture with shared buffers between graphs in which operations between graphs run
-    immediately.
+    """Simulate a graph capture that shares buffers between graphs but runs operations between
+    graphs immediately.
     """
 
     def break_for(self, run: Callable[[], object]) -> None:
@@ -157,8 +169,11 @@ def in_a_capture() -> Iterator[None]:
 
 
 def compare(parallel: ParallelContext, sizes: Sizes, *, hopper: bool, chunks: int = CHUNKS) -> None:
-    """Compare both orders, with and without a capture, and with one rank. hopper: whether attention
-    multiplies in FP8.
+    """Compare quantizing before and after the all-to-all: with a capture, without one, and with a
+    single rank.
+
+    Args:
+        hopper: Whether attention multiplies in FP8.
     """
     found, windows, kinds = play(parallel, sizes, ahead=True, chunks=chunks)
     wanted, other_windows, _ = play(parallel, sizes, ahead=False, chunks=chunks)
@@ -175,7 +190,7 @@ def compare(parallel: ParallelContext, sizes: Sizes, *, hopper: bool, chunks: in
         chunks - first + max(sum(offsets) - 1, 0)
     )
     assert kinds[-1] is quantized
-    # on other devices, kernels may sum in another order for another number of heads
+    # On other devices, kernels may sum in a different order when the number of heads differs.
     if sizes.device == "cpu":
         one_rank, _, _ = play(ParallelContext(), sizes, ahead=True, chunks=chunks)
         own = parallel.token_slice(sizes.tokens * CHUNK)
@@ -197,8 +212,8 @@ def _compare(rank: int, rendezvous: str, hopper: bool, peers: bool) -> None:
 def test_quantizing_before_the_exchange_equals_quantizing_after_it(
     hopper: bool, peers: bool, tmp_path: Path
 ) -> None:
-    """As on one rank, and in a capture: one session, an odd number of tokens, a batch of sessions
-    at different chunks.
+    """Two ranks give the same bits as one rank, with and without a capture. The sizes cover one
+    session, an odd number of tokens, and a batch of sessions at different chunks.
     """
     run_ranks(_compare, (str(tmp_path / "rendezvous"), hopper, peers), RANKS)
 
@@ -223,8 +238,8 @@ def test_two_gpus_give_the_same_bits_in_both_orders(peers: bool, tmp_path: Path)
 
 
 def _in_graphs(rank: int, rendezvous: str) -> None:
-    """Exchanges in both directions in a CUDA graph, replayed with other values by ranks that are
-    not in step.
+    """Replay exchanges in both directions from a CUDA graph, with new values each time and with one
+    rank delayed.
     """
     torch.cuda.set_device(rank)
     tokens = 301
@@ -286,7 +301,7 @@ def _all_to_all(rank: int, rendezvous: str, peers: bool) -> None:
             wide, narrow = all_to_all.exchange()
             assert torch.equal(wide[0], q[:, :, heads])
             assert torch.equal(narrow, torch.stack((k, v))[:, :, :, heads].bfloat16())
-            parallel.barrier()  # because the next exchange has the same buffers
+            parallel.barrier()  # the next exchange uses the same buffers
 
 
 @pytest.mark.parametrize("peers", [False, True], ids=["sent", "written"])
@@ -295,8 +310,8 @@ def test_tensors_of_several_dtypes_share_one_exchange(peers: bool, tmp_path: Pat
 
 
 def _write_after_write(rank: int, rendezvous: str) -> None:
-    """The second rank reads slowly after a forward that only writes K/V, while the first one sends
-    again.
+    """Let the second rank read slowly after a K/V-only forward pass, while the first rank already
+    sends again.
     """
     with group(rank, rendezvous, peers=True) as parallel:
         windows = [make_window(HEADS // RANKS, Sizes(4), storage=None)]
@@ -341,8 +356,9 @@ def test_plain_windows_and_first_chunks_use_the_plain_exchange() -> None:
 def test_writing_into_the_window_equals_passing_keys_and_values(
     storage: torch.dtype | None,
 ) -> None:
-    """Window and attention are the same. Chunks that wrap around the ring buffer or define scales
-    have no buffers to write into.
+    """Writing K/V into the window gives the same window and the same attention result as passing
+    tensors. A chunk that wraps around the ring buffer or defines the scales offers no buffers to
+    write into.
     """
     sizes, exchange = Sizes(4), HeadExchange(ParallelContext(), 4 * CHUNK)
     passed, written = (make_window(HEADS, sizes, storage) for _ in range(2))
@@ -376,7 +392,7 @@ def turns(window: KVWindow, start: int) -> bool:
     return slots != list(range(slots[0], slots[0] + CHUNK))
 
 
-# -- kernels, by Triton's interpreter --------------------------------------------------------------
+# -- kernels run by Triton's interpreter -----------------------------------------------------------
 
 
 def _interpreted(rank: int, rendezvous: str) -> None:
@@ -390,8 +406,8 @@ def _interpreted(rank: int, rendezvous: str) -> None:
 
 
 def test_interpreted_kernels_quantize_into_the_send_buffer(tmp_path: Path) -> None:
-    """As on CUDA devices, except for the matrix product.
+    """Triton's interpreter runs the same kernels as CUDA devices, except for the matrix product.
 
-    It runs chunks until the window is full, because the interpreter is slow.
+    The test ends when the window is full, because the interpreter is slow.
     """
     interpret(_interpreted, str(tmp_path / "rendezvous"), size=RANKS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers with int8 weights in a model whose other layers are quantized to FP8."""
+"""Layers with int8 weights in a model that quantizes its other layers to FP8."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -80,7 +80,7 @@ def test_weights_are_within_half_a_step_and_inputs_stay_exact(
 
 
 def int8_layer_error(device: str, num_tokens: int) -> torch.Tensor:
-    """Return the relative error per token of a layer with int8 products, [num_tokens]."""
+    """Return the relative error of a layer with int8 products for each token, [num_tokens]."""
     inputs, outputs = 512, 256
     config = VllmConfig()
     config.model_config = SimpleNamespace(dtype=torch.bfloat16)  # type: ignore[assignment]
@@ -88,7 +88,7 @@ def int8_layer_error(device: str, num_tokens: int) -> torch.Tensor:
         torch.manual_seed(0)
         layer: Any = ColumnLinear(inputs, outputs, ParallelContext(), EverythingInt8(), "cam")
         weight, bias = torch.randn(outputs, inputs).bfloat16(), torch.randn(outputs)
-        layer.weight = nn.Parameter(weight, requires_grad=False)  # it was on the device `meta`
+        layer.weight = nn.Parameter(weight, requires_grad=False)  # was on the device `meta`
         layer.bias.data.copy_(bias)
         layer.quant_method.process_weights_after_loading(layer)
         x = torch.randn(num_tokens, inputs).bfloat16()
@@ -105,7 +105,9 @@ def int8_layer_error(device: str, num_tokens: int) -> torch.Tensor:
 def test_products_on_a_gpu_are_close_to_those_of_exact_inputs(
     single_rank: None, num_tokens: int
 ) -> None:
-    """Inputs have one scale per token, so a token of large values does not disturb the others."""
+    """The inputs of each token have their own scale, so a token with large values does not reduce
+    the precision of the others.
+    """
     assert int8_products(torch.device("cuda"), torch.bfloat16).is_on
     error = int8_layer_error("cuda", num_tokens)
     assert 1e-4 < float(error.max()) < 0.02
@@ -113,7 +115,7 @@ def test_products_on_a_gpu_are_close_to_those_of_exact_inputs(
 
 @pytest.mark.parametrize("num_tokens", [1, 37])
 def test_a_gpu_multiplies_by_the_kernel_of_vllm(single_rank: None, num_tokens: int) -> None:
-    """vLLM's kernel is the real one; its two CUDA operations are replaced by their definitions."""
+    """vLLM's real kernel is used, with its two CUDA operations replaced by their definitions."""
     shapes = []
 
     def quantize(x: torch.Tensor, *_: Any, symmetric: bool) -> tuple[torch.Tensor, ...]:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The K/V window with sink frames and a ring buffer, against a plain model of the original's
-buffer, which moves memory.
+"""The K/V window with sink frames and a ring buffer equals a plain model of the original's buffer,
+which shifts its contents in memory.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from vllm_omni.model_executor.layers.kv_cache.window import KVWindow
 from vllm_omni.outputs import RequestFailed
 from vllm_omni.testing.parity.rollouts import chronological, ends
 
-S = 2  # tokens of a frame
+S = 2  # tokens per frame
 
 
 def make_window(window: int, sink: int, **options: Any) -> KVWindow:
@@ -32,7 +32,9 @@ def make_window(window: int, sink: int, **options: Any) -> KVWindow:
 
 
 def tokens_of(frames: range, noise: float = 0.0) -> torch.Tensor:
-    """Token t of frame f has the value f + t/10 (+ noise), which identifies its position."""
+    """Return one value per token: f + t/10 (+ noise) for token t of frame f. The value identifies
+    the token's position.
+    """
     values = [[frame + token / 10 + noise] for frame in frames for token in range(S)]
     return torch.tensor(values).unsqueeze(1)
 
@@ -44,8 +46,8 @@ def write(window: KVWindow, frames: range, noise: float = 0.0) -> None:
 
 
 class RollingBuffer:
-    """The original's rule: append while there is room, else shift all tokens after the sinks to the
-    left.
+    """The buffer of the original implementation appends while there is room. A full buffer shifts
+    all tokens after the sinks to the left.
     """
 
     def __init__(self, capacity_frames: int, sink_frames: int) -> None:
@@ -72,15 +74,15 @@ class RollingBuffer:
 def test_a_chunk_sees_the_keys_of_the_rolling_buffer(
     sink: int, extra: int, chunk: int, chunks: int, limit: int | None
 ) -> None:
-    """For every window, sink and chunk length: the same set of keys, the same counters, and the
-    same buffer in chronological order.
+    """For every window, sink and chunk length, the window returns the same keys and counters as the
+    rolling buffer, and its chronological content is the same.
     """
     window = make_window(sink + chunk + extra, sink, max_attention_tokens=limit)
     reference = RollingBuffer(sink + chunk + extra, sink)
     for index in range(chunks):
         frames = range(index * chunk, (index + 1) * chunk)
         window.check_frames(frames)
-        write(window, frames, noise=0.5)  # a noisy step first
+        write(window, frames, noise=0.5)  # a noisy step comes first
         write(window, frames)
         reference.append(frames)
         visible = reference.tokens if limit is None else reference.tokens[-limit:]
@@ -109,7 +111,7 @@ def test_reading_the_window_copies_nothing() -> None:
 
 @pytest.mark.parametrize("committed", [3, 6, 9, 30])
 def test_an_abandoned_chunk_changes_no_live_tensor(committed: int) -> None:
-    """Noisy writes go to slots that no later chunk can see."""
+    """K/V of noisy steps are written to slots that no later chunk can see."""
     window = make_window(7, 2)
     for start in range(0, committed, 3):
         write(window, range(start, start + 3))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows with FP8 keys and values: half the bytes, the precision of e4m3, and the invariants of
-plain windows.
+"""Windows with FP8 keys and values take up half the bytes, have the precision of e4m3, and keep the
+invariants of plain windows.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
     "dtype": torch.float32,
 }
 E4M3 = 2.0**-4
-"""Largest relative error of a value with four significant bits."""
+"""Largest relative error of a value stored with four significant bits."""
 
 
 def make_window(
@@ -38,7 +38,9 @@ def make_window(
 
 
 def chunk_kv(frames: range, heads: int = HEADS, size: float = 1.0) -> list[torch.Tensor]:
-    """Keys and values of every layer, [L, 2, T, N, H]. Head n is 30^n times as large as head 0."""
+    """Return keys and values of every layer, [L, 2, T, N, H]. Head n is 30^n times as large as head
+    0.
+    """
     generator = torch.Generator().manual_seed(frames.start)
     kv = torch.randn(LAYERS, 2, len(frames) * TOKENS, HEADS, DIM, generator=generator)
     return list(size * kv[:, :, :, :heads] * 30.0 ** torch.arange(heads)[:, None])
@@ -60,14 +62,14 @@ def run(window: KVWindow, num_frames: int, chunk: int = 3) -> KVWindow:
 
 
 def seen(window: KVWindow, frames: range) -> torch.Tensor:
-    """[L, 2, S, N, H]: keys and values that the chunk `frames` sees."""
+    """Return the keys and values that the chunk `frames` sees, [L, 2, S, N, H]."""
     return torch.stack([torch.stack(window.visible(layer, frames)) for layer in range(LAYERS)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_value_keeps_four_bits(dtype: torch.dtype) -> None:
-    """Independent of the size of its head. Values a thousand times smaller than the largest of
-    their head may be less precise.
+    """Every value keeps four significant bits, whatever the magnitude of its head. Only values a
+    thousand times smaller than the largest value of their head may be less precise.
     """
     fp8, plain = (run(make_window(storage=storage, dtype=dtype), 15) for storage in (FP8, None))
     retained, wanted = (seen(window, range(12, 15)) for window in (fp8, plain))
@@ -93,7 +95,9 @@ def test_bytes_equal_the_estimate_and_half_of_bfloat16() -> None:
 
 
 def test_the_last_pass_over_the_first_chunk_sets_the_scale() -> None:
-    """Values of an earlier pass leave no trace, however large; nor does an abandoned chunk."""
+    """Neither an earlier pass over the first chunk nor an abandoned chunk affects the scale,
+    however large its values are.
+    """
     window, other = make_window(), make_window()
     write(window, range(3), size=1000.0)
     run(window, 6)
@@ -131,8 +135,8 @@ def test_a_fork_keeps_its_own_scales() -> None:
 
 
 def test_moved_sinks_equal_those_of_the_plain_window_up_to_rounding() -> None:
-    """A sink is rotated from its stored value, not from its last rotation, so errors do not
-    accumulate.
+    """A sink is always rotated from its stored value rather than from its last rotation, so errors
+    do not accumulate.
     """
     fp8, plain = (run(make_window(SinkWindow, storage, moving=True), 60) for storage in (FP8, None))
     for window in (fp8, plain):
@@ -146,8 +150,8 @@ def test_moved_sinks_equal_those_of_the_plain_window_up_to_rounding() -> None:
 
 
 def test_fp8_and_plain_windows_renew_the_same_sinks() -> None:
-    """Similarity is computed from dequantized values, so heads of all sizes count as in plain
-    windows.
+    """FP8 windows compute the similarity of sinks from dequantized values, so heads of every
+    magnitude have the same weight as in plain windows.
     """
     renewed = []
     for storage in (FP8, None):

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Partitions by cost, and layers that move between pipeline stages (gloo, one process per
-stage).
-"""
+"""Layers are partitioned by cost and move between pipeline stages (gloo, one process per stage)."""
 
 import itertools
 from pathlib import Path
@@ -30,7 +28,7 @@ PARTITIONS = ([3, 2, 2], [1, 1, 5], [5, 1, 1], [2, 3, 2])
 def test_a_partition_minimises_the_slowest_stage(
     fixed_ms: tuple[float, ...], expected: list[int]
 ) -> None:
-    """Compared with every other partition. Each stage keeps at least one layer."""
+    """No other partition has a faster slowest stage. Every stage keeps at least one layer."""
     costs = [StageCost(10.0, ms) for ms in fixed_ms]
 
     def slowest(partition: tuple[int, ...]) -> float:
@@ -43,8 +41,8 @@ def test_a_partition_minimises_the_slowest_stage(
 
 
 def test_work_of_a_stage_besides_its_layers_is_a_fixed_cost() -> None:
-    """30 layers in two halves. The second stage has a head of 5 ms and decodes for 100 ms per chunk
-    of 5 passes.
+    """Two stages of 15 layers each are balanced again. The second stage also runs a head for 5 ms
+    per pass and decodes for 100 ms per chunk of 5 passes.
     """
     costs = stage_costs([30.0, 35.0], [15, 15], 5, [0.0, 100.0])
     assert costs == [StageCost(10.0, 0.0), StageCost(10.0, 125.0)]
@@ -85,7 +83,7 @@ def _move(stage: int, rendezvous: str) -> None:
 
 
 def test_moved_layers_keep_their_weights(tmp_path: Path) -> None:
-    """Layers move to neighbours and past them, several times. The source frees their memory at
-    once.
+    """Layers keep their weights when they move repeatedly, to neighbouring stages and to more
+    distant ones. The source stage frees the memory of a moved layer immediately.
     """
     run_ranks(_move, (str(tmp_path / "rendezvous"),), STAGES)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's linear layers as the transformers use them: shards, loading and results."""
+"""The transformers use vLLM's linear layers: how weights are sharded and loaded, and what the
+layers compute.
+"""
 
 from collections.abc import Callable
 
@@ -41,7 +43,7 @@ LAYERS: dict[str, Make] = {
 
 
 def model(kind: str, parallel: ParallelContext, seed: int = 0) -> nn.ModuleDict:
-    """A model of one layer, filled from a checkpoint that is the same for every rank."""
+    """Return a model of one layer, loaded from a checkpoint that is the same for every rank."""
     holder = nn.ModuleDict({"layer": LAYERS[kind](parallel)})
     generator = torch.Generator().manual_seed(seed)
     for slot in checkpoint_slots(holder).values():
@@ -99,8 +101,8 @@ def test_ranks_of_merged_layers_hold_a_part_of_each(kind: str) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_hold_their_query_heads_and_the_matching_key_value_heads(ranks: int) -> None:
-    """Four query heads read two key/value heads: over four ranks, each pair of ranks holds the same
-    key/value head.
+    """When four query heads share two key/value heads over four ranks, each pair of ranks holds the
+    same key/value head.
     """
     x = torch.randn(3, IN)
     q, k, v = model("qkv", ParallelContext())["layer"](x).split([8, 4, 4], dim=-1)
@@ -127,8 +129,8 @@ def test_ranks_of_a_row_layer_add_the_bias_once() -> None:
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_vllm_does_not_repack_loaded_weights(kind: str) -> None:
-    """vLLM's own method packs weights on a CPU, after which they could neither move to another
-    stage nor be reloaded.
+    """On a CPU, vLLM's own method would repack the weights, which could then neither move to
+    another stage nor be reloaded.
     """
     holder = model(kind, ParallelContext())
     layer = holder["layer"]
@@ -144,7 +146,9 @@ def test_vllm_does_not_repack_loaded_weights(kind: str) -> None:
 
 
 def test_a_tensor_of_another_shape_is_refused() -> None:
-    """The check precedes vLLM's loader, which silently slices a larger tensor."""
+    """A tensor of the wrong shape is refused before vLLM's loader runs, because that loader
+    silently slices a larger tensor.
+    """
     for kind in LAYERS:
         holder = nn.ModuleDict({"layer": LAYERS[kind](ParallelContext())})
         slot = next(iter(checkpoint_slots(holder).values()))
@@ -156,8 +160,8 @@ def test_a_tensor_of_another_shape_is_refused() -> None:
     ("requested", "used"), [([], True), (["-quant_fp8"], False), (["+quant_fp8"], True)]
 )
 def test_inputs_are_quantized_by_vllms_kernel(requested: list[str], used: bool) -> None:
-    """When vLLM compiles, it would otherwise compile the plain version for each layer. The user's
-    setting wins.
+    """Inputs are quantized by vLLM's kernel unless the user's setting says otherwise. With
+    compilation enabled, vLLM would compile the plain version for every layer.
     """
     compilation = CompilationConfig(custom_ops=["none", *requested])
     use_quantization_kernel(compilation.custom_ops)

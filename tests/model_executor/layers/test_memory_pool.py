@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pooled window memory: new windows find it empty, and it is freed when memory is needed."""
+"""Pooled window memory looks empty to a new window and is freed when memory runs short."""
 
 import pytest
 import torch
@@ -59,7 +59,9 @@ def test_a_new_window_reuses_the_memory_of_a_closed_one_empty(
 
 
 def test_a_closed_window_no_longer_references_its_memory() -> None:
-    """A chunk still in flight on it cannot write into the next session's memory."""
+    """A chunk that is still in flight on a closed window cannot write into the memory of the next
+    session.
+    """
     rings: MemoryPool[Ring] = MemoryPool()
     first = window(rings)
     first.close()
@@ -69,7 +71,9 @@ def test_a_closed_window_no_longer_references_its_memory() -> None:
 
 @pytest.mark.parametrize("storage", [None, FP8])
 def test_a_fork_has_separate_memory(storage: torch.dtype | None) -> None:
-    """It takes the memory of a closed window if there is any."""
+    """A fork of a window does not share memory with it. The fork reuses the memory of a closed
+    window if the pool has any.
+    """
     rings: MemoryPool[Ring] = MemoryPool()
     source, closed = window(rings, storage=storage), window(rings, storage=storage)
     fill(source)
@@ -115,8 +119,8 @@ def test_pooled_memory_is_freed_oldest_first() -> None:
 
 
 def test_a_session_may_be_closed_outside_inference_mode() -> None:
-    """Its window was made in inference mode, and torch forbids writes to such tensors elsewhere.
-    For example, an operator's call closes sessions.
+    """A session's window is created in inference mode, and torch forbids writes to its tensors
+    outside that mode. Closing the session, for example through an operator's call, must still work.
     """
     rings: MemoryPool[Ring] = MemoryPool()
     with torch.inference_mode():
@@ -128,7 +132,7 @@ def test_a_session_may_be_closed_outside_inference_mode() -> None:
 
 
 def test_moved_memory_is_not_pooled() -> None:
-    """No CUDA graph refers to its new address."""
+    """Memory that has moved is not pooled, because no CUDA graph refers to its new address."""
     rings: MemoryPool[Ring] = MemoryPool()
     held = window(rings)
     held.to("cpu")
@@ -140,8 +144,8 @@ def test_moved_memory_is_not_pooled() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the memory of a GPU")
 @pytest.mark.parametrize("storage", [None, FP8])
 def test_a_suspended_window_lends_its_memory_and_returns(storage: torch.dtype | None) -> None:
-    """While it is on the host, another window uses its memory on the device. It comes back equal,
-    in memory of the pool.
+    """While a suspended window is on the host, another window may use its device memory. The
+    suspended window returns unchanged, in memory from the pool.
     """
     rings: MemoryPool[Ring] = MemoryPool()
     with torch.inference_mode():
@@ -164,4 +168,4 @@ def test_a_suspended_window_lends_its_memory_and_returns(storage: torch.dtype | 
     )
     held.to("cpu")
     held.close()
-    assert len(rings) == 1  # no memory of the host
+    assert len(rings) == 1  # host memory is not pooled

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LayerOffloader`: layers in host memory compute the same bits; the budget is met and spread
-evenly.
+"""`LayerOffloader` keeps layers in host memory without changing a bit of their results, meets the
+budget, and spreads the offloaded layers evenly.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,9 @@ def offloaded(*networks: list[nn.Module], budget: int = ALL) -> LayerOffloader:
 def test_ranks_that_hold_layers_have_an_offloader(
     gibibytes: float, stage: int, offloads: bool
 ) -> None:
-    """If the user requests one. The stage that only decodes has none."""
+    """A rank that holds layers has an offloader if the user requests offloading. A stage that only
+    decodes has none.
+    """
     config: Any = SimpleNamespace(
         offload_config=SimpleNamespace(uva=SimpleNamespace(cpu_offload_gb=gibibytes)),
         load_config=SimpleNamespace(load_format="auto"),
@@ -66,8 +68,8 @@ def test_ranks_that_hold_layers_have_an_offloader(
 
 @pytest.mark.parametrize("share", [0.3, 1.0])
 def test_two_experts_in_host_memory_make_the_same_bits(t2v: Path, share: float) -> None:
-    """Two requests use both experts. The second has a new prompt, so keys and values are computed
-    in between.
+    """Two experts offloaded to host memory give the same latents for two requests. The second
+    request has a new prompt, so its cross-attention keys and values are computed in between.
     """
     plain = load_model(t2v)
     expected = [
@@ -97,7 +99,9 @@ def test_no_layer_of_wan_runs_before_its_weights_are_fetched(t2v: Path) -> None:
 
 
 def test_layers_in_any_order_use_their_own_weights() -> None:
-    """There are more layers than slots, in sequences that repeat and change."""
+    """Layers use their own weights in any order, including repeated and changing sequences with
+    more layers than slots.
+    """
     plain, offloaded_layers = layers(9), layers(9)
     offloaded(offloaded_layers[:5], offloaded_layers[5:])
     x = torch.randn(3, 16)
@@ -107,7 +111,7 @@ def test_layers_in_any_order_use_their_own_weights() -> None:
 
 
 def test_weights_are_prefetched() -> None:
-    """In the second pass, the next four layers' weights are already on the device."""
+    """When the second pass starts, the weights of the first four layers are already on the device."""
     offloaded_layers = layers(8)
     offloader = offloaded(offloaded_layers)
     x = torch.randn(1, 16)
@@ -119,7 +123,9 @@ def test_weights_are_prefetched() -> None:
 
 
 def test_new_weights_are_used_after_a_reload() -> None:
-    """Loaded in place on the host, or assigned to the parameter by vLLM's reload."""
+    """A reload either copies weights in place on the host or assigns new tensors, as vLLM's reload
+    does. The layer uses the new weights in both cases.
+    """
     offloaded_layers, other = layers(6), layers(6, seed=1)
     offloader = offloaded(offloaded_layers)
     x = torch.randn(1, 16)
@@ -153,14 +159,18 @@ def test_a_failed_layer_releases_its_slot() -> None:
     ("budget", "chosen"), [(0, 0), (10, 1), (50, 5), (95, 9), (100, 10), (1000, 10)]
 )
 def test_a_budget_is_met_and_spread_evenly(budget: int, chosen: int) -> None:
-    """Ten layers of ten bytes: the halves differ by at most one layer."""
+    """With ten layers of ten bytes, the two halves of the network differ by at most one offloaded
+    layer.
+    """
     on_host = spread([10] * 10, budget)
     assert sum(on_host) == chosen
     assert abs(sum(on_host[:5]) - sum(on_host[5:])) <= 1
 
 
 def test_strides_are_preserved() -> None:
-    """FP8 kernels take column-major weights."""
+    """Offloading preserves the strides of a weight, because FP8 kernels require column-major
+    weights.
+    """
     (layer,) = layers(1)
     weight = layer.weight
     assert isinstance(weight, nn.Parameter)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PinnedWindow`: tokens that every chunk sees, at a chosen rotary distance to the frames."""
+"""`PinnedWindow` stores tokens that every chunk sees, at a chosen rotary distance from the frames."""
 
 from typing import Any
 
@@ -65,8 +65,9 @@ def session(window: PinnedWindow, chunks: int) -> PinnedWindow:
 
 @pytest.mark.parametrize("base", [0, 3, 1000])
 def test_pinned_keys_are_at_their_distance_from_the_frames(base: int) -> None:
-    """Frame f attends to pinned keys as if its position were f - base; fp32 rounding of rotations
-    bounds the difference."""
+    """Frame f attends to pinned keys as if its position were f - base. The tolerance allows for the
+    fp32 rounding of rotations.
+    """
     window = session(new_window(), 4)
     frames = range(12, 15)
     window.place_pinned(base)
@@ -85,7 +86,9 @@ def test_pinned_keys_are_at_their_distance_from_the_frames(base: int) -> None:
 
 
 def test_place_is_computed_from_the_first_chunk() -> None:
-    """Moving many times and back restores the bits, so rounding does not accumulate."""
+    """Moving the pinned keys many times and back restores the same bits, so rounding errors do not
+    accumulate.
+    """
     window = session(new_window(), 2)
     before = window.buffer.clone()
     for base in [*range(1, 40), 0]:
@@ -95,7 +98,7 @@ def test_place_is_computed_from_the_first_chunk() -> None:
 
 @pytest.mark.parametrize("storage", [None, torch.float8_e4m3fn])
 def test_saved_tensors_do_not_depend_on_the_place(storage: torch.dtype | None) -> None:
-    """An abandoned chunk that moved the pinned keys leaves the saved state unchanged."""
+    """A chunk that moved the pinned keys and was then abandoned leaves the saved state unchanged."""
     window = session(new_window(storage), 3)
     before = {name: tensor.float().clone() for name, tensor in window.tensors(3).items()}
     window.place_pinned(6)
@@ -105,7 +108,7 @@ def test_saved_tensors_do_not_depend_on_the_place(storage: torch.dtype | None) -
 
 
 def test_a_fork_is_independent() -> None:
-    """A fork continues with the same bits, and writes to it do not change the original."""
+    """A fork starts from the same bits, and later changes to it do not affect the original."""
     window = session(new_window(), 3)
     window.place_pinned(5)
     other = window.fork()

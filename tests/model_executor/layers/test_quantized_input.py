@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers give the same result for inputs quantized beforehand as for inputs that they
-quantize.
+"""A linear layer gives the same result for inputs quantized in advance as for inputs that it
+quantizes itself.
 """
 
 import pytest
@@ -103,7 +103,7 @@ def test_layers_with_other_activation_scales_take_no_quantized_input(key: object
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_a_gpu)])
 def test_the_gelu_of_a_product_is_the_gelu_of_its_result(device: str) -> None:
-    """On a GPU this is one kernel, which reads the sum before it is rounded."""
+    """On a GPU, the product and its GELU are one kernel, which reads the sum before it is rounded."""
     with torch.device(device):
         layer = ColumnLinear(256, 512, ParallelContext(), LinearPrecision(), "a").to(torch.bfloat16)
         layer.weight.data.normal_(0, 1 / 16)

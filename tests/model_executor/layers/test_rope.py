@@ -18,8 +18,8 @@ def test_a_head_is_split_over_the_three_axes(head_dim: int, dims: tuple[int, int
 
 
 def test_each_pair_rotates_by_its_axis_position_times_its_frequency() -> None:
-    """For example, token (frame 7, row 1, column 2): pair 1 of the temporal axis of a 16-wide head
-    rotates by 7 * 10000^(-2/8) radians.
+    """For token (frame 7, row 1, column 2), for example, pair 1 of the temporal axis of a 16-wide
+    head rotates by 7 * 10000^(-2/8) radians.
     """
     cos, sin = rope_tables(16, range(5, 8), 2, 3)
     token = (2 * 2 + 1) * 3 + 2
@@ -48,8 +48,8 @@ def test_rotation_multiplies_interleaved_pairs_as_complex_numbers() -> None:
 
 
 def test_a_score_depends_on_the_distance_only_however_late_the_frame() -> None:
-    """After 10 hours at 4 latent frames a second, the score of two tokens one frame apart has not
-    drifted (1e-4 in fp32).
+    """The attention score of two tokens one frame apart has not drifted (1e-4 in fp32) after 10
+    hours at 4 latent frames per second.
     """
     torch.manual_seed(0)
     q, k = torch.randn(1, 1, 16), torch.randn(1, 1, 16)

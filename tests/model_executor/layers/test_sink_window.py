@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sinks that move along with the window, and sinks that are renewed."""
+"""Sinks either move along with the window or are renewed."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def rotated(x_TNH: torch.Tensor, frame: int) -> torch.Tensor:
 
 
 def run(window: KVWindow, frames: range) -> None:
-    """Process a chunk as a model does: open, write every layer, commit."""
+    """Process a chunk as a model does: open it, write every layer, and commit it."""
     if isinstance(window, SinkWindow):
         window.open(frames)
     for layer in range(2):
@@ -63,8 +63,8 @@ def fill(window: KVWindow, num_frames: int) -> KVWindow:
 
 
 def test_sinks_are_positioned_just_before_the_oldest_frame() -> None:
-    """At every frame, a query sees the sinks at the distance they would have if the stream had
-    started one window ago.
+    """Every query sees the sinks at the distance they would have if the stream had started one
+    window ago.
     """
     window = fill(make_window(), 50)
     keys, values = window.visible(1, range(49, 50))
@@ -119,7 +119,9 @@ def stored(frame: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("threshold", [-1.0, 0.0, 0.3, 1.0])
 def test_a_leaving_frame_replaces_the_sink_it_resembles_least(threshold: float) -> None:
-    """The decision is per layer and equals that of a plain loop over the frames."""
+    """Each layer decides separately whether to renew a sink, and its decisions equal those of a
+    plain loop over the frames.
+    """
     window = make_window(refresh_threshold=threshold)
     sinks = [list(range(SINK)) for _ in range(2)]
     for frame in range(15):
@@ -168,9 +170,7 @@ def test_a_fork_and_a_moved_window_continue_identically() -> None:
 
 
 def test_moving_a_window_discards_uncommitted_decisions() -> None:
-    """A renewal that was decided and never committed does not overwrite the sinks of a moved
-    window.
-    """
+    """A renewal that was decided but not committed does not overwrite the sinks of a moved window."""
     seen = []
     for decides in (True, False):
         window = make_window(refresh_threshold=2.0)

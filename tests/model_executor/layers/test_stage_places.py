@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layers that each pipeline stage holds, and the ranks that decode."""
+"""Which layers each pipeline stage holds, and which ranks decode."""
 
 import pytest
 
@@ -39,8 +39,8 @@ def test_stages_hold_every_layer_once(
 
 
 def test_a_vae_stage_is_neither_first_nor_last() -> None:
-    """The network's ends (embedding and head) are on other stages. One rank of the VAE stage
-    decodes.
+    """The embedding and the head of the network are on other stages than the VAE. Exactly one rank
+    of the VAE stage decodes.
     """
     vae = ParallelContext(rank=0, size=1, stage=2, num_stages=2, vae_stage=True)
     assert not vae.first_stage and not vae.last_stage and vae.decodes

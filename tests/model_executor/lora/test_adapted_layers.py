@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters on a rank act on the same parts of layers as the rank's weights, before sums
-over ranks.
+"""On each rank, adapters act on the same shards of a layer as the rank's weights do, before results
+are summed over ranks.
 """
 
 from dataclasses import replace
@@ -42,7 +42,7 @@ IN_USE = [ActiveAdapter(slot=1, layout=1, version=1, scale=1.0)]
 
 
 class Network(nn.Module):
-    """A layer of each kind; one rank's part of it."""
+    """One rank's shard of a network with one layer of each kind."""
 
     def __init__(self, parallel: ParallelContext) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Network(nn.Module):
 
 
 def build(parallel: ParallelContext) -> tuple[Network, AdaptedLayers]:
-    """The network with attached layers. `weights()` goes into slot 1."""
+    """Return the network with attached layers. `weights()` are loaded into slot 1."""
     torch.manual_seed(0)
     network = Network(parallel)
     layers = AdaptedLayers(AdapterTarget(network, SHAPES), 2, 4, torch.float32, torch.ones(2))
@@ -82,7 +82,7 @@ def weights() -> AdapterWeights:
 
 
 def changes(network: Network, name: str, x: torch.Tensor) -> torch.Tensor:
-    """The difference that the adapter makes to the result of a layer on this rank."""
+    """Return the difference that the adapter makes to this rank's result of a layer."""
     layer = getattr(network.block, name)
     run = layer.own_part if name == "down" else layer
     with using(IN_USE):
@@ -93,8 +93,8 @@ def changes(network: Network, name: str, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_shards_of_an_adapter_add_up_to_the_whole(size: int) -> None:
-    """Concatenated columns, and rows summed over ranks, equal the whole layer. The bias is added
-    once.
+    """The shards of an adapted layer add up to the whole layer: columns are concatenated, rows are
+    summed over ranks, and the bias is added once.
     """
     generator = torch.Generator().manual_seed(2)
     x, hidden = torch.randn(5, 6, generator=generator), torch.randn(5, 12, generator=generator)
@@ -124,7 +124,9 @@ def test_shards_of_an_adapter_add_up_to_the_whole(size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_adapter_parts_match_the_checkpoint_slots(size: int, tmp_path: Path) -> None:
-    """With fewer key/value heads than ranks, several ranks share one head."""
+    """When there are more ranks than key/value heads, several ranks load the adapter shard of the
+    same head.
+    """
     make_tiny(tmp_path, 0, "image")
     config = lance_config(hf_config(tmp_path)["lance"])
     for rank in range(size):
@@ -142,7 +144,9 @@ def test_adapter_parts_match_the_checkpoint_slots(size: int, tmp_path: Path) -> 
 
 
 def test_without_an_adapter_a_layer_is_unchanged() -> None:
-    """Attached layers change no bit. After detaching, the layer's own method is restored."""
+    """Attached layers without an adapter give bit-identical results. Detaching restores the layer's
+    own method.
+    """
     network, layers = build(ParallelContext())
     x = torch.randn(4, 6)
     layers.detach()
@@ -158,7 +162,9 @@ def test_without_an_adapter_a_layer_is_unchanged() -> None:
 
 
 def test_refilling_a_slot_leaves_no_trace() -> None:
-    """A smaller adapter replaces a larger one in the same memory."""
+    """A smaller adapter that replaces a larger one in the same slot leaves none of its values
+    behind.
+    """
     network, layers = build(ParallelContext())
     x, large = torch.randn(4, 6), weights()
     up = replace(large.matrices["net", "block.up"], bias=None)

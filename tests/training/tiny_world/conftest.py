@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eager renderers for all tests of the tiny world; the ground of the village is baked once."""
+"""Eager renderers for all tests of the tiny world. The ground of the village is baked once."""
 
 import pytest
 import torch
@@ -9,8 +9,10 @@ from training.tiny_world.render import Renderer
 
 
 class RememberingRenderer(Renderer):
-    """Eager; each view is rendered once, however many worlds and truths are compared by it, its
-    rays are cast once for all styles.
+    """An eager renderer that caches its results.
+
+    Each view is rendered once, however many worlds and ground truths use it, and its rays are cast
+    once for all styles.
     """
 
     def __init__(self, height: int, width: int) -> None:
@@ -36,13 +38,13 @@ class RememberingRenderer(Renderer):
 
 @pytest.fixture(scope="session")
 def renderer() -> Renderer:
-    """48x80: a twentieth of a second a frame."""
+    """A renderer of 48x80 pixels, which takes a twentieth of a second per frame."""
     return RememberingRenderer(48, 80)
 
 
 @pytest.fixture(scope="session")
 def small_renderer(renderer: Renderer) -> Renderer:
-    """24x40: where only colours or shapes of tensors count."""
+    """A renderer of 24x40 pixels, for tests that check only colours or shapes of tensors."""
     small = RememberingRenderer(24, 40)
     small._ground = renderer._ground
     return small

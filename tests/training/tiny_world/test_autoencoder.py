@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trained autoencoder and the cheap decoder give what the serving package's streams give of
-the same files.
+"""The trained autoencoder and the tiny decoder equal the streams of the serving package with the
+same files.
 """
 
 from pathlib import Path
@@ -27,12 +27,16 @@ from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE
 
 WIDTH, FRAMES, HEIGHT = 4, 17, 24
 TOLERANCE = 1e-4
-"""Of values about 1: fp32 sums in another order, through some forty layers."""
+"""Absolute tolerance for values of about 1: fp32 sums in a different order, through some forty
+layers.
+"""
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A `vae.pt` whose every parameter counts, the ones that start as zeros too."""
+    """A `vae.pt` in which every parameter has an effect, even those that are initialized with
+    zeros.
+    """
     torch.manual_seed(2)
     model = Autoencoder(WIDTH)
     with torch.no_grad():
@@ -54,7 +58,7 @@ def clip() -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def served(trained: Path) -> StreamingWanVAE:
-    """What the package makes of the exported file."""
+    """The autoencoder that the serving package builds from the exported file."""
     config = VAEConfig(base_dim=WIDTH)
     mean, std = torch.tensor(config.latents_mean), torch.tensor(config.latents_std)
     weights = torch.load(trained, weights_only=True)
@@ -68,7 +72,9 @@ def served(trained: Path) -> StreamingWanVAE:
 def test_latents_are_those_of_the_served_encoder(
     trained: Path, served: StreamingWanVAE, clip: torch.Tensor
 ) -> None:
-    """A whole clip at once, and the package's stream in two calls."""
+    """Latents of a whole clip equal those of the served encoder, which encodes the clip in two
+    calls.
+    """
     latents, _ = load_autoencoder(trained, "cpu").moments(clip)
     pixels = clip.transpose(1, 2)
     first, cache = served.encode(pixels[:, :, :9], None)
@@ -91,7 +97,7 @@ def test_pixels_are_those_of_the_served_decoder(trained: Path, served: Streaming
 
 
 def test_scaled_latents_decode_to_the_same_image(trained: Path, clip: torch.Tensor) -> None:
-    """Other latents, (z - centre) / scale of the old ones, and the same pixels."""
+    """Latents that are scaled by (z - centre) / scale decode to the same pixels."""
     weights = torch.load(trained, weights_only=True)
     centre, scale = torch.linspace(-1, 1, 16), torch.linspace(0.5, 2, 16)
     before, after = Autoencoder(WIDTH), Autoencoder(WIDTH)
@@ -113,7 +119,9 @@ def test_frames_do_not_depend_on_later_ones(trained: Path, clip: torch.Tensor) -
 
 
 def test_the_cheap_decoder_is_the_served_one(tmp_path: Path) -> None:
-    """As a stream in two calls; the file is read with the widths it was trained with."""
+    """The tiny decoder equals the served one in two calls. The file is read with the widths of the
+    training.
+    """
     torch.manual_seed(5)
     widths = (16, 12, 8, 8)
     model = TinyDecoder(widths)

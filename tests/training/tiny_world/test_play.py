@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walks through the real engine: sessions side by side, prompts on the way, and sessions saved
-and restored.
-"""
+"""Walks in the real engine: concurrent sessions, changed prompts, and saved and restored sessions."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -33,9 +31,11 @@ def _played(checkpoint: Path, engines: int = 1, **options: int) -> tuple[list[to
 
 @pytest.mark.nightly
 def test_walks_come_back_in_order_and_a_snapshot_changes_nothing(lingbot_world: Path) -> None:
-    """Videos of 9 + 12 frames; a new prompt changes the chunk it comes with; saved and restored
-    sessions go on bit for bit; times count chunks of three latent frames; two engines make the same
-    videos.
+    """Walks are returned in order, and saving and restoring a session does not change its videos.
+
+    Videos have 9 + 12 frames. A new prompt changes the chunk with which it is sent. Saved and
+    restored sessions continue bit for bit. Times count chunks of three latent frames. Two engines
+    generate the same videos.
     """
     videos, times = _played(lingbot_world)
     assert [len(video) for video in videos] == [21, 9, 21]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Players: their walks are what they are called, a perfect world reaches every target, broken
-ones do not.
+"""Players of the tiny world.
+
+Their walks do what their names say, a perfect world reaches every target, and broken worlds do not.
 """
 
 import io
@@ -28,7 +29,7 @@ TARGETS = ("still", "bot", "wall", "home")
 
 @dataclass(frozen=True)
 class Changed:
-    """The truth, but what `change` makes of a video after its start image."""
+    """The ground truth, in which `change` modifies every video after its start image."""
 
     renderer: Renderer
     change: Callable[[torch.Tensor], torch.Tensor]
@@ -40,7 +41,7 @@ class Changed:
 
 @dataclass(frozen=True)
 class OtherStyle:
-    """The truth in the style after the prompt's."""
+    """The ground truth in the style that follows the prompt's style."""
 
     renderer: Renderer
 
@@ -68,19 +69,21 @@ def _blurred(video: torch.Tensor) -> torch.Tensor:
 
 
 def _mosaic(video: torch.Tensor) -> torch.Tensor:
-    """One tile of 8x8 pixels everywhere."""
+    """Return the video with one tile of 8x8 pixels repeated everywhere."""
     height, width = video.shape[1:3]
     return video[:, 20:28, 36:44].repeat(1, height // 8, width // 8, 1)
 
 
 def _missed(world: object, renderer: Renderer) -> set[str]:
-    """Measures whose target a world misses, by their first words."""
+    """Return the first words of the measures in which a world misses its target."""
     found = players.score_players(world, renderer, seed=SEED, names=TARGETS, walks=1, seconds=2)
     return {row["measure"].rsplit(",", 1)[0] for row in found["table"] if not row["met"]}
 
 
 def test_a_perfect_world_reaches_every_target(small_renderer: Renderer) -> None:
-    """In every scenario each second equals the truth, and the report is JSON."""
+    """A perfect world reaches every target: each second of each scenario equals the truth, and the
+    report is JSON.
+    """
     found = players.score_players(
         RenderedWorld(small_renderer), small_renderer, seed=SEED, walks=1, seconds=2
     )
@@ -96,7 +99,9 @@ def test_a_perfect_world_reaches_every_target(small_renderer: Renderer) -> None:
 
 
 def test_a_frozen_world_does_not_follow(renderer: Renderer) -> None:
-    """It shows a sharp village for ever, at home too: only the truth of a moving camera tells."""
+    """A frozen world shows a sharp village at all times, so only a comparison with a moving camera
+    detects it.
+    """
     assert _missed(Changed(renderer, _frozen), renderer) == {"bot: PSNR"}
 
 
@@ -111,7 +116,9 @@ def test_a_mosaic_misses_every_target(renderer: Renderer) -> None:
 
 
 def test_another_style_is_no_village_of_the_prompt(renderer: Renderer) -> None:
-    """Its edges are as sharp as the truth's."""
+    """A world in another style does not count as the prompt's village, although its edges are as
+    sharp as in the truth.
+    """
     missed = _missed(OtherStyle(renderer), renderer)
     assert {
         "still: PSNR against the start image",
@@ -122,7 +129,7 @@ def test_another_style_is_no_village_of_the_prompt(renderer: Renderer) -> None:
 
 
 def test_a_style_may_change_within_a_second_of_its_prompt(renderer: Renderer) -> None:
-    """The old style is right for four latent frames after the switch, and wrong afterwards."""
+    """The old style is accepted for four latent frames after a new prompt, and refused afterwards."""
     [player] = players.players("still", SEED, walks=1, seconds=5)
     start = players.truth_of(renderer, player)[:1]
     switched = replace(player.walk, prompts={0: PROMPTS["day"][0], 9: PROMPTS["dusk"][0]})
@@ -138,8 +145,11 @@ def test_a_style_may_change_within_a_second_of_its_prompt(renderer: Renderer) ->
 def test_a_frame_within_30_db_of_the_truth_is_a_village(
     renderer: Renderer, difference: int, share: float
 ) -> None:
-    """A difference of 4 levels is 36 dB and one of 12 is 27 dB. This classifier accepts the truth
-    and nothing else.
+    """A frame with a PSNR of at least 30 dB against the truth counts as a village, even if the
+    classifier refuses it.
+
+    A difference of 4 levels is 36 dB, and one of 12 is 27 dB. The classifier in this test accepts
+    only the truth.
     """
     [player] = players.players("still", SEED, walks=1, seconds=1)
     truth = players.truth_of(renderer, player)
@@ -153,7 +163,9 @@ def test_a_frame_within_30_db_of_the_truth_is_a_village(
 
 
 def test_only_open_views_are_judged(renderer: Renderer) -> None:
-    """The classifier was calibrated on them: a wall at arm's length could be anything."""
+    """Only open views are judged, because the classifier was calibrated on them. A wall at arm's
+    length could be anything.
+    """
     [player] = players.players("wall", SEED, walks=1, seconds=2)
     truth, path = players.truth_of(renderer, player), player.walk.walk()
     everything = deepcopy(shipped())
@@ -167,8 +179,10 @@ def test_only_open_views_are_judged(renderer: Renderer) -> None:
 
 @pytest.mark.parametrize("seconds", [20, 300])
 def test_home_ends_where_it_started(seconds: int) -> None:
-    """Every key is undone, so the camera's last second is the start pose; on the way it was
-    elsewhere. Nobody meets the served world's limit of the pitch, which would stop a look.
+    """A walk home undoes every key, so its last second is at the start pose, and in between the
+    camera is elsewhere.
+
+    No walk reaches the served world's limit of the pitch, which would stop the camera's rotation.
     """
     for player in players.players("home", SEED, seconds=seconds):
         path = player.walk.walk()
@@ -181,7 +195,9 @@ def test_home_ends_where_it_started(seconds: int) -> None:
 
 
 def test_score_prints_one_json_object(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`--players NAME` plays that scenario alone; without a name all are meant."""
+    """`score` prints one JSON object. `--players NAME` plays only this scenario; without a name, it
+    plays all.
+    """
 
     @dataclass(frozen=True)
     class Engine(RenderedWorld):

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prompts of the three styles."""
+"""The prompts of the tiny world's three styles."""
 
 from training.tiny_world.prompts import PROMPTS
 from training.tiny_world.village import STYLES
 
 
 def test_sixty_prompts_a_style_all_different() -> None:
-    """No prompt of one style is another's; each names the village, and comes with every place
-    filled in.
+    """Each style has sixty prompts, and no prompt occurs in two styles. Every prompt names the
+    village and is complete.
     """
     assert tuple(PROMPTS) == STYLES
     assert [len(prompts) for prompts in PROMPTS.values()] == [60, 60, 60]

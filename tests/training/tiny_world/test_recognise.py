@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The classifier takes renders for villages in their style, and nothing else that worlds have
-shown.
-"""
+"""The classifier recognises renders of the village in their style, and no broken frames of worlds."""
 
 import pytest
 import torch
@@ -16,8 +14,8 @@ Views = tuple[torch.Tensor, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def views(renderer: Renderer) -> Views:
-    """90 fresh renders, 48x80: open views of random walkers after some seconds, a third of them
-    in each style.
+    """90 new renders of 48x80 pixels: open views of random walkers after some seconds, a third of
+    them in each style.
     """
     walks = random_walks(120, 25, seed=424_242)
     path = [getattr(walks, name)[:, -1] for name in ("positions", "yaw", "pitch")]
@@ -38,13 +36,17 @@ def _bytes(images_N3HW: torch.Tensor) -> torch.Tensor:
 
 
 def test_fresh_renders_are_villages(views: Views) -> None:
-    """At least 99 % are promised; of 90, one may be missed by chance."""
+    """New renders are recognised as villages. At least 99 % are promised, and of 90 renders one may
+    be missed by chance.
+    """
     assert _share(*views) >= 88 / 90
 
 
 @pytest.mark.parametrize("name", recognise.DAMAGES)
 def test_damaged_renders_are_no_villages(views: Views, name: str) -> None:
-    """Of each way to damage them; shuffled tiles of a wall may pass."""
+    """Renders are not recognised as villages after any type of damage, except that shuffled tiles
+    of a wall may pass.
+    """
     frames, style = views
     bad, which = recognise.damaged(
         recognise.reduced(frames), torch.Generator().manual_seed(2), [name]
@@ -60,8 +62,10 @@ def test_another_style_is_not_the_one_requested_for(views: Views) -> None:
 
 
 def test_broken_worlds_are_not_recognised() -> None:
-    """Mosaics, fog and smears of a world without world poses: at most one in a hundred passes, in
-    any style, among them frames that the training did not see.
+    """At most one in a hundred frames of a broken world is recognised as a village, in any style.
+
+    The frames are mosaics, fog and smears of a world without world poses. The training has not used
+    some of them.
     """
     frames, style, seen = recognise.broken_frames()
     assert len(frames) >= 100 and int((~seen).sum()) >= 20

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The renderer: one picture whatever made it, a world that repeats, walls where the village says
-they are.
+"""The renderer yields the same image compiled and eager, its world repeats, and walls are where
+they should be.
 """
 
 import math
@@ -13,8 +13,8 @@ from training.tiny_world.village import HOUSES, PERIOD, WALLS
 
 # x, z, yaw, pitch, style
 VIEWS = torch.tensor([(1.2, -4.0, 0.0, 0.0, 0), (2.6, 7.4, 3.4, 0.2, 1), (-7.0, 1.5, 1.1, -0.3, 2)])
-# Mean colour of each view, and the mean difference of neighbouring pixels, of 255. To be replaced
-# when the world is meant to look different: print `digest(renderer)`.
+# Mean colour of each view, and mean difference of neighbouring pixels, in levels of 255. Replace
+# these values when the world is meant to look different: print `digest(renderer)`.
 GOLDEN = [
     [117.62, 127.68, 120.68, 6.39],
     [96.48, 60.53, 63.2, 4.15],
@@ -27,7 +27,7 @@ def render(renderer: Renderer, views: torch.Tensor = VIEWS) -> torch.Tensor:
 
 
 def digest(renderer: Renderer) -> torch.Tensor:
-    """[views, 4]: red, green, blue, detail."""
+    """Return the mean red, green and blue and the detail of each view, [views, 4]."""
     frames = render(renderer).float()
     detail = (frames[:, :, 1:] - frames[:, :, :-1]).abs().mean(dim=(1, 2, 3))
     return torch.cat((frames.mean(dim=(1, 2)), detail[:, None]), dim=1)
@@ -35,8 +35,9 @@ def digest(renderer: Renderer) -> torch.Tensor:
 
 @pytest.mark.nightly
 def test_compiled_and_eager_make_the_same_image(renderer: Renderer) -> None:
-    """All but single rays at an edge, which fp32 sums of another order may throw to the other
-    side.
+    """The compiled and the eager renderer yield the same image, except for single rays at edges.
+
+    fp32 sums in a different order can move such a ray to the other side of the edge.
     """
     compiled = Renderer("cpu", renderer.height, renderer.width, compiled=True, frames_per_call=1)
     error = (render(compiled).float() - render(renderer).float()).abs()
@@ -44,8 +45,10 @@ def test_compiled_and_eager_make_the_same_image(renderer: Renderer) -> None:
 
 
 def test_the_village_looks_as_recorded(renderer: Renderer) -> None:
-    """Half a step of 255 leaves room for another processor's rounding; a moved house or another
-    light is more.
+    """The village looks as recorded. The tolerance of half a level of 255 allows for another
+    processor's rounding.
+
+    A moved house or a different light changes more than that.
     """
     assert digest(renderer).flatten().tolist() == pytest.approx(
         [value for row in GOLDEN for value in row], abs=0.5
@@ -53,8 +56,10 @@ def test_the_village_looks_as_recorded(renderer: Renderer) -> None:
 
 
 def test_the_world_repeats(renderer: Renderer) -> None:
-    """A period to the east or south the picture is the same, but for rays that rounding throws
-    past an edge.
+    """The world repeats: a period to the east or south, the image is the same, except for rays at
+    edges.
+
+    Rounding can move such a ray past the edge.
     """
     for shift in ((PERIOD, 0.0), (0.0, -PERIOD), (2 * PERIOD, PERIOD)):
         moved = VIEWS.clone()
@@ -64,8 +69,8 @@ def test_the_world_repeats(renderer: Renderer) -> None:
 
 
 def test_a_house_is_where_the_village_says(renderer: Renderer) -> None:
-    """Looking at the middle of a house from 5 m before its longest side fills the picture's
-    middle with its wall.
+    """A house is where the village says: seen from 5 m in front of its longest side, its wall fills
+    the middle of the image.
     """
     for (x, z, _, depth, _, heading), wall in zip(HOUSES, WALLS, strict=False):
         turn = math.radians(heading)
@@ -73,7 +78,8 @@ def test_a_house_is_where_the_village_says(renderer: Renderer) -> None:
         here = (x - away * math.sin(turn), z - away * math.cos(turn))
         view = torch.tensor([(*here, turn, 0.0, 0)])
         frame = render(renderer, view)[0].float() / 255
-        # beside windows and door: compare hue, since the light of a side is its own
+        # Next to windows and the door, compare the hue, because each side of a house has its own
+        # light.
         middle = frame[renderer.height // 2 - 2 : renderer.height // 2 + 2].reshape(-1, 3)
         hue = middle / middle.norm(dim=1, keepdim=True)
         expected = torch.tensor(wall) / torch.tensor(wall).norm()

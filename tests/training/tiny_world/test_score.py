@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scorer measures a world that shows the truth as perfect, and broken ones as what is broken
-in them.
+"""The scorer finds no error in a world that shows the ground truth, and finds the errors of broken
+worlds.
 """
 
 import json
@@ -21,9 +21,11 @@ from training.tiny_world.village import STYLES
 
 SEED = 11
 MOVING_SEED = 26
-"""Its walkers move in nearly every latent frame and by keys alone: others may stand still for a
-while, and the speed of a stick cannot be read off the keys. None of its start images has the mean
-colour of another style's view."""
+"""Seed with which walkers move in nearly every latent frame and only by keys.
+
+With other seeds, walkers may stand still for a while, and the speed of a stick cannot be derived
+from the keys. None of this seed's start images has the mean colour of a view in another style.
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -33,16 +35,18 @@ def _few_reference_places(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def few_latents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In each drill: its measure is a median over latents."""
+    """Use few latents in each drill, which suffice because a measure is a median over latents."""
     monkeypatch.setattr(score, "TURN_LATENTS", 8)
     monkeypatch.setattr(score, "STEP_LATENTS", 4)
 
 
 @pytest.fixture(scope="module")
 def truth(small_renderer: Renderer) -> Truth:
-    """One for all worlds of this file: what their walks should look like is most of the time.
+    """A ground truth that all worlds of this file share, because rendering it takes most of the
+    time.
 
-    Its coarse pictures are as large as its others, so both have one ground.
+    The coarse images of this ground truth have the size of its other images, so both use one
+    ground.
     """
     truth = Truth(small_renderer)
     assert (truth.palette.renderer.height, truth.palette.renderer.width) == (24, 40)
@@ -52,7 +56,7 @@ def truth(small_renderer: Renderer) -> Truth:
 
 @dataclass(frozen=True)
 class Deaf:
-    """A world that hears neither the keys nor a new prompt: every frame is the start picture."""
+    """A world that ignores the keys and new prompts: every frame is the start image."""
 
     def play(self, walks: Sequence[Played], images_NHW3: torch.Tensor) -> list[torch.Tensor]:
         frames = [4 * len(walk.keys) - 3 for walk in walks]
@@ -64,8 +68,9 @@ class Deaf:
 def test_the_truth_is_perfect(
     small_renderer: Renderer, truth: Truth, tmp_path: Path, few_latents: None
 ) -> None:
-    """Every row of the table at once; JSON holds it; the strip has two rows a walk and a column
-    a chunk named.
+    """The ground truth gets perfect scores in every row of the table.
+
+    The result can be stored as JSON. The strip has two rows per walk and a column per chunk.
     """
     world = RenderedWorld(small_renderer)
     found = score.score(world, truth, seed=SEED, walks=3, chunks=2, strip=tmp_path / "strip.png")
@@ -77,7 +82,7 @@ def test_the_truth_is_perfect(
     assert found["switch"]["share"] == [1.0, 1.0]
     assert found["loop"] == {"psnr": 100.0, "worst": 100.0, "walks": 3}
     assert found["turn"]["wrong_sign"] == 0 and found["turn"]["latents"] == 24
-    assert found["turn"]["ratio"] == pytest.approx(1.0, abs=0.03)  # 24 rows of pixels; 48 give 0.01
+    assert found["turn"]["ratio"] == pytest.approx(1.0, abs=0.03)  # 0.01 with 48 rows
     assert found["step"]["ratio"] == pytest.approx(1.0, abs=0.05)
     assert found["level"]["difference"] == found["level"]["difference_of_truth"]
     assert set(found["level"]["difference"]) == set(STYLES)
@@ -91,7 +96,7 @@ def test_a_world_that_obeys_nothing_scores_badly(truth: Truth, few_latents: None
     assert abs(found["turn"]["ratio"]) < 0.05
     assert found["step"]["ratio"] < 0.2
     assert max(found["switch"]["share"]) == 0.0
-    assert found["loop"]["psnr"] == 100.0  # which is why it is never read alone
+    assert found["loop"]["psnr"] == 100.0  # a frozen world gets it too
 
 
 def test_a_mirrored_turn_has_the_wrong_sign(renderer: Renderer) -> None:
@@ -103,8 +108,8 @@ def test_a_mirrored_turn_has_the_wrong_sign(renderer: Renderer) -> None:
 
 
 def test_the_first_frame_counts_as_one_frame() -> None:
-    """A chunk's PSNR is over its video frames: of a first chunk's nine, the start picture is
-    one.
+    """The start image counts as one of the nine video frames of a first chunk, because a chunk's
+    PSNR covers video frames.
     """
     truth = torch.full((1, 6, 16, 16, 3), 100, dtype=torch.uint8)
     made = truth.clone()
@@ -115,7 +120,9 @@ def test_the_first_frame_counts_as_one_frame() -> None:
 
 
 def test_a_style_is_lost_when_the_image_is_another_ones(small_renderer: Renderer) -> None:
-    """Every view of the truth is named right; the same views in another style are not."""
+    """The style of every view of the truth is recognised, and that of the same views in another
+    style is not.
+    """
     walks = score.wandering(6, 1, SEED)
     truth = rendered(small_renderer, walks)
     palette = Palette(small_renderer).of_walks(walks)
@@ -126,7 +133,9 @@ def test_a_style_is_lost_when_the_image_is_another_ones(small_renderer: Renderer
 
 
 def test_the_loop_is_read_where_the_camera_stands_again(small_renderer: Renderer) -> None:
-    """A world that comes back somewhere else is seen."""
+    """The loop score compares frames where the camera returns to its start, so a world that returns
+    elsewhere gets a low score.
+    """
     walks = score.looping(1, SEED)
     [video] = RenderedWorld(small_renderer).play(walks, torch.empty(0))
     assert score.loop_score([video])["psnr"] == 100.0

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn and way of a camera, read off rendered videos whose camera is known, and off broken ones."""
+"""The turn and the distance of a camera, measured on rendered videos with a known camera and on
+broken videos.
+"""
 
 import math
 
@@ -16,14 +18,14 @@ PLACE, YAW = (1.2, -4.0), 0.3
 
 @pytest.fixture(scope="module")
 def turning(renderer: Renderer) -> torch.Tensor:
-    """Six degrees to the right from frame to frame."""
+    """A video in which the camera turns six degrees to the right per frame."""
     yaw = YAW + torch.deg2rad(6.0 * torch.arange(6))
     return renderer.render(torch.tensor([PLACE]).expand(6, 2), yaw, torch.zeros(6), torch.zeros(6))
 
 
 @pytest.fixture(scope="module")
 def along(renderer: Renderer) -> tuple[torch.Tensor, torch.Tensor]:
-    """Frames every 0.125 m of a straight way, and how far each is."""
+    """Return frames every 0.125 m along a straight line, and the distance of each frame."""
     distances = torch.arange(0, 3.01, 0.125)
     positions = torch.tensor(PLACE) + distances[:, None] * torch.tensor(
         [math.sin(YAW), math.cos(YAW)]
@@ -35,7 +37,7 @@ def along(renderer: Renderer) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_the_truth_turns_as_commanded(turning: torch.Tensor) -> None:
-    """Within a hundredth."""
+    """Turns measured on the ground truth equal the commanded ones within one percent."""
     assert float(turns(turning, FOCAL).median()) == pytest.approx(6.0, rel=0.01)
     assert bool(((turns(turning, FOCAL) - 6).abs() < 0.2).all())
 
@@ -46,10 +48,13 @@ def test_a_video_that_stands_or_turns_double_is_found_out(turning: torch.Tensor)
 
 
 def test_the_truth_walks_as_commanded(along: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Half a metre a latent, read off views that lie beside the frames' own places: within 5 cm."""
+    """Distances measured on the ground truth are half a metre per latent within 5 cm.
+
+    The distances are measured with views from positions next to those of the frames.
+    """
     frames, distances = along
     latents = frames[4:-4:4]
-    # none of which is where a frame was made
+    # None of these views has the position of a frame.
     others = [index for index in range(len(frames)) if index % 2]
     found = distances_walked(latents, frames[others], distances[others])
     assert found.tolist() == pytest.approx(

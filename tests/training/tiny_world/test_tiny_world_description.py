@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shipped card is the one that the training code writes, and its tour is the one that was
-rendered.
-"""
+"""The training code writes the shipped world description, and the shipped tour is a rendered one."""
 
 from pathlib import Path
 
@@ -22,14 +20,16 @@ from vllm_omni.worlds.description import read_description
 
 
 def test_the_shipped_description_is_the_written_one(village: Path) -> None:
-    """Except for the decoder, which is chosen by measuring."""
+    """The shipped description equals the written one, except for the decoder, which is chosen by
+    measurements.
+    """
     shipped = read_description(village)
     assert shipped is not None
     assert shipped == describe_world(decoder=shipped.model["decoder"])
 
 
 def test_nothing_is_in_the_tours_way() -> None:
-    """Every step of the tour is a whole one, so that keys alone say where it leads."""
+    """No obstacle shortens a step of the tour, so the keys by themselves determine where it leads."""
     description = describe_world()
     walk = tour_walk(description)
     assert description.tour is not None
@@ -40,8 +40,9 @@ def test_nothing_is_in_the_tours_way() -> None:
 
 
 def test_the_truth_is_the_tour(village: Path) -> None:
-    """Frames of it, rendered anew, are those of the shipped video as far as H.264 allows; also
-    the prompt's switch.
+    """Newly rendered frames of the tour equal those of the shipped video, within the loss of H.264.
+
+    The tour includes a change of the prompt.
     """
     description = read_description(village)
     assert description is not None
@@ -61,8 +62,8 @@ def test_the_truth_is_the_tour(village: Path) -> None:
 
 
 def test_the_map_lies_as_the_village_does() -> None:
-    """North up: the pond is blue where it is, a red tower stands in the north-east, grass is
-    green elsewhere.
+    """The map matches the village with north up: the pond is blue, a red tower is in the
+    north-east, and grass is green.
     """
     image = np.asarray(draw_map(120)).astype(int)
 

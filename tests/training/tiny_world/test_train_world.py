@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer of the tiny world: two steps, a state, one step more; what is logged, kept and
-exported.
+"""The trainer of the tiny world: two steps, a saved state, one more step, and the logged and
+exported files.
 """
 
 import json
@@ -35,8 +35,10 @@ def _train(data: Path, out: Path, *more: str) -> list[dict]:
 
 
 def test_training_stops_resumes_and_exports(data: Path, tmp_path: Path) -> None:
-    """Two steps, a state in files, one step more along one curve, and a folder that the
-    package's loader takes.
+    """Training runs two steps, saves its state, resumes for one more step of the same schedule, and
+    exports a folder.
+
+    The package's loader accepts the exported folder.
     """
     first = _train(data, tmp_path / "a", "--max-steps", "2")
     steps = [line for line in first if "loss" in line]
@@ -81,7 +83,7 @@ def test_training_stops_resumes_and_exports(data: Path, tmp_path: Path) -> None:
 def test_training_lowers_the_loss(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On clips that repeat, in 60 steps, by a fifth; at every sigma."""
+    """On repeated clips, 60 steps lower the loss by at least a fifth, and at every sigma."""
     rates = ("--muon-lr", "0.02", "--adam-lr", "0.01", "--total-minutes", "0.01")
     monkeypatch.setattr(train_world, "_WARMUP_STEPS", 20)
     lines = _train(
@@ -93,7 +95,7 @@ def test_training_lowers_the_loss(
 
 
 def test_a_large_state_is_cut_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Older files of a larger state do not stay."""
+    """A large state is split into several files, and files of an older, larger state are deleted."""
     monkeypatch.setattr(state_files, "_PART_BYTES", 1000)
     state = {"numbers": torch.arange(1500.0)}
     assert len(write_parts(state, tmp_path)) >= 6

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of images from elsewhere, with a world whose camera moves as commanded or not at all."""
+"""Scores for start images from elsewhere, with a world in which the camera moves as commanded or
+not at all.
+"""
 
 from collections.abc import Sequence
 
@@ -40,7 +42,7 @@ def _enlarged(image_HW3: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def test_a_world_that_walks_but_does_not_turn_is_noticed() -> None:
-    """The growth of a step is measured, and the turn's ratio is near zero."""
+    """A world that walks but does not turn gets the growth of its steps and a turn ratio near zero."""
     means = torch.tensor([[0.9, 0.9, 0.9], [0.4, 0.4, 0.4], [0.0, 0.0, 0.0]])
     result = score_uploads(_ZoomingWorld(), SIZE, means, seed=1)
     assert result["step"]["growth"] == pytest.approx(GROWTH, abs=0.005)

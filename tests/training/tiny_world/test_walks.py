@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walks lead where the package's camera goes and stop at walls; the network is given the motion
-that happened.
-"""
+"""Walks follow the package's camera and stop at walls, and the network receives the actual motion."""
 
 from pathlib import Path
 
@@ -33,8 +31,10 @@ def walks() -> Walks:
 
 
 def test_a_walk_goes_where_the_packages_camera_goes() -> None:
-    """Positions and headings are the integrated poses among the same walls and within the pitch
-    limit of the served world; the first latent frame is the start image, whatever is held.
+    """Positions and headings of a walk equal the integrated poses of the package's camera.
+
+    The walk and the camera have the same walls and the pitch limit of the served world. The first
+    latent frame is the start image, whatever keys are held.
     """
     served = read_description(VILLAGE)
     assert served is not None
@@ -59,7 +59,9 @@ def test_a_walk_goes_where_the_packages_camera_goes() -> None:
 
 
 def test_no_one_ever_stands_in_an_obstacle(walks: Walks) -> None:
-    """The grid is the obstacles, to within a cell."""
+    """No walker is ever inside an obstacle. The occupancy grid equals the obstacles to within one
+    cell.
+    """
     obstacles = Village.build().obstacles_N6
     assert not bool(village_grid().blocked(walks.positions.double()).any())
     draws = (torch.rand(2000, 2, generator=torch.Generator().manual_seed(1)) - 0.5) * PERIOD
@@ -70,7 +72,9 @@ def test_no_one_ever_stands_in_an_obstacle(walks: Walks) -> None:
 
 
 def test_the_network_is_given_what_a_wall_leaves_of_a_step() -> None:
-    """Straight at a house: the walk ends before it, and so does the motion."""
+    """A walk straight at a house ends in front of it, and the motion that the network receives ends
+    too.
+    """
     bits = torch.full((1, 24), key_bits("w"), dtype=torch.uint8)
     walk = scripted_walks(torch.tensor([[0.5, 2.6]]), torch.tensor([0.0]), bits)
     steps = walk.positions[0].diff(dim=0).norm(dim=1)
@@ -95,6 +99,6 @@ def test_frames_lie_evenly_between_latent_frames(walks: Walks) -> None:
 
 
 def test_walkers_look_up_and_down_as_often_as_players() -> None:
-    """Players look more than 20 degrees up or down for a third of their time."""
+    """Walkers look more than 20 degrees up or down for a third of the time, as players do."""
     pitch = random_walks(300, 132, 7).pitch.abs().rad2deg()
     assert 0.25 < float((pitch > 20).float().mean()) < 0.45

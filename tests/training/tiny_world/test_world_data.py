@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of the tiny world's training: every kind of session, and only what such a session
-would have.
+"""Training batches of the tiny world contain every type of session, with the data that such a
+session has.
 """
 
 from dataclasses import replace
@@ -30,7 +30,7 @@ CHUNKS = torch.tensor([3, 3, 1, 1])
 
 @pytest.fixture
 def fields() -> dict[str, torch.Tensor]:
-    """Every latent says which clip (hundreds) and frame it is."""
+    """A shard in which the value of every latent encodes its clip (hundreds) and its frame."""
     made = synthetic_shard(6, FRAMES, SIZES)
     clip, frame = torch.arange(6).view(-1, 1, 1, 1, 1), torch.arange(FRAMES).view(1, -1, 1, 1, 1)
     made["latents"] = (100 * clip + frame).expand_as(made["latents"]).half()
@@ -57,7 +57,7 @@ NEVER, ALWAYS = torch.zeros(4, dtype=torch.bool), torch.ones(4, dtype=torch.bool
 
 
 def _first(latents: torch.Tensor) -> torch.Tensor:
-    """[B, F] of what each latent says."""
+    """Return the encoded clip and frame of each latent, [B, F]."""
     return latents[:, :, 0, 0, 0]
 
 
@@ -76,7 +76,11 @@ def test_a_plain_clip_is_itself(sampler: Sampler) -> None:
 
 
 def test_a_prompt_changes_between_chunks_to_the_twins_style(sampler: Sampler) -> None:
-    """Clips without a twin stay; the walk, the image and the first chunk are the first clip's."""
+    """A prompt changes between two chunks to the style of the clip's twin.
+
+    Clips without a twin do not change. The walk, the image and the first chunk are those of the
+    first clip.
+    """
     starts = set()
     for _ in range(40):
         batch = sampler.batch(torch.tensor([0, 1, 0, 3]), ALWAYS, NEVER)
@@ -96,8 +100,10 @@ def test_a_prompt_changes_between_chunks_to_the_twins_style(sampler: Sampler) ->
 
 
 def test_far_from_the_start_only_the_sinks_are_of_another_time(sampler: Sampler) -> None:
-    """Sinks of a walk of the same style at frames 0 to 2; the rest later by one number; no loss
-    where nothing helps.
+    """Far from the start of a session, only the sink frames are from another time.
+
+    Sinks are frames 0 to 2 of a walk in the same style. The positions of all other frames are
+    shifted by the same number. Frames without a useful context have no loss.
     """
     shifts = []
     for _ in range(20):
@@ -120,7 +126,7 @@ def test_far_from_the_start_only_the_sinks_are_of_another_time(sampler: Sampler)
 
 
 def test_noise_has_the_packages_convention() -> None:
-    """The sigmas are v2's schedule; sigma 1 is noise alone."""
+    """The sigmas follow the package's schedules of v1 and v2, and sigma 1 is pure noise."""
     assert few_step_sigmas() == pytest.approx(
         LingBotOptions.parse({}, "v2").denoise_schedule().sigmas_x0, abs=1e-12
     )
@@ -151,8 +157,9 @@ def test_a_shard_of_another_size_is_refused(fields) -> None:
 
 
 def test_prompts_are_embedded_as_the_served_world_does() -> None:
-    """By the tiny umt5 of a shipped world; zero rows behind; a prompt that would be cut is an
-    error.
+    """Prompts are embedded by the tiny umt5 of a shipped world and padded with zeros.
+
+    A prompt that would be cut is an error.
     """
     sizes = Sizes()
     texts = {

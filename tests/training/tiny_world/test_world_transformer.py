@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trained network is the served one: `WorldTransformer` beside `LingBotTransformer`, which
-runs chunk by chunk.
-"""
+"""The trained `WorldTransformer` equals the served `LingBotTransformer`, which runs chunk by chunk."""
 
 import itertools
 from pathlib import Path
@@ -52,7 +50,7 @@ SIZES = Sizes(
 
 @pytest.fixture(scope="module")
 def network() -> WorldTransformer:
-    """Random in every parameter, so that no path is shut."""
+    """A network in which every parameter is random, so that every parameter has an effect."""
     torch.manual_seed(0)
     model = WorldTransformer(SIZES).requires_grad_(False)
     for name, parameter in model.named_parameters():
@@ -61,7 +59,7 @@ def network() -> WorldTransformer:
             parameter.add_(0.1 * noise)
         else:
             parameter.copy_(noise * (0.4 if ".cam_" in name else 1.0) / parameter[0].numel() ** 0.5)
-    # What a checkpoint holds: fp16.
+    # A checkpoint stores fp16.
     for parameter in model.parameters():
         parameter.copy_(parameter.half().float())
     return model
@@ -71,7 +69,7 @@ def network() -> WorldTransformer:
 def served(
     network: WorldTransformer, tmp_path_factory: pytest.TempPathFactory
 ) -> LingBotTransformer:
-    """The package's network, filled by its strict loader from the exported folder."""
+    """The package's network, which its strict loader has filled from the exported folder."""
     folder = Path(tmp_path_factory.mktemp("world")) / "transformers"
     network.export(folder)
     config = LingBotWorldConfig.from_checkpoint(SIZES.config_json())
@@ -108,7 +106,7 @@ def _clips(batch: int, *, far: int = 0, switch_at: int = FRAMES) -> Clips:
 
 
 def _world(batch: int) -> dict[str, torch.Tensor]:
-    """The world poses of clips; those of the last clip are unknown."""
+    """Return the world poses of clips. The poses of the last clip are unknown."""
     poses = _world_poses(batch)
     known = torch.ones(batch, 1, 1)
     known[-1] = 0
@@ -145,7 +143,9 @@ def _rope(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _serve(model, clips, clip, clean, noisy, timesteps, chunk) -> torch.Tensor:
-    """Drive the package's network through one clip: each chunk's noisy pass, then its clean one."""
+    """Run the package's network on one clip: for each chunk, the noisy pass and then the
+    clean-context pass.
+    """
     height, width = 8 * SIZES.grid[0], 8 * SIZES.grid[1]
     window = KVWindow(
         num_layers=SIZES.layers,
@@ -202,8 +202,10 @@ def _inputs(batch: int, chunk: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
 def test_a_packed_clip_equals_the_served_network_chunk_by_chunk(
     network, served, chunk, far
 ) -> None:
-    """Every chunk's flow within 1e-5, fp32: window, sinks, camera at two focal lengths, prompts
-    that change.
+    """The flow of every chunk equals that of the served network within 1e-5 in fp32.
+
+    The clips cover the window, sink frames, a camera with two focal lengths, and prompts that
+    change.
     """
     clips = _clips(2, far=far, switch_at=9)
     clean, noisy, timesteps = _inputs(2, chunk)
@@ -262,7 +264,9 @@ def test_frames_see_what_the_kv_window_shows(chunk, window, sink) -> None:
 
 @pytest.mark.parametrize(("window", "sink"), [(5, 1), (6, 0), (4, 1), (18, 3)])
 def test_flex_attentions_mask_is_the_dense_one(window, sink) -> None:
-    """Also with both lengths of chunk in one batch."""
+    """The block mask of flex attention equals the dense mask, even with both chunk lengths in one
+    batch.
+    """
     seen = torch.stack([visibility(6, chunk, window, sink) for chunk in (3, 1)])
     modes = torch.tensor([0, 1, 1])
     sparse = block_mask(seen, modes, 30)
@@ -283,7 +287,10 @@ def test_flex_attentions_mask_is_the_dense_one(window, sink) -> None:
 
 @pytest.mark.parametrize("focal", SIZES.focals)
 def test_the_camera_map_is_its_basis_times_twelve_numbers(focal) -> None:
-    """1e-6, fp32, against the package's map of poses from keys."""
+    """The camera map is a product of its basis and twelve numbers per frame.
+
+    The product equals the package's map of poses from keys within 1e-6 in fp32.
+    """
     motion = _motion(1)[0]
     pose = torch.eye(4, dtype=torch.float64).repeat(FRAMES, 1, 1)
     pose[:, :3] = motion
@@ -303,13 +310,15 @@ def test_the_exported_config_is_one_that_the_package_takes() -> None:
     assert (config.window_frames, config.sink_frames, config.frames_per_chunk) == (18, 3, 3)
     assert (config.dim, config.num_heads, config.num_layers, config.ffn_dim) == (256, 4, 6, 1024)
     parameters = sum(p.numel() for p in WorldTransformer(sizes).parameters())
-    assert 2 * parameters < 19.6e6  # fp16 bytes; VAE and small decoder take 5.4 MB of 25
+    assert 2 * parameters < 19.6e6  # fp16; VAE and tiny decoder: 5.4 of 25 MB
 
 
 @torch.no_grad()
 def test_a_roll_out_is_the_packages_sampler(network, served) -> None:
-    """Four steps a chunk with fresh noise between them, then a pass at 0: as the pipeline's
-    loop, with its noise.
+    """A roll-out equals the package's sampler with the same noise.
+
+    Each chunk runs four steps with fresh noise between them, and then a pass at timestep 0, as in
+    the pipeline's loop.
     """
     sigmas = LingBotOptions.parse({}, "v2").denoise_schedule().sigmas_x0
     clips = _clips(1)

@@ -3,9 +3,9 @@
 the text.
 
 In stock vLLM, a tensor in `ModelRunnerOutput.pooler_output` finishes a request and replaces its
-text. This scheduler removes the tensors before stock code reads them, stores the hidden states of
+text. This scheduler removes the tensors before vLLM's code reads them, stores the hidden states of
 each request until its tokens leave the engine, and attaches them to those tokens
-(`vllm_omni.hidden_states.encode_hidden_states`). It changes the stock policy only as follows:
+(`vllm_omni.hidden_states.encode_hidden_states`). The scheduler differs from vLLM's only as follows:
 
 - A request for the hidden states of all tokens does not read the prefix cache, because cached
   tokens are not computed and would have no hidden states.
@@ -15,7 +15,8 @@ each request until its tokens leave the engine, and attaches them to those token
   `omni.max_hidden_states_bytes`, if the worker refused it, or if it arrived over HTTP at a server
   without an endpoint for hidden states. All other requests continue.
 
-It works with and without async scheduling. Other requests take the stock path.
+The scheduler works with and without async scheduling. Requests that do not ask for hidden states
+are scheduled as in stock vLLM.
 """
 
 import os
@@ -37,7 +38,7 @@ from vllm_omni.outputs import RequestFailed, unpack
 from vllm_omni.runtime.processes import end_with_parent
 
 _HTTP_REQUESTS: Final = ("cmpl-", "chatcmpl-")
-"""Prefixes of request ids of vLLM's text endpoints."""
+"""Prefixes that vLLM's text endpoints give to request ids."""
 
 
 @dataclass
@@ -45,11 +46,11 @@ class _PendingStates:
     """Progress of one request, and its hidden states that have not yet left the engine."""
 
     request: Request
-    """The request."""
+    """The vLLM request to which the hidden states belong."""
     requested: HiddenStatesRequest
-    """The requested hidden states."""
+    """Which hidden states the client requested."""
     computed: int = 0
-    """Number of tokens computed so far. Decreases when a preempted request restarts."""
+    """Number of tokens computed so far. The number decreases when a preempted request restarts."""
     next_position: int = 0
     """Position of the first token whose hidden state has not been stored."""
     num_bytes: int = 0
@@ -82,8 +83,8 @@ class ARHiddenStatesScheduler(Scheduler):
         self._pending: dict[str, _PendingStates] = {}
         named = os.environ.get("VLLM_PLUGINS", "").split(",")
         self._has_endpoint = any(name.startswith("vllm_omni_") for name in named)
-        """Whether an API server of this package can deliver hidden states. vLLM loads endpoints by
-        name.
+        """Whether the API server has an endpoint that can deliver hidden states. vLLM loads
+        endpoint plugins by the names in `VLLM_PLUGINS`.
         """
 
     def add_request(self, request: Request) -> None:
@@ -126,7 +127,8 @@ class ARHiddenStatesScheduler(Scheduler):
         """Store the hidden states computed in this step.
 
         Returns:
-            The requests of this step, and the failed requests.
+            The scheduled requests that ask for hidden states, and the error of each failed request,
+            both by request id.
         """
         restarts = {
             new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs
@@ -166,14 +168,14 @@ class ARHiddenStatesScheduler(Scheduler):
         return concerned, failed
 
     def _hold(self, states: _PendingStates, entry: torch.Tensor) -> RequestFailed | None:
-        """Store the hidden states of tokens for which none are stored yet.
+        """Store the hidden states of those tokens that have none stored yet.
 
         Args:
             states: Progress of the request.
             entry: Hidden states of the last tokens computed in this step.
 
         Returns:
-            The error if the hidden states exceed the limit.
+            The error if the request's hidden states exceed the size limit, otherwise None.
         """
         first = states.computed - len(entry)
         entry = entry[max(0, states.next_position - first) :]
@@ -227,14 +229,15 @@ class ARHiddenStatesScheduler(Scheduler):
 
 
 class _AsyncARHiddenStatesScheduler(ARHiddenStatesScheduler, AsyncScheduler):
-    """The same scheduler on top of vLLM's asynchronous scheduler, which plans one step ahead."""
+    """`ARHiddenStatesScheduler` on top of vLLM's asynchronous scheduler, which schedules one step
+    ahead."""
 
 
 def _requested_by(request: Request) -> HiddenStatesRequest | None:
     """Return the `HiddenStatesRequest` of a request.
 
-    None if the request asks for no hidden states, or if the parameter is malformed, in which case
-    the worker refuses it.
+    The result is None if the request does not ask for hidden states, or if the parameter is
+    malformed. The worker refuses requests with a malformed parameter.
     """
     if request.sampling_params is None:
         return None
@@ -253,7 +256,10 @@ def _error_in(envelope: torch.Tensor) -> RequestFailed:
 
 
 def _attach(states: _PendingStates, output: EngineCoreOutput) -> None:
-    """Attach the stored hidden states to an output, except those of tokens after a stop."""
+    """Attach the stored hidden states to an output, except those of tokens after a stop.
+
+    If only the last hidden state was requested, it is attached to the last output.
+    """
     num_tokens = len(output.new_token_ids)
     known = states.request.num_tokens - 1
     keep = sum(position < known for position in states.positions)
@@ -275,9 +281,9 @@ def _attach(states: _PendingStates, output: EngineCoreOutput) -> None:
 
 
 def _stops_in_front(states: _PendingStates) -> bool:
-    """Whether the front end may finish the request (stop strings).
+    """Return whether the front end may finish the request because of stop strings.
 
-    It then needs all hidden states.
+    Every output of such a request needs its hidden states, because any output may be the last.
     """
     params = states.request.sampling_params
     return params is not None and bool(params.stop)

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StepCostModel`: predicts the duration of a step, fitted to measured steps while serving.
+"""`StepCostModel`: predicts the duration of a step from steps that were measured while serving.
 
-The duration is modelled as linear in four features of a batch (see `StepCosts`), plus one feature
-per degradation level: how much longer or shorter the end of a chunk takes than at the previous
-level, 0 until a chunk of the level has been observed. The fit is least squares over the last
-`_WINDOW` steps, regularised towards the previous estimate, so that features that do not occur in
-the window (for example larger batches while only one stream is live) retain their cost. Outliers
-have less weight (Huber loss), so that a hiccup of a few seconds does not change the model but a
-lasting change does. This module depends neither on a clock nor on vLLM.
+The model is linear in four features of a batch (see `StepCosts`), plus one feature per degradation
+level. The cost of a degradation level states how much longer or shorter the end of a chunk takes
+than at the previous level; it is 0 until a chunk of the level has been observed.
+
+The model is fitted by least squares over the last `_WINDOW` steps, regularised towards the previous
+estimate. A feature that does not occur in the window therefore retains its cost, for example the
+cost of larger batches while only one stream is live. Outliers have less weight (Huber loss), so a
+hiccup of a few seconds does not change the model, but a lasting change does. This module depends
+neither on a clock nor on vLLM.
 """
 
 from collections.abc import Sequence
@@ -20,12 +22,12 @@ _NUM_FEATURES = 4
 _WINDOW = 96
 _REFIT_EVERY = 4
 _EAGER = 24
-"""Number of steps at the start after each of which the model is fitted. Later, it is fitted after
-every `_REFIT_EVERY` steps.
+"""Number of initial steps during which the model is fitted after every step. After that, the model
+is fitted once every `_REFIT_EVERY` steps.
 """
 _PULL = 1e-2
-"""Weight of the previous estimate, in steps. The value is small, so that it matters only for absent
-features.
+"""Weight of the previous estimate, in steps. The value is small, so the previous estimate matters
+only for features that are absent from the window.
 """
 _HUBER = 2.0
 _ITERATIONS = 3
@@ -34,7 +36,7 @@ _ITERATIONS = 3
 class StepCostModel:
     """Fits step costs to observations.
 
-    The first estimate assumes that the duration is proportional to the size.
+    The first estimate assumes that the duration of a step is proportional to the size of its batch.
 
     Args:
         num_levels: Number of quality levels, including full quality.
@@ -47,7 +49,8 @@ class StepCostModel:
         self._features = np.zeros((_WINDOW, _NUM_FEATURES + self._num_degraded))
         self._durations_s = np.zeros(_WINDOW)
         self._scale = 1.0
-        """Divisor of sizes: the first observed size, so that all features are close to one."""
+        """Divisor of sizes: the first observed size. Because of the division, all features are
+        close to one."""
         self._beta: np.ndarray | None = None
 
     def observe(
@@ -62,11 +65,11 @@ class StepCostModel:
 
         Args:
             total: Total size of the batch.
-            first: Size of the requests that started with the step.
-            last: Size of the requests that ended with the step.
-            duration_s: Duration in seconds.
-            degraded: Total size of the ended requests at level 1 or higher, at level 2 or higher,
-                and so on. Empty means none.
+            first: Total size of the requests that started with the step.
+            last: Total size of the requests that ended with the step.
+            duration_s: Duration of the step in seconds.
+            degraded: Total size of the ended requests at degradation level 1 or higher, at level 2
+                or higher, and so on. Empty means that no ended request was degraded.
         """
         if total <= 0.0 or not duration_s >= 0.0:
             return
@@ -86,13 +89,13 @@ class StepCostModel:
         assert self._beta is not None
         count = min(self.num_observed, _WINDOW)
         rows, durations_s, before = self._features[:count], self._durations_s[:count], self._beta
-        # An outlier among the first few steps would dominate: start from the median step, not the
-        # first.
+        # With only a few steps, an outlier would dominate the fit, so start from the median step
+        # instead of the first step.
         beta = (
             before if count > 3 else self._proportional(float(np.median(durations_s / rows[:, 1])))
         )
         pull = np.full(len(before), _PULL)
-        pull[0] *= 10.0  # the constant cost of a step needs the most evidence
+        pull[0] *= 10.0  # change the constant cost of a step only with more evidence
         for _ in range(_ITERATIONS):
             residuals = np.abs(durations_s - rows @ beta)
             spread = 1.4826 * float(np.median(residuals)) + 1e-6

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The deadline policy: selects batches, refuses streams and degrades quality.
 
-These are pure functions: they have no state and use neither a clock nor vLLM.
+All functions of this module are pure: they have no state and use neither a clock nor vLLM.
 `StreamBatchScheduler` calls them in an engine; `benchmarks/scheduler_simulator.py` calls them in
-virtual time. The due time of a request is its deadline. A request without a deadline gets a due
-time for its next step, so that it is not starved and does not monopolize the engine while others
-are late.
+virtual time. The due time of a request is its deadline. For a request without a deadline, the due
+time applies only to its next step, so the request is not starved and does not monopolize the
+engine while other requests are late.
 """
 
 import math
@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 MAX_UTILISATION = 0.95
-"""Maximum predicted share of the engine's time for admitted streams. The rest absorbs prediction
-errors."""
+"""Largest share of the engine's time that admitted streams may be predicted to use. The remaining
+time absorbs prediction errors."""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,51 +25,52 @@ class LiveRequest:
     request_id: str
     """Id of the request."""
     deadline_s: float
-    """Due time in seconds, absolute. Requests are sorted by this time."""
+    """Absolute due time in seconds, by which requests are sorted."""
     has_deadline: bool
-    """Whether `deadline_s` is the deadline of the whole request. If false, it is a target for the
-    next step.
+    """Whether `deadline_s` is the deadline of the whole request. If false, `deadline_s` is a target
+    for the request's next step.
     """
     steps_left: int
-    """Remaining forward passes, at least 1. A guess before the first step."""
+    """Number of remaining forward passes, at least 1. Before the first step, it is an estimate."""
     started: bool
     """Whether the request has run a step."""
     size: float
     """Size of the request's forward pass, in the unit of `StepCosts`."""
     order: int
-    """Unique number that breaks ties."""
+    """Unique number that breaks ties between requests with the same due time."""
     step: int = 0
-    """Steps scheduled so far, including those in flight."""
+    """Number of steps scheduled so far, including steps in flight."""
     level: int = 0
-    """Degradation level of its chunk; 0 is full quality. A guess before the first step."""
+    """Degradation level of the request's chunk; 0 is full quality. Before the first step, it is an
+    estimate."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
     """Costs that predict the duration of a step.
 
-    The duration is `step_s`, plus `size_s` times the total size of the batch, plus `first_s` times
-    the total size of requests in their first step, plus `last_s` times that of requests in their
-    last step. If all costs are zero, nothing has been measured.
+    The duration of a step is `step_s`, plus `size_s` times the total size of the batch, plus
+    `first_s` times the total size of the requests in their first step, plus `last_s` times the
+    total size of the requests in their last step. If all costs are zero, no step has been measured.
     """
 
     step_s: float = 0.0
-    """Seconds of a step, independent of its batch."""
+    """Constant duration of a step in seconds, which does not depend on the batch."""
     size_s: float = 0.0
-    """Seconds per unit of size."""
+    """Seconds that a step takes per unit of batch size."""
     first_s: float = 0.0
     """Additional seconds per unit of size in a request's first step: the cost of encoding."""
     last_s: float = 0.0
     """Additional seconds per unit of size in a request's last step: the cost of decoding."""
     degraded_last_s: tuple[float, ...] = ()
-    """`last_s` at each degradation level from 1 on. Empty means as at full quality."""
+    """`last_s` at degradation levels 1, 2, and so on. If empty, `last_s` applies to every level."""
 
     def last_at(self, level: int) -> float:
         """Return `last_s` at a degradation level."""
         return self.degraded_last_s[level - 1] if level and self.degraded_last_s else self.last_s
 
     def of_step(self, request: LiveRequest) -> float:
-        """Return the seconds that a request's next step adds to the duration of a batch."""
+        """Return how many seconds a request's next step adds to the duration of a batch."""
         per_size = self.size_s
         if not request.started:
             per_size += self.first_s
@@ -78,7 +79,7 @@ class StepCosts:
         return per_size * request.size
 
     def of_chunk(self, steps: int, size: float, started: bool = False, level: int = 0) -> float:
-        """Return the duration in seconds of a chunk whose steps each run alone in a batch."""
+        """Return the duration in seconds of a chunk if each of its steps is a batch of one."""
         per_size = steps * self.size_s + self.last_at(level) + (0.0 if started else self.first_s)
         return max(0.0, steps * self.step_s + per_size * size)
 
@@ -86,28 +87,32 @@ class StepCosts:
 def choose_batch(
     now_s: float, live: Iterable[LiveRequest], costs: StepCosts, max_requests: int
 ) -> list[LiveRequest]:
-    """Return the requests that run a step now: those with the earliest due times, up to the number
-    that deadlines allow.
+    """Choose the requests that run a step now: the requests with the earliest due times, as many as
+    the deadlines allow.
 
-    Candidates are the batches of the first k requests by due time, k <= max_requests. The largest
-    batch is chosen that meets every deadline that can still be met. The prediction assumes that all
-    requests of the batch finish their step together, that all others wait for the batch, and that
-    all requests are then served one by one in order of due time. Requests that are late even with a
-    batch of one do not limit the batch. If there are any, the batch with the smallest sum of their
-    waiting times is chosen among the batches that meet the other deadlines. Ties are resolved in
-    favour of the larger batch. If most requests with a deadline are late even with a batch of one,
-    all deadlines are ignored, and the sum covers all requests with a deadline.
+    A candidate batch consists of the first k requests in order of due time, where
+    k <= max_requests. The largest candidate that meets every deadline that can still be met is
+    chosen. The prediction assumes that all requests of the batch finish their step together, that
+    all other requests wait for the batch, and that all requests are then served one by one in order
+    of due time.
 
-    Runs in O(n log n).
+    Requests that would be late even with a batch of one do not limit the batch. If there are late
+    requests, the function considers the candidates that meet the other deadlines, and chooses the
+    candidate with the smallest total waiting time of the late requests. Of several such candidates,
+    the function chooses the largest. If most requests with a deadline would be late even with a
+    batch of one, all deadlines are ignored, and the total waiting time includes every request with
+    a deadline.
+
+    The function runs in O(n log n).
 
     Args:
-        now_s: When the batch starts.
+        now_s: Time at which the batch starts.
         live: Requests that are ready to run a step.
-        costs: Predicted costs.
-        max_requests: Maximum size of the batch.
+        costs: Predicted costs of a step.
+        max_requests: Maximum number of requests in the batch.
 
     Returns:
-        The batch. Empty only if `live` is.
+        The requests of the batch. The batch is empty only if `live` is empty.
     """
     queue = sorted(live, key=_urgency)
     most = min(max_requests, len(queue))
@@ -135,12 +140,13 @@ def choose_batch(
         if slack < 0.0:
             late_after += 1
     if 2 * late_after > num_deadlines:
-        # Overload, or only batching can keep the deadlines: minimise the total waiting time.
+        # Either the engine is overloaded, or only batching can meet the deadlines: minimise the
+        # total waiting time.
         slack_s = [-1.0 if request.has_deadline else math.inf for request in queue]
         late_after = num_deadlines
 
     best, best_wait_s = 1, 0.0
-    together_s, alone_s = step_s, 0.0  # duration of the batch, and of the same steps one by one
+    together_s, alone_s = step_s, 0.0  # duration of the batch, and of its steps run one by one
     slack_inside_s = math.inf
     late_inside, late_alone_s = 0, 0.0
     for index in range(most):
@@ -158,8 +164,8 @@ def choose_batch(
             best_wait_s = 0.0
             continue
         wait_s = late_inside * together_s - late_alone_s + late_after * (together_s - alone_s)
-        # Later requests never wait longer than one by one: each member after the first saves a
-        # `step_s`.
+        # A batch never delays later requests compared with serving its requests one by one, because
+        # each request after the first saves one `step_s`.
         if slack_inside_s >= together_s and wait_s <= best_wait_s + 1e-9:
             best, best_wait_s = index + 1, wait_s
     return queue[:best]
@@ -171,8 +177,8 @@ _urgency: Callable[[LiveRequest], tuple[float, int]] = operator.attrgetter("dead
 def predicted_end_s(
     now_s: float, request: LiveRequest, live: Iterable[LiveRequest], costs: StepCosts
 ) -> float:
-    """Return the predicted end of a request if it and all requests due earlier are served one by
-    one.
+    """Return the predicted time at which a request ends if it and all requests due before it are
+    served one by one.
     """
     own = _urgency(request)
     ahead = (other for other in live if _urgency(other) <= own)
@@ -189,16 +195,17 @@ class StreamDemand:
     """Engine time that a stream needs."""
 
     period_s: float
-    """Seconds between two chunks."""
+    """Seconds between two consecutive chunks of the stream."""
     chunk_s: float
-    """Duration of one chunk alone in seconds; 0 if unknown."""
+    """Duration in seconds of one chunk that runs alone; 0 if unknown."""
 
 
 def refuses(demands: Sequence[StreamDemand], new: StreamDemand) -> str | None:
-    """Return the reason why a new stream cannot be sustained next to the live streams.
+    """Check whether a new stream can be sustained in addition to the live streams.
 
     Returns:
-        The reason; None if it can be sustained or if the duration of its chunk is unknown.
+        The reason why the new stream cannot be sustained. None if it can be sustained, or if the
+        duration of its chunks is unknown.
     """
     if new.chunk_s <= 0.0:
         return None
@@ -218,19 +225,19 @@ def refuses(demands: Sequence[StreamDemand], new: StreamDemand) -> str | None:
 def choose_level(
     level: int, costs_s: Sequence[float], deadline_s: float, start_s: float, period_s: float
 ) -> int:
-    """Return the degradation level of a chunk that is about to start: the best quality that meets
+    """Choose the degradation level of a chunk that is about to start: the best quality that meets
     its deadline.
 
-    Returning to a better quality requires a margin of a tenth of `period_s`, so that a stream does
-    not flicker between two levels. If no level meets the deadline, the last (cheapest) one is
-    chosen.
+    A level with better quality than the last chunk must meet the deadline with a margin of a tenth
+    of `period_s`, so that a stream does not alternate between two levels. If no level meets the
+    deadline, the last (cheapest) level is chosen.
 
     Args:
-        level: Level of the stream's last chunk.
-        costs_s: Duration of the chunk at each level; 0 is full quality.
-        deadline_s: Deadline of the chunk.
-        start_s: Predicted start of the chunk.
-        period_s: Seconds between two chunks of the stream.
+        level: Degradation level of the stream's last chunk.
+        costs_s: Duration of the chunk in seconds at each level. Level 0 is full quality.
+        deadline_s: Deadline of the chunk, as an absolute time in seconds.
+        start_s: Predicted start of the chunk, as an absolute time in seconds.
+        period_s: Seconds between two consecutive chunks of the stream.
     """
     for candidate, chunk_s in enumerate(costs_s):
         margin_s = 0.1 * period_s if candidate < level else 0.0

@@ -1,26 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StreamBatchScheduler`: one denoise step per engine step. A batch has requests at any step.
+"""`StreamBatchScheduler`: runs one denoise step of each request in a batch per engine step.
 
-In stock vLLM, the first output of a pooling request finishes it, and until then it has no further
-tokens to compute. This scheduler therefore marks the single token of an unfinished request as not
-computed, so that the request is scheduled again: one token is one micro-step. It changes the stock
-policy only as follows:
+The requests of a batch may be at different denoise steps. In stock vLLM, a pooling request computes
+its tokens once, and its first output finishes it. This scheduler therefore marks the single token
+of an unfinished request as not computed after each step, so that the request is scheduled again:
+one token is one micro-step. The scheduler differs from vLLM's only as follows:
 
-- A request never has two micro-steps in flight, because its token is reset only when the output
-  arrives.
+- A request never has two micro-steps in flight, because its token is reset only when the output of
+  the micro-step arrives.
 - Chunks of a session run in order of their chunk index, and in order of arrival if their indices
-  are equal. They run one after the other or, with `omni.chunks_in_flight`, several at a time, each
-  `StepOutput.lag_steps` steps after its predecessor.
-- The next chunk may start while the result of the last one is still being decoded or copied
-  (`StepOutput.denoised`).
-- A batch has at most `omni.max_requests_per_step` and `--max-num-batched-tokens` requests. Requests
-  that only deliver a result do not count.
+  are equal. By default, a chunk starts after its predecessor has finished. With
+  `omni.chunks_in_flight`, several chunks are in flight, each `StepOutput.lag_steps` steps behind
+  its predecessor.
+- A session's next chunk may start while the result of its last chunk is still being decoded or
+  copied (`StepOutput.denoised`).
+- The number of requests in a batch exceeds neither `omni.max_requests_per_step` nor
+  `--max-num-batched-tokens`. Requests that only deliver a result do not count.
 - With pipeline parallelism, the live requests are distributed over as many batches as there are
   stages.
 - With `omni.scheduling` "deadline", `policy.py` chooses the batch, refuses streams and sets the
   degradation level of each chunk. Step costs are measured while serving (`cost_model.py`).
 
-`streams.py` holds the state of streams. This module identifies requests and sessions only by id.
+`streams.py` keeps the state of each stream. This module identifies requests and sessions only by
+id.
 """
 
 import math
@@ -44,18 +46,20 @@ from vllm_omni.outputs import opaque
 from vllm_omni.runtime.processes import end_with_parent
 
 _PATIENCE_S = 0.5
-"""Maximum time in seconds between two steps of the requests without a deadline, as a group."""
+"""Maximum time in seconds during which no request without a deadline runs a step, while such
+requests are waiting."""
 
 _NOT_NOW = 1 << 62
-"""Value of `next_decode_eligible_step` that excludes a running request from the batch in stock
-code.
+"""Value of `next_decode_eligible_step` with which vLLM's scheduler leaves a running request out of
+the batch.
 """
 
 
 class StreamBatchScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # for the engine core: with `mp`, no other code of this package runs there
+        # Called here because, with the `mp` executor, no other code of this package runs in the
+        # engine core's process.
         end_with_parent()
         omni = OmniConfig.from_additional_config(self.vllm_config.additional_config)
         # One token is one micro-step, so vLLM's limit on the tokens of a step limits its requests.
@@ -66,10 +70,10 @@ class StreamBatchScheduler(Scheduler):
         )
         self._holds_back = omni.chunks_in_flight > 1
         self._delivering: set[str] = set()
-        """Requests whose chunk is done and whose result is being decoded or copied."""
+        """Requests whose chunk is denoised and whose result is still being decoded or copied."""
         self._without_params: set[str] = set()
-        """Requests to vLLM's own `/pooling` route, which sends no `DiffusionParams`. Each ends with
-        an error.
+        """Requests to vLLM's own `/pooling` route. They fail with an error, because this route
+        sends no `DiffusionParams`.
         """
         self._by_deadline = omni.scheduling == "deadline"
         self._degradations = omni.degradations
@@ -78,14 +82,14 @@ class StreamBatchScheduler(Scheduler):
         self._in_flight: set[str] = set()
         self._chosen: set[str] = set()
         self._launched: dict[int, tuple[float, list[tuple[LiveRequest, bool]]]] = {}
-        """Batches in flight, by the id of their `SchedulerOutput`: the time at which the batch was
-        formed, and (request, is started) of each request.
+        """Batches in flight, by the id of their `SchedulerOutput`. The value is the time at which
+        the batch was formed, and a pair (request, whether it starts with this step) per request.
         """
         self._last_end_s = 0.0
         self._unmeasured: tuple[float, float, float, list[float]] | None = None
-        """Sizes of the last batch. Its device time arrives with the next result."""
+        """Sizes of the last batch, whose device time arrives with the next result."""
         self._device_free_s = 0.0
-        """When the device is predicted to become idle."""
+        """Time at which the device is predicted to become idle."""
 
     def add_request(self, request: Request) -> None:
         now_s = time.monotonic()
@@ -135,14 +139,14 @@ class StreamBatchScheduler(Scheduler):
         return output
 
     def _choose(self, now_s: float, max_requests: int) -> None:
-        """Choose the next batch and make the stock scheduler schedule exactly its requests."""
+        """Choose the next batch and prepare vLLM's scheduler to schedule exactly its requests."""
         live = self._streams.runnable(self._in_flight)
         room = (
             self.max_num_active_reqs - len(self.running)
             if self.pause_state == PauseState.UNPAUSED
             else 0
         )
-        if room < len(live):  # rare: paused, or more sessions than vLLM may run at once
+        if room < len(live):  # rare: the engine is paused, or vLLM's limit of requests is reached
             fresh = sorted(
                 (r for r in live if not r.started), key=lambda r: (r.deadline_s, r.order)
             )[max(0, room) :]
@@ -208,12 +212,14 @@ class StreamBatchScheduler(Scheduler):
     ) -> None:
         """Report the duration of a batch to the cost model.
 
-        The device time of the previous batch is used if known (`StepOutput.before_s`). Otherwise
-        the duration of this batch is measured with the host clock: batches run back to back on the
-        device, so a step lasts from the end of the previous one. The host clock is wrong if the
-        host runs ahead of the device, because a result then arrives when the previous step has
-        ended: the start of a chunk would seem to be free, and its end would seem to take an
-        additional step.
+        If the device time of the previous batch is known (`StepOutput.before_s`), that batch is
+        reported. If it is not known, this batch is reported with its duration on the host clock.
+        Batches run back to back on the device, so the duration is counted from the end of the
+        previous batch.
+
+        The host clock cannot be used if the host runs ahead of the device, because a result then
+        arrives when the previous step has ended: the start of a chunk would seem to be free, and
+        its end would seem to take an additional step.
         """
         formed_s, batch = self._launched.pop(id(scheduler_output), (now_s, []))
         going_on = step.progress if step is not None else self.requests
@@ -241,9 +247,10 @@ class StreamBatchScheduler(Scheduler):
             self._device_free_s += max(0.0, own_s)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
-        """Whether a waiting request may start: it must be next in its session and in the batch.
+        """Return whether a waiting request may start.
 
-        This method overrides a hook of the stock scheduler.
+        With the deadline policy, the request must be in the chosen batch; otherwise it must be the
+        next request of its session. This method overrides a hook of vLLM's scheduler.
         """
         if not super()._handle_blocked_waiting_request(request):
             return False
@@ -259,8 +266,10 @@ class StreamBatchScheduler(Scheduler):
 
 
 def _hide_errors(request_ids: set[str], outputs: dict[int, EngineCoreOutputs]) -> None:
-    """Convert the errors of these requests to data that `/pooling` cannot encode, so that the route
-    returns status 500 instead of the bytes of the error with status 200.
+    """Convert the errors of the given requests to data that `/pooling` cannot encode.
+
+    The route then returns status 500; otherwise it would return the bytes of the error with status
+    200.
     """
     for engine_outputs in outputs.values():
         for output in engine_outputs.outputs:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ScheduledStreams`: the scheduling state of requests and of their streams (sessions).
 
-It tracks the order of requests in each session, their due times and remaining steps, the steps and
-sizes of each session's earlier chunks, and the demand of live streams. It converts this state to
-inputs of `policy.py` and makes no other decisions.
+`ScheduledStreams` tracks the order of requests in each session, their due times and remaining
+steps, the steps and sizes of each session's earlier chunks, and the engine time that live streams
+need. `ScheduledStreams` converts this state to inputs of `policy.py`. The only decision that it
+makes itself is the order of requests in a session.
 
-Requests of a session run in the order of their chunk index, and several at a time only as
-`ChunkOrder` allows. `reset`, `close` and `fork` wait until no chunk is in flight. Steps in flight
-count as finished, because batches reach every pipeline stage in the order in which they were
+Requests of a session run in the order of their chunk index; how many may be in flight at once is
+determined by `ChunkOrder`. `reset`, `close` and `fork` wait until no chunk is in flight. Steps in
+flight count as finished, because batches reach every pipeline stage in the order in which they were
 formed. This module identifies requests and sessions only by id and does not depend on vLLM.
 """
 
@@ -30,7 +31,7 @@ from vllm_omni.core.step_protocol import ChunkOrder, ChunkProgress, turn
 _REMEMBERED = 4096
 _LIVE_PERIODS = 3.0
 """Number of periods without a request after which a stream no longer counts as live, until its next
-request.
+request arrives.
 """
 
 
@@ -39,15 +40,15 @@ class RequestFields:
     """Fields of a request that affect scheduling."""
 
     session_id: str
-    """Session of the request."""
+    """Id of the request's session."""
     chunk_index: float
-    """Index of the chunk; infinite if the request has none."""
+    """Index of the chunk; infinite if the request has no chunk index."""
     is_chunk: bool = True
-    """False for `reset`, `close` and `fork`."""
+    """Whether the request generates a chunk. False for `reset`, `close` and `fork`."""
     deadline_s: float | None = None
-    """Seconds from arrival to the deadline, if it has one."""
+    """Seconds from the request's arrival to its deadline; None if it has no deadline."""
     period_s: float | None = None
-    """Seconds between two chunks of the stream, if known."""
+    """Seconds between two consecutive chunks of the stream; None if unknown."""
 
     @classmethod
     def read_extra_kwargs(
@@ -55,8 +56,9 @@ class RequestFields:
     ) -> "RequestFields":
         """Read the fields from `PoolingParams.extra_kwargs`.
 
-        A malformed request is treated as a session of its own; the runner refuses it. A request
-        without a chunk index runs after requests with one, in order of arrival.
+        A malformed request is treated as a session of its own, because the runner refuses it. A
+        request without a chunk index runs after all requests of its session that have one. Requests
+        without a chunk index run in order of arrival.
         """
         fields = extra_kwargs.get("omni") if extra_kwargs else None
         if not isinstance(fields, dict):
@@ -80,23 +82,24 @@ class ScheduledStream:
     """Scheduling state of one session."""
 
     waiting: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """Requests with remaining steps by id, and their sort keys."""
+    """Sort keys of the requests with remaining steps, by request id."""
     started: list[str] = field(default_factory=list)
-    """Requests of `waiting` that have been in a batch, in that order."""
+    """Requests of `waiting` that have been in a batch, in the order of their first batch."""
     next: str | None = None
-    """First request in `waiting` that has not started."""
+    """First request of `waiting`, by sort key, that has not started."""
     established: bool = False
     """Whether the session has a committed chunk."""
     steps: dict[int, int] = field(default_factory=dict)
-    """Number of steps of a chunk by degradation level, as last observed."""
+    """Last observed number of steps of a chunk, by degradation level."""
     size: float | None = None
-    """Size of a chunk, as last observed."""
+    """Last observed size of a chunk; None if no chunk has been observed."""
     level: int = 0
-    """Degradation level of the last chunk."""
+    """Degradation level of the session's last chunk."""
     period_s: float | None = None
-    """Seconds between two chunks, if known."""
+    """Seconds between two consecutive chunks; None if unknown."""
     last_used_s: float = 0.0
-    """Time at which the last request of the session ended. Not used while requests are waiting."""
+    """Time at which the last request of the session ended. The value is not used while requests are
+    waiting."""
 
 
 @dataclass(slots=True, eq=False)
@@ -104,9 +107,9 @@ class _Entry:
     """A request with remaining steps."""
 
     fields: RequestFields
-    """Fields of the request."""
+    """Fields of the request that affect scheduling."""
     stream: ScheduledStream
-    """Stream of the request."""
+    """Scheduling state of the request's session."""
     live: LiveRequest
     """The request as an input of `policy.py`."""
 
@@ -115,30 +118,31 @@ class ScheduledStreams:
     """All requests with remaining steps.
 
     Args:
-        patience_s: Maximum time in seconds between two steps of the requests without a deadline, as
-            a group, even while others are late.
-        num_levels: Number of quality levels.
-        chunks_in_flight: See `OmniConfig`.
+        patience_s: Maximum time in seconds during which no request without a deadline runs a step
+            although such requests are waiting. The limit applies even while other requests are
+            late.
+        num_levels: Number of quality levels, including full quality.
+        chunks_in_flight: Maximum number of chunks of a session in flight; see `OmniConfig`.
     """
 
     def __init__(self, patience_s: float, num_levels: int = 1, chunks_in_flight: int = 1) -> None:
         self.order = ChunkOrder(chunks_in_flight)
         self._patience_s = patience_s
         self._patient: set[str] = set()
-        """Chunks without a deadline."""
+        """Ids of the requests for chunks without a deadline."""
         self._patient_step_s = 0.0
-        """Time at which a request without a deadline last ran a step, or the arrival time of the
-        first of them.
+        """Time at which a request without a deadline last ran a step. Until there is such a step,
+        the value is the arrival time of the first request without a deadline.
         """
         self._num_levels = num_levels
         self._entries: dict[str, _Entry] = {}
         self._streams: OrderedDict[str, ScheduledStream] = OrderedDict()
         self._active: dict[str, ScheduledStream] = {}
-        """Streams of `_streams` that have waiting requests."""
+        """The streams of `_streams` that have requests with remaining steps."""
         self._num_arrivals = 0
         self._typical = ScheduledStream()
-        """Steps and size of the last chunk of any stream, used as an estimate for streams without a
-        finished chunk.
+        """Steps and size of the chunk that was observed last in any stream. Streams in which no
+        chunk has been observed use these values as an estimate.
         """
 
     def __len__(self) -> int:
@@ -190,7 +194,7 @@ class ScheduledStreams:
         Args:
             request_id: Id of the request.
             progress: Progress of the request; None if its worker does not report progress.
-            now_s: When the step ended.
+            now_s: Time at which the step ended.
         """
         entry = self._entries.get(request_id)
         if entry is None:
@@ -225,11 +229,14 @@ class ScheduledStreams:
             del self._active[session_id]
         self._choose_next(stream)
         if not entry.fields.is_chunk and not stream.waiting:
-            # reset or closed: the next request creates a new stream
+            # The session was reset or closed, so its next request creates a new stream.
             self._streams.pop(session_id, None)
 
     def committed(self, request_id: str) -> None:
-        """Record that the request's chunk was committed. Call it before `finish_request`."""
+        """Record that the request's chunk was committed.
+
+        This method must be called before `finish_request`.
+        """
         entry = self._entries.get(request_id)
         if entry is not None:
             entry.stream.established = True
@@ -258,7 +265,10 @@ class ScheduledStreams:
     # -- queries -----------------------------------------------------------------------------------
 
     def may_step(self, request_id: str) -> bool:
-        """Whether a request may start or run its next step."""
+        """Return whether a request may start or run its next step.
+
+        The result is True for unknown ids.
+        """
         entry = self._entries.get(request_id)
         if entry is None:
             return True
@@ -267,7 +277,8 @@ class ScheduledStreams:
             step, ahead = entry.live.step, ahead[: entry.stream.started.index(request_id)]
         elif entry.stream.next != request_id:
             return False
-        # The oldest chunk in flight is not committed yet; session operations run alone.
+        # Session operations run alone. So does chunk 0, because there is no session to continue
+        # until it has been committed.
         alone = any(
             not other.fields.is_chunk or other.fields.chunk_index == 0 for other in (*ahead, entry)
         )
@@ -277,12 +288,12 @@ class ScheduledStreams:
     def runnable(self, busy: Collection[str]) -> list[LiveRequest]:
         """Return the requests that may run a step, except those in `busy`.
 
-        The due times of chunks without a deadline are `patience_s` apart: chunks that have started
-        come first, then the others in order of arrival.
+        Chunks without a deadline get due times at intervals of `patience_s`. Chunks that have
+        started are due first; within each group, chunks are sorted by order of arrival.
         """
         live = []
         for stream in self._active.values():
-            first = stream.started[0] if stream.started else stream.next  # may always run a step
+            first = stream.started[0] if stream.started else stream.next  # can always run a step
             if first is not None and first not in busy:
                 live.append(self._entries[first].live)
             if stream.started and self.order.limit > 1:
@@ -305,10 +316,9 @@ class ScheduledStreams:
         return None if entry is None else entry.live
 
     def mark_stepped(self, request_id: str) -> None:
-        """Record that a request is in a batch, so that later requests of its session cannot
-        overtake it.
+        """Record that a request is in a batch. Unknown ids are ignored.
 
-        Unknown ids are ignored.
+        Later requests of the same session cannot overtake a request that has been in a batch.
         """
         entry = self._entries.get(request_id)
         if entry is not None:
@@ -316,8 +326,11 @@ class ScheduledStreams:
             entry.live.step += 1
 
     def _steps(self, stream: ScheduledStream, level: int) -> int:
-        """Return the steps of a chunk, as last observed at this level, otherwise at a better level,
-        otherwise 1.
+        """Return the estimated number of steps of a chunk at a degradation level.
+
+        The estimate is the number that was last observed at this level, or at a better level if
+        there is none. Observations of this stream take precedence over those of other streams.
+        Without any observation, the estimate is 1.
         """
         for known in (stream, self._typical):
             for candidate in range(level, -1, -1):
@@ -326,19 +339,19 @@ class ScheduledStreams:
         return 1
 
     def _size(self, stream: ScheduledStream) -> float:
-        """Return the size of a chunk, as last observed in its stream, otherwise in any stream,
-        otherwise 1.
+        """Return the estimated size of a chunk: the size last observed in its stream, or in any
+        stream if there is none. Without any observation, the estimate is 1.
         """
         return stream.size or self._typical.size or 1.0
 
     # -- admission and quality ---------------------------------------------------------------------
 
     def refusal(self, fields: RequestFields, now_s: float, costs: StepCosts) -> str | None:
-        """Return why a new stream cannot be sustained.
+        """Check whether the stream that a request would start can be sustained.
 
         Returns:
-            The reason; None if the stream can be sustained or if `fields` belong to an existing
-            stream.
+            The reason why the new stream cannot be sustained. None if it can be sustained, or if
+            the request does not start a new stream with a known period.
         """
         named_later = 0 < fields.chunk_index < math.inf
         if (
@@ -369,7 +382,8 @@ class ScheduledStreams:
     def decide_level(
         self, request_id: str, now_s: float, live: Sequence[LiveRequest], costs: StepCosts
     ) -> int:
-        """Set and return the degradation level of a chunk that is about to run its first step."""
+        """Choose the degradation level of a chunk that is about to run its first step, and store it
+        in the chunk's request and stream."""
         entry = self._entries[request_id]
         stream, request = entry.stream, entry.live
         if self._num_levels == 1 or not entry.fields.is_chunk or not request.has_deadline:

@@ -7,9 +7,9 @@
         vllm-omni bench compare A.json B.json    compare two results
         vllm-omni bench --check                  repeat results of record on this machine
 
-Scripts are taken from the checkout that contains the package or the working directory, otherwise
-from the wheel. Scripts that import other parts of the repository, such as its training code, need a
-checkout.
+Benchmark scripts come from the checkout that contains the package or the working directory. Without
+a checkout, the scripts come from the wheel. A script that imports other code of the repository,
+such as the training code, works only in a checkout.
 """
 
 import argparse
@@ -30,11 +30,13 @@ from vllm_omni.entrypoints.cli.parsers import add_command
 
 _CHECKOUT = Path(__file__).resolve().parents[3]
 _INSTALLED = Path(sysconfig.get_path("data")) / "share" / "vllm-worlds" / "benchmarks"
-"""Benchmarks of the wheel (`data-files` in pyproject.toml)."""
+"""Directory where the wheel installs the benchmarks (`data-files` in pyproject.toml)."""
 _LOWER_IS_BETTER = ("_ms", "_s", "overhead", "_bytes", "bytes")
 _HIGHER_IS_BETTER = ("fps", "_per_s", "per_second", "sessions")
 _ABOUT = ("date", "command", "hardware", "versions", "fast_paths")
-"""Keys of a result that describe its origin. They are compared separately from the numbers."""
+"""Keys that describe how a result was measured. The comparison lists these keys separately from the
+metrics.
+"""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -116,8 +118,8 @@ def _run_for_json(command: list[str]) -> int:
 
 
 def _folder() -> Path:
-    """Return `benchmarks/` of the checkout that this package or the working directory belongs
-    to, or else those of the wheel.
+    """Return the `benchmarks/` directory of the checkout that contains this package or the working
+    directory, or the wheel's directory if there is no checkout.
     """
     for folder in (_CHECKOUT / "benchmarks", Path.cwd() / "benchmarks", _INSTALLED):
         if (folder / "common.py").is_file():
@@ -149,7 +151,9 @@ class MetricChange:
     after: float
     """Value in the second result."""
     worse: bool | None
-    """Whether the second value is worse. None: the direction cannot be derived from the name."""
+    """Whether the second value is worse. None: the name does not show whether lower or higher is
+    better.
+    """
 
     @property
     def percent(self) -> float | None:
@@ -205,8 +209,8 @@ def _compare(arguments: list[str], as_json: bool, threshold: float | None) -> in
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[MetricChange], list[str]]:
-    """Return the metrics that both results contain, in order, and the names that only one of them
-    contains.
+    """Return the metrics that occur in both results, in order, and the names that occur in only
+    one.
     """
     old, new = dict(_numbers(before)), dict(_numbers(after))
     changes = [
@@ -224,9 +228,9 @@ def _numbers(document: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, float]]:
-    """Yield the numbers below `value` by dotted name.
+    """Yield the dotted name and the value of every number nested in `value`.
 
-    Rows of a table are named by their string values.
+    The name of a table row is built from the string values in that row.
     """
     if isinstance(value, dict):
         for key, inner in value.items():
@@ -244,9 +248,10 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, float]]:
 
 
 def _worse(name: str, before: float, after: float) -> bool | None:
-    """Return whether a metric has become worse.
+    """Return whether a metric is worse in the second result.
 
-    The last part of the name with a known direction decides: `wall_ms.p50` is a time.
+    Whether lower or higher is better follows from the last component of the dotted name whose
+    direction is known. For example, `wall_ms.p50` is a time, so lower is better.
     """
     if before == after:
         return False

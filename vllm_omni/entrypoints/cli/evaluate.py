@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni evaluate DIR`: generate videos with a model, and measure them."""
+"""`vllm-omni evaluate DIR`: generate videos with a model and measure their quality."""
 
 import argparse
 import os
@@ -196,7 +196,7 @@ def _options(args: argparse.Namespace) -> "RunOptions":
 
 
 def _image_file(path: Path) -> bytes:
-    """Return an image as a PNG file, as image viewers display it."""
+    """Convert an image file to PNG, with the pixels as image viewers display them."""
     import io
 
     from PIL import Image
@@ -215,7 +215,7 @@ def _generated(args: argparse.Namespace, options: "RunOptions") -> "RunFolder":
 
     model = None if args.server else _checked_model(args.model)
     if args.dir.is_dir() and [path.name for path in args.dir.iterdir()] == [_LOG]:
-        (args.dir / _LOG).unlink()  # of a server that did not start
+        (args.dir / _LOG).unlink()  # log of a server that did not start
     new_directory(args.dir)
     with _server(args, model) as server:
         folder = RunFolder.create(args.dir, server.model() if model is None else Path(model).name)
@@ -247,7 +247,7 @@ def _checked_model(model: str | None) -> str:
 
 @contextmanager
 def _server(args: argparse.Namespace, model: str | None) -> "Iterator[EvaluatedServer]":
-    """Yield the user's server, or one that serves the model during the block."""
+    """Yield the server that the user named, or start a server for the duration of the `with` block."""
     from vllm_omni.evaluation.client import EvaluatedServer
 
     key = os.environ.get(_KEY_VARIABLE)
@@ -266,7 +266,7 @@ def _server(args: argparse.Namespace, model: str | None) -> "Iterator[EvaluatedS
 
 
 def _replayed(args: argparse.Namespace) -> "RunFolder":
-    """Replay the recordings and return the folder of the results."""
+    """Replay the recordings, and return the folder that contains the results."""
     from vllm_omni.evaluation.recorded import recorded_controls
     from vllm_omni.evaluation.run_folder import RunFolder
     from vllm_omni.session_files.recording import committed_chunks, read_recording

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `vllm-omni` command, which stock vLLM also calls if `--omni` is one of its arguments.
 
-Each subcommand is a module that imports heavy modules only when it runs: `vllm-omni --version` and
-`--help` import neither torch nor vLLM (tests/entrypoints/cli/test_main.py).
+Each subcommand is a module that imports heavy modules only when it runs, so `vllm-omni --version`
+and `--help` import neither torch nor vLLM (tests/entrypoints/cli/test_main.py).
 """
 
 import argparse
@@ -89,7 +89,9 @@ def _versions() -> str:
 
 
 def _run_stock(argv: list[str]) -> int:
-    """Run any other stock command unchanged, because `--omni` only applies to `serve`."""
+    """Run a stock vLLM command other than `serve` unchanged, because `--omni` applies only to
+    `serve`.
+    """
     from vllm.entrypoints.cli.main import main as vllm_main
 
     name = argv[0] if argv else "(none)"

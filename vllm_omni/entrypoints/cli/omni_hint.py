@@ -2,7 +2,7 @@
 """A hint for `vllm serve my_world` without `--omni`, which fails with a traceback in stock vLLM.
 
 vLLM calls `register()` before it reads the model directory. The hint is printed when the process
-exits, because a line before the traceback would not be noticed.
+exits because users would overlook a line above the traceback.
 """
 
 import atexit
@@ -20,7 +20,9 @@ _CHOSEN = ("--omni", "--worker-cls", "--worker_cls", "--config-format", "--confi
 
 @functools.cache
 def hint_at_exit() -> None:
-    """Print the hint at exit, if this process is a `vllm serve` that lacks `--omni`. Idempotent."""
+    """Register the hint to be printed at exit if this process runs `vllm serve` without `--omni`.
+    Idempotent.
+    """
     if multiprocessing.parent_process() is None and (hint := missing_omni(sys.argv)) is not None:
         atexit.register(print, hint, file=sys.stderr, flush=True)
 

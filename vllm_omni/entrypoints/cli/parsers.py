@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsers of subcommands: each has a summary, a description and examples for `--help`.
+"""Create parsers of subcommands, each with a summary, a description and examples for `--help`.
 
-Lists of models in `--help` come from the registry, which imports neither torch nor vLLM.
+The lists of models in `--help` come from the model registry, which imports neither torch nor vLLM.
 """
 
 import argparse
@@ -18,11 +18,11 @@ def add_command(
     """Add a subcommand.
 
     Args:
-        subparsers: Of the parser of `vllm-omni`.
+        subparsers: Subparsers of the `vllm-omni` parser.
         name: Name of the subcommand.
         summary: One line for the list of commands.
         description: Paragraphs that `--help` prints after the usage, separated by empty lines.
-        examples: Whole command lines.
+        examples: Complete command lines.
 
     Returns:
         The parser, to which the module adds its arguments.

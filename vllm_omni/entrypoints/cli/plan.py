@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni plan MODEL --gpu H200 --n 4`: number of sessions that fit on the GPUs, and measured
+"""`vllm-omni plan MODEL --gpu H200 --n 4`: show how many sessions fit on the GPUs, and the measured
 speeds.
 """
 
@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def sized(changes: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of `plan` that all models support.
+    """Return the `plan` settings that every model supports.
 
     `plan all` prints one row for each precision and device of the text encoder.
     """
@@ -147,7 +147,9 @@ def sized(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cache(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the K/V cache settings as fields of `StreamModel`. Raises CommandError."""
+    """Return the K/V cache options as fields of `StreamModel`. Raises CommandError if they are
+    invalid.
+    """
     if args.matched_steps is None:
         if args.chunks_in_flight is not None:
             raise CommandError(

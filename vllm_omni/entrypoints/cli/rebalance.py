@@ -2,8 +2,8 @@
 """`vllm-omni rebalance`: move sessions between the servers of a fleet.
 
 The command loops over `GET /omni/ready`, `GET /omni/sessions` and
-`POST /omni/sessions/{name}/migrate`. It is stateless, so it can be stopped and restarted at any
-time.
+`POST /omni/sessions/{name}/migrate`. The command is stateless, so it can be stopped and restarted
+at any time.
 """
 
 import argparse
@@ -109,7 +109,7 @@ def _move(fleet: "Mapping[str, _Server]", move: "PlannedMove") -> bool:
 
 
 class _Server:
-    """One server, as seen by an operator."""
+    """Client for the operator routes of one server."""
 
     def __init__(self, name: str, url: str, key: str) -> None:
         self._name, self._url = name, url.rstrip("/")
@@ -133,7 +133,9 @@ class _Server:
         return ServerLoad(self._name, int(ready["max_sessions"]), tuple(sessions))
 
     def migrate(self, move: "PlannedMove") -> str | None:
-        """Move a session. Return the reason if the session was not moved."""
+        """Ask the server to move a session. Return None, or the reason why the session was not
+        moved.
+        """
         body = {"to": move.target, "principal": move.session.principal}
         path = f"/omni/sessions/{quote(move.session.name, safe='')}/migrate"
         status, reply = self._call("POST", path, _MOVE_S, body)
@@ -144,7 +146,8 @@ class _Server:
     ) -> tuple[int, dict[str, Any]]:
         data = None if body is None else json.dumps(body).encode()
         sent = urllib.request.Request(self._url + path, data, self._headers, method=method)
-        # the addresses are those of servers, which no proxy of the environment leads to
+        #         # Ignore proxies from the environment because the URLs address the servers
+        # directly.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(sent, timeout=timeout_s) as response:

@@ -54,7 +54,9 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 if all frames are identical, 1 if a chunk differs. Print the first difference."""
+    """Return 0 if all frames are identical and 1 if a chunk differs. The first difference is
+    printed.
+    """
     from vllm_omni.session_files.recording import committed_chunks, read_recording
 
     try:
@@ -106,7 +108,9 @@ def _model(wanted: Path | None, header: "RecordingHeader") -> Path:
 
 
 def _adapters_in(chunks: "list[tuple[int, RecordedChunk]]") -> dict[str, str]:
-    """Return the adapters that a recording needs, with the digest of their weights if known."""
+    """Return the names of the adapters that a recording uses, with the digests of their weights if
+    known.
+    """
     named = {lora.name: "" for _, chunk in chunks for lora in chunk.params.lora or ()}
     used = {
         lora.name: lora.digest
@@ -123,10 +127,10 @@ def _adapters_in(chunks: "list[tuple[int, RecordedChunk]]") -> dict[str, str]:
 def _adapters(
     modules: list[str], needed: dict[str, str], header: "RecordingHeader"
 ) -> dict[str, str]:
-    """Return the paths in `--lora-modules` by name.
+    """Return the adapter paths from `--lora-modules`, keyed by adapter name.
 
     Raises:
-        CommandError: The given adapters differ from those of the recording.
+        CommandError: The given adapters differ from the adapters that the recording used.
     """
     given = dict(module.split("=", 1) for module in modules if "=" in module)
     if len(given) < len(modules):
@@ -151,11 +155,11 @@ def _replay(
     args: argparse.Namespace,
     frames: list[Any] | None,
 ) -> int | None:
-    """Replay the chunks on a new engine. Stop at the first chunk that differs, unless frames are
-    requested.
+    """Replay the chunks on a new engine. Replay stops at the first chunk that differs, unless
+    frames are requested.
 
     Returns:
-        The index of the first chunk that differs, or None.
+        The index of the first chunk that differs, or None if all chunks are identical.
     """
     from vllm_omni.outputs import RequestFailed
 
@@ -240,7 +244,7 @@ def _check_adapters(index: int, chunk: "RecordedChunk", used: "list[UsedLora]") 
 
 
 def _run_chunk(llm: Any, index: int, chunk: "RecordedChunk") -> "tuple[Any, list[UsedLora]]":
-    """Return the frames and the adapters that were used."""
+    """Generate one chunk, and return its frames and the adapters that were applied."""
     import msgspec
     import torch
 
@@ -256,7 +260,7 @@ def _run_chunk(llm: Any, index: int, chunk: "RecordedChunk") -> "tuple[Any, list
 
 
 def _report(index: int, chunk: "RecordedChunk", frames_THWC: Any) -> bool:
-    """Print a line about one chunk. Return False if the chunk differs."""
+    """Print a line about one chunk. Return False if its frames differ from the recorded digest."""
     from vllm_omni.session_files.recording import digest_of
 
     if chunk.outcome is None:

@@ -2,8 +2,8 @@
 """`vllm serve MODEL --omni`: check the arguments, add the model family's flags, run vLLM's server.
 
 `plan` reads the relevant flags, detects the model family, refuses unsupported arguments with a
-one-line error, and returns the equivalent plain `vllm serve` command. This takes about a second,
-because only the module of the model family is imported. `launch` parses that command with vLLM's
+one-line error, and returns the equivalent plain `vllm serve` command. Planning takes about a second
+because it imports only the module of the model family. `launch` parses that command with vLLM's
 parser and additional WebSocket flags, refuses arguments that the worker would ignore
 (`vllm_omni.engine_arguments`), and runs vLLM's `ServeSubcommand`.
 """
@@ -52,16 +52,16 @@ if TYPE_CHECKING:
 
 PLUGIN = "vllm_omni"
 
-# The default requires 92 % of the machine's memory to be free. The value limits the memory of all
-# sessions.
+# # vLLM's default requires 92 % of the machine's memory to be free. This variable limits the memory
+# of all sessions.
 _CPU_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 _CPU_SPACE_GIB = "4"
 
 _STOCK_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 _EXPORT_TIMEOUTS = ("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "OTEL_EXPORTER_OTLP_TIMEOUT")
 _EXPORT_TIMEOUT_S = "2"
-"""With OpenTelemetry's default of 10 s per batch, an exit would wait 30 s for a collector that is
-down.
+"""Export timeout in seconds. With OpenTelemetry's default of 10 s per batch, the server would wait
+30 s at exit for a collector that is down.
 """
 # vLLM loads the plugins of these groups by default, and endpoint plugins only by name.
 _PLUGIN_GROUPS = (
@@ -82,7 +82,7 @@ Every flag of `vllm serve` is accepted. Options of this package go into --additi
 
 
 def run(argv: list[str]) -> int:
-    """Serve with the arguments after `serve`, without `--omni`."""
+    """Serve a model. `argv` contains the arguments after `serve`, without `--omni`."""
     if not any(argument in ("-h", "--help") or argument.startswith("--help=") for argument in argv):
         planned = plan(argv, os.environ, installed_plugins(), on_cpu=is_cpu_build())
         print(
@@ -110,10 +110,10 @@ def run(argv: list[str]) -> int:
 
 @dataclass(frozen=True)
 class ServePlan:
-    """The command to run."""
+    """The `vllm serve` command to run, and its environment."""
 
     title: str
-    """Name of the model family for messages."""
+    """Name of the model family, as shown in messages."""
     argv: list[str]
     """Arguments after `vllm serve`."""
     environ: dict[str, str]
@@ -121,7 +121,7 @@ class ServePlan:
     plain_command: str
     """The equivalent command without `--omni`."""
     page: str | None
-    """URL of the web page. None: the server has no port."""
+    """URL of the server's web page. None: the server has no port."""
     worker: WorkerKind
     """The worker class that serves the model."""
 
@@ -132,7 +132,7 @@ def plan(
     """Check the arguments after `vllm serve` and add the missing ones.
 
     Args:
-        argv: The arguments.
+        argv: Arguments after `vllm serve`.
         environ: Environment variables.
         plugins: Names of the installed plugins that vLLM loads by default.
         on_cpu: Whether vLLM is a CPU build.
@@ -186,8 +186,8 @@ def plan(
 
 
 def _from_hub(flags: "ServeFlags", argv: Sequence[str]) -> tuple["ServeFlags", Sequence[str]]:
-    """Replace a Hugging Face id by the directory of its snapshot. Clients still name the model by
-    the id.
+    """Replace a Hugging Face id with the directory of its downloaded snapshot. The served model
+    name remains the id.
     """
     from vllm_omni.model_executor.checkpoint.hub import is_hub_id, resolve
 
@@ -220,7 +220,7 @@ def launch(argv: list[str], worker: WorkerKind | None) -> None:
 
     Args:
         argv: Arguments after `vllm serve`.
-        worker: The worker class that serves the model. None: only `--help`.
+        worker: The worker class that serves the model. None: only `--help` is requested.
 
     Raises:
         CommandError: The worker would ignore an argument, or vLLM finds no device.
@@ -250,9 +250,9 @@ def refuse_ignored(worker: WorkerKind, args: argparse.Namespace, plain: argparse
     """Refuse arguments that the worker would ignore.
 
     Args:
-        worker: The worker.
+        worker: The worker class that serves the model.
         args: The parsed arguments.
-        plain: The namespace of an empty command line.
+        plain: The namespace that an empty command line produces.
 
     Raises:
         CommandError: An argument would be ignored.
@@ -262,7 +262,9 @@ def refuse_ignored(worker: WorkerKind, args: argparse.Namespace, plain: argparse
 
 
 def serve_parser() -> argparse.ArgumentParser:
-    """Return vLLM's parser of `vllm serve` with the WebSocket flags added. Imports vLLM."""
+    """Return vLLM's parser for `vllm serve`, extended with the WebSocket flags. This function
+    imports vLLM.
+    """
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -284,8 +286,8 @@ def installed_plugins() -> list[str]:
 
 
 def plugin_names(user_value: str | None, installed: Iterable[str], more: Iterable[str] = ()) -> str:
-    """Return the value of VLLM_PLUGINS: the plugins selected by the user or by default, this
-    package, and `more`.
+    """Return the value of VLLM_PLUGINS, which lists the plugins selected by the user or by default,
+    the plugins of this package, and `more`.
     """
     names = installed if user_value is None else [name for name in user_value.split(",") if name]
     return ",".join(dict.fromkeys([*names, PLUGIN, *more]))
@@ -296,7 +298,7 @@ def plugin_names(user_value: str | None, installed: Iterable[str], more: Iterabl
 
 
 def check(flags: "ServeFlags") -> "ModelFamily":
-    """Check arguments and checkpoint, cheapest check first.
+    """Check the arguments and the checkpoint, starting with the cheapest check.
 
     Returns:
         The model family.
@@ -356,14 +358,14 @@ def check(flags: "ServeFlags") -> "ModelFamily":
 def _check_preset(
     flags: "ServeFlags", preset: "ServedPreset", hf_config: Mapping[str, Any]
 ) -> None:
-    """Check that the device supports the precision that a preset sets."""
+    """Check that the device supports the precision that a preset requires."""
     preset = preset.next_to(
         weights="quantization" in flags.values or "quantization_config" in hf_config,
         keys_and_values=flags.values.get("kv-cache-dtype", "auto") != "auto",
     )
     if preset.quantization is None and preset.kv_cache_dtype is None:
         return
-    from vllm.platforms import current_platform  # slow, and needed for FP8 only
+    from vllm.platforms import current_platform  # This import is slow, and only FP8 requires it.
 
     if current_platform.is_unspecified():
         return  # `launch` refuses to start
@@ -412,7 +414,7 @@ def _check_executor(flags: "ServeFlags", executor_cls: str) -> None:
 
 
 def _check_port(flags: "ServeFlags") -> None:
-    """Check that the port is free, because vLLM checks this only after half a minute of imports.
+    """Check that the port is free. vLLM itself checks this only after half a minute of imports.
 
     A server with `--uds` has no port.
     """
@@ -434,9 +436,10 @@ def _check_port(flags: "ServeFlags") -> None:
 
 
 def _needs_one_api_server(flags: "ServeFlags") -> bool:
-    """Return whether only one API server may be started, because sessions are local to it.
+    """Return whether the server may have only one API server process, because sessions are local to
+    a process.
 
-    Stock vLLM starts one API server for each data-parallel rank.
+    Stock vLLM would start one API server process for each data-parallel rank.
     """
     chosen = {
         "api-server-count",
@@ -480,16 +483,18 @@ class ServeFlags:
     """
 
     model: str | None = None
-    """Checkpoint directory or hub id. None: not given."""
+    """Checkpoint directory or hub id. None: the command line names no model."""
     values: dict[str, str] = field(default_factory=dict)
-    """Values by flag name without dashes; "" for a switch. Aliases are not resolved."""
+    """Values of the flags, keyed by flag name without leading dashes. The value of a switch is "".
+    Aliases are not resolved.
+    """
 
     @classmethod
     def scan(cls, argv: Sequence[str]) -> "ServeFlags":
         """Read the command line by vLLM's rules.
 
-        The model comes first, `_` is treated as `-`, and `--flag=x` is treated as `--flag x`. A
-        `--config` file supplies flags that the command line lacks.
+        The model comes first, `_` in a flag name is treated as `-`, and `--flag=x` is treated as
+        `--flag x`. Flags that are missing from the command line are read from the `--config` file.
 
         Raises:
             CommandError: The file cannot be read.
@@ -528,9 +533,9 @@ class ServeFlags:
         return 1
 
     def additional_config(self) -> dict[str, Any]:
-        """Return `--additional-config`, which is given as JSON or as dotted keys.
+        """Return the value of `--additional-config`, which may be given as JSON or as dotted keys.
 
-        For example, `--additional-config.omni.max_sessions 4`.
+        An example of a dotted key is `--additional-config.omni.max_sessions 4`.
         """
         text = self.values.get(_ADDITIONAL_CONFIG, "{}")
         try:
@@ -559,7 +564,7 @@ def _is_flag(argument: str) -> bool:
 def _canonical(flag: str) -> str:
     """Convert `--tensor_parallel_size` to `tensor-parallel-size`.
 
-    Keys after a dot are not changed.
+    The part of a flag after its first dot is not changed.
     """
     head, dot, keys = flag.lstrip("-").partition(".")
     return head.replace("_", "-") + dot + keys
@@ -597,7 +602,7 @@ def _read_yaml(path: str) -> dict[str, str]:
 
 
 def _without_keys(argv: Sequence[str]) -> list[str]:
-    """Replace API keys by KEY, because the command is printed and may appear in logs."""
+    """Replace API keys with `KEY` because the command is printed and may appear in logs."""
     shown: list[str] = []
     hiding = False
     for argument in argv:
@@ -611,7 +616,9 @@ def _without_keys(argv: Sequence[str]) -> list[str]:
 
 
 def _with_one_additional_config(argv: Sequence[str], flags: ServeFlags) -> list[str]:
-    """Merge JSON and dotted keys, because vLLM silently ignores the JSON if both are given."""
+    """Merge the JSON and the dotted keys of `--additional-config`, because vLLM silently ignores
+    the JSON if both are given.
+    """
     has_keys = any(name.startswith(f"{_ADDITIONAL_CONFIG}.") for name in flags.values)
     if not has_keys or _ADDITIONAL_CONFIG not in flags.values:
         return list(argv)

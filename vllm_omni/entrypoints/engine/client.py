@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """`OmniEngine`: the interface through which all endpoints use vLLM's engine.
 
-Each call is one pooling request: a chunk, a set of images or a video. The class uses only public
-methods of stock `EngineClient` (`encode`, `abort`, `collective_rpc`) and converts between NumPy and
-torch, so endpoints only handle NumPy arrays.
+Each generation call is one pooling request that produces a chunk, a set of images or a video. The
+class uses only public methods of stock `EngineClient` (`encode`, `abort`, `collective_rpc`).
+`OmniEngine` converts between NumPy and torch, so endpoints handle only NumPy arrays.
 
-Failures are `RequestFailed` with the worker's error codes. Three codes originate here: `cancelled`
-(the engine ended the request), `engine_error` (the request failed in the engine) and `engine_dead`
-(the engine has stopped). The code `capacity` also covers a paused engine and a full queue.
+A failed request raises `RequestFailed` with the worker's error code. This module adds three codes:
+`cancelled` (the engine ended the request), `engine_error` (the request failed in the engine) and
+`engine_dead` (the engine has stopped). A paused engine and a full queue are also reported as
+`capacity`.
 
-With data parallelism, `SessionPlacement` selects the data-parallel rank of a request. Such requests
-use `AsyncLLM.add_request`, because stock `encode` has no argument for the rank. Results of workers
-are gathered over all ranks.
+With data parallelism, `SessionPlacement` selects the data-parallel rank of each request. The
+request is then sent through `AsyncLLM.add_request` because stock `encode` has no argument for the
+rank. Results of worker calls are gathered from all ranks.
 """
 
 import asyncio
@@ -71,13 +72,13 @@ class OmniEngine:
 
     Args:
         client: vLLM's engine client.
-        placement: Data-parallel rank of each session, shared by all objects that use `client`.
-            Default: the engine has one rank.
+        placement: Table of the data-parallel rank of each session, shared by all objects that use
+            `client`. Default: the engine has one data-parallel rank.
     """
 
     def __init__(self, client: EngineClient, placement: SessionPlacement | None = None) -> None:
         self._client = client
-        # request ids are unique in the engine
+        #         # The engine requires unique request ids.
         self._process, self._numbers = secrets.token_hex(8), itertools.count()
         self._placement = placement if placement is not None and placement.size > 1 else None
         self._logs_chunks = logger.isEnabledFor(logging.DEBUG)
@@ -98,7 +99,8 @@ class OmniEngine:
             arrays: Input arrays by name.
 
         Returns:
-            `(meta, arrays)`. The arrays are views of the engine's result.
+            `(meta, arrays)`: the metadata of the result, and its arrays as views of the engine's
+            result.
 
         Raises:
             RequestFailed: The request was refused, was aborted or failed.
@@ -162,7 +164,7 @@ class OmniEngine:
     def _responses(
         self, params: PoolingParams, request_id: str, rank: int | None
     ) -> AsyncIterator[PoolingRequestOutput]:
-        """Yield the engine's outputs for one request. The last output is complete."""
+        """Yield the engine's outputs for one request. The last output contains the complete result."""
         headers = tracing().engine_headers()
         trace: dict[str, Any] = {} if headers is None else {"trace_headers": headers}
         if rank is None:
@@ -205,14 +207,16 @@ class OmniEngine:
         Args:
             params: Parameters of the request.
             arrays: Input arrays by name.
-            timeout_s: Time limit of one attempt in seconds. A longer attempt is aborted.
-            wait_s: Period in seconds during which `capacity` is retried.
+            timeout_s: Time limit of one attempt in seconds. An attempt that takes longer is
+                aborted.
+            wait_s: Time in seconds during which the request is retried after `capacity`.
 
         Returns:
-            `(meta, arrays)`, as from `run_request`.
+            `(meta, arrays)`, as for `run_request`.
 
         Raises:
-            RequestFailed: As from `run_request`, and with `timeout` after `timeout_s`.
+            RequestFailed: As for `run_request`. The code is `timeout` if an attempt exceeds
+                `timeout_s`.
         """
         give_up_s = time.monotonic() + wait_s
         pause_s = _FIRST_PAUSE_S
@@ -231,7 +235,7 @@ class OmniEngine:
             pause_s = min(_LONGEST_PAUSE_S, 1.5 * pause_s)
 
     async def close_session(self, session_id: str) -> None:
-        """Free the state of a session. Unknown ids are ignored.
+        """Free the state of a session. An unknown id is ignored.
 
         Raises:
             RequestFailed: The engine did not run the request.
@@ -239,7 +243,7 @@ class OmniEngine:
         await self.run_request(DiffusionParams(session_id=session_id, op="close"), {})
 
     async def progress(self) -> dict[str, tuple[int, int]]:
-        """Return `{session id: (finished steps, all steps)}` of the requests in flight.
+        """Return `{session id: (finished steps, total steps)}` for the requests in flight.
 
         Raises:
             RequestFailed: The engine did not respond.
@@ -252,10 +256,11 @@ class OmniEngine:
         }
 
     async def session_stats(self) -> list[dict[str, Any]]:
-        """Return the number and size of sessions on each data-parallel rank.
+        """Return the number and the total size of the sessions on each data-parallel rank.
 
         Returns:
-            One dict per rank: `sessions`, `max_sessions`, `bytes`, `max_bytes`.
+            A list with one dict per rank, with the keys `sessions`, `max_sessions`, `bytes` and
+            `max_bytes`.
 
         Raises:
             RequestFailed: The engine did not respond.
@@ -263,7 +268,7 @@ class OmniEngine:
         return await self._rpc("session_stats")
 
     async def fast_paths(self) -> list[FastPath]:
-        """Return the fast paths of the engine, `joined` over its data-parallel ranks.
+        """Return the fast paths of the engine, merged over its data-parallel ranks by `joined`.
 
         Raises:
             RequestFailed: The engine did not respond.
@@ -272,7 +277,7 @@ class OmniEngine:
         return joined([FastPath(**fields) for fields in responses[0]] for responses in ranks)
 
     async def process_ids(self) -> list[int]:
-        """Return the ids of the engine's processes on this machine: workers and engine cores.
+        """Return the process ids of the workers and engine cores that run on this machine.
 
         Raises:
             RequestFailed: The engine did not respond.
@@ -295,7 +300,7 @@ class OmniEngine:
     async def save_session(
         self, session_id: str, path: Path, owner: Mapping[str, str] | None
     ) -> SnapshotHeader:
-        """Write a session, in its state after the last finished chunk, to a new file.
+        """Write the state of a session after its last finished chunk to a new file.
 
         Args:
             session_id: The engine's id of the session.
@@ -320,7 +325,8 @@ class OmniEngine:
         The arguments are the same as for `save_session`.
 
         Returns:
-            `(header, seconds)`: the header of the snapshot, and the engine time that it took.
+            `(header, seconds)`: the header of the snapshot, and the time in seconds that the engine
+            spent on it.
 
         Raises:
             RequestFailed: The session is unknown or could not be written.
@@ -332,9 +338,11 @@ class OmniEngine:
     async def copy_session(
         self, session_id: str, path: Path, owner: Mapping[str, str] | None, *, is_playing: bool
     ) -> tuple[SnapshotHeader, int]:
-        """Write or update the snapshot file of a session that will be moved; see `copy_exchange`.
+        """Write or update the snapshot file of a session that is about to be moved; see
+        `copy_exchange`.
 
-        The arguments are otherwise the same as for `save_session`. `end_copy` must follow.
+        The other arguments are the same as for `save_session`. The caller must call `end_copy`
+        afterwards.
 
         Returns:
             `(header, bytes)`: the header of the file, and the number of bytes written.
@@ -346,13 +354,15 @@ class OmniEngine:
         return await self._exchange(exchange, session_id)
 
     async def end_copy(self, path: Path) -> None:
-        """Release the resources that the workers hold for a file of `copy_session`."""
+        """Release the resources that the workers hold for a snapshot file written by
+        `copy_session`.
+        """
         await self._call_all_ranks("end_copy", (str(path),))
 
     async def update_session(
         self, session_id: str, path: Path
     ) -> tuple[SnapshotHeader, dict[str, Any]]:
-        """Update a restored session from a later version of its file.
+        """Update a restored session from a later version of its snapshot file.
 
         The arguments and the result are the same as for `restore_session`.
 
@@ -377,7 +387,7 @@ class OmniEngine:
             path: Snapshot file.
 
         Returns:
-            `(header, scalars)` of the snapshot.
+            `(header, scalars)`: the header and the scalar values of the snapshot.
 
         Raises:
             RequestFailed: The id is in use (`session_exists`), or the snapshot could not be
@@ -397,7 +407,8 @@ class OmniEngine:
     async def _call_workers(self, call: WorkerCall, rank: int | None) -> list[dict[str, Any]]:
         """Call all workers of one data-parallel rank.
 
-        Workers of other data-parallel ranks receive the call too. They refuse or ignore it.
+        The workers of all other data-parallel ranks also receive the call, but they refuse or
+        ignore it.
         """
         return (await self._call_all_ranks(call.method, call.args))[rank or 0]
 
@@ -409,7 +420,7 @@ class OmniEngine:
         """Call all workers of every data-parallel rank.
 
         Returns:
-            For each data-parallel rank, the results of its workers.
+            A list with one entry per data-parallel rank, which contains the results of its workers.
         """
         try:
             if self._placement is None:
@@ -425,7 +436,7 @@ class OmniEngine:
             return responses
         except EngineDeadError:
             raise RequestFailed("engine_dead", _DEAD) from None
-        # boundary: every exception of a worker arrives as a plain `Exception`
+        #         # Boundary: every exception of a worker arrives as a plain `Exception`.
         except Exception as error:
             logger.debug("worker RPC %s failed", method, exc_info=True)
             raise RequestFailed(

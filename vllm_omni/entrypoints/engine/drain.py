@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GracefulStop`: drains an API server process between SIGTERM and its exit.
+"""`GracefulStop`: drains an API server process after SIGTERM and before it exits.
 
-On SIGTERM, stock vLLM stops the engine at once, or with `--shutdown-timeout` after its requests
-have finished. That is too early for work that needs the engine: chunks in flight and snapshots.
-This class installs another handler for the signal on the same event loop. It does so in the
-application's lifespan, which uvicorn runs before it listens. The handler refuses new work, waits
-for the endpoints for up to `drain_timeout_s`, and then stops uvicorn through its flag
-`should_exit`. vLLM then stops the engine as usual. A second SIGTERM ends the wait.
+On SIGTERM, stock vLLM stops the engine immediately, or with `--shutdown-timeout` as soon as its
+requests have finished. In both cases the engine stops too early for chunks in flight and for
+snapshots, because both require it. This class therefore installs another SIGTERM handler on the
+same event loop, in the application's lifespan, which uvicorn runs before it listens. The handler
+refuses new work, waits up to `drain_timeout_s` for the endpoints to finish, and then stops uvicorn
+by setting `should_exit`. vLLM then stops the engine as usual. A second SIGTERM ends the wait.
 
-The API server must receive the signal first. A process manager that signals the engine's process at
-the same time (systemd without `KillMode=mixed`) stops the engine too early.
+The API server must receive SIGTERM before the engine does. A process manager that signals the
+engine process at the same time, such as systemd without `KillMode=mixed`, stops the engine too
+early.
 """
 
 import asyncio
@@ -35,16 +36,16 @@ _LEAST_CLOSING_S: Final = 3.0
 
 
 class GracefulStop:
-    """Drains one server.
+    """Drains one API server process after SIGTERM.
 
-    Call `attach_to_app` while vLLM builds the application, and `start_handling_signals` when the
+    Call `attach_to_app` while vLLM builds the application, and `start_handling_signals` after the
     endpoints have started.
     """
 
     def __init__(self) -> None:
         self.is_draining = False
         self.in_flight = 0
-        """HTTP requests in progress that change state or generate output."""
+        """Number of HTTP requests in progress that change state or generate output."""
         self._finish: Callable[[], Awaitable[None]] | None = None
         self._timeout_s = 0.0
         self._task: asyncio.Task[None] | None = None
@@ -52,10 +53,10 @@ class GracefulStop:
     def start_handling_signals(
         self, finish: Callable[[], Awaitable[None]], timeout_s: float
     ) -> None:
-        """Set the work of a shutdown.
+        """Configure what happens between SIGTERM and the exit of the server.
 
         Args:
-            finish: Returns when the endpoints have finished.
+            finish: Coroutine function that returns when the endpoints have finished.
             timeout_s: Time limit in seconds; 0 leaves vLLM's own shutdown unchanged.
         """
         self._finish, self._timeout_s = finish, timeout_s
@@ -69,7 +70,7 @@ class GracefulStop:
             return
         try:
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop, app)
-        # not the main thread, or a platform without signals
+        #         # This is not the main thread, or the platform has no signals.
         except (NotImplementedError, RuntimeError, ValueError):
             logger.info("graceful shutdown is not available: this server has no signal handlers")
 
@@ -105,7 +106,7 @@ class GracefulStop:
 class DrainGuard:
     """ASGI middleware that refuses new work with 503 while draining.
 
-    The readiness probe then reports `draining`.
+    While the server drains, the readiness probe reports `draining`.
     """
 
     def __init__(self, app: ASGIApp, stop: GracefulStop) -> None:

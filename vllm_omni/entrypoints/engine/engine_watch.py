@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """`EngineWatch`: stops an API server process if its engine dies or hangs.
 
-The kernel reports when an engine process on this machine ends. In addition, vLLM is polled twenty
-times a second, to cover processes on other machines and failures without an exit. When the engine
-is dead, the endpoints send an error to every client, and the server exits with `ENGINE_DIED`. Stock
-vLLM polls every 5 s, closes sockets as in a planned shutdown and exits with 0, so that supervisors
-do not restart it.
+The kernel reports when an engine process on this machine ends. In addition, vLLM's own state is
+polled twenty times a second, to detect the end of processes on other machines and failures without
+an exit. When the engine is dead, the endpoints send an error to every client, and the server exits
+with `ENGINE_DIED`. Stock vLLM, in contrast, polls every 5 s, closes sockets as in a planned
+shutdown and exits with 0, so supervisors do not restart it.
 
-vLLM reports a dead worker only after the other workers have exited, which may take seconds. Workers
-that have not exited within `_LEAVING_S` are killed, so that HTTP requests fail as early as sockets
-do. An engine process that has been stopped (SIGSTOP) for `stopped_timeout_s` is killed too. After
-SIGTERM or SIGINT the server exits with 0. Other checks for dead processes are compared in
-docs/how_to/operations.md ("Who watches whom").
+vLLM reports a dead worker only after the other workers have exited, which may take seconds. Engine
+processes that have not exited within `_LEAVING_S` are killed, so HTTP requests fail as early as
+WebSockets do. An engine process that has been stopped (SIGSTOP) for `stopped_timeout_s` is also
+killed. After SIGTERM or SIGINT, the server exits with 0. Other checks for dead processes are
+compared in docs/how_to/operations.md ("Who watches whom").
 
-A plain `vllm serve` has the same exit status, because a task raises SystemExit when the event loop
-closes.
+A plain `vllm serve` with this package exits with the same status because a task raises SystemExit
+when the event loop closes.
 """
 
 import asyncio
@@ -40,23 +40,21 @@ logger = logging.getLogger("vllm." + __name__)
 _POLL_S: Final = 0.05
 _LOOK_S: Final = 0.25
 _OWN_GAP_S: Final = 2.0
-"""A longer interval between two checks shows that this process itself was paused. The time for
-which other processes were stopped is then unknown, so their counters restart at zero.
+"""Maximum expected interval in seconds between two checks. After a longer interval, this process
+itself must have been paused, so the counters of stopped engine processes restart at zero.
 """
 _LEAVING_S: Final = 0.3
-"""Time in seconds during which the remaining processes of a dead engine may log the reason and
-exit.
-"""
+"""Time in seconds that the remaining processes of a dead engine have to log the reason and exit."""
 _CLOSING_S: Final = 3
-"""Time in seconds during which connections may close after the engine has died."""
+"""Time in seconds that connections have to close after the engine has died."""
 
 
 async def _notify_no_client() -> None:
-    """Do nothing. Default for servers without long-lived connections."""
+    """Do nothing, which is the default for servers without long-lived connections."""
 
 
 class EngineWatch:
-    """Watches the engine of one server.
+    """Watches the engine of one API server process and stops the process if the engine dies.
 
     Call `attach_to_app` while vLLM builds the application, after all other code that installs
     signal handlers. Call `start_watching` after engine startup.
@@ -80,10 +78,10 @@ class EngineWatch:
         """Set the engine to watch.
 
         Args:
-            is_dead: Returns whether the engine has died.
-            pids: The engine processes on this machine.
+            is_dead: Function that returns whether the engine has died.
+            pids: Ids of the engine processes on this machine.
             stopped_timeout_s: Seconds after which a stopped process is killed. Default: never.
-            notify_clients: Sends an error to all clients of the endpoints.
+            notify_clients: Coroutine function that sends an error to all clients of the endpoints.
         """
         self._is_dead, self._notify_clients = is_dead, notify_clients
         self._pids = [pid for pid in pids if pid != os.getpid()]
@@ -105,10 +103,10 @@ class EngineWatch:
             task.cancel()
 
     def _note_signals(self) -> None:
-        """Record that a shutdown was requested, because the exit of the engine is then expected.
+        """Record a requested shutdown, because the engine's exit is then expected.
 
-        Event loops receive signals through a file descriptor. The handler that Python calls in
-        addition is a dummy, which this handler replaces.
+        An event loop receives signals through a file descriptor. In addition, Python calls a dummy
+        handler for the signal, which this handler replaces.
         """
 
         def note(number: int, frame: FrameType | None) -> None:
@@ -141,8 +139,8 @@ class EngineWatch:
                     await ended.wait()
 
     async def _end_rest(self, is_dead: Callable[[], bool]) -> None:
-        """Kill the engine's remaining processes if they do not exit, so that vLLM reports the
-        death.
+        """Kill the engine processes that do not exit on their own, so that vLLM reports the dead
+        engine.
         """
         give_up_s = time.monotonic() + _LEAVING_S
         while not is_dead() and time.monotonic() < give_up_s:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the endpoints that come from the environment, because stock `vllm serve` has no flags
-for them.
+"""Endpoint settings that are read from environment variables, because stock `vllm serve` has no
+flags for them.
 
-Each field of a settings struct corresponds to the variable `VLLM_OMNI_` followed by the field's
-name in upper case.
+The variable of a field is named `VLLM_OMNI_` followed by the field's name in upper case.
 """
 
 import os
@@ -18,15 +17,15 @@ PREFIX: Final = "VLLM_OMNI_"
 
 
 def read_struct(cls: type[T], environ: Mapping[str, str] | None = None) -> T:
-    """Create a settings struct from the variables that are set. Other fields have their default
-    values.
+    """Create a settings struct from the environment variables that are set. All other fields keep
+    their defaults.
 
     Args:
-        cls: The struct.
-        environ: The variables. Default: the process's environment.
+        cls: Type of the settings struct.
+        environ: Environment variables. Default: those of this process.
 
     Raises:
-        ValueError: A value is invalid. The text names the variable, its value and the allowed
+        ValueError: A value is invalid. The message names the variable, its value and the allowed
             values.
     """
     environ = os.environ if environ is None else environ

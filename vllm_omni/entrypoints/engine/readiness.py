@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/omni/ready`: whether this server accepts new work now. `/health`, in contrast, reports whether
-the server is alive.
+"""`/omni/ready`: reports whether this server accepts new work now. `/health`, in contrast, reports
+whether the server is alive.
 
-Status 200: the server accepts work. Status 503 with `capacity`: the server works but would refuse
-new work. Status 503 with `engine_dead`: the server does not work. The same worker statistics
-feed the gauges of `../telemetry/metrics.py` every `stats_interval_s`.
+Status 200 means that the server accepts work. Status 503 with `capacity` means that the server
+works but would refuse new work. Status 503 with `engine_dead` means that the server does not work.
+The worker statistics behind this reply also update the gauges of `../telemetry/metrics.py` every
+`stats_interval_s`.
 
 Workers respond only between engine steps, but a probe must be answered within a second. The route
-therefore returns the latest statistics and their age. The request to the workers continues, and the
-next probe uses its result.
+therefore returns the latest statistics and their age. A request to the workers that takes too long
+continues, and the next probe uses its result.
 """
 
 import asyncio
@@ -47,74 +48,76 @@ _PATIENCE_S: Final = 0.5  # Kubernetes gives a probe one second by default
 
 
 class FastPathReply(BaseModel):
-    """A fast path, as in `ReadyReply.fast_paths`."""
+    """State of one fast path, as listed in `ReadyReply.fast_paths`."""
 
     name: str
     """Name of the fast path."""
     on: bool
     """Whether the engine uses the fast path."""
     reason: str
-    """Reason why the fast path is disabled. Empty: it is enabled."""
+    """Reason why the fast path is disabled. Empty if the fast path is enabled."""
 
 
 class EncoderReply(BaseModel):
-    """An encoder of live video, as in `ReadyReply.encoders`."""
+    """Choice of one live-video encoder, as listed in `ReadyReply.encoders`."""
 
     codec: str
-    """`h264` or `jpeg`."""
+    """Codec of the live video: `h264` or `jpeg`."""
     implementation: str
-    """Implementation that this process uses."""
+    """Encoder implementation that this process uses."""
     reason: str
-    """Why a faster implementation is not used. Empty: the fastest implementation is used."""
+    """Reason why no faster implementation is used. Empty if the fastest implementation is used."""
 
 
 class ReadyReply(BaseModel):
     """Reply of `/omni/ready`.
 
-    Counts are sums over all data-parallel ranks.
+    Counts and sizes are sums over all data-parallel ranks.
     """
 
     status: str
-    """`ready`, `capacity` or `engine_dead`."""
+    """Readiness of the server: `ready`, `capacity` or `engine_dead`."""
     sessions: int | None = None
     """Number of sessions in the engine."""
     max_sessions: int | None = None
     """Maximum number of sessions."""
     bytes: int | None = None
-    """Size of the sessions in bytes."""
+    """Total size of the sessions in bytes."""
     max_bytes: int | None = None
-    """Maximum size of the sessions in bytes. None: no limit."""
+    """Maximum total size of the sessions in bytes. None: the size is not limited."""
     suspended: int | None = None
-    """Number of these sessions that are in host memory (`omni.suspend_idle_s`)."""
+    """Number of the sessions that are suspended to host memory (`omni.suspend_idle_s`)."""
     suspended_bytes: int | None = None
-    """Size of the sessions in host memory in bytes, which `bytes` does not include."""
+    """Total size in bytes of the sessions in host memory, which `bytes` does not include."""
     on_disk: int | None = None
-    """Number of these sessions that are on disk (`omni.suspend_dir`)."""
+    """Number of the sessions that are suspended to disk (`omni.suspend_dir`)."""
     disk_bytes: int | None = None
-    """Size of the sessions on disk in bytes, which neither `bytes` nor `suspended_bytes` includes.
+    """Total size in bytes of the sessions on disk, which neither `bytes` nor `suspended_bytes`
+    includes.
     """
     age_s: float | None = None
-    """Age of the statistics in seconds; more than one during a long engine step. None: no
-    statistics are available yet.
+    """Age of the statistics in seconds, which exceeds one second during a long engine step. None:
+    no statistics are available yet.
     """
     ranks: list[dict[str, int | None]] | None = None
-    """Statistics of each data-parallel rank, if there are several."""
+    """Statistics of each data-parallel rank. None: the engine has only one rank."""
     fast_paths: list[FastPathReply] | None = None
-    """Fast paths of the engine. None: not known yet."""
+    """Fast paths of the engine. None: the engine has not reported them yet."""
     encoders: list[EncoderReply] | None = None
     """Encoders of live video. None: the model has no sessions."""
 
 
 class Readiness:
-    """Readiness of one API server process.
+    """Computes the readiness of one API server process.
 
     Args:
-        engine: Requests to the engine.
+        engine: Interface to vLLM's engine.
         interval_s: Seconds between updates of the gauges.
-        has_room: Returns whether the endpoints of this process accept work.
-        can_make_room: Returns whether a session could be evicted for a new one. None: sessions do
-            not matter, because the model has none and its requests are queued.
-        media_bytes: Returns the total size of stored media files in bytes. Called on a thread.
+        has_room: Returns whether the endpoints of this process accept new work.
+        can_make_room: Returns whether a session could be evicted for a new one. None: the model has
+            no sessions, and its requests are queued.
+        media_bytes: Returns the total size of the stored media files in bytes. This function is
+            called on a worker thread.
         reply_bytes: Returns the size of retained replies in bytes.
         encoders: Encoders of live video. None: the model has no sessions.
     """
@@ -146,7 +149,7 @@ class Readiness:
             return JSONResponse(ReadyReply(status="engine_dead").model_dump(), 503)
         age_s = self._age_s()
         if age_s is None or age_s >= _FRESH_S:
-            # does not cancel the request
+            #             # A timeout of `wait` does not cancel the request to the workers.
             responded, _ = await asyncio.wait([self._probe()], timeout=_PATIENCE_S)
             if any(request.result() is not None for request in responded):
                 return JSONResponse(ReadyReply(status="engine_dead").model_dump(), 503)
@@ -175,9 +178,12 @@ class Readiness:
         return None if self._responded_s is None else time.monotonic() - self._responded_s
 
     def _probe(self) -> "asyncio.Task[RequestFailed | None]":
-        """Return the statistics request in progress. A request is started if none is in flight."""
+        """Return the task that requests statistics from the workers, and start one if none is in
+        flight.
+        """
         if self._stats_request is None or self._stats_request.done():
-            # it belongs to no single request
+            #             # An empty context, because the task does not belong to a single HTTP
+            # request.
             self._stats_request = asyncio.create_task(
                 self._refresh(), context=contextvars.Context()
             )
@@ -218,7 +224,9 @@ def _has_room(stats: Mapping[str, Any]) -> bool:
 
 
 def _sums(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the sum over all data-parallel ranks, or None if a rank has no value."""
+    """Return the sum of each statistic over all data-parallel ranks, or None if a rank has no value
+    for it.
+    """
     sums: dict[str, Any] = {}
     for name in _COUNTED if ranks else ():
         values = [rank[name] for rank in ranks]
@@ -227,7 +235,7 @@ def _sums(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class ReadyRoute:
-    """The route of one API server process."""
+    """The readiness route of one API server process."""
 
     def __init__(self) -> None:
         self._readiness: Readiness | None = None
@@ -267,6 +275,6 @@ class ReadyRoute:
         return ()
 
     async def _ready(self, request: Request) -> Response:
-        """Whether this server accepts new work now."""
+        """Return whether this server accepts new work now."""
         assert self._readiness is not None, "vLLM initialises state before it serves"
         return await self._readiness.ready()

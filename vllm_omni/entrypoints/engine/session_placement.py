@@ -2,16 +2,17 @@
 """`SessionPlacement`: maps sessions to data-parallel ranks.
 
 With `--data-parallel-size N` each data-parallel rank is a separate engine with separate sessions.
-The identifiers in this module use `rank` for data-parallel rank. Stock vLLM sends a request to the
-least busy data-parallel rank, which would scatter the requests of a session. Here a session is
-assigned to the data-parallel rank with the fewest sessions of this process when it starts. If that
-rank refuses with `capacity`, the next one is tried. The session stays on its data-parallel rank
-until it is closed. A fork is placed on the data-parallel rank of its parent, because the state is
-copied there.
+In this module, `rank` in an identifier means data-parallel rank. Stock vLLM sends a request to the
+least busy data-parallel rank, which would scatter the requests of a session. `SessionPlacement`
+instead assigns a new session to the data-parallel rank with the fewest sessions of this process. If
+that rank refuses the session with `capacity`, the next rank is tried. The session stays on its
+data-parallel rank until it is closed. A fork is placed on the data-parallel rank of its parent
+because the state is copied within the rank.
 
 This module is independent of the engine and of sockets: its caller passes the function that sends a
-request to a data-parallel rank. It counts only the sessions of this API server process, so a
-data-parallel rank may have less free capacity than computed here and refuse with `capacity`.
+request to a data-parallel rank. The module counts only the sessions of this API server process. A
+data-parallel rank may therefore have less free capacity than computed here, and refuse a session
+with `capacity`.
 """
 
 import asyncio
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SendToRank = Callable[[int], Awaitable[T]]
-"""Sends one request to a data-parallel rank and returns the result. Raises `RequestFailed`."""
+"""Function that sends one request to a data-parallel rank and returns the result. Raises
+`RequestFailed`.
+"""
 
 
 def num_data_parallel_ranks(vllm_config: "VllmConfig") -> int:
@@ -49,18 +52,18 @@ class _Placement:
     rank: int
     """Index of the data-parallel rank; -1 before the first attempt."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the first chunk has a result. Until then the session may move to another
-    data-parallel rank.
+    """Event that is set when the first chunk has a result. Before that, the session may move to
+    another data-parallel rank.
     """
 
 
 class SessionPlacement:
-    """Assigns the sessions of one API server process to data-parallel ranks. Use it from a single
-    event loop.
+    """Assigns the sessions of one API server process to data-parallel ranks. This class is not
+    thread-safe; use it from a single event loop.
 
     Args:
         size: Number of data-parallel ranks, at least 1.
-        offset: The data-parallel rank to use first if all have the same number of sessions.
+        offset: Data-parallel rank to use first when all ranks have the same number of sessions.
     """
 
     def __init__(self, size: int, offset: int = 0) -> None:
@@ -70,8 +73,8 @@ class SessionPlacement:
         self._next_rank = itertools.count(offset)
 
     def rank_of(self, session_id: str) -> int | None:
-        """Return the data-parallel rank of a session. None: the session does not belong to this
-        process.
+        """Return the data-parallel rank of a session, or None if the session does not belong to
+        this process.
         """
         placement = self._placements.get(session_id)
         return None if placement is None else placement.rank
@@ -86,7 +89,8 @@ class SessionPlacement:
 
         Args:
             params: Parameters of the request.
-            send: Sends the request to a data-parallel rank. Exceptions of `send` are re-raised.
+            send: Function that sends the request to a data-parallel rank. Exceptions of `send`
+                propagate to the caller.
 
         Returns:
             Result of `send`.
@@ -138,7 +142,7 @@ class SessionPlacement:
                 self._remove(params.session_id)
 
     def adopt(self, session_id: str) -> int:
-        """Assign a session, before it is restored, to the data-parallel rank with the fewest
+        """Assign a session that is about to be restored to the data-parallel rank with the fewest
         sessions.
 
         `remove_session` undoes the assignment.
@@ -152,8 +156,8 @@ class SessionPlacement:
         self._remove(session_id)
 
     def _by_load(self) -> Iterator[tuple[bool, int]]:
-        """Yield `(is_last, rank)` in order of the number of sessions. The order of ranks with the
-        same number of sessions rotates.
+        """Yield `(is_last, rank)`, starting with the rank that has the fewest sessions. Ranks with
+        equally many sessions take turns in being first.
         """
         turn = next(self._next_rank)
         order = sorted(
@@ -170,8 +174,8 @@ class SessionPlacement:
     async def _close(self, session_id: str, send: "SendToRank[T]") -> T:
         """Close a session on its data-parallel rank.
 
-        An unknown session may belong to another process, so it is closed on all data-parallel
-        ranks.
+        A session that this process does not know may belong to another process, so it is closed on
+        all data-parallel ranks.
         """
         rank = self.rank_of(session_id)
         if rank is None:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worlds as environments over HTTP (`/v1/environments`)."""
+"""Serve worlds as reinforcement-learning environments over HTTP (`/v1/environments`)."""

@@ -8,9 +8,10 @@
         POST   /v1/environments/{id}/fork    copy an environment to others
         DELETE /v1/environments/{id}         close the environments
 
-Environments belong to the API key that created them. The protocol uses HTTP instead of a WebSocket,
-because generating the chunk of a step takes much longer than an HTTP request on an open connection,
-and because requests then have the same keys, quotas, limits and proxies as other routes.
+Environments belong to the API key that created them. The protocol uses HTTP instead of a WebSocket
+for two reasons. The chunk of a step takes much longer to generate than an HTTP request on an open
+connection takes to send. In addition, HTTP requests are subject to the same keys, quotas, limits
+and proxies as the other routes.
 """
 
 import io
@@ -54,14 +55,14 @@ from vllm_omni.entrypoints.session_routes import MEDIA_TYPE, FileDownload
 from vllm_omni.outputs import pack
 
 _MAX_BODY_BYTES: Final = 1 << 20
-"""Maximum size of a body without images in bytes."""
+"""Maximum size in bytes of a request body without images."""
 
 T = TypeVar("T")
 
 
 class EnvironmentRoutes:
-    """The environment routes of one API server process. Without sessions, every route
-    returns 404.
+    """The environment routes of one API server process. Every route returns 404 if the model has no
+    sessions.
     """
 
     def __init__(self) -> None:
@@ -121,7 +122,7 @@ class EnvironmentRoutes:
     async def _create(self, request: Request) -> Response:
         """Create environments."""
         table, manager = self._table, self._table.manager
-        # base64, for the start image and the named images
+        #         # The start image and the named images are base64-encoded.
         max_bytes = 3 * manager.limits.max_image_bytes + _MAX_BODY_BYTES
         body = await _read(request, CreateRequest, max_bytes)
         group = await table.create(principal_of(request), client_of(request), body)
@@ -130,7 +131,7 @@ class EnvironmentRoutes:
 
     @respond_to_errors
     async def _reset(self, request: Request, group_id: str) -> Response:
-        """Start episodes."""
+        """Start a new episode in each listed environment."""
         group = self._find(request, group_id)
         entries = (await _read(request, ResetRequest)).episodes
         results = await group.reset(entries)
@@ -138,7 +139,7 @@ class EnvironmentRoutes:
 
     @respond_to_errors
     async def _step(self, request: Request, group_id: str) -> Response:
-        """Generate the next chunk of environments."""
+        """Generate the next chunk of each listed environment."""
         group = self._find(request, group_id)
         entries = (await _read(request, StepRequest)).steps
         results = await group.step(entries)
@@ -146,14 +147,14 @@ class EnvironmentRoutes:
 
     @respond_to_errors
     async def _fork(self, request: Request, group_id: str) -> Response:
-        """Turn environments into copies of another environment."""
+        """Replace environments with copies of another environment."""
         group, body = self._find(request, group_id), await _read(request, ForkRequest)
         await group.fork(body.source, body.targets)
         return Response(status_code=204)
 
     @respond_to_errors
     async def _delete(self, request: Request, group_id: str) -> Response:
-        """Close environments."""
+        """Close all environments of a group."""
         await self._table.close(self._find(request, group_id))
         return Response(status_code=204)
 
@@ -163,7 +164,7 @@ class EnvironmentRoutes:
     async def _reply(
         self, environments: Sequence[int], results: Sequence[ChunkArrays | EndpointError]
     ) -> Response:
-        """Pack the chunks of a call.
+        """Return a response that contains the chunks of a reset or a step.
 
         Raises:
             EndpointError: All environments failed.
@@ -196,7 +197,7 @@ def _packed(environments: Sequence[int], results: Sequence[ChunkArrays | Endpoin
 
 
 async def _read(request: Request, kind: type[T], max_bytes: int = _MAX_BODY_BYTES) -> T:
-    """Return the body of a request.
+    """Read and decode the body of a request.
 
     Raises:
         ApiError: The body is invalid or too large.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`EnvironmentTable`: the environments of all clients of one API server process.
 
-An environment is a session of the session manager, which handles capacity, quotas, idle time and
+Each environment is a session of the session manager, which handles capacity, quotas, idle time and
 draining. All environments of one `CreateRequest` form an `EnvironmentGroup`, which belongs to one
-API key. Their chunks are requested at the same time, so the engine batches them.
+API key. The chunks of a group are requested at the same time, so the engine can batch them.
 """
 
 import asyncio
@@ -40,8 +40,8 @@ _SWEEP_S: Final = 5.0
 
 
 class ChunkArrays:
-    """Arrays of one chunk by kind, and its entry in the reply, in which the environment is not set
-    yet.
+    """Arrays of one chunk by kind, and the entry of the chunk in the reply. The caller sets the
+    entry's environment index later.
     """
 
     def __init__(self, chunk: FinishedChunk) -> None:
@@ -51,12 +51,12 @@ class ChunkArrays:
         )
 
     def __len__(self) -> int:
-        """Return the size in bytes, as all replies do."""
+        """Return the size in bytes, because the session code measures payloads with `len`."""
         return sum(array.nbytes for array in self.arrays.values())
 
 
 class _OneChunk(LiveChunks):
-    """A chunk that is generated with a single action."""
+    """Source of one chunk that is generated with a single action."""
 
     num_chunks = 1
 
@@ -69,15 +69,15 @@ class _OneChunk(LiveChunks):
 
 
 class EnvironmentGroup:
-    """The environments that one client request created.
+    """The environments that were created by one client request.
 
     Args:
         manager: Sessions of the process.
-        principal: Owner, derived from the API key.
-        client: Client to which limits and quotas attribute the sessions.
+        principal: Owner of the environments, derived from the API key.
+        client: Client whose limits and quotas apply to the sessions.
         request: Properties of the environments.
-        image: Start image, uint8 [H, W, 3]. None: none.
-        images: Named images, in the same form.
+        image: Start image, uint8 [H, W, 3]. None: the episodes have no start image.
+        images: Named images, each uint8 [H, W, 3].
     """
 
     def __init__(
@@ -101,24 +101,25 @@ class EnvironmentGroup:
         return self._turn.locked()
 
     async def reset(self, entries: Sequence[ResetEntry]) -> list[ChunkArrays | EndpointError]:
-        """Start episodes. Returns the first chunk of each environment, or the error."""
+        """Start episodes, and return the first chunk or the error of each environment."""
         for entry in entries:
             self._manager.info.check_prompt(entry.prompt)
         return await self._together([entry.environment for entry in entries], self._start, entries)
 
     async def step(self, entries: Sequence[StepEntry]) -> list[ChunkArrays | EndpointError]:
-        """Generate the next chunk of environments. Returns the chunk of each environment, or the
-        error.
+        """Generate the next chunk of each listed environment. Return the chunk or the error of each
+        one.
         """
         return await self._together(
             [entry.environment for entry in entries], self._advance, entries
         )
 
     async def fork(self, source: int, targets: Sequence[int]) -> None:
-        """Turn environments into copies of another environment.
+        """Replace environments with copies of another environment.
 
         Raises:
-            EndpointError: The source has no episode, or there is no capacity.
+            EndpointError: The source environment has no episode, or there is no capacity for a
+                copy.
         """
         self._check([source, *targets])
         async with self._exclusive():
@@ -130,7 +131,7 @@ class EnvironmentGroup:
                 copy.connections.add(self)
 
     async def close(self) -> None:
-        """Free all sessions."""
+        """Free the sessions of all environments."""
         for index in range(self.request.num_envs):
             if (session := self._manager.find(self._key(index))) is not None:
                 session.connections.discard(self)
@@ -194,7 +195,7 @@ class EnvironmentGroup:
     async def _chunk(
         self, session: Session, action: ActionFrame, prompt: str | None, **others: Any
     ) -> ChunkArrays:
-        """Generate one chunk of a session.
+        """Generate the next chunk of a session.
 
         Raises:
             EndpointError: The chunk was refused or failed.
@@ -235,7 +236,7 @@ class EnvironmentGroup:
 
 
 class EnvironmentTable:
-    """All groups by owner and id.
+    """All environment groups of one API server process, keyed by owner and id.
 
     Args:
         manager: Sessions of the process.
@@ -247,7 +248,7 @@ class EnvironmentTable:
         self._sweeper: asyncio.Task[None] | None = None
 
     async def create(self, principal: str, client: str, request: CreateRequest) -> EnvironmentGroup:
-        """Create environments. Their sessions start at the first reset.
+        """Create environments. The session of an environment starts with its first reset.
 
         Raises:
             EndpointError: `invalid_request`, `session_limit` or `capacity`, or an image is invalid.
@@ -263,7 +264,7 @@ class EnvironmentTable:
         info.check_image(request.image is not None, "image")
         info.check_images(request.images)
         image, images = await manager.off_loop(self._load, request)
-        self._check_room(client, request)  # others may have come meanwhile
+        self._check_room(client, request)  # another request may have created some
         group = EnvironmentGroup(manager, principal, client, request, image, images)
         self._groups[principal, group.id] = group
         manager.held.total += group.nbytes
@@ -305,12 +306,13 @@ class EnvironmentTable:
             if source is not None and not isinstance(source, str):
                 raise EndpointError("invalid_image", f"{name} must be a data: URL", param="image")
         image = None if request.image is None else np.array(read_image(request.image, limits))
-        # the session names the tensors again
+        #         # The session adds the tensor names later, so only the names from the request are
+        # needed here.
         named = load_named_images(request.images, limits)
         return image, dict(zip(request.images, named.values(), strict=True))
 
     def find(self, principal: str, group_id: str) -> EnvironmentGroup:
-        """Return environments of a client.
+        """Return a client's environment group.
 
         Raises:
             ApiError: Status 404, because the client has no such environments.
@@ -325,7 +327,7 @@ class EnvironmentTable:
         return group
 
     async def close(self, group: EnvironmentGroup) -> None:
-        """Free environments. Idempotent."""
+        """Free the environments of a group. Idempotent."""
         if self._groups.pop((group.principal, group.id), None) is not None:
             self.manager.held.total -= group.nbytes
             await group.close()
@@ -336,7 +338,7 @@ class EnvironmentTable:
             await self._close_idle()
 
     async def _close_idle(self) -> None:
-        """Free the environments that no client has used for `session_idle_s`."""
+        """Free the environment groups that have not been used for `session_idle_s`."""
         latest_s = time.monotonic() - self.manager.info.session_idle_s
         for group in list(self._groups.values()):
             if not group.is_busy and group.last_used_s < latest_s:

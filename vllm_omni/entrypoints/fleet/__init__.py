@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multiple servers: sessions move between them as snapshots."""
+"""Move sessions between servers, in the form of snapshots."""

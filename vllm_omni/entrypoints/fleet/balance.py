@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`plan_moves`: plans which sessions move to which server. Pure functions without sockets.
+"""`plan_moves`: plans which sessions move to which server. This module contains only pure
+functions.
 
-Servers are sorted by their number of sessions, the fullest first. Only as many servers are used as
-the requested fill level requires. Sessions are moved away from the remaining servers and from
-servers that must be emptied. A server without sessions is thus used last. On the servers in use,
-active sessions are balanced first, because they share GPU time, and then idle sessions, which need
-memory.
+Servers are sorted by their number of sessions, with the fullest server first. The plan uses only as
+many servers as the requested fill level requires. Sessions are moved away from the remaining
+servers and from servers that must be emptied. An empty server is therefore used last. On the
+servers in use, active sessions are balanced first because they share GPU time. Idle sessions are
+balanced second because they only occupy memory.
 """
 
 import math
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 PLAYING_S: Final = 3.0
-"""Time in seconds after its last request during which a session counts as active."""
+"""Time in seconds for which a session counts as active after its last request."""
 
 
 @dataclass(frozen=True)
@@ -26,34 +27,34 @@ class MovableSession:
     principal: str
     """Owner of the session."""
     idle_s: float
-    """Time in seconds since the last request. Idle sessions are moved first, because no client is
+    """Time in seconds since the last request. Idle sessions are moved first because no client is
     waiting for them.
     """
 
     @property
     def plays(self) -> bool:
-        """Whether the session plays now."""
+        """Whether the session is active, that is, has had a request within `PLAYING_S`."""
         return self.idle_s < PLAYING_S
 
 
 @dataclass(frozen=True)
 class ServerLoad:
-    """One server that accepts sessions."""
+    """A server that accepts sessions, and the sessions that it has now."""
 
     name: str
     """Name of the server."""
     max_sessions: int
     """Maximum number of sessions."""
     sessions: tuple[MovableSession, ...]
-    """Its sessions."""
+    """Sessions on the server."""
 
 
 @dataclass(frozen=True)
 class PlannedMove:
-    """One move."""
+    """A planned move of one session."""
 
     session: MovableSession
-    """The session."""
+    """Session to move."""
     source: str
     """Name of the server that the session leaves."""
     target: str
@@ -63,19 +64,19 @@ class PlannedMove:
 def plan_moves(
     servers: Sequence[ServerLoad], to_empty: Collection[str], fill: float, most: int
 ) -> list[PlannedMove]:
-    """Return the next moves, most urgent first.
+    """Return the next moves, with the most urgent one first.
 
     Args:
         servers: Servers that accept sessions.
         to_empty: Names of servers that must be emptied.
-        fill: Fraction of `max_sessions` to fill on one server before the next one is used. 0: all
-            servers are used.
+        fill: Fraction of `max_sessions` that is filled on one server before the next server is
+            used. 0: all servers are used.
         most: Maximum number of moves.
     """
     plan = _Plan(servers)
     used = _used(servers, to_empty, fill)
     outside = [server.name for server in servers if server.name not in used]
-    # those that shall be empty first, then the fullest
+    #     # first the servers that must be emptied, then the fullest
     outside.sort(key=lambda name: (name not in to_empty, -len(plan.left[name]), name))
     for source in outside:
         while len(plan.moves) < most and plan.left[source] and (targets := plan.with_room(used)):
@@ -87,10 +88,10 @@ def plan_moves(
 
 
 class _Plan:
-    """The planned moves, and the sessions of each server after them.
+    """The planned moves, and the sessions that each server has after these moves.
 
     Args:
-        servers: The servers before the moves.
+        servers: The servers and their sessions before the moves.
     """
 
     def __init__(self, servers: Sequence[ServerLoad]) -> None:
@@ -105,13 +106,15 @@ class _Plan:
         return [name for name in names if len(self.left[name]) < self._room[name]]
 
     def load(self, name: str) -> tuple[float, float, str]:
-        """Return the fractions of a server's capacity that active sessions and all sessions use, to
-        compare servers.
+        """Return a sort key for servers: the fractions of the capacity that active sessions and all
+        sessions use.
         """
         return self._share(name, True), self._share(name, False), name
 
     def _share(self, name: str, plays: bool, more: int = 0) -> float:
-        """Return the fraction of a server's capacity that active or all sessions use."""
+        """Return the fraction of a server's capacity that its active sessions (`plays`) or all its
+        sessions use.
+        """
         counted = sum(session.plays or not plays for session in self.left[name])
         return (counted + more) / self._room[name]
 
@@ -121,7 +124,7 @@ class _Plan:
         self.moves.append(PlannedMove(session, source, target))
 
     def even_out(self, names: Sequence[str], plays: bool) -> bool:
-        """Plan one move of an active or an idle session. Return whether the move improves the
+        """Plan one move of an active or an idle session. Return False if no move improves the
         balance.
         """
         sources = [name for name in names if any(s.plays == plays for s in self.left[name])]
@@ -130,7 +133,7 @@ class _Plan:
             return False
         source = max(sources, key=lambda name: (self._share(name, plays), name))
         target = min(targets, key=lambda name: (self._share(name, plays), name))
-        # a move must not make the target the fuller one
+        #         # A move must not make the target fuller than the source.
         if self._share(target, plays, 1) > self._share(source, plays, -1):
             return False
         self.move(next(s for s in self.left[source] if s.plays == plays), source, target)
@@ -138,7 +141,7 @@ class _Plan:
 
 
 def _used(servers: Sequence[ServerLoad], to_empty: Collection[str], fill: float) -> list[str]:
-    """Return the names of the servers on which the sessions remain."""
+    """Return the names of the servers that keep sessions."""
     usable = [server for server in servers if server.name not in to_empty]
     usable.sort(key=lambda server: (-len(server.sessions), server.name))
     if not fill:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`IncomingSessions`: sessions that are being moved to this server.
 
-A prepared session has been restored in the engine, but clients cannot use it yet. `commit` makes it
-live, unless the move was ended or timed out before. All transitions happen on one event loop, so
-exactly one of them takes effect.
+A prepared session has been restored in the engine, but clients cannot use it yet. `commit` makes
+the session live, unless the move was ended or has timed out. Commit, end and timeout run on one
+event loop, so exactly one of them takes effect.
 """
 
 import asyncio
@@ -27,16 +27,16 @@ from vllm_omni.session_files.snapshot import read_header
 logger = logging.getLogger("vllm." + __name__)
 
 _PREPARED_S: Final = 15.0
-"""Time in seconds after which a prepared session is discarded if it has not been committed."""
+"""Time in seconds after which a prepared session that has not been committed is discarded."""
 _CLAIM_S: Final = 60.0
-"""Time in seconds during which a new session cannot evict a session that has just arrived, so that
-its client can continue it.
+"""Time in seconds during which new sessions cannot evict a session that has just arrived. The
+client needs this time to reconnect and continue its session.
 """
 _SETTLE_S: Final = RESOLVE_S + 1.0
 _REMEMBERED: Final = 1024
 _ENDPOINT: Final = "migration"
 _PRINCIPAL: Final = "move:"
-"""Start of the principal of a prepared session. Clients' principals have no colon."""
+"""Prefix of the principal of a prepared session. The principals of clients contain no colon."""
 
 State = Literal["receiving", "prepared", "committed", "aborted"]
 
@@ -46,24 +46,26 @@ class _Move:
     state: State = "receiving"
     """Progress of the move."""
     session: Session | None = None
-    """The session, after it has been restored."""
+    """Session that was restored from the snapshot. None before it is restored and after the move
+    has ended.
+    """
     key: SessionKey | None = None
-    """The key that identifies the session."""
+    """Key of the session: the principal and the session id."""
     path: Path | None = None
     """Path of the received snapshot."""
     next_chunk: int = 0
     """Index of the session's next chunk in the snapshot."""
     is_complete: bool = True
-    """As in `SnapshotHeader.is_complete`, for the received version."""
+    """Value of `SnapshotHeader.is_complete` in the received version of the snapshot."""
     timer: asyncio.TimerHandle | None = None
-    """Timer that ends the state after its time limit."""
+    """Timer that ends the current state of the move when its time limit expires."""
 
 
 class IncomingSessions:
-    """Moves to this API server process.
+    """Moves of sessions to this API server process.
 
     Args:
-        migration: Restores sessions.
+        migration: Restores sessions from snapshots.
     """
 
     def __init__(self, migration: SessionMigration) -> None:
@@ -74,7 +76,7 @@ class IncomingSessions:
         """Register a move whose snapshot is being received.
 
         Raises:
-            EndpointError: `session_exists`: the id is in use.
+            EndpointError: `session_exists`, because the id of the move is in use.
         """
         if move_id in self._moves:
             raise EndpointError("session_exists", "a move with this id exists")
@@ -86,14 +88,14 @@ class IncomingSessions:
                 del self._moves[old_id]
 
     async def prepare_shared(self, move_id: str, path: Path) -> Session:
-        """Restore a session like `prepare`, or update one that is already prepared.
+        """Restore a session like `prepare`, or update a session that is already prepared.
 
         Args:
             move_id: Id of the move.
             path: Path of the snapshot, which belongs to the source server.
 
         Raises:
-            EndpointError: There is no capacity for the session, or the move was ended.
+            EndpointError: This server has no capacity for the session, or the move was ended.
         """
         if move_id not in self._moves:
             self.begin(move_id)
@@ -116,16 +118,16 @@ class IncomingSessions:
         return self._set_prepared(move_id, move, move.session)
 
     async def prepare(self, move_id: str, path: Path, *, is_shared: bool = False) -> Session:
-        """Restore a session from its snapshot, hidden from clients.
+        """Restore a session from its snapshot, but keep it hidden from clients.
 
         Args:
             move_id: Id of the move.
-            path: Path of the snapshot, which belongs to this object from now on, unless
-                `is_shared`.
+            path: Path of the snapshot. Unless `is_shared` is set, this object takes ownership of
+                the file.
             is_shared: Whether the snapshot belongs to the source server.
 
         Raises:
-            EndpointError: The session does not fit here.
+            EndpointError: This server has no capacity for the session or cannot restore it.
         """
         move = self._moves[move_id]
         move.path = None if is_shared else path
@@ -153,7 +155,7 @@ class IncomingSessions:
     def _set_prepared(self, move_id: str, move: _Move, session: Session) -> Session:
         session.protected_until_s = time.monotonic() + _PREPARED_S + _CLAIM_S
         move.session = session
-        if move.state != "receiving":  # ended in the meantime
+        if move.state != "receiving":  # the move was ended in the meantime
             self._discard(move)
             raise EndpointError("move_failed", "the move was ended")
         move.state = "prepared"
@@ -170,7 +172,8 @@ class IncomingSessions:
                 stream.
 
         Raises:
-            EndpointError: `unknown_migration` or `session_exists`. The session is not live here.
+            EndpointError: `unknown_migration` or `session_exists`, in which case the session is not
+                live on this server.
         """
         move = self._known(move_id)
         if move.state != "prepared" or move.session is None or move.key is None:
@@ -194,11 +197,11 @@ class IncomingSessions:
     def end(self, move_id: str) -> State:
         """End a move and return its final state.
 
-        A session that is not live is discarded. A live session may now be saved and moved again,
-        because the source server knows the result.
+        A session that is not live is discarded. A live session may now be saved and moved again
+        because the source server has learned the result.
 
         Raises:
-            EndpointError: `unknown_migration`.
+            EndpointError: `unknown_migration`, because this server has no move with this id.
         """
         move = self._known(move_id)
         if move.state == "committed":
@@ -226,10 +229,10 @@ class IncomingSessions:
             return
         session.is_settled = True
         if path is None:
-            return  # the next periodic snapshot is the first one here
+            return  # the next periodic snapshot is this server's first snapshot of the session
         periodic = self._migration.periodic_snapshots
         if periodic is not None and session.started:
-            # until this server has written its first one
+            #             # Use the received snapshot until this server has written its own.
             periodic.adopt(session, path, move.next_chunk)
         else:
             path.unlink(missing_ok=True)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SessionMover`: moves sessions from this API server process to other servers.
 
-The session pauses between two chunks. Its snapshot is sent to the target server, which restores it
-without making it live (`Peer.prepare`). A failure up to this point leaves the session on this
-server. After `Peer.commit`, the reply of the target server decides. If the result remains unknown,
-the session is ended here as lost, because it may be live on the target server, and its snapshot is
-retained.
+To move a session, the mover pauses it between two chunks and sends its snapshot to the target
+server. The target server restores the session without making it live (`Peer.prepare`). If a step
+fails before `Peer.commit`, the session stays on this server. After `Peer.commit`, the reply of the
+target server determines where the session is. If the result remains unknown, the session ends on
+this server as lost because it may be live on the target server, and its last snapshot is retained.
 
 If both servers share a directory, the snapshot is written there and restored while the session is
-still active (`_copy_ahead`). During the pause, only the data that has changed since then is written
-and read.
+still active (`_copy_ahead`). During the pause, the servers write and read only the data that has
+changed since.
 """
 
 import asyncio
@@ -39,32 +39,31 @@ logger = logging.getLogger("vllm." + __name__)
 
 _AT_A_TIME: Final = 2
 """Number of sessions whose snapshots are written and sent concurrently while the server drains. The
-remaining sessions continue, or wait until their clients have read all finished chunks.
+other sessions continue meanwhile, or wait until their clients have read all finished chunks.
 """
 _COPIES_AHEAD: Final = 2
-"""Number of versions of a snapshot that are copied while the session is active. The first copy
-takes long, so much has changed after it. The second copy takes little more time than the final one.
+"""Number of snapshot versions that are copied while the session is active. Much of the session
+changes during the first copy because it takes long. The second copy takes little more time than the
+final one.
 """
 _MOVE_S: Final = 20.0
-"""Time limit in seconds for moving a session while the server drains. One chunk may run in this
-time.
+"""Time limit in seconds for moving a session while the server drains. One chunk of the session may
+run within this time.
 """
 
 
 @dataclass(frozen=True)
 class MovedSession:
-    """A finished move."""
+    """Result of a finished move."""
 
     destination: Destination
-    """Where the session continues."""
+    """Server and chunk at which the session continues."""
     num_bytes: int
     """Size of the snapshot in bytes."""
     pause_s: float
-    """Time in seconds from the pause between two chunks to the confirmation of the target
-    server.
-    """
+    """Time in seconds from the start of the pause until the target server confirmed the move."""
     pause_bytes: int
-    """Part of `num_bytes` that was copied during the pause."""
+    """Number of bytes that were copied during the pause, at most `num_bytes`."""
 
 
 @dataclass(frozen=True)
@@ -74,15 +73,15 @@ class _Shared:
     move_id: str
     """Id of the move, which the target server has prepared."""
     path: Path
-    """The snapshot, of an earlier chunk."""
+    """Path of the snapshot, which holds the state after an earlier chunk."""
 
 
 class SessionMover:
-    """Moves of one API server process.
+    """Moves sessions of one API server process to other servers.
 
     Args:
         fleet: The other servers of the fleet, and the operator's key.
-        migration: Saves sessions.
+        migration: Saves sessions to snapshots.
 
     Raises:
         ValueError: The shared directory cannot be used.
@@ -118,8 +117,8 @@ class SessionMover:
         Args:
             session: The session.
             name: Name of the target server.
-            server: Its addresses.
-            turn: Closed when the snapshot has been sent.
+            server: Addresses of the target server.
+            turn: Exit stack that is closed when the snapshot has been sent.
 
         Raises:
             EndpointError: `not_movable`, `session_busy` or `move_failed`: the session remains on
@@ -137,7 +136,7 @@ class SessionMover:
                 "not_movable",
                 "the client has not said that it continues its session on another server",
             )
-        # a move that has begun goes on if its caller is cancelled
+        #         # A move that has started continues even if its caller is cancelled.
         return await asyncio.shield(self._move(session, self._peer(name, server), server, turn))
 
     async def _move(
@@ -167,11 +166,12 @@ class SessionMover:
         return moved[0]
 
     async def _copy_ahead(self, session: Session, peer: Peer, path: Path) -> _Shared:
-        """Copy a session to the target server while it is active. The copy remains unused until the
-        commit.
+        """Copy a session to the target server while the session is active. The copy is not used
+        before the commit.
 
         Raises:
-            EndpointError: The session could not be copied. No copy remains on the target server.
+            EndpointError: The session could not be copied, and no copy remains on the target
+                server.
         """
         if session.key in self._copied:
             raise EndpointError("session_busy", "the session is being moved")
@@ -191,7 +191,7 @@ class SessionMover:
         return shared
 
     async def _end_copy(self, path: Path) -> None:
-        with contextlib.suppress(EndpointError):  # a stopped engine holds nothing
+        with contextlib.suppress(EndpointError):  # a stopped engine holds no resources
             await self._manager.engine.end_copy(path)
 
     async def _hand_over(
@@ -263,7 +263,7 @@ class SessionMover:
     async def _commit(
         self, session: Session, pause: SessionPause, peer: Peer, move_id: str
     ) -> MoveResult:
-        """Commit a move while no other server can restore the session's periodic snapshot."""
+        """Commit a move, while other servers cannot restore the session's periodic snapshot."""
         periodic, engine_id = self._migration.periodic_snapshots, session.engine_id
         if periodic is not None:
             periodic.withhold(session)
@@ -279,8 +279,8 @@ class SessionMover:
     async def _settle(self, session: Session, peer: Peer, move_id: str, path: Path) -> None:
         """Notify the target server that its session is the only copy, and delete the snapshot.
 
-        If the target server has been killed, it has no snapshot of its own yet, so this one is
-        retained.
+        If the target server has been killed, it may not have written a snapshot yet, so this
+        snapshot is retained.
         """
         if await peer.end_for_certain(move_id) is MoveResult.MOVED:
             path.unlink(missing_ok=True)
@@ -291,9 +291,9 @@ class SessionMover:
         """End a session that may be live on the target server, and retain its last snapshot.
 
         Raises:
-            EndpointError: `session_lost`.
+            EndpointError: `session_lost`, in every case.
         """
-        self._manager.lose(session)  # removes its periodic snapshot, which is older
+        self._manager.lose(session)  # also removes its older periodic snapshot
         self._keep(session, peer, path)
         raise EndpointError(
             "session_lost",
@@ -318,7 +318,7 @@ class SessionMover:
     # -- draining ----------------------------------------------------------------------------------
 
     async def move_all(self) -> None:
-        """Move as many sessions as possible to servers with free capacity. Failures are logged."""
+        """Move as many sessions as possible to servers with free capacity. Failed moves are logged."""
         sessions = self._manager.sessions()
         free = Counter(dict(await self._free()))
         chosen: dict[str, str] = {}
@@ -344,8 +344,8 @@ class SessionMover:
         chosen: dict[str, str],
         turn: contextlib.AsyncExitStack,
     ) -> None:
-        """Try the servers in order of free capacity, but first the one that has other sessions of
-        this client.
+        """Move a session to the first server that accepts it. The server that received other
+        sessions of the client is tried first, then the servers with the most free capacity.
         """
         tried: set[str] = set()
         while session.started and session.destination is None:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Peer`: the calls from one server to another that move a session.
+"""`Peer`: the HTTP calls with which one server moves a session to another.
 
-A move has two phases. `prepare` sends the snapshot. The target server restores it as a session that
-clients cannot use, and discards it after a time limit. `commit` makes it live. If the reply to
-`commit` is lost, `end` requests the result and prevents a later commit, so that its reply is final.
+A move has two phases. `prepare` sends the snapshot. The target server restores the session but
+hides it from clients, and discards it after a time limit. `commit` makes the session live. If the
+reply to `commit` is lost, `end` requests the result and also prevents a later commit, so the reply
+to `end` is final.
 """
 
 import asyncio
@@ -24,8 +25,8 @@ from vllm_omni.entrypoints.snapshot_upload import PART_BYTES
 
 RESOLVE_S: Final = 10.0
 """Time in seconds after a commit during which the source server requests the result. The target
-server does not move the session on before then, so that a refused connection proves that the
-session has ended.
+server does not move the session to a third server within this time, so a refused connection proves
+that the session has ended.
 """
 _CONNECT_S: Final = 2.0
 _COMMIT_S: Final = 2.0
@@ -37,7 +38,7 @@ _LEAST_BYTES_PER_S: Final = 50e6
 
 
 class MoveResult(Enum):
-    """Where a session is after a commit."""
+    """Location of a session after a commit."""
 
     MOVED = "moved"
     """The session is only on the target server."""
@@ -48,12 +49,12 @@ class MoveResult(Enum):
 
 
 class Peer:
-    """Another server.
+    """Client for the routes through which another server receives sessions.
 
     Args:
         client: HTTP client of this process.
         name: Name of the server.
-        server: Its addresses.
+        server: Addresses of the server.
         key: Key of the operator.
     """
 
@@ -78,7 +79,7 @@ class Peer:
         """Make the server read a snapshot, or a later version of it, from the shared directory.
 
         Raises:
-            EndpointError: As `prepare`.
+            EndpointError: As for `prepare`.
         """
         limit_s = _PREPARE_S + path.stat().st_size / _LEAST_BYTES_PER_S
         status, reply = await self._call("PUT", f"{move_id}?shared={path.name}", limit_s)
@@ -86,7 +87,7 @@ class Peer:
             raise self._failed(_text(reply, status))
 
     async def prepare(self, move_id: str, path: Path) -> None:
-        """Send a snapshot. Afterwards the server holds a session that clients cannot use.
+        """Send a snapshot. The server restores it as a session that clients cannot use yet.
 
         Raises:
             EndpointError: `move_failed`. The server may still hold the session for some seconds.
@@ -106,14 +107,14 @@ class Peer:
             raise self._failed("the snapshot was damaged on its way")
 
     async def commit(self, move_id: str, stream_state: bytes | None = None) -> MoveResult:
-        """Make a prepared session live, and determine whether this has succeeded.
+        """Make a prepared session live, and return where the session is afterwards.
 
         Args:
             move_id: Id of the move.
             stream_state: Controls of the session's live stream. None: the session has no live
                 stream.
 
-        Returns within `RESOLVE_S`.
+        This method returns within `RESOLVE_S` seconds.
         """
         with contextlib.suppress(EndpointError):
             path = f"{move_id}/commit"
@@ -123,7 +124,8 @@ class Peer:
         return await self.end_for_certain(move_id, RESOLVE_S - _COMMIT_S)
 
     async def end_for_certain(self, move_id: str, limit_s: float = RESOLVE_S) -> MoveResult:
-        """End a move like `end`, and repeat the request until there is a reply.
+        """End a move like `end`, but repeat the request until the server replies or the time limit
+        expires.
 
         Args:
             move_id: Id of the move.
@@ -140,7 +142,9 @@ class Peer:
             await asyncio.sleep(_RETRY_S)
 
     async def end(self, move_id: str) -> MoveResult:
-        """End a move: discard a session that has only been prepared. Idempotent."""
+        """End a move. If the session has been prepared but not committed, it is discarded.
+        Idempotent.
+        """
         try:
             status, reply = await self._call("DELETE", move_id, _END_S)
         except EndpointError as error:
@@ -150,7 +154,7 @@ class Peer:
         if status == 200:
             is_live = reply.get("state") == "committed"
             return MoveResult.MOVED if is_live else MoveResult.STAYED
-        # a new process of the server, which has no sessions of the old one
+        #         # the server has restarted, so it has no sessions from before
         is_new = status == 404 and _code(reply) == "unknown_migration"
         return MoveResult.STAYED if is_new else MoveResult.UNKNOWN
 

@@ -7,7 +7,8 @@
         POST   /omni/migrations/{id}/commit        it gives the session away
         DELETE /omni/migrations/{id}               it ends the move, and learns its result
 
-All of them require the operator's key (`VLLM_OMNI_OPERATOR_KEY`); without one they return 404.
+All these routes require the operator's key (`VLLM_OMNI_OPERATOR_KEY`). If the server has no
+operator key, the routes return 404.
 """
 
 import asyncio
@@ -51,7 +52,7 @@ _MAX_ID_CHARS: Final = 64
 
 
 class LiveSessionReply(BaseModel):
-    """One live session, as in `LiveSessionsReply`."""
+    """A live session, as listed in `LiveSessionsReply`."""
 
     name: str
     """The client's id of the session."""
@@ -60,7 +61,7 @@ class LiveSessionReply(BaseModel):
     next_chunk_index: int
     """Index of the session's next chunk."""
     is_busy: bool
-    """Whether a request runs."""
+    """Whether a request of the session is running."""
     idle_s: float
     """Seconds since the last request."""
 
@@ -71,7 +72,7 @@ class LiveSessionsReply(BaseModel):
     server: str | None
     """Name of this server (`omni.server_name`)."""
     sessions: list[LiveSessionReply]
-    """The sessions that clients may use."""
+    """Live sessions of this server, which clients can use."""
 
 
 class MigrateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -80,13 +81,13 @@ class MigrateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     to: str
     """Name or address of another server in the file `omni.fleet`."""
     principal: str | None = None
-    """Owner of the session, if several clients use the same name. Default: the only owner of a
-    session with this name.
+    """Owner of the session, which is required if several clients have a session with this name.
+    Default: the only owner.
     """
 
 
 class MigrateReply(BaseModel):
-    """A moved session."""
+    """Reply of `POST /omni/sessions/{name}/migrate`."""
 
     name: str
     """The client's id of the session."""
@@ -97,11 +98,10 @@ class MigrateReply(BaseModel):
     bytes: int
     """Size of the snapshot in bytes."""
     pause_ms: float
-    """Time in milliseconds from the pause between two chunks to the confirmation of the target
-    server.
+    """Time in milliseconds from the start of the pause until the target server confirmed the move.
     """
     pause_bytes: int
-    """Part of `bytes` that was copied during the pause."""
+    """Number of bytes that were copied during the pause, at most `bytes`."""
 
 
 class FleetRoutes:
@@ -114,7 +114,7 @@ class FleetRoutes:
         self._max_bytes: int | None = None
 
     async def start_serving(self, server: ServerContext) -> None:
-        """Read the list of servers, and register moving sessions as a step of draining.
+        """Read the list of servers, and register the step of draining that moves sessions away.
 
         Raises:
             ValueError: The file or the key is invalid, or there are several API server processes.
@@ -136,7 +136,9 @@ class FleetRoutes:
         server.sessions.drain.move_away = self._leave
 
     async def _leave(self) -> None:
-        """Move the sessions away. The other half of the time is for the sessions that stay."""
+        """Move the sessions to other servers. Half of the drain time is reserved for sessions that
+        stay.
+        """
         await self._incoming.wait_until_settled()
         if not self.fleet.others:
             return
@@ -175,7 +177,7 @@ class FleetRoutes:
         """Check the operator's key.
 
         Raises:
-            ApiError: Status 401, or 404 if the server has no operator key.
+            ApiError: Status 401 if the key is wrong, or 404 if the server has no operator key.
         """
         if self.fleet.key is None or self.migration is None:
             raise not_found(f"set {KEY_VARIABLE} and serve a model with sessions")
@@ -257,7 +259,7 @@ class FleetRoutes:
         )
 
     async def _prepare_shared(self, move_id: str, name: str) -> Response:
-        """Restore a snapshot from the shared directory, or apply its changes."""
+        """Restore a session from the shared directory, or apply a later version of its snapshot."""
         if self.fleet.shared_dir is None or re.fullmatch(r"\w[\w.-]{0,127}", name) is None:
             raise invalid("this server has no such shared snapshot", "shared")
         path = Path(self.fleet.shared_dir) / name

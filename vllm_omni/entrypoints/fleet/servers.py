@@ -10,9 +10,9 @@ The servers are listed in a TOML file (`omni.fleet`), which may be the same on a
     url = "http://10.0.0.2:8000"
     public_url = "https://b.example.com"
 
-`url` must be the address of the server process itself, without a proxy in between, because a
-refused connection proves that the process has ended. The key is read from the environment, so that
-it does not appear in logs.
+`url` must address the server process directly, without a proxy in between, because a refused
+connection is taken as proof that the process has ended. The operator's key is read from the
+environment so that it does not appear in logs.
 """
 
 import hmac
@@ -34,33 +34,33 @@ _Url = Annotated[str, msgspec.Meta(pattern=r"^https?://[^\s/?#@]+(/[^\s?#]*)?\Z"
 
 
 class FleetServer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One server in the file."""
+    """Entry of one server in the fleet file."""
 
     url: _Url
-    """Address for the other servers."""
+    """URL at which the other servers reach this server."""
     public_url: _Url | None = None
-    """Address for clients. Default: the address that clients have already used, because a proxy
-    finds the server by its name.
+    """URL at which clients reach this server. Default: the address that clients already use, behind
+    which a proxy finds the server by its name.
     """
     shared_dir: str | None = None
-    """Directory that this server shares with servers that have the same value, for example in the
-    memory file system of their host. Sessions move between them through this directory, and most of
-    a session is copied while it is active. Default: snapshots are sent over the network.
+    """Directory that is shared by all servers with the same value, for example in the memory file
+    system of their host. Sessions move between these servers through the directory, and most of a
+    session is copied while the session is active. Default: snapshots are sent over the network.
     """
 
 
 class FleetFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Contents of the file."""
+    """Contents of the fleet file."""
 
     servers: dict[ServerName, FleetServer]
     """Servers by name."""
 
     @classmethod
     def read_file(cls, path: Path) -> "FleetFile":
-        """Read and check the file.
+        """Read and check the fleet file.
 
         Raises:
-            ValueError: The file cannot be read or is invalid. The text names the file.
+            ValueError: The file cannot be read or is invalid. The message names the file.
         """
         try:
             return msgspec.toml.decode(path.read_bytes(), type=cls)
@@ -72,28 +72,29 @@ class FleetFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 @dataclass(frozen=True)
 class Fleet:
-    """The other servers, from the perspective of one server."""
+    """The other servers of a fleet, as seen by one server."""
 
     key: str | None
     """Key of the operator. None: the operator routes are disabled."""
     others: Mapping[str, FleetServer]
     """The other servers by name."""
     shared_dir: str | None = None
-    """`FleetServer.shared_dir` of this server."""
+    """Value of `FleetServer.shared_dir` for this server. None: snapshots are sent over the network.
+    """
 
     @classmethod
     def read(
         cls, path: str | None, own_name: str | None, environ: Mapping[str, str] | None = None
     ) -> "Fleet":
-        """Read the file of servers and the key.
+        """Read the fleet file and the operator's key.
 
         Args:
-            path: `omni.fleet`.
-            own_name: `omni.server_name`.
+            path: Value of `omni.fleet`.
+            own_name: Value of `omni.server_name`.
             environ: Environment variables. Default: those of the process.
 
         Raises:
-            ValueError: The file or the key is invalid, or the key is missing.
+            ValueError: The fleet file or the operator's key is invalid, or the key is missing.
         """
         key = (os.environ if environ is None else environ).get(KEY_VARIABLE) or None
         if key is not None and (len(key) < _LEAST_KEY_CHARS or not key.isascii()):

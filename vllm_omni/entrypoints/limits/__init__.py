@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Access control and limits: keys, tickets, quotas, frame budgets, timeouts, sizes."""
+"""Access control and limits: API keys, tickets, quotas, frame budgets, timeouts and size limits."""

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Access control: API keys and origin checks for every route that does work, and tickets for
-browsers.
+"""Access control: API keys and origin checks for every route that changes state or occupies the
+engine, and tickets for browsers.
 
 Stock vLLM requires the header `Authorization` for the prefixes `/v1`, `/v2`, `/inference` and
 `/cohere`. This module adds three things as routes and middleware of the application:
 
-- `KeyGuard` requires the key for all other routes too, except `OPEN_PATHS` and the files of the web
-  page.
-- A browser cannot set headers on a WebSocket. A browser therefore exchanges its key for a ticket
-  (`POST /v1/omni/ticket`) and connects to `/omni/ws/...`. This route replaces the ticket by the
-  header, and passes the connection through the whole application again as `/v1/...`, so that stock
-  vLLM checks the key itself.
+- `KeyGuard` also requires an API key for all other routes, except for `OPEN_PATHS` and the files of
+  the web page.
+- A browser cannot set headers on a WebSocket, so it exchanges its key for a ticket (`POST
+  /v1/omni/ticket`) and connects to `/omni/ws/...`. This route replaces the ticket with an
+  `Authorization` header and passes the connection through the whole application again as `/v1/...`,
+  so stock vLLM itself checks the key.
 - `OriginGuard` refuses requests that a browser sends on behalf of a page of another origin.
 """
 
@@ -48,8 +48,8 @@ TICKET_SUBPROTOCOL: Final = "ticket."
 
 SESSIONS_PATH: Final = "/v1/sessions"
 _WORKING_READS: Final = (f"{SESSIONS_PATH}/", "/v1/hidden_states/")
-"""`GET` routes that do work: a snapshot occupies the engine, and hidden states are returned only
-once.
+"""Prefixes of `GET` routes that have side effects: a snapshot occupies the engine, and hidden
+states are returned only once.
 """
 _OWNER: Final = "vllm_omni.owner"
 
@@ -62,18 +62,18 @@ READY_PATH: Final = "/omni/ready"
 OPEN_PATHS: Final = frozenset(
     {"/health", READY_PATH, "/ping", "/version", "/load", "/metrics", "/metrics/"}
 )
-"""Paths that need no key, for probes and Prometheus, as in stock vLLM."""
+"""Paths that require no key because probes and Prometheus use them, as in stock vLLM."""
 
 
 def configured_keys(args: Namespace) -> tuple[str, ...]:
-    """Return the server's API keys as stock vLLM does: `--api-key`, else VLLM_API_KEY."""
+    """Return the server's API keys: those of `--api-key`, or else VLLM_API_KEY, as in stock vLLM."""
     from vllm import envs
 
     return tuple(key for key in (args.api_key or [envs.VLLM_API_KEY]) if key)
 
 
 class BrowserAccess:
-    """API keys of one API server process, and the tickets that represent them."""
+    """The API keys of one API server process, and the tickets that clients can use in their place."""
 
     def __init__(self, keys: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
         self._keys = tuple(keys)
@@ -89,7 +89,7 @@ class BrowserAccess:
 
         Args:
             app: The application.
-            open_paths: Additional paths that need no key.
+            open_paths: Additional paths that require no key.
         """
         self.open_paths = OPEN_PATHS.union(open_paths)
         app.add_middleware(KeyGuard, access=self)
@@ -103,7 +103,7 @@ class BrowserAccess:
     def key_index(self, headers: Headers) -> int | None:
         """Return the index of the key in a request's header, or None if the key is unknown.
 
-        The time does not depend on the key.
+        The comparison takes the same time for every key, to prevent timing attacks.
         """
         scheme, _, token = headers.get("authorization", "").partition(" ")
         digest = hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
@@ -114,7 +114,7 @@ class BrowserAccess:
         return found
 
     async def _ticket(self, request: Request) -> Response:
-        """Exchange a key for a ticket, valid for one WebSocket from the same origin."""
+        """Exchange a key for a ticket, which is valid for one WebSocket from the same origin."""
         headers = {"Cache-Control": "no-store"}
         if not self._keys:
             return JSONResponse({"required": False}, headers=headers)
@@ -127,7 +127,7 @@ class BrowserAccess:
         return JSONResponse(response, headers=headers)
 
     async def _socket(self, websocket: WebSocket) -> None:
-        """Replace the ticket by its key and continue the connection as `/v1/...`."""
+        """Replace the ticket with its API key, and pass the connection on to the `/v1/...` path."""
         headers, rest = list(websocket.scope["headers"]), websocket.scope
         if self._keys and self.key_index(websocket.headers) is None:
             try:
@@ -145,9 +145,10 @@ class BrowserAccess:
 
 
 def owner_of(connection: HTTPConnection) -> str:
-    """Return the owner of files and jobs that a request stores: the client's key.
+    """Return the owner of the files and jobs that a request creates, derived from the client's API
+    key.
 
-    Without API keys, all clients are treated as one owner.
+    If the server has no API keys, all clients share one owner.
     """
     return str(connection.scope.get(_OWNER, ANONYMOUS))
 
@@ -155,9 +156,9 @@ def owner_of(connection: HTTPConnection) -> str:
 class KeyGuard:
     """ASGI middleware that requires an API key.
 
-    Paths that need no key, preflight requests and WebSockets that are opened with a ticket are
-    exempt. The middleware also records the owner of files and jobs that a request stores, for
-    `owner_of`.
+    Open paths, preflight requests and WebSockets that are opened with a ticket are exempt. The
+    middleware also records the owner of the files and jobs that a request creates, which `owner_of`
+    returns.
     """
 
     def __init__(self, app: ASGIApp, access: BrowserAccess) -> None:
@@ -174,7 +175,7 @@ class KeyGuard:
 
     def _needs_key(self, scope: Scope) -> bool:
         if not self._access.needs_key or scope["type"] not in ("http", "websocket"):
-            return False  # startup and shutdown of the server
+            return False  # the scope is the server's startup and shutdown
         path = route_path(scope)
         is_open = path in self._access.open_paths or path.startswith(SOCKET_PREFIX)
         is_open = is_open or any(
@@ -186,10 +187,10 @@ class KeyGuard:
 class OriginGuard:
     """ASGI middleware that refuses requests from pages of other origins.
 
-    The WebSocket endpoints refuse such requests too. Browsers send a form, or JSON without its
-    content type, to any server without a preflight request. If the server has API keys, such
-    requests fail, but a server at 127.0.0.1 often has none. Clients other than browsers send
-    neither `Origin` nor `Sec-Fetch-Site`.
+    The WebSocket endpoints also refuse connections from pages of other origins. A browser sends a
+    form, or JSON without its content type, to any server without a preflight request. A server with
+    API keys refuses such a request, but a server at 127.0.0.1 often has no keys. Clients other than
+    browsers send neither `Origin` nor `Sec-Fetch-Site`, so this check does not affect them.
 
     Args:
         app: The application.
@@ -214,10 +215,10 @@ class OriginGuard:
         await refusal.response()(scope, receive, send)
 
     def _is_allowed(self, headers: Headers) -> bool:
-        """Return whether the page that sends this request may do so.
+        """Return whether the page from which the request originates may send it.
 
-        `same-origin` is also correct behind a proxy that changes `Host`. Pages cannot set
-        `Sec-Fetch-Site`.
+        The browser's value `same-origin` is also correct behind a proxy that changes `Host`. A page
+        cannot set `Sec-Fetch-Site` itself.
         """
         site = headers.get("sec-fetch-site")
         if "origin" in headers:
@@ -228,7 +229,7 @@ class OriginGuard:
 def _works(scope: Scope) -> bool:
     """Return whether a request changes state or occupies the engine.
 
-    Pages of other origins may show images and videos.
+    Most `GET` requests do neither, so pages of other origins can show images and videos.
     """
     reads_work = route_path(scope).startswith(_WORKING_READS)
     return scope["method"] not in ("GET", "HEAD", "OPTIONS") or (
@@ -249,7 +250,7 @@ def _offered_ticket(websocket: WebSocket) -> str:
     """Return the ticket from the WebSocket subprotocols (`ticket.XXX`) or the query
     (`?ticket=XXX`).
 
-    The query is checked last, because it may appear in access logs.
+    The subprotocols are preferred because the query may appear in access logs.
     """
     for offered in websocket.scope.get("subprotocols") or []:
         if offered.startswith(TICKET_SUBPROTOCOL):
@@ -258,7 +259,7 @@ def _offered_ticket(websocket: WebSocket) -> str:
 
 
 def _without_ticket(scope: Scope, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
-    """Return the scope with the path of the endpoint and without the ticket."""
+    """Return a copy of the scope that has the path of the endpoint and no ticket."""
     path = scope.get("root_path", "") + "/v1/" + route_path(scope).removeprefix(SOCKET_PREFIX)
     subprotocols = [
         item for item in scope.get("subprotocols") or [] if not item.startswith(TICKET_SUBPROTOCOL)

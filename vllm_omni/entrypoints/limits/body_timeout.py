@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`BodyTimeout`: ASGI middleware that ends requests whose bodies arrive too slowly.
 
-A body may take `body_grace_s` plus one second for every `min_body_bytes_per_s` bytes received. Only
-time spent waiting for the client counts. After that the client receives 408 `timeout`, the
-connection is closed, and the route sees a disconnect.
+A body may take `body_grace_s` seconds plus one second for every `min_body_bytes_per_s` bytes
+received. Only the time spent waiting for the client counts. When the time is used up, the client
+receives 408 `timeout`, the connection is closed, and the route receives a disconnect.
 
 If a route does not read a body completely, the rest is read at a limited rate before the response
-ends. Closing a connection with unread bytes would reset it, and a client that sends its whole
-request before it reads would not receive the response.
+ends. Closing a connection with unread bytes would reset it. A client that sends its whole request
+before it reads would then not receive the response.
 
-Why not an option: uvicorn and Starlette have no timeout for bodies. The timeout of nginx
-(client_body_timeout) applies between two reads, so a client may send one byte per minute.
+A middleware is required because uvicorn and Starlette have no timeout for bodies. nginx's timeout
+(client_body_timeout) applies to each read separately, so a client can send one byte per minute.
 """
 
 import asyncio
@@ -27,18 +27,20 @@ from vllm_omni.entrypoints.errors import ApiError
 logger = logging.getLogger("vllm." + __name__)
 
 _MOST_DISCARDED_BYTES = 1 << 28
-"""Maximum number of unread bytes of a body that are read and discarded. If there are more, the
-connection is then closed.
+"""Maximum number of unread bytes of a body that are read and discarded. If the body is longer, the
+connection is closed.
 """
 DISCARDED_BYTES_PER_S = 16 << 20
-"""Maximum rate at which all unread bodies of one address together are discarded: 4 % of a core."""
+"""Maximum rate at which the unread bodies of one client address are discarded in total. Discarding
+at this rate takes 4 % of a core.
+"""
 
 
 class BodyLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of HTTP bodies, from the environment as in `EndpointLimits`."""
+    """Limits on HTTP bodies, read from environment variables as for `EndpointLimits`."""
 
     body_grace_s: Annotated[float, msgspec.Meta(gt=0, le=86_400)] = 10.0
-    """Time in seconds that every HTTP body may take. Default: 10."""
+    """Time in seconds that every HTTP body may take, regardless of its size. Default: 10."""
     min_body_bytes_per_s: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)] = 16 << 10
     """Number of received bytes that extend the time limit by one second. Default: 16384."""
 
@@ -57,9 +59,9 @@ class BodyTimeout:
 
 
 class _PacedRequest:
-    """One request.
+    """An HTTP request whose body is timed.
 
-    `discards` counts the bodies of each address that are being discarded.
+    `discards` counts, for each client address, the bodies that are being discarded.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class _PacedRequest:
                     await asyncio.sleep(nbytes * self._discards[address] / DISCARDED_BYTES_PER_S)
         finally:
             self._discards[address] -= 1
-            self._discards += Counter()  # remove addresses without bodies
+            self._discards += Counter()  # remove addresses whose count is zero
 
     async def _refuse(self) -> None:
         self._is_over = True

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`FrameBudget`: limits the rate of small WebSocket frames of a connection, which are counted while
-they are parsed.
+"""`FrameBudget`: limits the rate of small WebSocket frames per connection. The frames are counted
+while they are parsed.
 
-Every frame costs the event loop some microseconds, regardless of its size. Neither `--ws-max-size`
-nor the endpoints' message rate covers fragments, pings and pongs; a megabyte of them blocked every
-other connection for seconds. Frames of `SMALL_BYTES` or more are not counted, because the limits on
-bytes cover them. A connection over the budget is closed with 1008 and a reason. A reverse proxy
-does not parse frames, so `BudgetedProtocol` counts them at uvicorn's sockets.
+Every frame costs the event loop some microseconds, regardless of its size. Fragments, pings and
+pongs are limited neither by `--ws-max-size` nor by the message rate of the endpoints. One megabyte
+of such frames blocked all other connections for seconds. Frames of `SMALL_BYTES` or more are not
+counted because the byte limits cover them. A connection that exceeds the budget is closed with code
+1008 and a reason. Reverse proxies do not parse WebSocket frames, so `BudgetedProtocol` counts them
+in uvicorn.
 
-Why not an option: neither uvicorn nor `websockets` limits the number of frames, and ASGI does not
-expose fragments, pings or pongs. tests/seams/test_uvicorn.py detects changes to uvicorn's class.
+A protocol class is required because neither uvicorn nor `websockets` limits the number of frames,
+and ASGI does not expose fragments, pings or pongs. tests/seams/test_uvicorn.py detects changes to
+uvicorn's class.
 """
 
 import functools
@@ -25,30 +27,32 @@ from vllm_omni.entrypoints.limits.token_bucket import TokenBucket
 logger = logging.getLogger("vllm." + __name__)
 
 SMALL_BYTES: Final = 1024
-"""Frames with a payload of at least this size in bytes are not counted. Libraries fragment at 1 KiB
-to 128 KiB.
+"""Payload size in bytes from which a frame is no longer counted as small. WebSocket libraries split
+messages into fragments of 1 KiB to 128 KiB.
 """
 BURST_S: Final = 1.0
-"""Maximum burst, in seconds of the average rate, which is at least twice the message rate that an
-endpoint accepts.
+"""Maximum burst, expressed in seconds of the average rate. The average rate is at least twice the
+message rate that an endpoint accepts.
 
-Each new connection starts with a full budget; parsing that many frames takes 4 ms.
+Each new connection starts with a full budget. Parsing the frames of a full budget takes 4 ms.
 """
 SLICE_BYTES: Final = 4096
-"""Bytes parsed between two checks of the budget: at most 682 frames, about 4 ms."""
+"""Number of bytes that are parsed between two checks of the budget. This number of bytes contains
+at most 682 frames, which take about 4 ms to parse.
+"""
 _LINGER_S: Final = 1.0
-"""Time in seconds during which a closed peer may still send, because closing at once would reset
-the connection and lose the close frame.
+"""Time in seconds for which the socket stays open after the close frame. Closing the socket
+immediately would reset the connection, and the peer would not receive the close frame.
 """
 
 
 @dataclass(frozen=True)
 class FrameBudget:
-    """Budget of one connection."""
+    """Budget of small frames for one connection."""
 
     small_frames_per_s: float = 400.0
-    """Average number of small frames per second. Bursts of up to `BURST_S` seconds of this rate are
-    allowed.
+    """Allowed average number of small frames per second. A burst may contain `BURST_S` seconds'
+    worth of frames.
     """
 
     @property
@@ -57,7 +61,7 @@ class FrameBudget:
 
     @property
     def reason(self) -> str:
-        """Close reason of a connection over the budget."""
+        """Close reason for a connection that exceeds the budget."""
         return f"more than {self.small_frames_per_s:g} frames under {SMALL_BYTES} bytes a second"
 
     def bucket(self) -> TokenBucket:
@@ -65,13 +69,15 @@ class FrameBudget:
         return TokenBucket(self.small_frames_per_s, self.burst)
 
     def apply(self, uvicorn_config: Any) -> None:
-        """Configure a `uvicorn.Config`, loaded or not, to use this budget for WebSockets."""
+        """Make a `uvicorn.Config` use this budget for WebSockets. The config may already be loaded."""
         protocol = functools.partial(BudgetedProtocol, budget=self)
         uvicorn_config.ws = uvicorn_config.ws_protocol_class = protocol
 
 
 class BudgetedProtocol(GatheringProtocol):
-    """uvicorn's protocol, fed in slices. It stops accepting frames when the budget is exceeded."""
+    """uvicorn's WebSocket protocol with a frame budget. The class parses data in slices, and
+    accepts no more frames when the budget is exceeded.
+    """
 
     def __init__(self, *args: Any, budget: FrameBudget, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -101,7 +107,9 @@ class BudgetedProtocol(GatheringProtocol):
             self._give_up()
 
     def _give_up(self) -> None:
-        """Close with 1008, and discard further data until the peer has read the close frame."""
+        """Close the connection with code 1008, and discard further data until the peer has read the
+        close frame.
+        """
         self._is_over = True
         self.stop_keepalive()
         self.frames.clear()

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of request headers: `--h11-max-incomplete-event-size` and `--h11-max-header-count`.
+"""Limits on request headers: `--h11-max-incomplete-event-size` and `--h11-max-header-count`.
 
-Headers are stored before any key is checked. httptools stores an unlimited amount and ignores both
-options. h11 enforces the first option. The second option is specific to vLLM, so it is checked
-here. A WebSocket handshake is an HTTP request with the same limits.
+A server stores the headers of a request before it checks any key. httptools stores an unlimited
+amount and ignores both options. h11 enforces the size option. The header count is an option of
+vLLM, so this module checks it. A WebSocket handshake is an HTTP request and has the same limits.
 
 uvicorn prefers httptools if it is installed. httptools also stops reading a request that offers an
-unknown upgrade, so it would lose the body of every request of Java's HttpClient, which offers
-`Upgrade: h2c` by default. RFC 9110 allows servers to ignore such an offer, and h11 does.
+unknown upgrade, so it would lose the body of every request from Java's HttpClient, which offers
+`Upgrade: h2c` by default. RFC 9110 allows servers to ignore the offer, and h11 does so.
 """
 
 from typing import Final
@@ -20,15 +20,15 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from vllm_omni.entrypoints.lifespan import run_before_serving
 
 DEFAULT_BYTES: Final = 64 << 10
-"""Replaces vLLM's default of 4 MiB, because a few hundred connections with such headers would use
-gigabytes.
+"""Default limit on the size of the headers in bytes. The limit replaces vLLM's default of 4 MiB
+because a few hundred connections with headers of that size would use gigabytes.
 """
 VLLM_DEFAULT_BYTES: Final = 4 << 20
 
 
 class HeaderCount:
-    """ASGI middleware around the whole application. The response to a request with too many headers
-    is 431.
+    """ASGI middleware around the whole application. A request with too many headers is refused with
+    status 431.
     """
 
     def __init__(self, app: ASGIApp, most: int) -> None:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A uniform policy for media URLs on all routes of this package's servers.
+"""A single policy for media URLs, which applies to all routes of this package's servers.
 
 `data:` URLs are always accepted. `http:` and `https:` URLs require vLLM's
-`--allowed-media-domains`, and `file:` URLs require `--allowed-local-media-path`. Without the first
-flag, vLLM's own connector would fetch any URL, including URLs in the server's network. If media
-cannot be fetched or decoded, the response is a client error (4xx).
+`--allowed-media-domains`, and `file:` URLs require `--allowed-local-media-path`. If
+`--allowed-media-domains` is not set, vLLM's own connector would fetch any URL, including URLs in
+the server's internal network. If media cannot be fetched or decoded, the response is a client error
+(4xx).
 """
 
 import contextlib
@@ -29,8 +30,8 @@ _PARAMETER: Final = "url"
 def apply_media_policy() -> None:
     """Apply the policy to vLLM's routes, unless VLLM_MEDIA_CONNECTOR selects a connector.
 
-    Redirects are followed only if VLLM_MEDIA_URL_ALLOW_REDIRECTS allows it, because their targets
-    are not checked.
+    Redirects are followed only if VLLM_MEDIA_URL_ALLOW_REDIRECTS allows it, because the targets of
+    redirects are not checked.
     """
     os.environ.setdefault("VLLM_MEDIA_CONNECTOR", _NAME)
     os.environ.setdefault("VLLM_MEDIA_URL_ALLOW_REDIRECTS", "0")
@@ -84,9 +85,10 @@ class AllowedMediaConnector(MediaConnector):
 
 @contextlib.contextmanager
 def _client_errors() -> Iterator[None]:
-    """Convert fetch and decode failures to client errors.
+    """Convert failures to fetch or decode media to client errors.
 
-    Their messages, which may contain paths, are only logged.
+    The messages of the original errors may contain paths, so they are logged but not sent to the
+    client.
     """
     try:
         yield

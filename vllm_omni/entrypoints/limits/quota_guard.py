@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`QuotaGuard`: quotas of HTTP requests. Requests over a quota get 429. Sent bytes are charged.
+"""`QuotaGuard`: enforces quotas on HTTP requests. A request that exceeds a quota is refused with
+429. The bytes of each response are charged to the client.
 
 Sessions, including those of environments, are charged in `../realtime/sessions/session.py`. Open
-paths, tickets, `OPTIONS` and `DELETE` are free and never refused. Runs after the check of the API
-key.
+paths, ticket requests, `OPTIONS` and `DELETE` are not charged and never refused. The guard runs
+after the API key has been checked.
 """
 
 from typing import Final
@@ -27,16 +28,18 @@ _CHARGED: Final = frozenset({"GET", "POST", "PUT"})
 
 
 class QuotaGuard:
-    """ASGI middleware.
+    """ASGI middleware that charges HTTP requests to the quotas of their clients.
 
     `quotas` is set after the server has read its options and before it accepts requests.
     """
 
     quotas: Quotas = Quotas()
-    """Quotas of clients. Default: none."""
+    """Quotas of the clients. Default: no client has a quota."""
 
     def around(self, app: ASGIApp) -> ASGIApp:
-        """Wrap an application with this guard. A factory for Starlette's `add_middleware`."""
+        """Wrap an application with this guard. This method is the factory that `add_middleware` of
+        Starlette expects.
+        """
 
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
             await self._serve(app, scope, receive, send)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quotas of API keys: sessions, chunks per minute and bytes per minute.
 
-The file (`omni.quotas`) is TOML. The file identifies keys by their SHA-256, so it contains no keys,
-and assigns each key a name for metrics.
+The quota file (`omni.quotas`) is in TOML. The file identifies API keys by their SHA-256, so it
+contains no secrets, and it assigns each key a name for metrics.
 
         [default]                  # keys without a table; without API keys, every address
         sessions = 4
@@ -13,15 +13,17 @@ and assigns each key a name for metrics.
         chunks_per_minute = 120    # of live sessions; an HTTP generation request counts as one
         bytes_per_minute = 500_000_000
 
-An absent value is no limit. The last two are token buckets with a capacity of one minute, so a
-client that was idle may use a full minute's quota at once. A request may start if at least one
-chunk and one byte are available. A started request is always finished and charged, even if a bucket
-becomes negative; the next request then waits longer. Each API server process counts separately.
+A value that is absent imposes no limit. `chunks_per_minute` and `bytes_per_minute` are token
+buckets with a capacity of one minute, so a client that was idle may use a full minute's quota at
+once. A request may start if at least one chunk and one byte are available. A request that has
+started is always finished and charged, even if a bucket becomes negative. The next request must
+then wait longer. Each API server process counts separately.
 
-`Quotas.allowance_of` returns the `Allowance` of a client. It refuses requests with `EndpointError`
-`quota_exceeded`.
+`Quotas.allowance_of` returns the `Allowance` of a client. An `Allowance` refuses requests by
+raising `EndpointError` with code `quota_exceeded`.
 
-Why not vLLM's `--api-key`: it accepts a list of keys but has no limits.
+vLLM's `--api-key` is not sufficient because it accepts a list of keys but cannot limit what each
+key may use.
 """
 
 import functools
@@ -41,14 +43,14 @@ from vllm_omni.entrypoints.limits.token_bucket import TokenBucket
 CODE: Final = "quota_exceeded"
 DEFAULT: Final = "default"
 _PRINCIPAL_CHARS: Final = 16
-"""Number of hexadecimal digits of a key's SHA-256 in a client's principal
+"""Number of hexadecimal digits of the key's SHA-256 that form a client's principal
 (`connection.principal_of`).
 """
 _REMEMBERED: Final = 4096
 _MINUTE_S: Final = 60.0
 _SESSION_RETRY_S: Final = 1.0
-"""Retry interval in seconds for refused sessions. It is fixed, because only the client can end its
-sessions.
+"""Retry interval in seconds that is sent with a refused session. The interval is fixed because only
+the client can end its sessions.
 """
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 50)]
@@ -60,9 +62,9 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     sessions: Count | None = None
     """Maximum number of live sessions."""
     chunks_per_minute: Count | None = None
-    """Average number of chunks per minute."""
+    """Allowed average number of chunks per minute."""
     bytes_per_minute: Count | None = None
-    """Average number of bytes per minute."""
+    """Allowed average number of bytes per minute."""
 
 
 class KeyQuota(Quota, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -76,16 +78,18 @@ class QuotaFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Contents of the quota file."""
 
     default: Quota = Quota()
-    """Limits of keys without a table. Without API keys: of every address."""
+    """Limits for keys without a table of their own. If the server has no API keys: limits for every
+    client address.
+    """
     keys: dict[Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}\Z")], KeyQuota] = {}
-    """Limits by name of the key."""
+    """Limits of API keys, by the name of the key."""
 
     @classmethod
     def read_file(cls, path: Path) -> "QuotaFile":
-        """Read and check the file.
+        """Read and check the quota file.
 
         Raises:
-            ValueError: The file cannot be read or is invalid. The text names the file.
+            ValueError: The file cannot be read or is invalid. The message names the file.
         """
         try:
             found = msgspec.toml.decode(path.read_bytes(), type=cls)
@@ -105,7 +109,9 @@ class QuotaFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class QuotaMetrics:
-    """Metrics of quotas. Labels are key names from the file, never keys or addresses."""
+    """Metrics of quotas, labelled with key names from the quota file and never with keys or
+    addresses.
+    """
 
     def __init__(self) -> None:
         self.sessions = Gauge(
@@ -120,14 +126,16 @@ class QuotaMetrics:
 
 @functools.cache
 def quota_metrics() -> QuotaMetrics:
-    """Return the metrics of this process. They are shared, because a registry accepts each name
-    only once.
+    """Return the quota metrics of this process. All callers share one object because a registry
+    accepts each name only once.
     """
     return QuotaMetrics()
 
 
 def _per_minute(count: int | None, clock: Callable[[], float]) -> TokenBucket:
-    """Return a bucket with the capacity of one minute. None: a bucket that never becomes empty."""
+    """Return a token bucket that holds one minute's quota. If `count` is None, the bucket never
+    becomes empty.
+    """
     return (
         TokenBucket(0.0, math.inf, clock)
         if count is None
@@ -136,13 +144,13 @@ def _per_minute(count: int | None, clock: Callable[[], float]) -> TokenBucket:
 
 
 class Allowance:
-    """Remaining quota of one client. This base class has no limits."""
+    """Remaining quota of one client. This base class imposes no limits."""
 
     def check_session(self) -> None:
-        """Check whether another session may open.
+        """Check whether the client may open another session.
 
         Raises:
-            EndpointError: `quota_exceeded`.
+            EndpointError: `quota_exceeded`, because the client has used up its quota.
         """
 
     def open_session(self) -> None:
@@ -152,32 +160,32 @@ class Allowance:
         """Count the end of a session."""
 
     def take_chunk(self) -> bool:
-        """Charge a chunk if one may start now. Return whether it may start."""
+        """Charge one chunk if it may start now, and return whether it may."""
         return True
 
     def check_chunk(self) -> None:
         """Check whether a chunk may start now.
 
         Raises:
-            EndpointError: `quota_exceeded`.
+            EndpointError: `quota_exceeded`, because the client has used up its quota.
         """
 
     def check_bytes(self) -> None:
         """Check whether data may be sent now.
 
         Raises:
-            EndpointError: `quota_exceeded`.
+            EndpointError: `quota_exceeded`, because the client has used up its quota.
         """
 
     def charge_chunks(self, count: int) -> None:
         """Charge the given number of chunks, which start now."""
 
     def charge_bytes(self, count: int) -> None:
-        """Charge bytes for the client."""
+        """Charge the bytes of replies to the client."""
 
 
 class LimitedAllowance(Allowance):
-    """Remaining quota of one client with limits."""
+    """Remaining quota of a client that has limits."""
 
     def __init__(
         self, name: str, quota: Quota, metrics: QuotaMetrics, clock: Callable[[], float]
@@ -240,13 +248,13 @@ UNLIMITED: Final = Allowance()
 
 
 class Quotas:
-    """Allowances of the clients of one API server process. This base class has no limits."""
+    """Allowances of the clients of one API server process. This base class imposes no limits."""
 
     def allowance_of(self, client: str) -> Allowance:
         """Return the allowance of a client.
 
         Args:
-            client: As in `Connection.client`: a key's principal, or an address.
+            client: Value of `Connection.client`: the principal of an API key, or an address.
         """
         return UNLIMITED
 
@@ -254,8 +262,8 @@ class Quotas:
 class FileQuotas(Quotas):
     """Allowances from a quota file.
 
-    Allowances are retained for clients with a session and for the most recent few thousand other
-    clients with the default quota.
+    For clients with the default quota, allowances are retained for all clients with a session and
+    for the few thousand most recent others.
     """
 
     def __init__(self, file: QuotaFile, clock: Callable[[], float] = time.monotonic) -> None:

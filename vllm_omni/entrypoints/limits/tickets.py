@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tickets: a browser's credential for a WebSocket, because a browser cannot set its headers.
+"""Tickets: credentials with which a browser opens a WebSocket, because a browser cannot set headers
+on it.
 
 A ticket represents one API key and one `Origin`, expires within seconds and can be used once.
 Tickets are signed and not stored, so every API server process with the same secret accepts them.
-The second use of a ticket is refused only by the process that accepted the first.
+A second use of a ticket is refused only by the process that accepted the first use.
 
-Why not JSON Web Tokens or itsdangerous: neither refuses a second use, and the rest is a single HMAC
-of the standard library.
+JSON Web Tokens and itsdangerous are not used because neither refuses a second use of a token, and
+everything else takes only a single HMAC from the standard library.
 """
 
 import base64
@@ -21,7 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 SECRET_VARIABLE: Final = "VLLM_OMNI_TICKET_SECRET"
-"""Set by `vllm serve --omni` to a random value, so that its API server processes share a secret."""
+"""Environment variable that holds the secret. `vllm serve --omni` sets it to a random value, so all
+its API server processes share the secret.
+"""
 
 TTL_S: Final = 30
 MAX_REMEMBERED: Final = 65_536
@@ -32,17 +35,17 @@ _MAC_BYTES: Final = 16
 
 
 class TicketError(Exception):
-    """A ticket was refused. The text is for the server's log. The message is not sent to the
-    client.
+    """Raised when a ticket is refused. The message is written to the server's log but not sent to
+    the client.
     """
 
 
 def derive_secret(keys: Sequence[str], environ: Mapping[str, str]) -> bytes:
     """Return the secret that signs tickets.
 
-    The secret is equal in all processes with the same keys and environment. Without the variable
-    (plain `vllm serve`), it is derived from the keys with scrypt, which is slow, so that a ticket
-    cannot be used to test guessed keys quickly.
+    All processes with the same keys and environment derive the same secret. If the variable is not
+    set (plain `vllm serve`), the secret is derived from the keys with scrypt. Scrypt is slow, so an
+    attacker cannot use a ticket to test guessed keys quickly.
     """
     joined = b"\0".join(
         hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest() for key in keys
@@ -56,12 +59,12 @@ class TicketOffice:
     """Issues and accepts tickets in one process.
 
     Args:
-        secret: Signs the tickets.
+        secret: Secret that signs the tickets.
         num_keys: Number of API keys.
         ttl_s: Lifetime of a ticket in seconds.
-        max_remembered: Maximum number of tickets that can be used within `ttl_s`. Additional
-            tickets are refused.
-        now: Returns the Unix time.
+        max_remembered: Maximum number of used tickets that are remembered. If more tickets are used
+            within `ttl_s`, they are refused.
+        now: Function that returns the Unix time.
     """
 
     def __init__(
@@ -83,11 +86,12 @@ class TicketOffice:
         self._order: deque[tuple[float, bytes]] = deque()
 
     def issue(self, key_index: int, origin: str | None) -> str:
-        """Return a new ticket: 47 URL-safe characters.
+        """Return a new ticket, which consists of 47 URL-safe characters.
 
         Args:
             key_index: Index of the API key.
-            origin: Origin of the page. None: no page.
+            origin: Origin of the page that requests the ticket. None: the request did not come from
+                a page.
         """
         head = _HEAD.pack(
             _VERSION, int(self._now()) + self.ttl_s, key_index, secrets.token_bytes(12)
@@ -98,7 +102,7 @@ class TicketOffice:
         """Use a ticket and return the index of its API key.
 
         Raises:
-            TicketError: The ticket is invalid, expired or already used.
+            TicketError: The ticket is invalid, has expired or has already been used.
         """
         try:
             data = base64.b64decode(

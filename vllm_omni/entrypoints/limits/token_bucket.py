@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TokenBucket`: limits an average rate and a burst.
+"""`TokenBucket`: limits the average rate and the size of bursts.
 
-Why not `limits` or slowapi: they count whole requests over a window. Costs here are bytes and
-chunks that are known only after the work, so a bucket may become negative.
+The libraries `limits` and slowapi are not used because they count whole requests over a window.
+This package charges bytes and chunks, which are known only after the work, so a bucket may become
+negative.
 """
 
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 _ROUNDING: Final = 1e-6
-"""Tolerance in tokens, so that a caller that waits exactly `wait_s` seconds succeeds."""
+"""Tolerance in tokens, which ensures that a caller that waits exactly `wait_s` seconds succeeds."""
 
 
 class TokenBucket:
@@ -19,7 +20,7 @@ class TokenBucket:
     Args:
         per_s: Tokens that are added per second.
         burst: Capacity in tokens.
-        clock: Returns a monotonic time in seconds.
+        clock: Function that returns a monotonic time in seconds.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class TokenBucket:
         self._counted_s = clock()
 
     def take_tokens(self, count: float) -> bool:
-        """Take tokens. Missing tokens become a debt.
+        """Take tokens from the bucket. If the bucket has too few, its balance becomes negative.
 
         Returns:
             Whether the bucket had enough tokens.

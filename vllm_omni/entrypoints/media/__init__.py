@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Video and audio containers."""
+"""Encoding and decoding of video files."""
 
 from vllm_omni.entrypoints.media.mp4 import encode_mp4
 

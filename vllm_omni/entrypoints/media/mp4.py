@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encodes frames: H.264 MP4 through PyAV, contact sheets through Pillow.
+"""Encode frames as H.264 MP4 files (PyAV) and as contact sheets (Pillow).
 
 The demo, the examples and the endpoints share this module. Frames are uint8 RGB `[T, H, W, 3]`
-NumPy arrays. Equal frames produce equal bytes on every machine with the same x264.
+NumPy arrays. Equal frames produce equal bytes on all machines that have the same version of x264.
 """
 
 import contextlib
@@ -21,20 +21,20 @@ from PIL import Image
 
 _CODEC: Final = "libx264"
 _ENCODER: Final = {
-    # visually lossless for H.264; a 480x832 chunk of 12 frames then takes about 100 kB
+    #     # This rate factor is visually lossless. A 480x832 chunk of 12 frames takes about 100 kB.
     "crf": "20",
     "preset": "veryfast",  # a chunk must be encoded much faster than it plays
-    # Macroblock-tree rate control is off: with AVX-512, x264 (core 165) computes it from
-    # uninitialized memory, and about one file in a hundred differed. crf 20 without it has the
-    # quality of crf 18 with it.
+    #     # Macroblock-tree rate control is disabled. With AVX-512, x264 (core 165) computes it from
+    # uninitialized memory, and about one file in a hundred differed. crf 20 without it has the same
+    # quality as crf 18 with it.
     "x264-params": "mbtree=0",
     "threads": "4",  # a fixed number, because it changes the bytes
 }
 
 
 def encode_mp4(frames_THWC: np.ndarray, fps: float) -> bytes:
-    """Return a self-contained MP4 file: H.264 in yuv420p. The index is at the start of the file,
-    and the first frame is a key frame.
+    """Encode frames as a self-contained MP4 file (H.264, yuv420p). The index is at the start of the
+    file, and the first frame is a key frame.
 
     Args:
         frames_THWC: Frames, uint8 RGB, T >= 1. yuv420p requires even sides, so an odd last row or
@@ -60,10 +60,10 @@ def encode_mp4(frames_THWC: np.ndarray, fps: float) -> bytes:
 
 
 class Mp4Writer:
-    """Writes an MP4 file like `encode_mp4`, but in parts, so that a long video needs little memory.
+    """Writes an MP4 file like `encode_mp4`, but in parts, so a long video requires little memory.
 
     All frames must have the same size. The file is complete after `close`. A failed write raises
-    the original OSError. After any exception only `abandon` may be called.
+    the original OSError. After an exception, the only method that may be called is `abandon`.
     """
 
     def __init__(self, path: Path, fps: float) -> None:
@@ -80,10 +80,11 @@ class Mp4Writer:
         self._stream: VideoStream | None = None
 
     def write_frames(self, frames_THWC: np.ndarray) -> None:
-        """Encode uint8 RGB `[T, H, W, 3]`, T >= 1.
+        """Encode frames, uint8 RGB `[T, H, W, 3]`, T >= 1.
 
         Raises:
-            ValueError: As for `encode_mp4`, or if the size differs from that of earlier frames.
+            ValueError: The frames are invalid as for `encode_mp4`, or their size differs from that
+                of earlier frames.
         """
         if self._stream is None:
             self._stream = add_stream(self._container, frames_THWC, frame_rate(self._fps))
@@ -113,10 +114,10 @@ class Mp4Writer:
 
 
 class _Sink:
-    """A file object for libav that hides write errors. `check` raises the first error.
+    """File object for libav that hides write errors until `check` raises the first of them.
 
-    No data is written after an error. If the header of an MP4 cannot be written, libav would crash
-    the process or never close the file.
+    No data is written after an error. The errors are hidden because libav would crash the process,
+    or never close the file, if writing the header of an MP4 failed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -148,7 +149,7 @@ class _Sink:
 
 
 def frame_rate(fps: float) -> Fraction:
-    """Return frames per second, exact to 1/1001.
+    """Return a frame rate as a fraction, exact to 1/1001.
 
     Raises:
         ValueError: `fps` is not in (0, 1000].
@@ -164,7 +165,7 @@ def add_stream(
     rate: Fraction,
     options: dict[str, str] = _ENCODER,
 ) -> VideoStream:
-    """Add a stream of H.264, yuv420p, for frames of this size."""
+    """Add an H.264 video stream (yuv420p) for frames of the given size."""
     check_frames(frames_THWC)
     stream = container.add_stream(_CODEC, rate=rate, options=options)
     _, height, width, _ = frames_THWC.shape
@@ -182,10 +183,10 @@ def encode_frames(
 
     Args:
         container: The open file.
-        stream: Its stream.
+        stream: Video stream of the container.
         frames_THWC: Frames, uint8 RGB.
         first_frame: Index of the first frame, which determines its timestamp. Default: the frames
-            follow the previous ones.
+            follow the frames that were encoded before.
 
     Raises:
         ValueError: Shape or dtype of the frames is wrong.
@@ -210,7 +211,8 @@ def encode_frames(
 
 
 def decode_mp4(data: bytes) -> tuple[np.ndarray, float]:
-    """Decode a video file. Frames are rotated as in a video player.
+    """Decode a video file. Frames are returned in the orientation in which a video player shows
+    them.
 
     Returns:
         `(frames_THWC, fps)`: uint8 RGB `[T, H, W, 3]` and frames per second.
@@ -237,16 +239,16 @@ def decode_mp4(data: bytes) -> tuple[np.ndarray, float]:
 def as_displayed(
     frame: av.VideoFrame, stream: VideoStream, most_side: int | None = None
 ) -> np.ndarray:
-    """Return a decoded frame in the orientation of a video player, uint8 RGB [H, W, 3].
+    """Return a decoded frame as a video player would show it, uint8 RGB [H, W, 3].
 
-    Phones store upright clips rotated, with a display matrix for rotation and mirroring, and pixels
-    may not be square. FFmpeg's decoders report both but apply neither. Other angles are rounded to
-    a quarter turn.
+    Phones store upright clips rotated, with a display matrix that describes rotation and mirroring,
+    and pixels may not be square. FFmpeg's decoders report the matrix and the pixel shape but apply
+    neither. Rotations are rounded to the nearest quarter turn.
 
     Args:
         frame: A frame from the stream's decoder.
-        stream: The stream.
-        most_side: Maximum width and height in pixels. Default: not scaled.
+        stream: The video stream.
+        most_side: Maximum width and height in pixels. Default: frames are not scaled.
     """
     ratio = float(stream.sample_aspect_ratio or 1)
     width, height = frame.width * max(1.0, ratio), frame.height * max(1.0, 1 / ratio)
@@ -257,8 +259,8 @@ def as_displayed(
     matrix = frame.side_data.get("DISPLAYMATRIX")
     if matrix is None:
         return pixels_HWC
-    # The matrix is (a, b, u), (c, d, v), (x, y, w): the stored point (p, q) is shown at (a p + c q,
-    # b p + d q).
+    #     # The matrix is (a, b, u), (c, d, v), (x, y, w). The stored point (p, q) is shown at (a p
+    # + c q, b p + d q).
     a, b, _, c, d = np.frombuffer(bytes(cast("Any", matrix)), np.int32)[:5].astype(int).tolist()
     if abs(b) + abs(c) > abs(a) + abs(d):
         pixels_HWC, a, d = pixels_HWC.swapaxes(0, 1), c, b
@@ -266,7 +268,7 @@ def as_displayed(
 
 
 def contact_sheet(frames_THWC: np.ndarray, columns: int = 4, gap: int = 4) -> Image.Image:
-    """Return a contact sheet of frames in reading order on a dark background.
+    """Return a contact sheet that shows the frames in reading order on a dark background.
 
     Args:
         frames_THWC: Frames to show, uint8 RGB, T >= 1.
@@ -291,7 +293,7 @@ def contact_sheet(frames_THWC: np.ndarray, columns: int = 4, gap: int = 4) -> Im
 
 
 def check_frames(frames_THWC: np.ndarray) -> None:
-    """Check frames.
+    """Check the dtype and the shape of frames.
 
     Raises:
         ValueError: The frames are not uint8 `[T, H, W, 3]`, or a dimension is empty.

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI-compatible image and video routes, and their contract with the component that runs the
-model.
+"""OpenAI-compatible image and video routes, and the contract between these routes and the component
+that runs the model.
 
-The routes are `/v1/images/generations`, `/v1/images/edits` and `/v1/videos`. The model is run by
-this package's worker or by an executor without workers.
+The routes are `/v1/images/generations`, `/v1/images/edits` and `/v1/videos`. The model runs either
+in this package's worker or in an executor without workers.
 
-The family's `Capabilities` (`ModelFamily.capabilities`) limit requests; a route refuses all others
-with
-400. Accepted requests are stock pooling requests: `DiffusionParams(...).to_pooling_params(tensors)`
-  through `EngineClient.encode`. The result of each engine request is one envelope (`outputs.py`).
+The model family's `Capabilities` (`ModelFamily.capabilities`) determine which requests are
+accepted; a route refuses all others with 400. An accepted request is sent as a stock pooling
+request: `DiffusionParams(...).to_pooling_params(tensors)` through `EngineClient.encode`. The result
+of each engine request is one envelope (`outputs.py`).
 
-One-shot models (`"world" not in tasks`): an image call is `ceil(n / images_per_request)` requests,
-and a video is one request. Fields of `DiffusionParams`:
+For one-shot models (`"world" not in tasks`), an image call becomes `ceil(n / images_per_request)`
+engine requests, and a video becomes one engine request. The fields of `DiffusionParams` are:
 
         session_id            unique for the request          one_shot             True
         op                    "generate"                      output               "rgb"
@@ -26,32 +26,33 @@ and a video is one request. Fields of `DiffusionParams`:
         options
             the client's `extra_params` unchanged: the model checks names and values
 
-A request with num_frames None is for an image, any other request for a video.
+If `num_frames` is None, the request is for images; otherwise it is for a video.
 
 Input tensors:
 - `image` is uint8 [H, W, 3] RGB. Further images of an edit are named `image_1`, `image_2` and so
-  on, in the client's order. In an edit, each image has its original size (EXIF rotation applied,
-  transparent areas white). For a video, `image` is the first frame, stretched to the video's height
-  and width.
+  on, in the client's order. In an edit, each image keeps its original size. EXIF rotation is
+  applied, and transparent areas become white. For a video, `image` is the first frame, stretched to
+  the video's height and width.
 - `video` is uint8 [T, H, W, 3] RGB, a clip to edit (`video_edit`), at `Capabilities.fps` frames per
-  second, with num_frames = 1 + frame_stride * k <= T. Size and length of the result match the clip,
-  and height and width are ignored.
-- `mask` is uint8 [H, W] with the size of `image`; 255 marks pixels to edit. Only if
-  `Capabilities.mask`.
+  second, with num_frames = 1 + frame_stride * k <= T. The result has the size and length of the
+  clip, so height and width of the request are ignored.
+- `mask` is uint8 [H, W] with the size of `image`; 255 marks pixels to edit. A mask is sent only if
+  `Capabilities.mask` is set.
 
 Result tensors: `images`, uint8 [num_images, H, W, 3], or `frames`, uint8 [num_frames, H, W, 3].
 `audio`, fp32 [S] with the metadata `sample_rate`, is allowed but not used yet. H and W may differ
-from the request, and the reply contains the actual ones. The routes also read the metadata `fps`
-(of the frames) and `timings_ms`. Image i of a request has the seed `seed + i`, so the n images of a
-call do not depend on how they are split into requests.
+from the request; the reply to the client states the actual size. The routes also read the metadata
+`fps` (frame rate of the result) and `timings_ms`. Image i of a request has the seed `seed + i`, so
+the n images of a call do not depend on how the call is split into engine requests.
 
-Failures are error envelopes. `invalid_request`, `unsupported_size`, `invalid_image` and other codes
-about the request become 400, with the message unchanged. `capacity` becomes 503 (a video job waits
-instead), `oom` becomes 503, `non_finite` and all others become 500.
+The engine reports failures as error envelopes. `invalid_request`, `unsupported_size`,
+`invalid_image` and other codes about the request become status 400, with the message unchanged.
+`capacity` becomes 503, except that a video job waits instead. `oom` also becomes 503. `non_finite`
+and all other codes become 500.
 
-Progress: the worker RPC `request_progress` returns `{session_id: [finished steps, all steps]}` of
-the requests in flight. Cancellation: `EngineClient.abort(request_id)` takes effect before the next
-denoise step.
+To report progress, the worker RPC `request_progress` returns `{session_id: [finished steps, total
+steps]}` for the requests in flight. To cancel a request, `EngineClient.abort(request_id)` takes
+effect before the next denoise step.
 
 World models (`"world" in tasks`) generate a video chunk by chunk in a separate session with
 `chunk_index` 0, 1 and so on. The first request contains prompt, seed, height, width and `image`;

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`POST /v1/load_lora_adapter`: vLLM's route, with status 400 for an adapter that cannot be loaded.
+"""`POST /v1/load_lora_adapter`: vLLM's route, except that an adapter that cannot be loaded gives
+status 400.
 
-vLLM returns 500 for every failure to load. An adapter that does not match the model is a client
-error; a dead engine is not.
+vLLM returns 500 for every failure to load an adapter. However, an adapter that does not match the
+model is a client error, unlike a dead engine.
 """
 
 from collections.abc import Iterable
@@ -21,10 +22,10 @@ PATH: Final = "/v1/load_lora_adapter"
 
 
 class AdapterRoute:
-    """The route of one API server process."""
+    """The adapter route of one API server process."""
 
     def add_routes(self, app: FastAPI) -> Iterable[str]:
-        """Replace vLLM's route, if the server loads adapters at run time."""
+        """Replace vLLM's route if the server can load adapters at run time."""
         stock = next(
             (route for route in app.routes if isinstance(route, APIRoute) and route.path == PATH),
             None,
@@ -36,7 +37,7 @@ class AdapterRoute:
         async def load_lora_adapter(
             request: LoadLoRAAdapterRequest, raw_request: Request
         ) -> Response:
-            """Load an adapter under a name."""
+            """Load a LoRA adapter and make it available under a name."""
             response: Response = await handler(request, raw_request)
             if response.status_code != 500 or raw_request.app.state.engine_client.errored:
                 return response
@@ -54,4 +55,4 @@ class AdapterRoute:
         return ()
 
     async def start_serving(self, server: ServerContext) -> None:
-        """Do nothing: the route uses vLLM's handler."""
+        """Do nothing, because the route uses vLLM's own handler."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Request bodies of the OpenAI routes, JSON or form, as fields and files within the size limit.
+"""Read request bodies of the OpenAI routes. A body is JSON or a form, and its size is limited.
 
-Values of a form are strings. For fields that contain objects or lists, values that look like JSON
-are parsed as JSON. The `openai` client spreads an object over several fields
-(`extra_params[step_ms]=5`), which are merged here.
+All values of a form are strings. If a field expects an object or a list, a value that looks like
+JSON is parsed as JSON. The `openai` client splits an object into several form fields
+(`extra_params[step_ms]=5`), and this module merges them.
 """
 
 import re
@@ -24,8 +24,8 @@ _MAX_FILES: Final = 20
 _MAX_FIELDS: Final = 200
 _MAX_FIELD_BYTES: Final = 1 << 20
 _DROPPED_BYTES: Final = 1 << 20
-"""Number of bytes beyond the limit that are read and dropped, because a client that is still
-sending its body when the server closes the connection cannot read the reply.
+"""Number of bytes beyond the size limit that are read and dropped. The margin exists because a
+client that is still sending its body when the server closes the connection cannot read the reply.
 """
 _STRUCTURED: Final = frozenset(
     {"extra_params", "camera_actions", "prompts", "actions", "lora", "input_reference", "images"}
@@ -38,18 +38,19 @@ class ParsedBody:
     """A parsed request body."""
 
     fields: dict[str, Any]
-    """Values by parameter; strings if the body is a form."""
+    """Values by parameter name. All values are strings if the body is a form."""
     files: dict[str, list[bytes]] = field(default_factory=dict)
-    """Contents of uploaded files by field, in order."""
+    """Contents of the uploaded files by field name, in the order of the upload."""
     is_form: bool = False
     """Whether the body is a form. Default: False."""
 
 
 async def read_body(request: Request, max_bytes: int) -> ParsedBody:
-    """Read and parse a request's body.
+    """Read and parse the body of a request.
 
     Raises:
-        ApiError: 400, 413 or 415.
+        ApiError: Status 400, 413 or 415, because the body is invalid, too large or of an
+            unsupported type.
     """
     content_type = (
         request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
@@ -67,10 +68,10 @@ async def read_body(request: Request, max_bytes: int) -> ParsedBody:
 
 
 async def read_bytes(request: Request, max_bytes: int) -> bytes:
-    """Read a request's body.
+    """Read the body of a request without parsing it.
 
     Raises:
-        ApiError: 413.
+        ApiError: Status 413, because the body is larger than `max_bytes`.
     """
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes + _DROPPED_BYTES:
@@ -156,8 +157,8 @@ def _add_field(fields: dict[str, Any], name: str, value: str) -> None:
 def _number_or_text(value: str) -> Any:
     """Parse a value of a bracketed form field as JSON if possible.
 
-    A form does not distinguish the number `5` from the text `5`. A text value of a model's option
-    can be sent as quoted JSON.
+    A form does not distinguish the number `5` from the text `5`. A client can send a text value as
+    quoted JSON to mark it as text.
     """
     try:
         return msgspec.json.decode(value)

@@ -2,15 +2,15 @@
 """`/v1/chat/completions` for models that understand text, images and videos on the diffusion
 worker.
 
-A call is a conversation that ends with a user message: system messages first, then user and
-assistant messages, with at most one `image_url` or `video_url` (`data:` URLs). Fields with neutral
-values are accepted, because general-purpose clients send them. Fields that require features these
-models lack are errors (`chat_request.py`).
+A call contains a conversation that ends with a user message. System messages come first, followed
+by user and assistant messages with at most one `image_url` or `video_url` (a `data:` URL). Fields
+with neutral values are accepted because general-purpose clients send them. A field that requires a
+feature that these models lack is an error (`chat_request.py`).
 
-A response is one engine request. A streamed response is a session with one request for every few
-tokens, so that a slow client does not block others and a disconnect wastes at most one request.
-`Capabilities.reads` lists the inputs of a model. Models that generate text through stock vLLM use
-vLLM's own `/v1/chat/completions`.
+A response that is not streamed takes one engine request. A streamed response is a session that
+takes one engine request for every few tokens. A slow client therefore does not block others, and a
+disconnect wastes at most one request. `Capabilities.reads` lists the kinds of input that a model
+accepts. Models that generate text through stock vLLM use vLLM's own `/v1/chat/completions`.
 """
 
 import asyncio
@@ -51,22 +51,22 @@ _CHUNK_TOKENS: Final = 8
 
 @dataclass(frozen=True)
 class _Call:
-    """One call."""
+    """A chat completion call that has been validated."""
 
     request: ChatRequest
-    """The request."""
+    """Request of the client."""
     model: str
-    """Name of the model in replies."""
+    """Name of the model, as stated in replies."""
     prompt: str
-    """The last user message."""
+    """Text of the last user message."""
     seed: int
     """Seed of the sampling."""
     lora: list[Lora] | None
-    """LoRA adapters. None: unchanged."""
+    """LoRA adapters to apply. None: the adapters are not changed."""
     options: dict[str, Any]
     """Options of the model."""
     arrays: dict[str, np.ndarray]
-    """The image or clip of the conversation, if any."""
+    """The image or clip of the conversation, or an empty dict for text only."""
     id: str
     """Id of the response."""
     created: int
@@ -113,7 +113,7 @@ class ChatRoutes:
         """Check the messages, and decode the image or clip on a worker thread.
 
         Raises:
-            ApiError: 400.
+            ApiError: Status 400, because a message or its image or clip is invalid.
         """
         lora = self._served.adapter_named(requested.model)
         conversation = read_conversation(requested.messages)
@@ -201,9 +201,9 @@ class ChatRoutes:
         }
 
     async def _events(self, call: _Call) -> AsyncGenerator[bytes]:
-        """Server-sent events, one for each part of the response.
+        """Yield server-sent events, one for each part of the response.
 
-        The session ends with the stream.
+        The session is closed when the stream ends.
         """
         arrays = call.arrays
         params = DiffusionParams(

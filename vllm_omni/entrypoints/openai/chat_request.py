@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields and messages of a chat completion request, independent of engine and model.
+"""Fields and messages of a chat completion request. This module is independent of the engine and
+the model.
 
-General-purpose clients send many fields with neutral values (`presence_penalty` 0, `tools` []),
-which are accepted. If a value requires a feature that these models lack, the error names the field.
+General-purpose clients send many fields with neutral values, such as `presence_penalty` 0 or
+`tools` []. Neutral values are accepted. If a value requires a feature that these models lack, the
+error names the field.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,30 +30,30 @@ class _Strict(BaseModel):
 
 class DataUrl(_Strict):
     url: str
-    """A `data:` URL. Only `data:` URLs are accepted."""
+    """The media as a `data:` URL. No other URLs are accepted."""
     detail: Literal["auto", "low", "high"] | None = None
-    """Accepted, not used."""
+    """This field is accepted for compatibility and has no effect."""
 
 
 class TextPart(_Strict):
     type: Literal["text"]
     """Type of the part."""
     text: Text
-    """The text."""
+    """Text of the part."""
 
 
 class ImagePart(_Strict):
     type: Literal["image_url"]
     """Type of the part."""
     image_url: DataUrl
-    """The image."""
+    """Image of the part."""
 
 
 class VideoPart(_Strict):
     type: Literal["video_url"]
     """Type of the part."""
     video_url: DataUrl
-    """The video."""
+    """Video of the part."""
 
 
 Content = Annotated[
@@ -68,9 +70,9 @@ class UserMessage(_Strict):
     role: Literal["system", "developer", "user"]
     """Author of the message. `developer` is an alias of `system`."""
     content: Content
-    """Text, or parts."""
+    """Text of the message, or a list of parts."""
     name: str | None = Field(None, max_length=64)
-    """Accepted, not used."""
+    """This field is accepted for compatibility and has no effect."""
 
 
 class AssistantMessage(_Strict):
@@ -81,11 +83,11 @@ class AssistantMessage(_Strict):
     content: Annotated[str, Field(max_length=MAX_PROMPT_CHARS)] | list[TextPart] | None = None
     """Text of the response."""
     refusal: None = None
-    """Accepted, not used."""
+    """This field is accepted for compatibility and has no effect."""
     tool_calls: Nothing = None
-    """Must be empty."""
+    """This field must be empty if it is present."""
     name: str | None = Field(None, max_length=64)
-    """Accepted, not used."""
+    """This field is accepted for compatibility and has no effect."""
 
 
 Message = Annotated[
@@ -107,12 +109,12 @@ class StreamOptions(_Strict):
     include_usage: bool | None = None
     """Whether a streamed response ends with its token counts. Default: False."""
     include_obfuscation: bool | None = None
-    """Accepted, not used."""
+    """This field is accepted for compatibility and has no effect."""
 
 
 class TextFormat(_Strict):
     type: Literal["text"]
-    """Only `text` is supported."""
+    """Type of the response. The only supported type is `text`."""
 
 
 class ChatRequest(_Strict):
@@ -121,62 +123,65 @@ class ChatRequest(_Strict):
     model: str | None = Field(None, max_length=1024)
     """Name of the model, or of a LoRA adapter. Default: the served model."""
     max_tokens: int | None = Field(None, ge=1)
-    """Maximum number of generated tokens; alias of `max_completion_tokens`."""
+    """Maximum number of generated tokens. Alias of `max_completion_tokens`."""
     max_completion_tokens: int | None = Field(None, ge=1)
-    """Maximum number of generated tokens. Default: the model's."""
+    """Maximum number of generated tokens. Default: the model's default."""
     temperature: float | None = Field(None, ge=0, le=2)
     """Sampling temperature, 0 to 2. Default: 0 (greedy)."""
     top_p: float | None = Field(None, gt=0, le=1)
-    """Nucleus sampling threshold in (0, 1]. Default: the model's."""
+    """Nucleus sampling threshold in (0, 1]. Default: the model's default."""
     stop: str | list[str] | None = None
     """Strings that end the response. Default: none."""
     seed: int | None = Field(None, ge=RANDOM_SEED, le=MAX_SEED)
-    """Seed of the sampling. Default: drawn at random, as for -1."""
+    """Seed of the sampling. Default: a random seed, as for -1."""
     n: Literal[1] | None = None
-    """Number of responses; only 1 is supported."""
+    """Number of responses. The only supported value is 1."""
     stream: bool | None = None
     """Whether to send server-sent events. Default: False."""
     stream_options: StreamOptions | None = None
     """Options of a streamed response."""
     response_format: TextFormat | None = None
-    """Only text is supported."""
+    """Format of the response. The only supported format is text."""
     modalities: list[Literal["text"]] | None = None
-    """Only text is supported."""
+    """Modalities of the response. The only supported modality is text."""
     user: str | None = Field(None, max_length=1024)
-    """Accepted, not used."""
+    """This field is accepted for compatibility and has no effect."""
     safety_identifier: str | None = Field(None, max_length=1024)
-    """Accepted, not used."""
+    """This field is accepted for compatibility and has no effect."""
     prompt_cache_key: str | None = Field(None, max_length=1024)
-    """Accepted, not used."""
+    """This field is accepted for compatibility and has no effect."""
     metadata: dict[str, str] | None = Field(None, max_length=16)
-    """Accepted, not used."""
+    """This field is accepted for compatibility and has no effect."""
     store: Literal[False] | None = None
-    """Only False is supported."""
+    """This field must be False if it is present."""
     service_tier: Literal["auto", "default"] | None = None
-    """Accepted, not used."""
-    # Functions that these models lack: only neutral values are accepted (`_UNSUPPORTED`).
+    """This field is accepted for compatibility and has no effect."""
+    #     # These models lack the following features, so only neutral values are accepted
+    # (`_UNSUPPORTED`).
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    """Must be 0."""
+    """This field must be 0 if it is present."""
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    """Must be 0."""
+    """This field must be 0 if it is present."""
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
-    """Must be empty."""
+    """This field must be empty if it is present."""
     logprobs: Literal[False] | None = None
-    """Must be False."""
+    """This field must be False if it is present."""
     top_logprobs: Literal[0] | None = None
-    """Must be 0."""
+    """This field must be 0 if it is present."""
     tools: Nothing = None
-    """Must be empty."""
+    """This field must be empty if it is present."""
     tool_choice: Literal["none", "auto"] | None = None
-    """Accepted, not used."""
+    """This field is accepted for compatibility and has no effect."""
     parallel_tool_calls: bool | None = None
-    """Accepted, not used: there are no tools."""
+    """This field is accepted for compatibility and has no effect, because these models use no
+    tools.
+    """
     functions: Nothing = None
-    """Must be empty."""
+    """This field must be empty if it is present."""
     function_call: Literal["none", "auto"] | None = None
-    """Accepted, not used."""
+    """This field is accepted for compatibility and has no effect."""
     extra_params: dict[str, Any] | None = None
-    """Extension. Options of the served model."""
+    """Extension. Options that are specific to the served model."""
 
 
 _UNSUPPORTED: Final = {
@@ -197,10 +202,11 @@ _UNSUPPORTED: Final = {
 
 
 def read_chat(fields: Mapping[str, Any], model: str) -> ChatRequest:
-    """Check a body.
+    """Validate the fields of a chat completion request.
 
     Raises:
-        ApiError: Status 400; `unsupported_parameter` for features that only OpenAI's models have.
+        ApiError: Status 400. The code is `unsupported_parameter` if the request uses a feature that
+            the served model lacks.
     """
     try:
         return read_request(ChatRequest, fields)
@@ -215,27 +221,27 @@ def read_chat(fields: Mapping[str, Any], model: str) -> ChatRequest:
 
 @dataclass(frozen=True)
 class MediaConversation:
-    """A conversation that ends with a user's question."""
+    """A conversation that ends with a user message, and the image or clip that it is about."""
 
     system: str | None
-    """System message."""
+    """Text of the system messages. None: the conversation has no system message."""
     messages: list[dict[str, str]]
-    """Earlier messages: `role` and `text`."""
+    """Messages before the last user message, each with the keys `role` and `text`."""
     question: str
-    """The last user message."""
+    """Text of the last user message."""
     seen: ImagePart | VideoPart | None
-    """The image or clip. None: text only."""
+    """Image or clip of the conversation. None: the conversation is text only."""
     seen_in: int | None
-    """Index of the turn that contains the image or clip. None: the last user message contains it,
-    or there is none.
+    """Index in `messages` of the message that contains the image or clip. None: the last user
+    message contains it, or the conversation is text only.
     """
 
 
 def read_conversation(messages: Sequence[UserMessage | AssistantMessage]) -> MediaConversation:
-    """Check and sort messages.
+    """Check the messages of a request, and return them as a conversation.
 
     Raises:
-        ApiError: 400.
+        ApiError: Status 400, because the messages are invalid.
     """
     system: list[str] = []
     turns: list[dict[str, str]] = []

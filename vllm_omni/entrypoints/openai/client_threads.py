@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ClientThreads`: decodes images and clips on threads, with a limit for each client.
 
-A client is an API key or an address. Only a few files of a client are decoded concurrently; others
-wait, and requests beyond a limit are refused. Clips are decoded on separate threads, because they
-may take seconds. If a client disconnects, its work is cancelled.
+A client is an API key or an address. Only a few files of each client are decoded at the same time.
+Further files wait, and if too many files wait, requests are refused. Clips are decoded on separate
+threads because decoding a clip may take seconds. If a client disconnects, its work is cancelled.
 """
 
 import asyncio
@@ -26,11 +26,14 @@ _CLIP_THREADS: Final = 2
 _IMAGES_PER_CLIENT: Final = 2
 _CLIPS_PER_CLIENT: Final = 1
 _WAITING_PER_CLIENT: Final = 16
-"""Maximum number of waiting files of a client, each as large as a body may be."""
+"""Maximum number of files of a client that wait to be decoded. Each file may be as large as a
+request body.
+"""
 
 
 async def until_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine and cancel it if the client disconnects. The body must have been read.
+    """Run a coroutine, and cancel it if the client disconnects. The request body must have been
+    read before.
 
     Raises:
         ClientDisconnect: The client has disconnected.
@@ -55,19 +58,19 @@ async def until_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> 
 
 @dataclass
 class _Slot:
-    """Decoding limit of one client."""
+    """Limit on concurrent decoding for one client."""
 
     semaphore: asyncio.Semaphore
-    """Limits the number of files that are decoded concurrently."""
+    """Semaphore that limits how many files are decoded at the same time."""
     num_users: int = 0
-    """Number of files that are being decoded or are waiting."""
+    """Number of files that are being decoded or waiting to be decoded."""
 
 
 class ClientThreads:
-    """Decodes files of clients.
+    """Runs decoding functions on threads, with a limit for each client.
 
     Args:
-        executor: Threads for images, which the server also uses for other short tasks.
+        executor: Threads that decode images, which the server also uses for other short tasks.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -76,7 +79,7 @@ class ClientThreads:
         self._slots: dict[tuple[str, str], _Slot] = {}
 
     async def image(self, request: Request, function: Callable[..., T], *args: Any) -> T:
-        """Run a function on a thread for the client of a request.
+        """Run a function that decodes an image on a thread, for the client that sent a request.
 
         Raises:
             ApiError: Status 429, because too many files of this client are waiting.
@@ -87,10 +90,10 @@ class ClientThreads:
         )
 
     async def clip(self, request: Request, function: Callable[..., T], *args: Any) -> T:
-        """Like `image`, for a clip.
+        """Run a function that decodes a clip on a thread, like `image`.
 
-        The last argument of the function is a callable that returns whether the client has
-        disconnected.
+        The function receives an additional last argument: a callable that returns whether the
+        client has disconnected.
         """
 
         def decode(has_left: Callable[[], bool]) -> T:

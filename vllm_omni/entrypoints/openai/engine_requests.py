@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts valid requests to engine requests, with the model's sizes, lengths, seeds and defaults.
+"""Convert validated client requests to engine requests, and fill in the model's sizes, lengths,
+seeds and defaults.
 
-This module has no I/O and does not use the engine. Every refusal is an `ApiError` with status 400
-(404 for the name of another model) that names the field, the received value and the allowed values.
+This module does no I/O and does not use the engine. A request that is refused raises `ApiError`
+with status 400, or 404 if it names another model. The message states the field, the received value
+and the allowed values.
 """
 
 import math
@@ -27,20 +29,20 @@ from vllm_omni.seeds import definite_seed, nth_seed
 
 _MAX_OPTIONS_BYTES: Final = 64 << 10
 _OPENAI_SECONDS: Final = (4, 8, 12)
-"""Values of `seconds` in OpenAI's client type."""
+"""Values that OpenAI's client types allow for `seconds`."""
 _MIN_SIDE = 8  # lower bound of height and width in `DiffusionParams`
 
 
 @dataclass(frozen=True, kw_only=True)
 class MediaSampling:
-    """Sampling parameters of images and videos."""
+    """Sampling parameters of an image or video request."""
 
     model: str
-    """Name of the model in replies."""
+    """Name of the model, as stated in replies."""
     prompt: str | None
     """Prompt. None: the model takes no prompt."""
     negative_prompt: str | None
-    """Negative prompt."""
+    """Negative prompt. None: the request has no negative prompt."""
     width: int
     """Width of the result in pixels."""
     height: int
@@ -48,16 +50,16 @@ class MediaSampling:
     seed: int
     """Seed of the first image or of the video."""
     steps: int | None
-    """Number of denoise steps. None: the number is fixed by the model."""
+    """Number of denoise steps. None: the model fixes the number."""
     guidance: float | None
-    """Scale of classifier-free guidance. None: the scale is fixed by the model."""
+    """Scale of classifier-free guidance. None: the model fixes the scale."""
     lora: list[Lora] | None
-    """LoRA adapters. None: unchanged."""
+    """LoRA adapters to apply. None: the adapters are not changed."""
     options: dict[str, Any]
-    """Options of the model."""
+    """Options that are specific to the model."""
 
     def params(self, session_id: str, **fields: Any) -> DiffusionParams:
-        """Return a one-shot request with these parameters.
+        """Return a one-shot engine request with these sampling parameters.
 
         Args:
             session_id: The engine's id of the session.
@@ -89,7 +91,7 @@ class ImageJob:
     """Maximum number of images in one engine request."""
 
     def requests(self) -> list[DiffusionParams]:
-        """Return the engine requests in the order of their images.
+        """Return the engine requests of the call, in the order of the images.
 
         Image i has the seed `seed + i`.
         """
@@ -109,15 +111,15 @@ class VideoPlan:
     """Parameters of one video."""
 
     sampling: MediaSampling
-    """Sampling parameters."""
+    """Sampling parameters of the video."""
     num_frames: int
-    """Pixel frames of the file."""
+    """Number of pixel frames in the video file."""
     fps: float
     """Playback rate in frames per second."""
     actions: list[ActionEntry]
-    """Actions per latent frame, for world models. May be shorter than the video."""
+    """Actions for each latent frame, for world models. The list may be shorter than the video."""
     prompts: tuple[TimedPrompt, ...] = ()
-    """Prompts after the first one, for world models."""
+    """Prompts that take effect after the first one, for world models."""
 
     @property
     def seconds(self) -> str:
@@ -136,8 +138,8 @@ def plan_images(
     Args:
         request: The request.
         served: The served model.
-        input_size: (width, height) of an edit's first image. The result has the shape of this image
-            if `size` is `auto` or absent. None: the request is not an edit.
+        input_size: (width, height) of the first image of an edit. If `size` is `auto` or absent,
+            the result gets the aspect ratio of this image. None: the request is not an edit.
 
     Raises:
         ApiError: Status 400, because the model does not support the request.
@@ -209,7 +211,7 @@ def _check_prompt(request: VideoRequest, served: ServedModel) -> None:
 
 
 def _actions(request: VideoRequest, served: ServedModel) -> list[ActionEntry]:
-    """Return the actions of each latent frame, checked against the model's controls."""
+    """Return the actions for each latent frame, after checking them against the model's controls."""
     name = "actions" if request.actions else "camera_actions"
     if request.actions and request.camera_actions:
         raise invalid("send actions or camera_actions: one of the two", name)
@@ -251,7 +253,7 @@ def check_video_edit(request: VideoRequest, served: ServedModel) -> None:
 
 
 def plan_video_edit(request: VideoRequest, served: ServedModel, clip_frames: int) -> VideoPlan:
-    """Return the parameters of a clip edit. The model chooses the size from the clip.
+    """Return the parameters of a clip edit. The model derives the size of the result from the clip.
 
     Args:
         request: The request.
@@ -274,7 +276,9 @@ def unsupported(served: ServedModel, what: str, param: str | None = None) -> Api
 
 
 def fit_size(width: int, height: int, sizes: SizeLimits) -> tuple[int, int]:
-    """Return the allowed size closest to a shape, and no larger than it where possible."""
+    """Return the allowed size closest to the given size. The result is not larger than the given
+    size unless the minimum requires it.
+    """
     wide, high = sizes.multiple
     scale = min(
         1.0, math.sqrt(sizes.max_pixels / (width * height)), sizes.max_side / max(width, height)
@@ -283,7 +287,7 @@ def fit_size(width: int, height: int, sizes: SizeLimits) -> tuple[int, int]:
         max(side, -(-_MIN_SIDE // side) * side, int(length * scale) // side * side)
         for length, side in ((width, wide), (height, high))
     ]
-    # The short side of a very long image was raised to the minimum, so reduce the long one.
+    #     # The short side of a very long image was raised to the minimum, so reduce the long side.
     if fitted[0] * fitted[1] > sizes.max_pixels:
         longer = 0 if fitted[0] > fitted[1] else 1
         side = (wide, high)[longer]
@@ -333,9 +337,9 @@ def _guidance(
 ) -> tuple[float | None, dict[str, Any]]:
     """Return the guidance scale and the model's options.
 
-    `true_cfg_scale` is an option of pipelines that have an argument with this name. For all others
-    it is an alias of `guidance_scale`. If both are sent, 1 (no guidance) is accepted, because
-    vLLM-Omni's nodes always send both.
+    `true_cfg_scale` is an option of pipelines that have an argument with this name. For all other
+    pipelines, it is an alias of `guidance_scale`. If a request contains both fields, a
+    `true_cfg_scale` of 1 (no guidance) is ignored, because vLLM-Omni's nodes always send both.
     """
     scale, true_scale = request.guidance_scale, request.true_cfg_scale
     options = dict(request.extra_params or {})
@@ -407,7 +411,7 @@ def _num_frames(request: VideoRequest, served: ServedModel, fps: float) -> int:
 
 
 def _checked_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Check that options can be sent to the engine. The model checks their values."""
+    """Check that options can be sent to the engine. The model itself checks their values."""
     try:
         size = len(msgspec.msgpack.encode(options))
     except (OverflowError, ValueError, TypeError, RecursionError, UnicodeEncodeError):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion between image files and arrays: client uploads and replies.
+"""Convert between image files and arrays, for uploads and replies.
 
-`connection/images.py` reads uploads; it reads format and size from the header before pixels are
-decoded. Each function takes some milliseconds of CPU time, so call it on a worker thread.
+Uploads are read by `connection/images.py`, which checks the format and size in the header before it
+decodes pixels. Each function of this module takes a few milliseconds of CPU time, so call it on a
+worker thread.
 """
 
 import io
@@ -35,7 +36,7 @@ def read_upload(source: Any, param: str, limits: EndpointLimits) -> np.ndarray:
     """Return an uploaded file or `data:` URL as uint8 RGB `[H, W, 3]` in its original size.
 
     Raises:
-        ApiError: 400.
+        ApiError: Status 400, because an image is invalid or too large.
     """
     try:
         return np.asarray(read_image(source, limits)).copy()
@@ -47,7 +48,7 @@ def read_start_image(source: Any, height: int, width: int, limits: EndpointLimit
     """Return a start image, stretched to the size of a video.
 
     Raises:
-        ApiError: 400.
+        ApiError: Status 400, because an image is invalid or too large.
     """
     try:
         return load_image(source, height, width, limits)
@@ -56,10 +57,10 @@ def read_start_image(source: Any, height: int, width: int, limits: EndpointLimit
 
 
 def read_named_images(sources: Mapping[str, Any], limits: EndpointLimits) -> dict[str, np.ndarray]:
-    """Return named images as tensors of a request, in their original sizes.
+    """Return named images in their original sizes, as input tensors of a request.
 
     Raises:
-        ApiError: 400.
+        ApiError: Status 400, because an image is invalid or too large.
     """
     try:
         return load_named_images(sources, limits)
@@ -70,13 +71,13 @@ def read_named_images(sources: Mapping[str, Any], limits: EndpointLimits) -> dic
 def read_mask(data: bytes, height: int, width: int, limits: EndpointLimits) -> np.ndarray:
     """Return the mask of an edit as uint8 `[H, W]`.
 
-    255 marks the pixels to edit, which are transparent in the upload. The file must be a PNG or
-    WebP with an alpha channel and have the same size as the image.
+    The value 255 marks pixels to edit, which are transparent in the uploaded file. The file must be
+    a PNG or WebP with an alpha channel and have the same size as the image.
 
     Raises:
-        ApiError: 400.
+        ApiError: Status 400, because the mask is invalid or its size differs.
     """
-    # refuses invalid and oversized files before alpha is decoded
+    #     # This refuses invalid and oversized files before alpha is decoded.
     shown = read_upload(data, "mask", limits)
     if shown.shape[:2] != (height, width):
         raise invalid(
@@ -106,10 +107,10 @@ def encode_image_file(
     """Encode one image.
 
     Args:
-        image_HWC: uint8 RGB.
+        image_HWC: Image, uint8 RGB.
         output_format: File format.
-        compression: OpenAI's `output_compression`, 0 to 100, for jpeg and webp. Overrides
-            `quality`.
+        compression: OpenAI's `output_compression`, 0 to 100, for jpeg and webp. This value
+            overrides `quality`.
         quality: OpenAI's `quality`.
     """
     buffer = io.BytesIO()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/images/generations`, `/v1/images/edits` and `/v1/files/{id}/content`: synchronous image
-calls.
+"""Synchronous image routes: `/v1/images/generations`, `/v1/images/edits` and
+`/v1/files/{id}/content`.
 
 If a client disconnects, its engine requests are aborted.
 """
@@ -60,27 +60,29 @@ _NO_USAGE: Final = {
     "output_tokens": 0,
     "total_tokens": 0,
 }
-"""The `openai` client requires this field, although a diffusion model does not count tokens."""
+"""Token usage in image replies. The `openai` client requires the field, although diffusion models
+do not count tokens.
+"""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One image call."""
+    """An image call that has been validated."""
 
     request: ImageGenerationRequest
-    """The request."""
+    """Request of the client."""
     plan: ImageJob
-    """Its engine requests."""
+    """Parameters of the call, from which its engine requests are built."""
     arrays: dict[str, np.ndarray]
     """Input arrays by name."""
     output_format: Format
-    """Encoding of the images."""
+    """File format of the images in the reply."""
     base_url: str
-    """URL of the server, for links to files."""
+    """URL of the server, from which links to files are built."""
     principal: str
-    """The client."""
+    """Principal of the client that sent the call."""
     is_edit: bool
     """Whether the call is an edit."""
 
@@ -198,7 +200,7 @@ class ImageRoutes:
         return JSONResponse(reply.model_dump(exclude_none=True))
 
     async def _events(self, call: _Call) -> AsyncGenerator[bytes]:
-        """Server-sent events, one for each finished image."""
+        """Yield server-sent events, one for each finished image."""
         kind = "image_edit.completed" if call.is_edit else "image_generation.completed"
         try:
             with self._counted(call):
@@ -221,7 +223,7 @@ class ImageRoutes:
     async def _images(
         self, call: _Call, params: DiffusionParams
     ) -> list[tuple[bytes, tuple[int, int]]]:
-        """Run one engine request. Return `(file, (width, height))` of each image."""
+        """Run one engine request. Return `(file, (width, height))` for each of its images."""
         async with self._semaphore:
             started_s = time.monotonic()
             meta, results = await self._engine.run_when_room(
@@ -260,7 +262,7 @@ class ImageRoutes:
 
     @contextmanager
     def _counted(self, call: _Call) -> Iterator[None]:
-        """Count a call while it runs, and record its outcome."""
+        """Count a call as running for the duration of the `with` block, and record its outcome."""
         started_s, status, code = time.monotonic(), "failed", None
         waiting = endpoint_metrics().waiting.labels(ENDPOINT, "in_progress")
         self._num_calls += 1
@@ -297,9 +299,9 @@ class ImageRoutes:
 
 
 def _edit_inputs(body: ParsedBody) -> tuple[list[Any], bytes | None]:
-    """Return the images of an edit in the client's order, and its mask.
+    """Return the images of an edit in the client's order, and its mask if there is one.
 
-    Removes `images` from the fields.
+    The field `images` is removed from the body's fields.
     """
     files = dict(body.files)
     sources: list[Any] = [*files.pop("image", [])]
@@ -323,7 +325,9 @@ def _edit_inputs(body: ParsedBody) -> tuple[list[Any], bytes | None]:
 
 
 def _inline(reference: dict[str, Any], param: str) -> str:
-    """Return the `data:` URL of a JSON image reference. URLs of other kinds are not fetched."""
+    """Return the `data:` URL of a JSON image reference. Any other URL is refused, because the
+    server fetches no URLs.
+    """
     url = reference.get("image_url")
     if set(reference) != {"image_url"} or not isinstance(url, str) or not url.startswith("data:"):
         raise invalid(

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests and replies of the OpenAI routes as pydantic models, independent of the served model.
+"""Pydantic models of the requests and replies of the OpenAI routes, independent of the served
+model.
 
-Field names and the structure of replies are OpenAI's (types of openai-python 3.x). Additional
-fields are marked "extension". `engine_requests.py` checks requests against the capabilities of the
+Field names and the structure of replies follow the types of openai-python 3.x. Additional fields
+are marked as extensions. `engine_requests.py` checks requests against the capabilities of the
 served model.
 """
 
@@ -34,21 +35,21 @@ Format = Literal["png", "jpeg", "webp"]
 
 
 def _no_boolean(value: Any) -> Any:
-    """Refuse booleans, because Python treats them as the numbers 0 and 1."""
+    """Refuse booleans, which Python would otherwise accept as the numbers 0 and 1."""
     if isinstance(value, bool):
         raise PydanticCustomError("number_type", "Input should be a valid number")
     return value
 
 
 def _number(value: Any, info: ValidationInfo) -> Any:
-    """Refuse booleans, and strings except in forms, where every field is a string."""
+    """Refuse booleans. Also refuse strings, except in forms, where every field is a string."""
     if isinstance(value, str) and not (info.context or {}).get("is_form", False):
         raise PydanticCustomError("number_type", "Input should be a valid number")
     return _no_boolean(value)
 
 
 def _boolean(value: Any, info: ValidationInfo) -> Any:
-    """Refuse numbers, and strings except in forms."""
+    """Refuse numbers. Also refuse strings, except in forms, where every field is a string."""
     is_text = isinstance(value, str) and not (info.context or {}).get("is_form", False)
     if is_text or (isinstance(value, int | float) and not isinstance(value, bool)):
         raise PydanticCustomError("bool_type", "Input should be a valid boolean")
@@ -66,9 +67,9 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class LoraChoice(BaseModel):
-    """A LoRA adapter by its name on the server, with its scale.
+    """A LoRA adapter, selected by its name on the server, and its scale.
 
-    vLLM-Omni's clients use the alternative names and send an `int_id`, which is ignored.
+    vLLM-Omni's clients use the alternative field names and send an `int_id`, which is ignored.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, populate_by_name=True)
@@ -84,11 +85,11 @@ class LoraChoice(BaseModel):
     )
     """Strength of the adapter, -100 to 100. Default: 1."""
     int_id: Any = Field(None, validation_alias=AliasChoices("int_id", "lora_int_id"))
-    """Accepted, not used."""
+    """This field is accepted for compatibility and has no effect."""
 
 
 def _as_list(value: Any) -> Any:
-    """Accept a single adapter as an object."""
+    """Convert a single adapter object to a list."""
     return [value] if isinstance(value, dict) else value
 
 
@@ -121,32 +122,33 @@ class _Request(BaseModel):
     model: str | None = Field(None, max_length=1024)
     """Name of the served model or of a LoRA adapter. Default: the served model."""
     size: Size | None = None
-    """`WIDTHxHEIGHT` in pixels, or `auto`. Default: the model's."""
+    """Size of the result: `WIDTHxHEIGHT` in pixels, or `auto`. Default: the model's default size.
+    """
     width: Integer | None = Field(None, ge=1, le=9999)
-    """Extension. Width in pixels. Requires `height` and replaces `size`."""
+    """Extension. Width of the result in pixels. Requires `height` and replaces `size`."""
     height: Integer | None = Field(None, ge=1, le=9999)
-    """Extension. Height in pixels. Requires `width` and replaces `size`."""
+    """Extension. Height of the result in pixels. Requires `width` and replaces `size`."""
     user: str | None = Field(None, max_length=1024)
-    """Accepted, not used."""
+    """This field is accepted for compatibility and has no effect."""
     safety_identifier: str | None = Field(None, max_length=1024)
-    """Accepted, not used."""
+    """This field is accepted for compatibility and has no effect."""
     # extensions
     seed: Integer | None = Field(None, ge=RANDOM_SEED, le=MAX_SEED)
-    """Extension. Seed of the noise. Default: drawn at random, as for -1."""
+    """Extension. Seed of the noise. Default: a random seed, as for -1."""
     negative_prompt: str | None = Field(None, max_length=MAX_PROMPT_CHARS)
     """Extension. Text that classifier-free guidance steers away from."""
     num_inference_steps: Integer | None = Field(None, ge=1, le=1000)
-    """Extension. Number of denoise steps, 1 to 1000. Default: the model's."""
+    """Extension. Number of denoise steps, 1 to 1000. Default: the model's default."""
     guidance_scale: Number | None = Field(None, ge=0, le=100)
-    """Extension. Scale of classifier-free guidance, 0 to 100. Default: the model's."""
+    """Extension. Scale of classifier-free guidance, 0 to 100. Default: the model's default."""
     true_cfg_scale: Number | None = Field(None, ge=0, le=100)
-    """Extension. Second guidance scale, for models with two. Other models treat it as
-    `guidance_scale`.
+    """Extension. Second guidance scale, for models that have two. For all other models, it is an
+    alias of `guidance_scale`.
     """
     vae_use_slicing: Boolean | None = None
-    """Accepted, not used."""
+    """This field is accepted for compatibility and has no effect."""
     vae_use_tiling: Boolean | None = None
-    """Accepted, not used."""
+    """This field is accepted for compatibility and has no effect."""
     lora: Annotated[list[_LoraChoice], BeforeValidator(_as_list)] | None = Field(
         None, max_length=16
     )
@@ -156,7 +158,8 @@ class _Request(BaseModel):
 
     @property
     def wanted_size(self) -> str | None:
-        """Requested size: `WIDTHxHEIGHT`, "auto" or None, from `size` or from `width` and `height`.
+        """Requested size as `WIDTHxHEIGHT`, "auto" or None, taken from `size` or from `width` and
+        `height`.
 
         Raises:
             ApiError: Status 400, because the fields contradict each other.
@@ -184,57 +187,61 @@ class ImageGenerationRequest(_Request):
     output_format: Format | None = None
     """File format of the images. Default: png."""
     output_compression: Integer | None = Field(None, ge=0, le=100)
-    """Quality of jpeg and webp, 0 to 100. Default: by `quality`."""
+    """Quality of jpeg and webp files, 0 to 100. Default: derived from `quality`."""
     quality: Literal["auto", "standard", "hd", "low", "medium", "high", "xhigh", "max"] | None = (
         None
     )
     """Quality of jpeg and webp files if `output_compression` is absent."""
     background: Literal["auto", "opaque", "transparent"] | None = None
-    """`transparent` is refused."""
+    """Background of the images. The value `transparent` is refused."""
     moderation: Literal["low", "auto"] | None = None
-    """Accepted, not used."""
+    """This field is accepted for compatibility and has no effect."""
     style: Literal["vivid", "natural"] | None = None
-    """Accepted, not used."""
+    """This field is accepted for compatibility and has no effect."""
     stream: Boolean | None = None
     """Whether to send server-sent events, one for each finished image. Default: False."""
     partial_images: Integer | None = Field(None, ge=0, le=3)
-    """Accepted, but only finished images are sent."""
+    """This field is accepted, but the server sends only finished images."""
 
 
 class ImageEditRequest(ImageGenerationRequest):
-    """Images are multipart files (`image` or `image[]`, and `mask`), or `images` in a JSON body."""
+    """An image edit. Images are sent as multipart files (`image` or `image[]`, and `mask`) or as
+    `images` in a JSON body.
+    """
 
     input_fidelity: Literal["high", "low"] | None = None
-    """Accepted, not used."""
+    """This field is accepted for compatibility and has no effect."""
 
 
 class VideoRequest(_Request):
     prompt: Prompt | None = None  # type: ignore[assignment]
-    """Prompt. Required unless the model takes no prompt."""
+    """Prompt, which is required unless the model takes no prompt."""
     seconds: Annotated[NumberOrText, Field(gt=0, le=3600)] | None = None
-    """Length of the video in seconds, as text or number. The closest length that the model supports
-    is used.
+    """Length of the video in seconds, as a string or a number. The server uses the closest length
+    that the model supports.
     """
     # extensions
     n: Integer | None = Field(None, ge=1, le=1)
-    """Only 1 is supported."""
+    """Number of videos. The only supported value is 1."""
     num_frames: Integer | None = Field(None, ge=1, le=10_000)
-    """Extension. Length of the video in frames. Replaces `seconds`."""
+    """Extension. Length of the video in frames. This field replaces `seconds`."""
     fps: Number | None = Field(None, gt=0, le=240)
-    """Extension. Frames per second of the video. Default: the model's."""
+    """Extension. Frame rate of the video in frames per second. Default: the model's default."""
     camera_actions: list[list[Annotated[str, Field(max_length=16)]]] | None = Field(
         None, max_length=4096
     )
-    """Extension, world models only. Keys (w a s d i j k l) held in each latent frame. No key is
-    held after the end of the list."""
+    """Extension, for world models only. Keys (w a s d i j k l) that are held in each latent frame.
+    No key is held after the end of the list.
+    """
     prompts: list[_TimedPrompt] | None = Field(None, max_length=MAX_PROMPTS)
-    """Extension, world models only. Later prompts, each with the `seconds` or `chunk` at which it
-    takes effect.
+    """Extension, for world models only. Later prompts, each with the `seconds` or `chunk` at which
+    it takes effect.
     """
     actions: list[Any] | None = Field(None, max_length=4096)
-    """Extension, world models only. Controls of each latent frame: a list of held buttons, or a map
-    of buttons, axes and scroll. No control is active after the end of the list. Replaces
-    `camera_actions`."""
+    """Extension, for world models only. Controls for each latent frame: a list of held buttons, or
+    a map of buttons, axes and scroll. No control is active after the end of the list. This field
+    replaces `camera_actions`.
+    """
 
 
 # -- replies ---------------------------------------------------------------------------------------
@@ -244,7 +251,7 @@ class Error(BaseModel):
     message: str
     """Explanation for a human reader."""
     type: str
-    """OpenAI's type of the error."""
+    """Type of the error, as defined by OpenAI."""
     param: str | None = None
     """Field that caused the error."""
     code: str | None = None
@@ -253,23 +260,25 @@ class Error(BaseModel):
 
 class ErrorReply(BaseModel):
     error: Error
-    """The error."""
+    """Error that caused the request to fail."""
 
 
 class ImageData(BaseModel):
     b64_json: str | None = None
-    """File as base64."""
+    """Image file, encoded as base64."""
     url: str | None = None
-    """Link to the file."""
+    """Link to the image file."""
 
 
 class ImagesReply(BaseModel):
-    """Reply of the image routes. `seed` is an extension: image i of the call has `seed + i`."""
+    """Reply of the image routes. The field `seed` is an extension; image i of the call has the seed
+    `seed + i`.
+    """
 
     created: int
     """Unix time of the reply in seconds."""
     data: list[ImageData]
-    """The images."""
+    """Generated images, in order."""
     background: Literal["opaque"] = "opaque"
     """Background of the images."""
     output_format: Format
@@ -277,7 +286,7 @@ class ImagesReply(BaseModel):
     quality: str | None = None
     """Quality that the client requested."""
     size: str
-    """`WIDTHxHEIGHT` of the images in pixels."""
+    """Size of the images: `WIDTHxHEIGHT` in pixels."""
     seed: int
     """Seed of the first image."""
 
@@ -292,7 +301,7 @@ class JobError(BaseModel):
 class Video(BaseModel):
     """A video job.
 
-    `fps`, `num_frames`, `seed`, `inference_time_s` and `world_poses` are extensions.
+    The fields `fps`, `num_frames`, `seed`, `inference_time_s` and `world_poses` are extensions.
     """
 
     id: str
@@ -310,28 +319,29 @@ class Video(BaseModel):
     seconds: str
     """Length of the video in seconds."""
     size: str
-    """`WIDTHxHEIGHT` in pixels."""
+    """Size of the video: `WIDTHxHEIGHT` in pixels."""
     created_at: int
-    """Unix time of creation in seconds."""
+    """Unix time in seconds at which the job was created."""
     completed_at: int | None = None
-    """Unix time of the end in seconds."""
+    """Unix time in seconds at which the job completed or failed. None: the job has not ended."""
     expires_at: int | None = None
-    """Unix time of removal in seconds."""
+    """Unix time in seconds at which the job and its files are removed. None: the job has not ended.
+    """
     remixed_from_video_id: str | None = None
-    """Always None."""
+    """This field is always None."""
     error: JobError | None = None
-    """Why the job failed."""
+    """Reason why the job failed. None: the job has not failed."""
     fps: float
-    """Frames per second."""
+    """Frame rate of the video in frames per second."""
     num_frames: int
-    """Pixel frames of the video."""
+    """Number of pixel frames in the video."""
     seed: int
     """Seed of the noise."""
     inference_time_s: float | None = None
-    """Duration of generation in seconds."""
+    """Time in seconds that the generation took. None: the generation is not complete."""
     world_poses: list[list[float]] | None = None
-    """World pose of each latent frame: x_m, z_m, heading_degrees, pitch_degrees. Default: None if
-    the pose is unknown or the video is not complete.
+    """World pose of each latent frame: x_m, z_m, heading_degrees, pitch_degrees. None: the poses
+    are unknown, or the video is not complete.
     """
 
 
@@ -339,11 +349,11 @@ class VideoList(BaseModel):
     object: Literal["list"] = "list"
     """Type of the object."""
     data: list[Video]
-    """Jobs of this page."""
+    """Video jobs on this page."""
     first_id: str | None
-    """Id of the first job of this page."""
+    """Id of the first job on this page."""
     last_id: str | None
-    """Id of the last job of this page."""
+    """Id of the last job on this page."""
     has_more: bool
     """Whether another page follows."""
 
@@ -354,22 +364,23 @@ class VideoDeleted(BaseModel):
     object: Literal["video.deleted"] = "video.deleted"
     """Type of the object."""
     deleted: Literal[True] = True
-    """Always True."""
+    """This field is always True."""
 
 
 # -- reading ---------------------------------------------------------------------------------------
 
 
 def read_request(cls: type[M], fields: Mapping[str, Any], is_form: bool = False) -> M:
-    """Check the fields of a body.
+    """Validate the fields of a request body.
 
     Args:
-        cls: The pydantic model.
-        fields: The fields.
+        cls: Pydantic model of the request.
+        fields: Fields of the body.
         is_form: Whether numbers may be given as strings.
 
     Raises:
-        ApiError: 400. The error names the first invalid field, its value and the allowed values.
+        ApiError: Status 400. The message names the first invalid field, its value and the allowed
+            values.
     """
     try:
         return cls.model_validate(dict(fields), context={"is_form": is_form})
@@ -416,11 +427,11 @@ _OTHER_NAMES: Final = {
     "loras": "lora",
     "extra_args": "extra_params",
 }
-"""Field names of other servers and the equivalents of this server."""
+"""Field names that other servers use, and the equivalent fields of this server."""
 
 
 def _remedy(cls: type[BaseModel], location: tuple[int | str, ...]) -> str:
-    """Return a suggestion for an unknown field: the field to send instead, or the allowed
+    """Return a suggestion for an unknown field: either the equivalent field or the list of allowed
     fields.
     """
     name = str(location[-1])
@@ -440,8 +451,8 @@ def _remedy(cls: type[BaseModel], location: tuple[int | str, ...]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return an invalid value for an error message: shortened, and without the contents of
-    containers.
+    """Return an invalid value in a form that is suitable for an error message. The value is
+    shortened, and contents of containers are omitted.
     """
     if isinstance(value, str):
         return repr(value if len(value) <= 60 else value[:60] + "...")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`OpenAIRoutes`: the OpenAI-compatible routes and their OpenAPI description.
 
-The routes read bodies themselves, because one route accepts both JSON and forms, and errors have
-OpenAI's format. The schema of a body is therefore generated here, from the pydantic models that
-check it.
+The routes parse request bodies themselves because a route accepts both JSON and forms, and because
+errors have OpenAI's format. FastAPI therefore cannot derive the schemas of the bodies. This module
+generates the schemas from the pydantic models that validate the bodies.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -87,7 +87,7 @@ _VARIANT_PARAMETER: Final = {
 
 
 class OpenAIRoutes:
-    """Routes of one API server process."""
+    """The OpenAI-compatible routes of one API server process."""
 
     def __init__(self) -> None:
         self._images: ImageRoutes | None = None
@@ -118,13 +118,13 @@ class OpenAIRoutes:
         """Connect the routes to the engine before the server listens.
 
         Args:
-            engine: Runs the requests.
+            engine: Engine that runs the requests.
             served: Names, capabilities and sizes of the served model.
             limits: Limits of these routes.
-            endpoint_limits: Limits that the routes share with WebSocket endpoints, for example for
-                images.
+            endpoint_limits: Limits that these routes share with the WebSocket endpoints, for
+                example on images.
             executor: Threads that decode and encode media.
-            server_name: `omni.server_name`.
+            server_name: Value of `omni.server_name`.
 
         Returns:
             The video jobs of this process.
@@ -207,7 +207,8 @@ class OpenAIRoutes:
         )
         return ()
 
-    # vLLM adds routes before engine startup, so these methods look their handlers up at each call.
+    #     # vLLM adds routes before engine startup, so these methods look up their handlers at each
+    # call.
 
     @property
     def images(self) -> ImageRoutes:
@@ -220,7 +221,9 @@ class OpenAIRoutes:
         return self._videos
 
     async def _served_model(self) -> Response:
-        """Return name and tasks of the model, for the web page of a model without sessions."""
+        """Return the name and tasks of the model, which the web page shows for models without
+        sessions.
+        """
         capabilities = self.served.capabilities
         reported = {
             "model": self.served.names[0],
@@ -247,11 +250,11 @@ class OpenAIRoutes:
         return await self._chat.completions(request)
 
     async def _create_video(self, request: Request) -> Response:
-        """Start a video job. Returns at once."""
+        """Start a video job, and return without waiting for it."""
         return await self.videos.create(request)
 
     async def _list_videos(self, request: Request) -> Response:
-        """List video jobs, newest first."""
+        """List the client's video jobs, newest first."""
         return await self.videos.list_jobs(request)
 
     async def _retrieve_video(self, request: Request, video_id: str) -> Response:
@@ -263,7 +266,7 @@ class OpenAIRoutes:
         return await self.videos.delete(request, video_id)
 
     async def _cancel_video(self, request: Request, video_id: str) -> Response:
-        """Stop a video job before its next denoise step, and retain its record."""
+        """Stop a video job before its next denoise step, but retain its record."""
         return await self.videos.cancel(request, video_id)
 
     async def _video_content(self, request: Request, video_id: str) -> Response:
@@ -315,7 +318,7 @@ def _add(
 def _schema(
     model: type[BaseModel], more: dict[str, Any] | None = None, required: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return a model's JSON schema with additional properties."""
+    """Return the JSON schema of a pydantic model, extended with more properties."""
     schema = model.model_json_schema()
     schema["properties"] = {**schema["properties"], **(more or {})}
     schema["required"] = [*schema.get("required", ()), *required]

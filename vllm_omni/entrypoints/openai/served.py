@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ServedModel`: names, capabilities and sizes of the model that the OpenAI routes serve.
 
-Fields that a family does not set (default size, largest area) are set here from the deployment, so
-that routes always have definite values.
+If a model family does not set a field, such as the default size or the largest area, this module
+derives it from the deployment. Routes therefore always have definite values.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SizeLimits:
-    """Default size and size limits of a result."""
+    """Default size and size limits of generated images or videos."""
 
     width: int
     """Default width in pixels."""
     height: int
     """Default height in pixels."""
     max_pixels: int
-    """Maximum number of pixels."""
+    """Maximum number of pixels of a result."""
     max_side: int
     """Maximum width and height in pixels."""
     multiple: tuple[int, int]
@@ -41,12 +41,12 @@ class SizeLimits:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The served model, with all defaults filled in."""
+    """The served model, with a definite value for every default."""
 
     names: tuple[str, ...]
-    """Names of the model. Replies contain the first name."""
+    """Names under which the model is served. Replies contain the first name."""
     capabilities: Capabilities
-    """Capabilities of the model's family."""
+    """Capabilities of the model family."""
     width: int
     """Default width of videos in pixels."""
     height: int
@@ -54,20 +54,21 @@ class ServedModel:
     max_pixels: int
     """Maximum number of pixels of a frame."""
     max_sessions: int
-    """Maximum number of sessions over all data-parallel ranks."""
+    """Maximum number of sessions, summed over all data-parallel ranks."""
     world: StreamInfo | None = None
     """Stream metadata of a world model. None: the model has no sessions."""
     adapters: Callable[[], Collection[str]] = tuple
-    """Returns the names of the LoRA adapters that are currently loaded."""
+    """Function that returns the names of the LoRA adapters that are currently loaded."""
 
     def adapter_named(self, model: str | None) -> list[Lora]:
-        """Return the adapter that a request selects with `model`, as vLLM's clients do.
+        """Return the LoRA adapter that a request selects with its `model` field, as is usual in
+        vLLM.
 
         Returns:
-            The adapter; [] for the model itself.
+            A list with the adapter, or [] if `model` names the served model itself.
 
         Raises:
-            ApiError: 404, the name is unknown.
+            ApiError: Status 404, because the name is unknown.
         """
         if model is None or model in self.names:
             return []

@@ -23,48 +23,48 @@ from vllm_omni.inputs import Lora
 
 
 class ChunkControls(msgspec.Struct, frozen=True, kw_only=True):
-    """Controls of one chunk."""
+    """Controls that one chunk is generated with."""
 
     actions: Sequence[ActionEntry] | None = None
-    """Actions per latent frame. None: no actions."""
+    """Actions for each latent frame. None: the chunk has no actions."""
     camera: CameraPath | None = None
-    """One pose per pixel frame. None: no poses."""
+    """Camera path with one pose per pixel frame. None: the chunk has no poses."""
     prompt: str | None = None
-    """New prompt. None: unchanged."""
+    """New prompt. None: the prompt does not change."""
     lora: Sequence[Lora] | None = None
-    """New LoRA adapters. None: unchanged."""
+    """New LoRA adapters. None: the adapters do not change."""
     input_id: InputId | None = None
     """Newest input that affects the chunk. None: no input affects it."""
     mark: Any = None
-    """Endpoint-specific data, returned unchanged with the finished chunk."""
+    """Data of the endpoint, which is returned unchanged with the finished chunk."""
 
 
 class ChunkSpan(msgspec.Struct, frozen=True, kw_only=True):
     """Position of one chunk in its session and its request."""
 
     chunk_index: int
-    """Index of the chunk within the session, from 0."""
+    """Index of the chunk within the session, starting at 0."""
     number: int
-    """Index of the chunk within the request, from 0."""
+    """Index of the chunk within the request, starting at 0."""
     first_frame: int
-    """First pixel frame within the request."""
+    """Index of the chunk's first pixel frame within the request."""
     num_frames: int
-    """Pixel frames of the chunk."""
+    """Number of pixel frames in the chunk."""
     first_latent: int
-    """First latent frame within the request."""
+    """Index of the chunk's first latent frame within the request."""
     num_latents: int
-    """Latent frames of the chunk."""
+    """Number of latent frames in the chunk."""
 
 
 class ChunkSource(ABC):
-    """The chunks of one request."""
+    """Source of the chunks of one request and their controls."""
 
     num_chunks: int | None = None
     """Length of a live request in chunks. None: the request continues until it is cancelled."""
 
     @property
     def ready(self) -> bool:
-        """Whether the next chunk may start: the stream is not paused and credit is left."""
+        """Whether the next chunk may start, that is, the stream is not paused and has credit left."""
         return True
 
     async def wait_until_ready(self) -> None:
@@ -74,7 +74,7 @@ class ChunkSource(ABC):
     def plan(
         self, info: StreamInfo, limits: EndpointLimits, *, starts_session: bool
     ) -> tuple[int, ...]:
-        """Return the pixel frames of every chunk, or () for a live request.
+        """Return the number of pixel frames of every chunk, or () for a live request.
 
         Raises:
             EndpointError: The request does not match the model's chunks or exceeds a limit.
@@ -86,11 +86,14 @@ class ChunkSource(ABC):
 
     @abstractmethod
     def sample(self, span: ChunkSpan) -> ChunkControls:
-        """Return the controls of the next chunk. Called once for each chunk, in order."""
+        """Return the controls of the next chunk. This method is called once for each chunk, in
+        order.
+        """
 
     def state(self) -> bytes | None:
-        """Return the controls that another server needs to continue a live request between two
-        chunks, as `encode_state`. None: the client itself sends the rest of its request.
+        """Return the state of a live request in the form of `encode_state`, so that another server
+        can continue the request after a chunk. None: the client itself sends the rest of its
+        request.
         """
         return None
 
@@ -104,10 +107,10 @@ class PlannedChunks(ChunkSource):
     Args:
         camera: The camera path.
         actions: The script.
-        num_frames: Number of pixel frames that the client requested. Default: as many as poses.
+        num_frames: Number of pixel frames that the client requested. Default: one frame per pose.
         policy: Policy for frames that do not fill a chunk.
-        prompt: Prompt from the first chunk on.
-        lora: LoRA adapters from the first chunk on.
+        prompt: Prompt that takes effect with the first chunk.
+        lora: LoRA adapters that take effect with the first chunk.
         input_id: The client's id of the request.
     """
 
@@ -144,7 +147,9 @@ class PlannedChunks(ChunkSource):
         return tuple(sizes)
 
     def most_in_flight(self, info: StreamInfo, limits: EndpointLimits) -> int:
-        """Return the number of chunks that the engine processes at once, plus one that waits."""
+        """Return the number of chunks that the engine processes at the same time, plus one that
+        waits.
+        """
         at_work = info.chunks_in_flight
         return max(limits.chunks_in_flight, at_work + 1 if at_work > 1 else 1)
 
@@ -164,9 +169,9 @@ class PlannedChunks(ChunkSource):
 
 
 class LiveChunks(ChunkSource):
-    """Chunks that are controlled while they are generated.
+    """Chunks of a live request, whose controls are sampled when each chunk starts.
 
-    As few chunks as possible are in flight, so that controls are sampled as late as possible.
+    As few chunks as possible are in flight because controls should be sampled as late as possible.
     """
 
     def plan(

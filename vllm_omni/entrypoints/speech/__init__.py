@@ -1,2 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenAI's audio output on vLLM's own server: chat with speech, and text-to-speech."""
+"""OpenAI-compatible audio output on vLLM's own server: chat with spoken replies, and
+text-to-speech.
+"""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Incremental audio encoders: PCM and WAV are encoded here; MP3, Opus, AAC and FLAC are encoded by
-PyAV.
+"""Incremental audio encoders. This module encodes PCM and WAV itself, and uses PyAV for MP3, Opus,
+AAC and FLAC.
 
-The concatenated output of an encoder is a valid file. A streamed WAV has the length "unknown".
+The concatenated output of an encoder is a valid file. The header of a streamed WAV file marks its
+length as unknown.
 """
 
 import io
@@ -18,7 +19,7 @@ _PYAV = {
     "aac": ("adts", "aac", "fltp"),
     "flac": ("flac", "flac", "s16"),
 }
-"""Container, codec and sample format of each format."""
+"""Container, codec and sample format in PyAV for each audio format."""
 
 MEDIA_TYPES = {
     "wav": "audio/wav",
@@ -36,18 +37,18 @@ class SoundEncoder(Protocol):
         """Encode fp32 samples [S] in [-1, 1].
 
         Returns:
-            Next bytes of the file, possibly none.
+            The next bytes of the file, which may be empty.
         """
 
     def finish(self) -> bytes:
-        """Return the rest of the file. The encoder cannot be used afterwards."""
+        """Return the remaining bytes of the file. The encoder cannot be used afterwards."""
 
 
 def make_encoder(audio_format: str, sample_rate: int) -> SoundEncoder:
-    """Return an encoder.
+    """Return an encoder for an audio format.
 
     Raises:
-        ValueError: The format is unknown. The text lists the formats.
+        ValueError: The format is unknown. The message lists the known formats.
     """
     if audio_format in ("pcm", "pcm16"):
         return _Pcm()
@@ -59,12 +60,12 @@ def make_encoder(audio_format: str, sample_rate: int) -> SoundEncoder:
 
 
 def pcm16(samples: torch.Tensor) -> bytes:
-    """Return little-endian 16-bit samples."""
+    """Convert fp32 samples to little-endian 16-bit PCM."""
     return (samples.clamp(-1, 1) * 32767).round().to(torch.int16).numpy().astype("<i2").tobytes()
 
 
 def wav_file(samples: torch.Tensor, sample_rate: int) -> bytes:
-    """Return a complete WAV file, with its length in the header."""
+    """Return a complete WAV file, whose header contains its length."""
     data = pcm16(samples)
     return _wav_header(sample_rate, len(data)) + data
 
@@ -131,7 +132,7 @@ class _PyAV:
 
 
 class _Growing(io.RawIOBase):
-    """An append-only file. `take_bytes` removes and returns the new contents."""
+    """An append-only in-memory file. `take_bytes` removes and returns the content that was added."""
 
     def __init__(self) -> None:
         self._new = bytearray()

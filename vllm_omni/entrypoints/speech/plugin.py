@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `vllm.endpoint_plugins` entry point `vllm_omni_speech`: adds speech to vLLM's language model
-server.
+"""The `vllm.endpoint_plugins` entry point `vllm_omni_speech`, which adds speech to vLLM's language
+model server.
 
-The checkpoint's family starts the additional engines (`ModelFamily.start_speech`). The plugin
-replaces `/v1/chat/completions` and `/health` and adds `/v1/audio/speech`. Chat requests without
-audio are forwarded to vLLM's own handler. All other routes and options, including `--api-key`, are
-vLLM's.
+The model family of the checkpoint starts the additional engines (`ModelFamily.start_speech`). The
+plugin replaces `/v1/chat/completions` and `/health`, and adds `/v1/audio/speech`. Chat requests
+without audio are forwarded to vLLM's own handler. All other routes and options, including
+`--api-key`, are those of vLLM.
 """
 
 import contextlib
@@ -32,11 +32,14 @@ from vllm_omni.model_executor.models.registry import detect_family
 
 
 class SpeechEndpoints:
-    """Speech routes of one API server process. Satisfies `EndpointPlugin`."""
+    """The speech routes of one API server process. This class implements vLLM's `EndpointPlugin`
+    protocol.
+    """
 
     name = "vllm_omni_speech"
     required_tasks: tuple[SupportedTask, ...] | None = ("generate",)
-    """vLLM loads the plugin only if the served model supports one of these tasks."""
+    """Tasks that the plugin serves. vLLM loads it only if the served model supports at least one.
+    """
 
     def __init__(self) -> None:
         self._model: SpeechModel | None = None
@@ -53,7 +56,7 @@ class SpeechEndpoints:
 
     @contextlib.asynccontextmanager
     async def _shut_engines_down(self, app: FastAPI) -> AsyncIterator[None]:
-        """Shut the additional engines down at the end."""
+        """Shut down the additional engines when the server stops."""
         try:
             yield
         finally:
@@ -77,7 +80,8 @@ class SpeechEndpoints:
         await self._operations.start_serving(engine_client, omni)
         self._model = await family.start_speech(path, omni, engine_client)
         self._routes.start_serving(self._model, state)
-        # Only the language model's death ends the server. `/health` names other dead engines.
+        #         # Only the death of the language model ends the server. `/health` names other dead
+        # engines.
         served = OmniEngine(engine_client)
         self._watch.start_watching(
             lambda: served.is_dead, await served.process_ids(), omni.rank_timeout_s
@@ -93,5 +97,5 @@ class SpeechEndpoints:
 
 
 def create_plugin() -> SpeechEndpoints:
-    """Return the plugin. setup.py names this function as an entry point."""
+    """Create the plugin. `setup.py` registers this function as the entry point."""
     return SpeechEndpoints()

@@ -23,12 +23,12 @@ class VoiceId(BaseModel):
 
 
 class AudioParams(BaseModel):
-    """The field `audio` of a chat request."""
+    """Content of the field `audio` of a chat request."""
 
     model_config = ConfigDict(extra="forbid")
 
     voice: str | VoiceId | None = None
-    """Voice of the reply. Default: the model's."""
+    """Voice of the reply. Default: the model's default voice."""
     format: AudioFormat = "wav"
     """Format of the audio. Default: wav."""
 
@@ -40,27 +40,30 @@ class AudioParams(BaseModel):
 class SpeechRequest(BaseModel):
     """Body of `/v1/audio/speech`.
 
-    `seed` is an extension: it makes the speech reproducible, and -1 selects a random seed.
+    The field `seed` is an extension that makes the speech reproducible. The value -1 selects a
+    random seed.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     model: str | None = None
-    """Name of the model. Default: not checked."""
+    """Name of the model. Default: the name is not checked."""
     input: Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
     """Text to speak."""
     voice: str | VoiceId | None = None
-    """Voice. Default: the model's."""
+    """Voice of the speech. Default: the model's default voice."""
     response_format: AudioFormat = "mp3"
     """Format of the audio. Default: mp3."""
     stream_format: Literal["audio", "sse"] = "audio"
-    """`audio` for the bytes of a file, `sse` for server-sent events. Default: `audio`."""
+    """Form of the response: `audio` for the bytes of a file, or `sse` for server-sent events.
+    Default: `audio`.
+    """
     instructions: Annotated[str, Field(max_length=MAX_TEXT)] | None = None
-    """Style of the speech."""
+    """Instructions for the style of the speech."""
     speed: Annotated[float, Field(ge=1.0, le=1.0)] = 1.0
-    """Only 1.0 is supported."""
+    """Speed of the speech. The only supported value is 1.0."""
     seed: Seed | None = None
-    """Extension: seed for sampling; -1 selects a random seed. Default: none."""
+    """Extension. Seed for sampling. The value -1 selects a random seed. Default: no seed is set."""
 
     @property
     def voice_name(self) -> str | None:
@@ -68,10 +71,10 @@ class SpeechRequest(BaseModel):
 
 
 def wants_audio(extra: dict[str, Any] | None) -> AudioParams | None:
-    """Read `modalities` and `audio` of a chat request.
+    """Read the fields `modalities` and `audio` of a chat request.
 
     Returns:
-        Audio parameters; None for text only.
+        Parameters of the audio, or None if the client requests only text.
 
     Raises:
         RequestFailed: The fields are invalid.
@@ -100,8 +103,8 @@ _CLIENT_FAULTS = {"invalid_request", "too_long", "too_large"}
 
 
 def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Return the HTTP status and OpenAI-style body for an exception, without the message of a
-    library.
+    """Return the HTTP status and the OpenAI-style body for an exception. The body contains no
+    messages of other libraries.
     """
     if isinstance(error, RequestFailed):
         status = (

@@ -2,9 +2,10 @@
 """`/v1/chat/completions` with audio, and `/v1/audio/speech`, on a `SpeechModel`.
 
 vLLM's own chat handler renders the prompt (templates, images, audio, limits) and serves text-only
-requests. As in OpenAI's API, a reply with audio has its text in `message.audio.transcript` and null
-in `content`, and a streamed reply contains pcm16 in base64. The response starts with the first
-result. Earlier failures therefore have an HTTP status; later failures end the stream with an error.
+requests. As in OpenAI's API, a reply with audio contains its text in `message.audio.transcript` and
+null in `content`, and a streamed reply contains pcm16 audio in base64. The response starts with the
+first result. A failure before the first result is therefore reported with an HTTP status. A later
+failure ends the stream with an error.
 """
 
 import base64
@@ -48,7 +49,7 @@ _READ_ALOUD = "Read this text aloud, word for word:\n"
 
 
 async def traced(events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
-    """Yield the events, and record their work in a span `speech` of the caller's trace."""
+    """Yield events, and record the time that they take as a span `speech` in the caller's trace."""
     span = trace_context.start_span("speech")
     if span.headers is not None:
         trace_context.set_parent(span.headers)  # for the tasks that start with the first event
@@ -96,7 +97,7 @@ class SpeechRoutes:
             response = await self._chat_with_sound(request, audio)
             return response
 
-        # the result for a disconnected client differs between vLLM versions
+        #         # The result for a disconnected client differs between versions of vLLM.
         await serve(request, raw_request)
         return response
 
@@ -205,7 +206,7 @@ class SpeechRoutes:
         )
 
     def _serving(self) -> tuple[SpeechModel, Any]:
-        """Return the model and vLLM's own chat handler."""
+        """Return the speech model and vLLM's own chat handler."""
         assert self._model is not None and self._state is not None, (
             "vLLM initialises state before it serves"
         )
@@ -213,7 +214,7 @@ class SpeechRoutes:
 
 
 class _Reply:
-    """One chat reply in OpenAI's schema, complete or streamed.
+    """Builds one chat reply in OpenAI's schema, either complete or streamed.
 
     Args:
         request: The chat request.
@@ -330,10 +331,10 @@ def _sse_error(error: Exception) -> bytes:
 
 
 async def _streamed(parts: AsyncIterator[bytes], media_type: str, notify: Any) -> StreamingResponse:
-    """Wait for the first part, then stream.
+    """Wait for the first part of a response, and then stream all parts.
 
-    A later failure is sent in the format of `notify`. If `notify` is None, the connection is
-    dropped.
+    If a later part fails, the error is sent in the format of `notify`. If `notify` is None, the
+    connection is dropped instead.
     """
     first = await anext(parts, b"")
 
@@ -354,9 +355,9 @@ async def _streamed(parts: AsyncIterator[bytes], media_type: str, notify: Any) -
 
 
 def _with_seed(response: Response, seed: int | None) -> Response:
-    """Add the seed as a header, because audio responses have no field for it.
+    """Add the seed to a response as a header, because audio responses have no field for it.
 
-    A request without a seed has no single seed.
+    If the request has no seed, no header is added.
     """
     if seed is not None:
         response.headers["X-Seed"] = str(seed)
@@ -381,5 +382,7 @@ def _sse(content: dict[str, Any]) -> bytes:
 
 
 def _request_id(kind: str) -> str:
-    """Return a request id that contains the id of the HTTP request, for the engines' log lines."""
+    """Return an engine request id that contains the id of the HTTP request, so that log lines of
+    the engines contain it.
+    """
     return "-".join([kind, *log_context.current().values(), secrets.token_hex(16)])

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics, traces, logs and request ids of the front end."""
+"""Metrics, traces, logs and request ids of the API server processes."""

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes to the log handlers of vLLM and uvicorn: adds ids and removes known noise.
+"""Change the log handlers of vLLM and uvicorn: add ids, and remove known noise.
 
-`add_ids` adds the ids of request and session to the handlers of an API server process. A user's own
-logging configuration (`--log-config-file`, VLLM_LOGGING_CONFIG_PATH) is not changed; it may use the
-filter of `vllm_omni.runtime.log_context`.
+`add_ids` adds the ids of request and session to the handlers of an API server process. If the user
+provides a logging configuration (`--log-config-file`, VLLM_LOGGING_CONFIG_PATH), it is not changed.
+A configuration of the user can use the filter of `vllm_omni.runtime.log_context`.
 
 `quiet_start` drops log records that are misleading or irrelevant for a server of this package. Each
-filter names its logger and its reason. The filters are attached with the standard library, so that
-no code of vLLM is replaced.
+filter names its logger and its reason. The filters are attached through the standard library, so no
+code of vLLM is replaced.
 """
 
 import contextvars
@@ -21,11 +21,13 @@ from vllm_omni.runtime.log_context import ContextFilter, ContextFormatter
 _LOGGERS: Final = ("vllm", "uvicorn", "uvicorn.error", "uvicorn.access")
 
 answered_by_denial: Final = contextvars.ContextVar("omni_answered_by_denial", default=False)
-"""Whether this connection's handshake ended with an HTTP status (ASGI's denial response)."""
+"""Whether the WebSocket handshake of the current connection ended with an HTTP status (ASGI's
+denial response).
+"""
 
 
 def add_ids(custom_config: bool) -> None:
-    """Add ids to every handler of this process. Idempotent.
+    """Add request and session ids to every log handler of this process. Idempotent.
 
     Args:
         custom_config: Whether the user provided a logging configuration.
@@ -44,7 +46,7 @@ def add_ids(custom_config: bool) -> None:
 
 
 def has_custom_config(args: Any) -> bool:
-    """Return whether a server's arguments specify a logging configuration of the user."""
+    """Return whether the user has provided a logging configuration for the server."""
     config = getattr(args, "logging_config", None)
     return bool(
         config.pylogging_config_file
@@ -54,10 +56,10 @@ def has_custom_config(args: Any) -> bool:
 
 
 def _writes_attributes(formatter: logging.Formatter) -> bool:
-    """Return whether a formatter writes all attributes of a record, as JSON formatters do."""
+    """Return whether a log formatter writes all attributes of a record, as JSON formatters do."""
     try:
         from pythonjsonlogger.core import BaseJsonFormatter
-    except ImportError:  # vLLM's JSON lines require it, so there are none
+    except ImportError:  # vLLM's JSON formatter requires this package, so it is not in use
         return False
     return isinstance(formatter, BaseJsonFormatter)
 
@@ -80,9 +82,9 @@ def known_variables() -> frozenset[str]:
 
 
 def _names_known_variable(record: logging.LogRecord) -> bool:
-    """vLLM warns of every unknown variable that starts with VLLM_, including this package's.
+    """Match vLLM's warnings that environment variables of this package are unknown.
 
-    Warnings about misspelled variables are kept.
+    Warnings about misspelled variables do not match, so they are still logged.
     """
     return (
         str(record.msg).startswith("Unknown vLLM environment variable")
@@ -92,7 +94,7 @@ def _names_known_variable(record: logging.LogRecord) -> bool:
 
 
 def _misses_tokenizer(record: logging.LogRecord) -> bool:
-    """vLLM renders a chat prompt as warm-up, which fails for models without a tokenizer."""
+    """Match the failure of vLLM's chat warm-up, which is expected for models without a tokenizer."""
     error = record.exc_info[1] if record.exc_info else None
     return record.msg == "Chat template warmup failed" and str(error).startswith(
         "Tokenizer not available"
@@ -100,22 +102,25 @@ def _misses_tokenizer(record: logging.LogRecord) -> bool:
 
 
 def _lists_route(record: logging.LogRecord) -> bool:
-    """vLLM logs every route and file of the web page, which is over a hundred lines.
+    """Match vLLM's log lines about each route and each file of the web page, of which there are
+    over a hundred.
 
-    They are shown at level DEBUG.
+    The lines are still shown at level DEBUG.
     """
     is_route = str(record.msg).startswith(("Available routes are", "Route: "))
     return is_route and not logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
 
 
 def _reports_denied_handshake(record: logging.LogRecord) -> bool:
-    """uvicorn reports handshakes that ended with 401, 403 or 503 as incomplete."""
+    """Match uvicorn's reports of incomplete handshakes if the handshake was in fact refused with
+    401, 403 or 503.
+    """
     is_unfinished = str(record.msg).startswith("ASGI callable returned without")
     return is_unfinished and answered_by_denial.get()
 
 
 class DropNoise(logging.Filter):
-    """Drops the log records for which a function returns True."""
+    """Log filter that drops the records for which a function returns True."""
 
     def __init__(self, is_noise: Callable[[logging.LogRecord], bool]) -> None:
         super().__init__()
@@ -131,7 +136,7 @@ NOISE: Final = {
     "vllm.entrypoints.launchers.launcher": DropNoise(_lists_route),
     "uvicorn.error": DropNoise(_reports_denied_handshake),
 }
-"""Filter of each logger."""
+"""Filter of each logger, by the logger's name."""
 
 
 def quiet_start() -> None:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prometheus metrics of all endpoints, and structured log lines of sessions and jobs.
 
-vLLM serves the default registry of `prometheus_client` at `/metrics`, or the files in
-`PROMETHEUS_MULTIPROC_DIR` with several API server processes, so metrics defined here appear there.
-An endpoint creates a `SessionMeter` for each session. Requests without a session use
-`endpoint_metrics()`. Labels have few values and never identify clients.
+Metrics that are defined here appear at `/metrics`. vLLM serves the default registry of
+`prometheus_client` there, or the files in `PROMETHEUS_MULTIPROC_DIR` if there are several API
+server processes. An endpoint creates a `SessionMeter` for each session. Requests without a session
+use `endpoint_metrics()`. Each label has few possible values, and labels never identify clients.
 
-Log lines consist of an event and `key=value` pairs: two lines for a session, two for a video job,
-one for an image call. They never contain prompts, keys or addresses.
+A log line consists of an event and `key=value` pairs. Two lines are written for each session, two
+for each video job and one for each image call. Log lines never contain prompts, keys or addresses.
 
-Why not vLLM's stat loggers (`vllm.stat_logger_plugins`): they receive engine statistics about
-tokens and iterations, but not about sessions or about data that clients receive.
+vLLM's stat loggers (`vllm.stat_logger_plugins`) are not used because they receive engine statistics
+about tokens and iterations, but not about sessions or about data that clients receive.
 """
 
 import functools
@@ -56,17 +56,17 @@ _LONG_SECONDS: Final = (
     1800.0,
 )
 STAGES: Final = {"encode": "encode", "steps": "denoise", "decode": "decode"}
-"""Label of each stage in `timings_ms`."""
+"""Metric label for each stage in `timings_ms`."""
 LATE_TOLERANCE_S: Final = 0.02
-"""A chunk counts as late if it arrives more than this number of seconds after the previous chunk
-has been played.
+"""Delay in seconds above which a chunk counts as late, measured from the end of the previous
+chunk's playback.
 """
 
 
 def log_event(event: str, **fields: object) -> None:
     """Log one structured line: `event key=value ...`.
 
-    Floats have three decimals. Pairs whose value is None are omitted.
+    Floats are written with three decimals. Pairs with the value None are omitted.
     """
     shown = (
         f"{name}={value:.3f}" if isinstance(value, float) else f"{name}={value}"
@@ -77,9 +77,10 @@ def log_event(event: str, **fields: object) -> None:
 
 
 class EndpointMetrics:
-    """All metrics of one process.
+    """All metrics of one API server process.
 
-    Create it through `endpoint_metrics()`, because a registry accepts each name only once.
+    Use `endpoint_metrics()` to get the instance, because a registry accepts each metric name only
+    once.
     """
 
     def __init__(self) -> None:
@@ -125,7 +126,7 @@ class EndpointMetrics:
             (*endpoint, "stage"),
             buckets=_SECONDS,
         )
-        # cached for every chunk, because `labels` takes a lock
+        #         # Cached because `labels` takes a lock, and this runs for every chunk.
         self._stage = functools.cache(self.stage.labels)
         self.duration = Histogram(
             "omni_rt_session_duration_seconds",
@@ -148,7 +149,8 @@ class EndpointMetrics:
             (*endpoint, "state"),
             multiprocess_mode="livesum",
         )
-        # Every process gets the same statistics from the engine, so the latest value is right.
+        #         # Every process gets the same statistics from the engine, so the latest value is
+        # correct.
         self.held_bytes = Gauge(
             "omni_held_bytes",
             "Bytes in use, by kind.",
@@ -178,7 +180,7 @@ class EndpointMetrics:
         Args:
             endpoint: Name of the endpoint.
             status: `completed`, `failed`, `cancelled` or `refused`.
-            seconds: Duration in seconds.
+            seconds: Duration of the call or job in seconds.
         """
         self.requests.labels(endpoint, status).inc()
         self.request_seconds.labels(endpoint).observe(seconds)
@@ -197,8 +199,8 @@ class EndpointMetrics:
         """Set the gauges of the endpoints.
 
         Args:
-            media_files: Size of the files of all processes in bytes.
-            replies: Size of the retained replies of this process in bytes.
+            media_files: Total size in bytes of the media files of all processes.
+            replies: Total size in bytes of the replies that this process retains.
         """
         self.held_bytes.labels("media_files").set(media_files)
         self.reply_bytes.set(replies)
@@ -206,8 +208,8 @@ class EndpointMetrics:
     def stages(
         self, endpoint: str, timings_ms: Mapping[str, Sequence[float]], wall_s: float
     ) -> None:
-        """Observe the duration of each stage of a chunk or an image. The remaining time is
-        `queue`.
+        """Observe the duration of each stage of a chunk or an image. The rest of `wall_s` is
+        observed as the stage `queue`.
         """
         sum_s = 0.0
         for name, times in timings_ms.items():
@@ -226,7 +228,7 @@ def endpoint_metrics() -> EndpointMetrics:
 
 
 class SessionMeter:
-    """Metrics of one session."""
+    """Records the metrics of one session."""
 
     def __init__(self, endpoint: str) -> None:
         self._metrics = endpoint_metrics()
@@ -249,21 +251,21 @@ class SessionMeter:
         log_event("session_opened", endpoint=endpoint)
 
     def request_started(self) -> None:
-        """Start a request. The time since the previous request counts neither as gap nor as
-        delay.
+        """Record the start of a request. The time since the previous request counts neither as a
+        gap nor as a delay.
         """
         self._request_s, self._last_chunk_s = time.monotonic(), None
 
     def chunk_done(
         self, num_frames: int, fps: float, timings_ms: Mapping[str, Sequence[float]], wall_s: float
     ) -> None:
-        """Observe a chunk from the engine.
+        """Record a chunk that the engine has finished.
 
         Args:
-            num_frames: Pixel frames of the chunk.
+            num_frames: Number of pixel frames in the chunk.
             fps: Playback rate in frames per second.
-            timings_ms: Times of the engine's stages.
-            wall_s: Time from submission to result in seconds.
+            timings_ms: Times in milliseconds of the engine's stages.
+            wall_s: Time in seconds from submission to result.
         """
         now, endpoint = time.monotonic(), self._endpoint
         self.num_chunks += 1
@@ -291,13 +293,12 @@ class SessionMeter:
         self._metrics.aborted.labels(self._endpoint, reason).inc(count)
 
     def frames_dropped(self, count: int) -> None:
-        """Count frames that were not delivered, because the client disconnected or read too
-        slowly."""
+        """Count frames that were not delivered because the client disconnected or read too slowly."""
         self.num_dropped += count
         self._metrics.dropped.labels(self._endpoint).inc(count)
 
     def close(self, reason: str) -> None:
-        """Observe the end of the session. Idempotent."""
+        """Record the end of the session. Idempotent."""
         if self._closed:
             return
         self._closed = True

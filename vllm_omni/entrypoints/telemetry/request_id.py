@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`RequestIds`: adds `X-Request-Id` to HTTP responses, WebSocket handshakes and log lines.
 
-A client's id is used if it has at most 128 printable ASCII characters and no spaces, double quotes
-or backslashes; otherwise the server generates an id. The id is written to the request's headers, so
-that stock vLLM uses it for `--enable-request-id-headers` and for its own request ids. The client's
-trace context is also recorded here. The middleware wraps the whole application, including error
-pages.
+The id from the client is used if it consists of at most 128 printable ASCII characters without
+spaces, double quotes and backslashes. Otherwise, the server generates an id. The id is written to
+the headers of the request, so stock vLLM uses it for `--enable-request-id-headers` and for its own
+request ids. The middleware also records the client's trace context. The middleware wraps the whole
+application, including error pages.
 
-Why not vLLM's `--enable-request-id-headers` alone: it adds the header to HTTP responses, but not to
-WebSocket handshakes or log lines.
+vLLM's `--enable-request-id-headers` is not sufficient because it adds the header to HTTP responses,
+but not to WebSocket handshakes or log lines.
 """
 
 import re
@@ -25,7 +25,7 @@ from vllm_omni.runtime import log_context, trace_context
 
 HEADER: Final = "X-Request-Id"
 _ACCEPTABLE: Final = re.compile(r"[!#-\[\]-~]{1,128}")
-"""Request ids that may be repeated unchanged in log lines and headers."""
+"""Pattern of request ids that are safe to repeat in log lines and headers."""
 _TRACE_HEADERS: Final = ("traceparent", "tracestate")
 _STARTS: Final = frozenset(
     {"http.response.start", "websocket.accept", "websocket.http.response.start"}
@@ -33,7 +33,7 @@ _STARTS: Final = frozenset(
 
 
 class RequestIds:
-    """ASGI middleware around the whole application."""
+    """ASGI middleware around the whole application, which assigns an id to every request."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -52,7 +52,7 @@ class RequestIds:
             {key: value for key in _TRACE_HEADERS if (value := Headers(scope=scope).get(key))}
             or None
         )
-        # the server runs each request and each WebSocket in a separate task
+        #         # The server runs each request and each WebSocket in a separate task.
         log_context.bind(request_id=request_id)
 
         async def send_with_id(message: Message) -> None:

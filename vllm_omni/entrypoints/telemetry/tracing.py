@@ -12,10 +12,11 @@
         speech                        one spoken reply; parent: `traceparent` of the request
           thinker talker token2wav    its engines (`composition/composed_engine.py`)
 
-Tracing is enabled if the server has vLLM's `--otlp-traces-endpoint`. vLLM has then set up the
-exporter of this process, which is also used for these spans. If it is disabled, the objects of this
-module have no effect. The engine reports the duration of its stages, but not when they started. The
-spans are therefore laid out back to back before the result, and the remaining time is `queue`.
+Tracing is enabled by vLLM's `--otlp-traces-endpoint`. vLLM then sets up an exporter in this
+process, which these spans also use. If tracing is disabled, the objects of this module have no
+effect. The engine reports the duration of each stage but not its start time. The spans of the
+stages are therefore placed back to back so that the last one ends with the result, and the
+remaining time becomes the span `queue`.
 """
 
 import asyncio
@@ -39,27 +40,27 @@ class ChunkTrace:
     """Spans of one chunk. This base class records no spans."""
 
     def failed(self, error: BaseException) -> None:
-        """End the span of the chunk, because the engine failed or the chunk was cancelled."""
+        """End the span of the chunk after the engine failed or the chunk was cancelled."""
 
     def finished(self, meta: Mapping[str, Any]) -> None:
         """Record the engine's result.
 
         Args:
-            meta: Metadata of the result; may contain `timings_ms`.
+            meta: Metadata of the result, which may contain `timings_ms`.
         """
 
     def rendered(self, started_ns: int) -> None:
-        """Record that the chunk is encoded.
+        """Record that the chunk has been encoded.
 
         Args:
-            started_ns: Start of encoding (`time.time_ns`).
+            started_ns: Time at which encoding started (`time.time_ns`).
         """
 
     def sent(self, started_ns: int) -> None:
-        """Record that the chunk's last message was sent.
+        """Record that the last message of the chunk has been sent.
 
         Args:
-            started_ns: Start of sending the first message (`time.time_ns`).
+            started_ns: Time at which sending the first message started (`time.time_ns`).
         """
 
 
@@ -67,11 +68,15 @@ class SessionTrace:
     """Spans of one session. This base class records no spans."""
 
     def chunk(self, chunk_index: int) -> ChunkTrace:
-        """Start the span of a chunk, to which the next engine request of this task belongs."""
+        """Start the span of a chunk. The next engine request of this task becomes a child of the
+        span.
+        """
         return NO_CHUNK
 
     def current(self) -> AbstractContextManager[None]:
-        """Context in which engine requests other than chunks belong to the session's span."""
+        """Return a context manager in which engine requests other than chunks become children of
+        the session's span.
+        """
         return nullcontext()
 
     def close(self, reason: str) -> None:
@@ -85,7 +90,9 @@ class Tracing:
         return NO_SESSION
 
     def engine_headers(self) -> Mapping[str, str] | None:
-        """Return trace headers for stock vLLM's span of an engine request, or None for no span."""
+        """Return the trace headers for the span that stock vLLM creates for an engine request.
+        None: no span is created.
+        """
         return None
 
 
@@ -95,12 +102,12 @@ _process: list[Tracing] = [Tracing()]
 
 
 def tracing() -> Tracing:
-    """Return the tracing of this process."""
+    """Return the tracing object of this process."""
     return _process[0]
 
 
 def start_tracing() -> None:
-    """Record spans from now on, through the provider that vLLM has set up in this process."""
+    """Start to record spans through the provider that vLLM has set up in this process."""
     from opentelemetry import trace
 
     made = OpenTelemetryTracing(trace.get_tracer(SPANS_OF))
@@ -125,7 +132,7 @@ class OpenTelemetryTracing(Tracing):
         return trace_context.headers()
 
     def start_span(self, name: str) -> trace_context.Span:
-        """Start a span as a child of this task's trace."""
+        """Start a span as a child of the current span of this task."""
         from vllm.tracing import extract_trace_context
 
         parent = extract_trace_context(trace_context.headers())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Path and local URL of the web page. Imports only the standard library."""
+"""Path and local URL of the web page. This module imports only the standard library."""
 
 from typing import Final
 
@@ -7,13 +7,13 @@ PAGE_PATH: Final = "/omni"
 
 
 def page_url(host: str | None, port: int | str, scheme: str = "http", root_path: str = "") -> str:
-    """Return the page's URL.
+    """Return the URL of the web page.
 
     Args:
-        host: The server's host. A wildcard becomes `localhost`.
-        port: The server's port.
+        host: Host on which the server listens. A wildcard address becomes `localhost`.
+        port: Port of the server.
         scheme: `http` or `https`.
-        root_path: The server's root path.
+        root_path: Root path of the server.
     """
     name = "localhost" if host in (None, "", "0.0.0.0", "::") else host
     return f"{scheme}://{f'[{name}]' if name and ':' in name else name}:{port}{root_path.rstrip('/')}{PAGE_PATH}/"  # noqa: E501

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The web page at `/omni/`: static files with headers that restrict them to this server.
+"""The web page at `/omni/`, which consists of static files with headers that restrict the page to
+this server.
 
-The page gets all dynamic data from the WebSocket's `hello`. It loads without a key, because it
-contains no secrets and cannot generate anything without a key.
+The page gets all dynamic data from the `hello` message of the WebSocket. The page can be loaded
+without a key because it contains no secrets and cannot generate anything without a key.
 """
 
 import hashlib
@@ -36,7 +37,9 @@ CONTENT_TYPES: Final = {
 }
 
 _CONNECT: Final = "connect-src 'self'"
-"""The WebSocket of this host, and its ticket."""
+"""Content-Security-Policy directive that allows the page to use the WebSocket and the ticket route
+of this host.
+"""
 
 HEADERS: Final = {
     "Content-Security-Policy": "; ".join(
@@ -58,23 +61,23 @@ HEADERS: Final = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "camera=(), microphone=(), geolocation=(), display-capture=()",
-    "Cache-Control": "no-cache",  # revalidate each time; an unchanged file gets 304
+    "Cache-Control": "no-cache",  # revalidate each time; the reply for an unchanged file is 304
 }
 
 
 @dataclass(frozen=True)
 class StaticPage:
-    """One file with its headers."""
+    """A file of the page, and its headers."""
 
     body: bytes
-    """Contents of the file."""
+    """Content of the file."""
     content_type: str
-    """MIME type."""
+    """MIME type of the file."""
     etag: str
     """Value of the header `ETag`."""
     servers: Sequence[str] = ()
-    """Origins of other servers to which the page may connect, because its session may be moved
-    there.
+    """Origins of other servers to which the page may connect because its session may be moved to
+    them.
     """
 
     async def send(self, request: Request) -> Response:
@@ -87,8 +90,8 @@ class StaticPage:
 
 
 class WebPage:
-    """The page as an endpoint. It needs no API key, because the page itself asks the user for the
-    key.
+    """Endpoint that serves the web page. Loading the page requires no API key because the page
+    itself asks the user for the key.
     """
 
     def __init__(self) -> None:
@@ -108,7 +111,7 @@ class WebPage:
 
 
 def connect_sources(urls: Iterable[str | None]) -> list[str]:
-    """Return the sources of a Content-Security-Policy for the HTTP and WebSocket addresses of
+    """Return the Content-Security-Policy sources that allow the HTTP and WebSocket addresses of
     servers.
     """
     origins = ["{0.scheme}://{0.netloc}".format(urlsplit(url)) for url in urls if url is not None]
@@ -121,15 +124,15 @@ def add_pages(
     is_world: Callable[[], bool] = lambda: True,
     servers: Sequence[str] = (),
 ) -> list[str]:
-    """Add a route for every file under `static/`. All files are read now.
+    """Add a route for every file under `static/`. All files are read during this call.
 
     Args:
         app: The application.
-        world: Checkpoint directory. The images named in the world description are added under
+        world: Checkpoint directory. Images that the world description names are added under
             `world/`.
-        is_world: Returns whether the model has sessions. Called for each request of the page,
-            because other models have a different page.
-        servers: Origins of other servers, which may be added later.
+        is_world: Function that returns whether the model has sessions, called for each request of
+            the page because models without sessions have a different page.
+        servers: Origins of other servers. The sequence may be extended later.
 
     Returns:
         Paths of the routes.
@@ -144,7 +147,7 @@ def add_pages(
     by_path = {f"{PAGE_PATH}/{name}": page for name, page in pages.items()}
 
     async def to_slash(request: Request) -> Response:
-        # relative, so that it works with the path prefix of a proxy
+        #         # A relative URL also works behind a proxy that adds a path prefix.
         return RedirectResponse("omni/", 307, headers=HEADERS)
 
     for path in ("/", PAGE_PATH):
@@ -161,7 +164,7 @@ def add_pages(
 
 
 def local_address(args: Namespace) -> str | None:
-    """Return the page's URL on this machine, or None if the server listens on a Unix socket."""
+    """Return the URL of the page on this machine, or None if the server listens on a Unix socket."""
     if args.uds:
         return None
     scheme = "https" if args.ssl_certfile else "http"

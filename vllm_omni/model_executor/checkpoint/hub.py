@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Released weights of model families on the Hugging Face hub.
 
-A family with released weights has a module `models/<name>/hub.py`. It defines `PIECES` (the files
-to download and their locations in the checkpoint directory), `check_complete(path)` (raises an
-error for missing files, without reading weights) and optionally `complete(out)` (writes files that
-the repositories lack). `RELEASES` defines further releases by name; their names are aliases of the
-family in `models/registry.py`. `vllm-omni download` and `vllm serve --omni` use these definitions.
-`resolve` finds the snapshot of a hub id, as vLLM does for its own models.
+A family with released weights has a module `models/<name>/hub.py`. The module defines `PIECES` (the
+files to download and their locations in the checkpoint directory), `check_complete(path)` (raises
+an error if files are missing, without reading weights) and optionally `complete(out)` (writes the
+files that the repositories lack). `RELEASES` defines further releases by name. The name of a
+release is an alias of its family in `models/registry.py`. `vllm-omni download` and `vllm serve
+--omni` read these modules. `resolve` finds the snapshot of a hub id, as vLLM does for the models
+that it supports itself.
 """
 
 import importlib
@@ -19,7 +20,8 @@ from typing import Any
 _MODELS = "vllm_omni.model_executor.models"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SMALL = ("*.json",)
-"""Files that are downloaded first to detect the model of a repository."""
+"""Globs of the small files that are downloaded first to detect which model a repository contains.
+"""
 _NOT_SERVED = (
     "original/**/*",
     "*.onnx",
@@ -32,21 +34,23 @@ _NOT_SERVED = (
     "*.mp4",
     "*.gif",
 )
-"""Files in unsupported formats, and media of model cards."""
+"""Globs of files that are not downloaded: unsupported formats, and the media of model cards."""
 
 
 @dataclass(frozen=True)
 class HubComponent:
-    """Files of a checkpoint from one repository."""
+    """The files of a checkpoint that come from one repository."""
 
     repo: str
-    """Repository, `owner/name`."""
+    """Repository that contains the files, as `owner/name`."""
     patterns: tuple[str, ...]
     """Globs of the files to fetch, relative to the root of the repository."""
     folder: str
     """Target directory within the checkpoint directory; "" is the checkpoint directory itself."""
     gigabytes: float
-    """Size of the files in GB, for the plan and the check of free disk space."""
+    """Size of the files in GB. The size is shown in the download plan and compared with the free
+    disk space.
+    """
 
 
 def _complete_as_fetched(out: Path) -> list[str]:
@@ -58,11 +62,13 @@ class HubSource:
     """All files to download for one checkpoint."""
 
     components: tuple[HubComponent, ...]
-    """Files to fetch."""
+    """Files of the checkpoint, grouped by repository."""
     complete: Callable[[Path], list[str]] = _complete_as_fetched
-    """Writes files that the repositories lack, and returns their names."""
+    """Function that writes the files that the repositories lack and returns their names."""
     licence: str | None = None
-    """Licence of the weights in one line, if the user must accept it before the download."""
+    """One-line description of the licence of the weights. None: the user need not accept a licence
+    before the download.
+    """
 
     @property
     def gigabytes(self) -> float:
@@ -70,7 +76,7 @@ class HubSource:
 
 
 def hub_source(family_name: str, release: str | None = None) -> HubSource:
-    """Return the source of a family's weights.
+    """Return where the weights of a family are downloaded from.
 
     Args:
         family_name: Name of the family.
@@ -103,21 +109,22 @@ def resolve(
     cache_dir: str | None = None,
     token: str | None = None,
 ) -> Path:
-    """Return the directory of a repository's snapshot in the cache, after downloading missing
-    files.
+    """Download the missing files of a repository and return the directory of its snapshot in the
+    cache.
 
-    Hugging Face's variables apply (`HF_HOME`, `HF_ENDPOINT`, `HF_TOKEN`, `HF_HUB_OFFLINE`). If the
-    repository is not a known release, its small files are downloaded first, to detect the model.
+    Hugging Face's environment variables apply (`HF_HOME`, `HF_ENDPOINT`, `HF_TOKEN`,
+    `HF_HUB_OFFLINE`). If the repository is not a known release, its small files are downloaded
+    first to detect the model.
 
     Args:
-        repo: `owner/name`.
+        repo: Repository, as `owner/name`.
         revision: Branch, tag or commit. Default: the main branch.
         cache_dir: Cache directory. Default: Hugging Face's own.
         token: Access token. Default: the stored token.
 
     Raises:
         ValueError: The repository contains only part of a checkpoint or no model of this package,
-            restricts its use, or cannot be downloaded. The message is one line.
+            restricts its use, or cannot be downloaded. The error message is a single line.
     """
     where = {"revision": revision, "cache_dir": cache_dir, "token": token}
     source = _release_of(repo)
@@ -157,12 +164,13 @@ def fetch(repo: str, patterns: Sequence[str] | None, **options: Any) -> Path:
     """Download the missing files of a repository and return their directory.
 
     Args:
-        repo: `owner/name`.
-        patterns: Globs of the files. None: all files.
+        repo: Repository, as `owner/name`.
+        patterns: Globs of the files to download. None: all files.
         **options: Arguments of `huggingface_hub.snapshot_download`.
 
     Raises:
-        ValueError: The hub refuses the download or cannot be reached. The message is one line.
+        ValueError: The hub refuses the download or cannot be reached. The error message is a single
+            line.
     """
     import httpx
     from huggingface_hub import snapshot_download
@@ -195,7 +203,8 @@ def fetch(repo: str, patterns: Sequence[str] | None, **options: Any) -> Path:
 def _release_of(repo: str) -> tuple[str, HubSource] | None:
     """Return the name and source of a release that has files in a repository.
 
-    A release that needs no other repository is preferred. None if there is no release.
+    If several releases have files in the repository, one that needs no other repository is
+    preferred. The result is None if no release has files in the repository.
     """
     from vllm_omni.model_executor.models.registry import known_names
 
@@ -216,7 +225,7 @@ def check_complete(family_name: str, path: Path) -> None:
     """Check that a checkpoint directory has all its files, without reading weights.
 
     Raises:
-        ValueError: A file is missing. The message is one line.
+        ValueError: A file is missing. The error message is a single line.
     """
     module = _hub_module(family_name)
     if module is not None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strict loading of checkpoints: names and shapes are compared before any data is read.
+"""Loads checkpoints strictly: tensor names and shapes are compared before any data is read.
 
-Missing, unexpected and misshapen tensors raise an error with counts and examples. After that, only
-the tensors of this rank (or its parts of them) are read, one at a time. This module is independent
-of models; `tensor_files.py` reads the files.
+Missing, unexpected and misshapen tensors raise an error with counts and examples. If the comparison
+succeeds, only the tensors (or shards of tensors) that this rank needs are read, one at a time. This
+module does not depend on a model. The files themselves are read by `tensor_files.py`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -30,29 +30,32 @@ def load_strict(
     what: str,
     ignored: Collection[str] = (),
 ) -> None:
-    """Load all parameters of a module. Parameters and stored tensors must correspond one to one.
+    """Load all parameters of a module from a checkpoint, which must contain exactly one tensor for
+    each.
 
-    Layers that are stored quantized are loaded, with their scales, into layers with the same
-    quantization. Otherwise they are dequantized.
+    If a layer of the module has the same quantization as the stored layer, the quantized weight and
+    its scales are loaded unchanged. If their quantization differs, the stored weight is
+    dequantized.
 
     Args:
-        module: The module.
-        source: Tensors of the component.
-        expected: Name -> shape of the whole component. `module` may hold a part of the network, for
-            example a pipeline stage, a tensor-parallel shard or the encoder of a VAE.
+        module: Module whose parameters are loaded.
+        source: Tensors of the component, as stored in the checkpoint.
+        expected: Name -> shape of every tensor of the component. `module` may be a part of the
+            component, for example a pipeline stage, a tensor-parallel shard or the encoder of a
+            VAE.
         rules: Renames from stored names to names in `expected`.
-        what: Name of the component, for error messages.
+        what: Name of the component in error messages.
         ignored: Stored names to skip.
 
     Raises:
         ValueError: Tensors are missing, unexpected, misshapen, duplicated, not finite or of the
-            wrong dtype. The message has counts and examples.
+            wrong dtype. The error message contains counts and examples.
     """
     try:
         stored = model_names(source, rules, ignored)
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from error
-    # tied names become one
+    # Tied parameters are renamed to one common name.
     slots = {rename(name, rules): slot for name, slot in checkpoint_slots(module).items()}
     fit = match_layers(stored, source, expected, slots)
     check_shapes(fit.found, fit.expected, f"{what}: {source.where}")
@@ -70,7 +73,7 @@ def load_strict(
         slot = slots[targets[name]]
         slot.load(tensor)
         unfilled.remove(targets[name])
-        # a weight that is quantized once its layer is complete
+        # A target on the meta device is quantized as soon as its layer is complete.
         held = tensor if slot.target.is_meta else slot.target
         if not is_finite(held):
             non_finite.append(name)
@@ -85,7 +88,8 @@ def check_shapes(found: Mapping[str, Shape], expected: Mapping[str, Shape], wher
     """Compare the names and shapes of stored and expected tensors.
 
     Raises:
-        ValueError: Names or shapes differ. The message has counts and three examples of each kind.
+        ValueError: Names or shapes differ. For each kind of difference, the error message contains
+            the count and three examples.
     """
     problems = {
         "missing": [name for name in expected if name not in found],
@@ -104,14 +108,14 @@ def check_shapes(found: Mapping[str, Shape], expected: Mapping[str, Shape], wher
 
 
 def shapes_of(module: nn.Module) -> dict[str, Shape]:
-    """Return name -> shape of a module's parameters. Tied parameters appear once."""
+    """Return the shape of each parameter of a module, by name. Tied parameters appear once."""
     return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
 
 
 def some(names: Sequence[str]) -> str:
-    """Return the number of names and the first three names in one line.
+    """Return a one-line text with the number of names and the first three names.
 
-    Names from a file are escaped, because they may contain any character.
+    Names are escaped, because names from a file may contain any character.
     """
     shown = ", ".join(name if name.isprintable() else repr(name) for name in names[:3])
     return f"{len(names)} ({shown}{', ...' if len(names) > 3 else ''})"

@@ -2,10 +2,10 @@
 """`MergedSource`: merges a LoRA into a checkpoint while it is read (W + scale B A), one tensor at a
 time.
 
-It is used for a LoRA that is a permanent part of a released model, not for adapters that requests
-select. Names follow PEFT (`base_model.model.blocks.0.ffn.0.lora_A.weight`, with or without the name
-of an adapter) or end in `lora_down` and `lora_up`. Maths: https://arxiv.org/abs/2106.09685,
-equation 3.
+`MergedSource` is for a LoRA that is a permanent part of a released model, not for adapters that
+requests select. The tensor names of the LoRA follow PEFT
+(`base_model.model.blocks.0.ffn.0.lora_A.weight`, with or without the name of an adapter) or end in
+`lora_down` and `lora_up`. Maths: https://arxiv.org/abs/2106.09685, equation 3.
 """
 
 import math
@@ -25,12 +25,12 @@ _SIDES = {"lora_A": "down", "lora_down": "down", "lora_B": "up", "lora_up": "up"
 
 @dataclass(frozen=True)
 class MergedSource:
-    """A `TensorSource` with the names, shapes and dtypes of `base`. Build with `of_base`."""
+    """A `TensorSource` with the names, shapes and dtypes of `base`. Use `of_base` to create one."""
 
     base: TensorSource
-    """The checkpoint."""
+    """Checkpoint that the LoRA is merged into."""
     lora: TensorSource
-    """The LoRA."""
+    """Tensors of the LoRA."""
     parts: Mapping[str, Mapping[str, str]]
     """Name in `base` -> names of the LoRA's `down` [r, in], `up` [out, r] and optional `alpha`."""
 
@@ -39,13 +39,13 @@ class MergedSource:
         """Pair the tensors of a LoRA with those of a checkpoint.
 
         Args:
-            base: The checkpoint.
-            lora: The LoRA.
-            rules: Renames of both to common names.
+            base: Checkpoint that the LoRA is merged into.
+            lora: Tensors of the LoRA.
+            rules: Renames that map the names in both files to common names.
 
         Raises:
             ValueError: A tensor of the LoRA does not belong to a weight, lacks its counterpart or
-                has the wrong shape. The message has counts and examples.
+                has the wrong shape. The error message contains counts and examples.
         """
         stored = {rename(name, rules): name for name in base.shapes}
         parts: dict[str, dict[str, str]] = defaultdict(dict)
@@ -84,7 +84,7 @@ class MergedSource:
         return self.base.dtypes
 
     def read_tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, CPU tensor in the dtype of the checkpoint). Sums are computed in fp32."""
+        """Yield (name, merged CPU tensor in the checkpoint's dtype). The merge is computed in fp32."""
         for name, tensor in self.base.read_tensors(names):
             yield name, self._merged(tensor, self.parts[name]) if name in self.parts else tensor
 
@@ -101,7 +101,7 @@ class MergedSource:
 
 
 def _misfit(shape: Shape, named: Mapping[str, str], lora: TensorSource) -> str | None:
-    """Return the reason why the LoRA of a weight does not match it, or None."""
+    """Return why a LoRA does not match the weight that it changes, or None if it does."""
     if not {"down", "up"} <= named.keys():
         return f"{next(iter(named.values()))} lacks its other half"
     down, up = lora.shapes[named["down"]], lora.shapes[named["up"]]

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts a checkpoint's quantization settings to vLLM's `quantization_config`.
 
-The settings are `quantization_config` in the transformer's `config.json`, or a
-`hf_quant_config.json` in the same or the parent directory. FP8 weights with one scale per tensor
-need no settings. The settings define the method only. The quantized layers are determined from the
-tensors, because `ignore` and `targets` contain the layer names of the library that wrote them.
+The settings are either `quantization_config` in the transformer's `config.json` or the file
+`hf_quant_config.json` in the same directory or its parent. FP8 weights with one scale per tensor
+need no settings. The settings define only the quantization method. The names of the quantized
+layers are derived from the stored tensors, because `ignore` and `targets` contain the layer names
+of the library that wrote them.
 
-vLLM reads the result from its config object, selects the method, and refuses any other
-`--quantization`.
+vLLM reads the converted settings from its config object, selects the method and refuses any other
+value of `--quantization`.
 """
 
 from collections.abc import Mapping
@@ -26,18 +27,20 @@ from vllm_omni.model_executor.checkpoint.tensor_files import Shape, open_tensors
 from vllm_omni.model_executor.checkpoint.tensor_names import Rules
 
 METHODS = ("modelopt", "compressed-tensors", "fp8")
-"""Values of `quant_method` for which vLLM uses the weights as stored."""
+"""Values of `quant_method` for which vLLM uses the stored weights without converting them."""
 READ_BACK = "torchao"
-"""A method whose layers are dequantized to `--dtype`, because vLLM's implementation requires the
-package torchao and does not support merged layers.
+"""Method whose layers are dequantized to `--dtype`. vLLM's own implementation is not used, because
+it requires the package torchao and does not support merged layers.
 """
 LAYERS_KEY = "omni_layers"
-"""Key for the names of the quantized layers, in addition to vLLM's keys. None: all layers that
-support quantization.
+"""Key in `quantization_config`, in addition to vLLM's keys, for the names of the quantized layers.
+The value None means all layers that support quantization.
 """
 
 DESCRIPTIONS = ("quantization_config", "compression_config")
-"""Keys of a transformer's `config.json`; the first one that exists is used."""
+"""Keys of a transformer's `config.json` that may contain the settings. The first existing key is
+used.
+"""
 
 _MODELOPT_FILE = "hf_quant_config.json"
 _MODELOPT_ALGOS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4")
@@ -50,19 +53,19 @@ class _Component:
     """Quantization of one transformer."""
 
     description: dict[str, Any] | None
-    """Settings for vLLM. None: not quantized."""
+    """Quantization settings for vLLM. None: the transformer is not quantized."""
     layers: Mapping[str, QuantizedLayer] | None
-    """Quantized layers by name. None: there are no safetensors files."""
+    """Quantized layers by name. None: the transformer has no safetensors files."""
 
 
 def quantization_of(transformers: Mapping[str, Path], rules: Rules = ()) -> dict[str, Any]:
     """Return `{"quantization_config": ...}` for vLLM's config object.
 
-    Empty if nothing is quantized, or if all layers are dequantized.
+    The result is empty if no layer is quantized or if all quantized layers are dequantized on load.
 
     Args:
         transformers: Directory or file of each transformer, by name in the pipeline.
-        rules: Renames from stored names to the model's.
+        rules: Renames from stored names to the model's names.
 
     Raises:
         ValueError: A method is not supported, or the transformers use different methods.
@@ -116,9 +119,10 @@ def _is_scaled_fp8(
 
 
 def _described(folder: Path) -> dict[str, Any] | None:
-    """Return the settings of a transformer, or ModelOpt's settings of the whole pipeline.
+    """Return the quantization settings of a transformer, or ModelOpt's settings for the whole
+    pipeline.
 
-    Names of layers are removed.
+    The names of layers are removed from the settings.
     """
     values: Any = None
     if (folder / "config.json").exists():

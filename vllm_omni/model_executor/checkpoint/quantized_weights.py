@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized weights in files: finds the tensors of each layer, and dequantizes them.
+"""Finds the tensors of each quantized layer in weight files and dequantizes them.
 
-A quantized linear layer [out, in] consists of a weight with one byte or half a byte per value, and
-scales:
+A quantized linear layer [out, in] is stored as a weight, with one byte or half a byte per value,
+and its scales:
 
 | format | weight | scales |
 |---|---|---|
@@ -15,8 +15,8 @@ scales:
 | torchao's Float8Tensor and Int8Tensor | _weight_qdata | _weight_scale and _weight_zero_point [out, 1] |
 
 Input scales (`input_scale`, `scale_input`, `input_global_scale`) are used by kernels and do not
-affect the values. Formats: NVIDIA ModelOpt 0.47, compressed-tensors 0.17, torchao 0.18 in its flat
-safetensors, and ComfyUI's scaled FP8."""  # noqa: E501
+affect the dequantized weights. Formats: NVIDIA ModelOpt 0.47, compressed-tensors 0.17, torchao 0.18
+in its flat safetensors, and ComfyUI's scaled FP8."""  # noqa: E501
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -47,7 +47,7 @@ _FP4_VALUES = (
     -4.0,
     -6.0,
 )
-"""Values of the 16 codes of e2m1. The lower half of a byte holds the first value."""
+"""Values of the 16 codes of e2m1. The lower four bits of a byte are the code of the first value."""
 
 WEIGHTS = ("weight", "weight_packed")
 SCALES = ("weight_scale", "weight_scale_inv")
@@ -55,7 +55,7 @@ _SECOND_SCALES = ("weight_scale_2", "weight_global_scale")
 _INPUT_SCALES = ("input_scale", "input_global_scale")
 _ZERO = "weight_zero_point"
 COMPANIONS = frozenset((*SCALES, *_SECOND_SCALES, *_INPUT_SCALES, _ZERO))
-"""Names of the scales of a weight."""
+"""Names of the tensors that accompany a quantized weight: scales and the zero point."""
 
 _SPELLINGS = (
     (r"\.scale_weight\Z", ".weight_scale"),
@@ -64,9 +64,11 @@ _SPELLINGS = (
     (r"\._weight_(scale|zero_point)\Z", r".weight_\1"),
     (r"^(model\.)?diffusion_model\.", ""),
 )
-"""Renames from community files and torchao to the names of the other libraries."""
+"""Renames that convert the tensor names of community files and torchao to those of the other
+libraries.
+"""
 _MARKERS = ("scaled_fp8", "comfy_quant")
-"""Last parts of the names of tensors that only mark a format: `scaled_fp8`,
+"""Last component of the names of tensors that only mark a format: `scaled_fp8` and
 `<layer>.comfy_quant`.
 """
 
@@ -74,11 +76,12 @@ _MARKERS = ("scaled_fp8", "comfy_quant")
 def model_names(
     source: TensorSource, rules: Rules = (), ignored: Collection[str] = ()
 ) -> dict[str, str]:
-    """Return the mapping from a model's names to the names in a file, without markers.
+    """Return the mapping from a model's tensor names to the names in a file, without format
+    markers.
 
     Args:
-        source: The file.
-        rules: Renames from stored names to the model's.
+        source: File whose tensors are mapped.
+        rules: Renames from stored names to the model's names.
         ignored: Stored names to skip.
 
     Raises:
@@ -100,7 +103,7 @@ def model_names(
 
 @dataclass(frozen=True)
 class QuantizedLayer:
-    """One quantized layer of a file."""
+    """One quantized layer in a file."""
 
     tensors: Mapping[str, str]
     """Kind of tensor (`weight`, `weight_scale` and so on) -> name in the file."""
@@ -119,19 +122,21 @@ class QuantizedLayer:
 
     @property
     def others(self) -> list[str]:
-        """Names of the scales in the file."""
+        """Names in the file of the layer's tensors other than its weight."""
         names = (self.scale, self.second_scale, self.tensors.get(_ZERO))
         return [name for name in names if name is not None]
 
     def shape(self, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) -> Shape:
-        """Return the shape of the dequantized weight. A byte may hold two 4-bit values."""
+        """Return the shape of the dequantized weight. This shape differs from the stored one if
+        each byte of the weight contains two 4-bit values.
+        """
         stored = shapes[self.weight]
         return (*stored[:-1], 2 * stored[-1]) if dtypes[self.weight] == torch.uint8 else stored
 
     def scale_shapes(
         self, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]
     ) -> tuple[Shape, ...]:
-        """Return the supported shapes of the first scale."""
+        """Return the shapes that `weight_scale` may have."""
         shape = self.shape(shapes, dtypes)
         if len(shape) != 2:
             return ((), (1,))
@@ -165,23 +170,24 @@ def quantized_layers(
 
 @dataclass(frozen=True)
 class StoredLayout:
-    """The tensors of a file, matched to those of a model."""
+    """The tensors of a file, matched to the tensors of a model."""
 
     found: dict[str, Shape]
-    """Shapes in the file, by the model's names."""
+    """Shape of each tensor in the file, by its name in the model."""
     expected: dict[str, Shape]
-    """Shapes that the model requires, by its names."""
+    """Shape of each tensor that the model requires, by its name in the model."""
     stored: dict[str, str]
     """Mapping from the model's names to the names in the file."""
     read_back: dict[str, QuantizedLayer]
-    """Layers to dequantize, by the model's name of the weight."""
+    """Layers to dequantize, by the name of the weight in the model."""
 
     def mistyped(
         self, dtypes: Mapping[str, torch.dtype], slots: Mapping[str, CheckpointSlot]
     ) -> list[str]:
         """Return tensors whose values would be wrong in the model's dtype.
 
-        These are quantized tensors that the model stores in another dtype, or the reverse.
+        A value would be wrong if a tensor is quantized in the file and has another dtype in the
+        model, or the reverse.
         """
         faults = []
         for name, slot in slots.items():
@@ -203,14 +209,14 @@ def match_layers(
 ) -> StoredLayout:
     """Match the tensors of a file to those of a model.
 
-    If a layer of this rank has slots for scales, the file must contain these scales. A layer
-    without such slots is dequantized if it is quantized in the file. Quantized layers of other
-    ranks and their scales are ignored.
+    If a layer of this rank has slots for scales, the file must contain these scales. If a layer
+    without slots for scales is quantized in the file, it is dequantized. Quantized layers of other
+    ranks are ignored, together with their scales.
 
     Args:
         stored: Mapping from the model's names to the names in the file.
-        source: The file.
-        expected: Name -> shape of the whole component.
+        source: File whose tensors are matched.
+        expected: Name -> shape of every tensor of the component.
         slots: Parameters of this rank.
     """
     fit = StoredLayout(
@@ -249,7 +255,7 @@ def match_layers(
 def _read_back(
     layout: StoredLayout, layer: str, quantized: QuantizedLayer, source: TensorSource
 ) -> None:
-    """Add a layer to dequantize to a layout. A missing or misshapen scale becomes an error."""
+    """Add a layer to dequantize to a layout, so that a missing or misshapen scale is reported."""
     weight = f"{layer}.weight"
     layout.read_back[weight], layout.stored[weight] = quantized, quantized.weight
     layout.found[weight] = quantized.shape(source.shapes, source.dtypes)
@@ -274,17 +280,17 @@ class ReadBack:
     """A source that dequantizes some layers to fp32, under the names of their weights."""
 
     source: TensorSource
-    """The file."""
+    """File that contains the layers."""
     layers: Iterable[QuantizedLayer]
     """Layers to dequantize. All other tensors are read as stored."""
     _by_weight: dict[str, QuantizedLayer] = field(init=False, default_factory=dict)
-    """`layers` by the stored name of the weight."""
+    """The entries of `layers`, by the stored name of their weight."""
 
     def __post_init__(self) -> None:
         self._by_weight.update({layer.weight: layer for layer in self.layers})
 
     def read_tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, CPU tensor). All scales are read first, then one weight at a time."""
+        """Yield (name, CPU tensor). All scales are read first. The weights follow, one at a time."""
         wanted = list(names)
         layers = [self._by_weight[name] for name in wanted if name in self._by_weight]
         needed = [name for layer in layers for name in layer.others]
@@ -300,8 +306,8 @@ def numbers(
     """Dequantize a stored weight to fp32 [out, in].
 
     Args:
-        layer: The layer.
-        weight: The stored weight.
+        layer: Layer that the weight belongs to.
+        weight: Weight as stored in the file.
         scales: Scales by their names in the file.
     """
     assert layer.scale is not None

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`config.json` at the root of a checkpoint directory. With it, `vllm serve DIR` needs no flags.
+"""Writes `config.json` at the root of a checkpoint directory, so that `vllm serve DIR` needs no
+flags.
 
-vLLM reads `model_type` from this file. `registration.py` registers the types of this package with
-transformers. All other information is read from the directory itself, as with
-`--config-format omni`. Most released checkpoints lack this file, so the commands that write a
-directory add it.
+vLLM reads `model_type` from this file, and `registration.py` registers the model types of this
+package with transformers. Everything else is read from the components in the directory, as with
+`--config-format omni`. Most released checkpoints lack this file, so the commands that create a
+checkpoint directory add it.
 """
 
 import json
@@ -18,14 +19,16 @@ ROOT_MODEL_TYPE: Final = "omni_pipeline"
 
 
 def is_root_config(values: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` only identifies the directory and describes no network."""
+    """Whether a `config.json` only identifies the checkpoint directory and does not describe a
+    network.
+    """
     return values.get("model_type") == ROOT_MODEL_TYPE
 
 
 def write_root_config(folder: Path) -> bool:
     """Add `model_type` to the `config.json` of a directory, or create the file.
 
-    A file that already has a type, or is not JSON, is not changed.
+    A file that already contains `model_type` or is not JSON is left unchanged.
 
     Returns:
         Whether the file was written.

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight files as named tensors: shapes are read first, and data is read one tensor at a time.
+"""Reads weight files as named tensors: all shapes first, then the data of one tensor at a time.
 
 Files are untrusted. Two formats are supported: safetensors, and PyTorch zip archives through
-`torch.load(weights_only=True)`, which does not execute code from the file. Files are memory-mapped
-except in `files_may_change`. A file is refused with a ValueError of one line, before any data is
-used, if it is truncated, if its format differs from its suffix, or if it contains anything but
-dense float tensors (safetensors files may also contain `QUANTIZED_DTYPES`).
+`torch.load(weights_only=True)`, which does not execute code from the file. Files are memory-mapped,
+except within the context manager `files_may_change`. A file is refused with a single-line
+ValueError before any data is used if it is truncated, if its format differs from its suffix, or if
+it contains anything but dense float tensors (safetensors files may also contain
+`QUANTIZED_DTYPES`).
 """
 
 import contextlib
@@ -45,8 +46,8 @@ _MAX_CONFIG_BYTES = {"JSON": 64 << 20, "YAML": 1 << 20}
 
 
 _unmapped: Final = threading.Event()
-"""Set in `files_may_change`. It is global to the process, because components are loaded on several
-threads.
+"""Set while any thread is in `files_may_change`. The event is global to the process, because
+several threads load components.
 """
 
 
@@ -54,8 +55,8 @@ threads.
 def files_may_change() -> Iterator[None]:
     """Context manager in which files are read without memory-mapping (`UnmappedSource`).
 
-    While serving, other processes may overwrite files. At startup, files are mapped, because that
-    is faster and a crash loses nothing.
+    While the server runs, other processes may overwrite the files. At startup, files are
+    memory-mapped instead, because this is faster and a crash at that time loses no session.
     """
     _unmapped.set()
     try:
@@ -65,7 +66,7 @@ def files_may_change() -> Iterator[None]:
 
 
 def reads_unmapped() -> bool:
-    """Return whether any thread is in `files_may_change`."""
+    """Return whether any thread is in the context of `files_may_change`."""
     return _unmapped.is_set()
 
 
@@ -74,9 +75,9 @@ class SafetensorsSource:
     """Tensors of one or more safetensors files."""
 
     where: str
-    """Path for error messages."""
+    """Path to report in error messages."""
     files: Mapping[Path, tuple[str, ...]]
-    """Names of the tensors in each file."""
+    """Names of the tensors that each file contains."""
     shapes: Mapping[str, Shape]
     """Shape of each tensor, from the headers."""
     dtypes: Mapping[str, torch.dtype]
@@ -112,49 +113,53 @@ class TorchSource:
     """Tensors of one memory-mapped PyTorch zip archive."""
 
     where: str
-    """Path for error messages."""
+    """Path to report in error messages."""
     tensors: Mapping[str, torch.Tensor]
-    """The mapped tensors."""
+    """Memory-mapped tensors by name."""
     shapes: Mapping[str, Shape]
     """Shape of each tensor."""
     dtypes: Mapping[str, torch.dtype]
     """Dtype of each tensor."""
 
     def read_tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, CPU tensor) for the given names. Pages are read at their first access."""
+        """Yield (name, CPU tensor) for the given names. Data is read from disk when it is first
+        accessed.
+        """
         for name in names:
             yield name, self.tensors[name]
 
 
 @dataclass(frozen=True)
 class UnmappedSource:
-    """Tensors of one safetensors file that other processes may overwrite. The file is never mapped.
+    """Tensors of a safetensors file that other processes may overwrite. The file is never
+    memory-mapped.
 
-    Accessing a mapped file that has been truncated kills the process (SIGBUS). With this class, a
-    file that changes between `open` and the end of `read_tensors` raises ValueError.
+    Accessing a memory-mapped file that has been truncated kills the process (SIGBUS). This class
+    raises ValueError if the file changes between `open` and the end of `read_tensors`.
     """
 
     where: str
-    """Path for error messages."""
+    """Path to report in error messages."""
     shapes: Mapping[str, Shape]
     """Shape of each tensor."""
     dtypes: Mapping[str, torch.dtype]
     """Dtype of each tensor."""
     metadata: Mapping[str, str]
-    """Metadata of the header."""
+    """Metadata in the header of the file."""
     _path: Path
-    """The file."""
+    """Path of the file."""
     _starts: Mapping[str, int]
-    """Offset of each tensor in the file, in bytes."""
+    """Offset in bytes of each tensor from the start of the file."""
     _identity: tuple[int, ...]
-    """Identity of the file when it was opened (`_identity`)."""
+    """Key returned by the function `_identity` when the file was opened."""
 
     @classmethod
     def open(cls, path: Path) -> "UnmappedSource":
         """Read the header of a file.
 
         Raises:
-            ValueError: The file is not a complete safetensors file. The message is one line.
+            ValueError: The file is not a complete safetensors file. The error message is a single
+                line.
         """
         try:
             with path.open("rb") as file:
@@ -203,7 +208,7 @@ class UnmappedSource:
         """Yield (name, CPU tensor) in the order of `names`.
 
         Raises:
-            ValueError: The file has changed, or cannot be read.
+            ValueError: The file has changed since it was opened, or it cannot be read.
         """
         try:
             with self._path.open("rb") as file:
@@ -225,14 +230,14 @@ class UnmappedSource:
 
 
 class _Entry(msgspec.Struct):
-    """Entry of a tensor in a safetensors header."""
+    """Entry of the safetensors header that describes one tensor."""
 
     dtype: str
-    """Name of the dtype."""
+    """Name of the tensor's dtype in safetensors."""
     shape: list[Annotated[int, msgspec.Meta(ge=0)]]
     """Shape of the tensor."""
     data_offsets: tuple[int, int]
-    """Start and end of the data, in bytes after the header."""
+    """Start and end of the tensor's data, in bytes after the header."""
 
 
 def copy_unchanged(source: Path, target: Path) -> None:
@@ -252,8 +257,8 @@ def copy_unchanged(source: Path, target: Path) -> None:
 
 
 def _identity(file: BinaryIO) -> tuple[int, ...]:
-    """Return a key that is equal for two openings of a file if the file has not changed in
-    between.
+    """Return a key that stays the same as long as the file is unchanged, also when it is opened
+    again.
     """
     status = os.fstat(file.fileno())
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev
@@ -264,7 +269,7 @@ class TensorSource(Protocol):
 
     @property
     def where(self) -> str:
-        """Path for error messages."""
+        """Path to report in error messages."""
         ...
 
     @property
@@ -283,17 +288,18 @@ class TensorSource(Protocol):
 
 
 Forms = Callable[[str], Mapping[str, Callable[[torch.Tensor], torch.Tensor]]]
-"""Returns, for the name of a stored tensor, the functions that compute tensors from it, by the
-names of their results.
+"""Function that maps the name of a stored tensor to `{name of a result: function that computes it
+from the stored tensor}`.
 """
 
 
 class AdaptedSource:
-    """A source with renamed or converted tensors.
+    """A `TensorSource` that renames or converts the tensors of another one.
 
     Args:
-        source: The original source.
-        forms: Tensors to compute from each stored tensor. Stored tensors without any are skipped.
+        source: Source of the stored tensors.
+        forms: Tensors to compute from each stored tensor. A stored tensor from which nothing is
+            computed is skipped.
 
     Raises:
         ValueError: Two tensors have the same name, or a stored tensor has an unsuitable shape.
@@ -320,7 +326,9 @@ class AdaptedSource:
         self.dtypes = {target: source.dtypes[name] for target, (name, _) in self._made.items()}
 
     def read_tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, CPU tensor) for the given names. Each stored tensor is read only once."""
+        """Yield (name, CPU tensor) for the given names. Each stored tensor is read once, even if
+        several tensors are computed from it.
+        """
         wanted: dict[str, list[str]] = defaultdict(list)
         for target in names:
             wanted[self._made[target][0]].append(target)
@@ -339,11 +347,12 @@ def open_tensors(path: Path, state_keys: Sequence[str] = ()) -> SafetensorsSourc
 
     Args:
         path: Directory, safetensors file or `.pth` file.
-        state_keys: Keys of the network in training checkpoints (`.pth`). The first existing key is
-            used, and all other content is ignored.
+        state_keys: Keys under which a training checkpoint (`.pth`) may contain the network. The
+            first existing key is used, and all other content of the file is ignored.
 
     Raises:
-        ValueError: The files are not supported. The message is one line and names the file.
+        ValueError: The files are not supported. The error message is a single line that names the
+            file.
     """
     if path.is_dir():
         return _open_safetensors(_files_of(path), str(path))
@@ -353,12 +362,12 @@ def open_tensors(path: Path, state_keys: Sequence[str] = ()) -> SafetensorsSourc
 
 
 def unknown_state(path: Path, names: Iterable[str], state_keys: Sequence[str]) -> ValueError:
-    """Return the error for a file that contains none of `state_keys`.
+    """Return the error for a training checkpoint that contains none of `state_keys`.
 
     Args:
-        path: The file.
-        names: Keys in the file.
-        state_keys: Supported keys of the network.
+        path: Path of the training checkpoint.
+        names: Keys that the file contains.
+        state_keys: Keys under which the network is supported.
     """
     seen = list(names)
     first = ", ".join(repr(name[:80]) for name in seen[:4]) + (
@@ -376,7 +385,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a small JSON object.
 
     Raises:
-        ValueError: The file does not contain a JSON object. The message names the file.
+        ValueError: The file does not contain a JSON object. The error message names the file.
     """
     return _read_mapping(path, "JSON", json.loads)
 
@@ -385,7 +394,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Read a small YAML mapping without constructing objects.
 
     Raises:
-        ValueError: The file does not contain a YAML mapping. The message names the file.
+        ValueError: The file does not contain a YAML mapping. The error message names the file.
     """
     return _read_mapping(path, "YAML", yaml.safe_load)
 
@@ -414,13 +423,13 @@ def _read_mapping(path: Path, kind: str, parse: Callable[[bytes], Any]) -> dict[
 
 
 def confined(folder: Path, name: str) -> Path:
-    """Return `folder / name` if the file is inside `folder` after resolving links.
+    """Return `folder / name` if the file, after links are resolved, is inside `folder`.
 
-    Links of the Hugging Face cache (`snapshots/<revision>/x -> blobs/<hash>` of one repository)
-    count as inside.
+    Links within one repository of the Hugging Face cache (`snapshots/<revision>/x -> blobs/<hash>`)
+    are allowed.
 
     Raises:
-        ValueError: The file is outside or does not exist.
+        ValueError: The file is outside `folder` or does not exist.
     """
     if (
         not isinstance(name, str)
@@ -449,8 +458,8 @@ def confined(folder: Path, name: str) -> Path:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """Return the weight files of a folder: the files named in its index, otherwise all safetensors
-    files.
+    """Return the weight files of a folder: the files that its index names, or all safetensors files
+    if the folder has no index.
     """
     indices = sorted(folder.glob("*.safetensors.index.json"))
     if len(indices) > 1:
@@ -509,7 +518,7 @@ def _open_torch(path: Path, state_keys: Sequence[str]) -> TorchSource:
             )
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=not reads_unmapped())
-    except Exception as error:  # the unpickler raises whatever a malformed file makes it raise
+    except Exception as error:  # a malformed file can make the unpickler raise any exception
         raise ValueError(
             f"{path} cannot be read ({type(error).__name__}): it is truncated or holds more than "
             "tensors; "
@@ -552,9 +561,7 @@ def _open_torch(path: Path, state_keys: Sequence[str]) -> TorchSource:
 
 
 def _not_plain(value: Any) -> str | None:
-    """Return the reason why a value is not a dense float tensor, or None if it is one. Reads no
-    data.
-    """
+    """Return why a value is not a dense float tensor, or None if it is one. No data is read."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         return f"is a {type(value).__name__}"
     if value.layout != torch.strided or value.is_quantized:

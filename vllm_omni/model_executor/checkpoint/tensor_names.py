@@ -5,10 +5,10 @@ import re
 from functools import lru_cache
 
 Rules = tuple[tuple[str, str], ...]
-"""(regular expression, replacement), applied in order."""
+"""Pairs of (regular expression, replacement), applied in order."""
 _REMEMBERED = 1 << 14
-"""Size of the cache. Each name in a file is converted at least three times: when shapes are read,
-when data is loaded, and for the model's parameters.
+"""Size of the cache of converted names. Every name is converted at least three times: when shapes
+are read, when data is loaded, and for the model's parameters.
 """
 
 

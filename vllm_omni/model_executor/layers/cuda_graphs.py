@@ -2,22 +2,23 @@
 """`ForwardGraphs`: capture repeated forward passes as CUDA graphs and replay them.
 
 A graph repeats the decisions that the host made during capture. The caller therefore specifies all
-of them: the tensors that are read and written in place (`buffers`), and a key with slots, lengths
-and branches. Tensors that differ between calls are inputs, which are copied to the address that the
-graph reads. Inputs in `steady` never change their values, so they are copied only if a different
-tensor is passed. A session with a full K/V ring buffer returns to the same slots after one cycle,
-and a new session that reuses a pooled ring buffer (`MemoryPool`) starts at its first slots. A small
-number of graphs therefore serves all sessions.
+of these decisions: it passes the tensors that are read and written in place (`buffers`), and a key
+that contains slots, lengths and branches. Tensors that differ between calls are inputs, which are
+copied to the address that the graph reads. Inputs in `steady` never change their values, so they
+are copied only if a different tensor is passed. A session with a full K/V ring buffer returns to
+the same slots after one cycle, and a new session that reuses a pooled ring buffer (`MemoryPool`)
+starts at its first slots. A small number of graphs therefore serves all sessions.
 
-The first forward pass with a key runs eagerly, which also compiles lazily compiled parts. The
-second pass is captured, and later passes are replayed. After one complete forward pass of a kind,
-other keys of this kind are captured in their first pass, so that a new session does not start with
-eager launches. If a capture fails, that forward pass remains eager. All graphs share one memory
-pool and one output buffer, because only one graph runs at a time.
+The first forward pass with a key runs eagerly, which also triggers lazy compilation. The second
+pass is captured, and later passes are replayed. After one complete forward pass of a kind, other
+keys of this kind are captured in their first pass, so a new session does not start with eager
+launches. If a capture fails, that forward pass remains eager. All graphs share one memory pool and
+one output buffer, because only one graph runs at a time.
 
-A forward pass is one graph, or several graphs with calls in between that a graph cannot contain
-(`between_graphs`). These calls are collectives, because replaying NCCL's kernels stalls the
-devices. They also allow one rank to replay while another rank still runs eagerly.
+A forward pass is captured as one graph, or as several graphs with calls in between that a graph
+cannot contain (`between_graphs`). Collectives are called between graphs, because replaying NCCL's
+kernels stalls the devices. Keeping collectives outside graphs also allows one rank to replay while
+another rank still runs eagerly.
 """
 
 import itertools
@@ -37,13 +38,13 @@ logger = logging.getLogger("vllm." + __name__)
 Inputs = dict[str, torch.Tensor]
 Replay = Callable[[], None]
 Capture = Callable[[Callable[[], torch.Tensor]], tuple[torch.Tensor, Replay]]
-"""Records a forward pass. Returns the tensor that receives the result, and the function that
-replays it.
+"""Function that records a forward pass. The function returns the tensor that receives the result,
+and another function that replays the pass.
 """
 
 _STALE: Final = 8
-"""A graph counts as unused after this many times `capacity` replays of other graphs. One cycle of a
-ring buffer takes 2 to 4 times the capacity."""
+"""A graph counts as unused after `capacity` times this number of replays of other graphs. One cycle
+of a ring buffer takes 2 to 4 times the capacity."""
 
 
 _numbers = WeakTensorKeyDictionary()
@@ -74,7 +75,8 @@ def between_graphs(run: Callable[[], object]) -> None:
 
 
 def persistent_copy(name: str, x: torch.Tensor) -> torch.Tensor:
-    """Return `x` contiguous, copied into `persistent_buffer` during a capture."""
+    """Return `x` as a contiguous tensor. During a capture, `x` is copied into a
+    `persistent_buffer`."""
     if _recording is None:
         return x.contiguous()
     return persistent_buffer(name, x.shape, x).copy_(x)
@@ -86,8 +88,8 @@ def persistent_buffer(
     """Return an uninitialised contiguous tensor. During a capture, all calls with the same name,
     shape and dtype share one buffer.
 
-    The caller must use its content before the next such call. A separate tensor for each call would
-    occupy memory for as long as the graph exists.
+    The caller must use the content of the buffer before the next call with these arguments. A
+    separate tensor for each call would occupy memory for as long as the graph exists.
 
     Args:
         name: Identifies the buffer, together with shape and dtype.
@@ -179,7 +181,7 @@ class _Graph:
     output: torch.Tensor
     """Tensor to which `replay` writes the result. All graphs share this tensor."""
     replay: Replay
-    """Replays the graph."""
+    """Function that replays the graph."""
     buffers: tuple[TensorWeakRef, ...]
     """Weak references to the tensors that the graph reads and writes in place."""
     last_used: int = 0
@@ -196,16 +198,17 @@ class ForwardGraphs:
 
     When the cache is full, graphs with freed tensors are evicted first, then unused graphs. If all
     graphs are in use, a new forward pass remains eager, because a graph that is evicted before its
-    next use does not repay its capture.
+    next use does not repay the cost of its capture.
 
     Args:
         capacity: Maximum number of graphs.
-        capture: Records a forward pass. Default: `CudaCapture`.
+        capture: Function that records a forward pass. Default: `CudaCapture`.
     """
 
     def __init__(self, capacity: int = 128, capture: Capture | None = None) -> None:
         self.pool: MemoryPool[Any] = MemoryPool()
-        """Memory of closed requests and sessions, pooled so that its graphs can serve new ones."""
+        """Memory of closed requests and sessions. New requests and sessions reuse this memory, so
+        that they can replay the graphs that were captured with it."""
         self._capacity = capacity
         self._capture = capture or CudaCapture()
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()  # least recently used first
@@ -234,9 +237,9 @@ class ForwardGraphs:
         """Return `forward(inputs)`, replayed from a graph if this `key` or `kind` has run before.
 
         Args:
-            key: Identifies all decisions of the host. None: run eagerly.
+            key: Value that identifies all decisions of the host. None: run eagerly.
             inputs: Tensors that may differ between calls.
-            forward: The forward pass.
+            forward: Function that computes the forward pass.
             buffers: Tensors that the forward pass reads and writes in place.
             kind: A value that is equal for forward passes that launch the same kernels. None:
                 unknown.
@@ -279,8 +282,8 @@ class ForwardGraphs:
         return graph.output.clone()
 
     def clear_graphs(self) -> None:
-        """Evict all graphs and the pooled memory, because tensors that graphs read may have
-        moved.
+        """Evict all graphs and free the pooled memory. Call this after tensors that graphs read
+        have moved.
         """
         self.pool.trim(0)
         self._graphs.clear()
@@ -316,8 +319,8 @@ class ForwardGraphs:
         return len(self._graphs) < self._capacity
 
     def _copy(self, inputs: Mapping[str, torch.Tensor], steady: Collection[str]) -> Inputs:
-        """Copy `inputs` to the tensors that all graphs read. Sharing them is safe because only one
-        graph runs at a time.
+        """Copy `inputs` to the tensors that all graphs read. Graphs can share these tensors because
+        only one graph runs at a time.
         """
         own: Inputs = {}
         for name, tensor in inputs.items():

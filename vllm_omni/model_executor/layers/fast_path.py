@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`FastPath`: a faster implementation, and the reason if it is not used.
+"""`FastPath`: whether a faster implementation is used, and the reason if it is not.
 
 The module that chooses between two implementations returns its choice as a `FastPath` and branches
 on `is_on`. The log, `vllm-omni doctor`, `/omni/ready` and benchmark results all report this object
-(`model_executor/fast_paths.py` lists them), so that a report cannot differ from the choice.
+(`model_executor/fast_paths.py` lists all fast paths), so a report cannot differ from the actual
+choice.
 """
 
 import logging
@@ -22,14 +23,14 @@ class FastPath:
     """A choice between a fast implementation and a slower one."""
 
     name: str
-    """Name in reports."""
+    """Name of the fast path in reports."""
     instead: str
     """The implementation that is used if this path is off."""
     reason: str = ""
     """Reason why the path is off. Empty: the path is on."""
     remedy: str = ""
-    """Remedy that turns the path on, if the machine could use it. Empty: there is no remedy,
-    because the hardware does not support the path or an option disables it.
+    """Action that turns the path on, if the machine supports it. Empty: there is no remedy, because
+    the hardware does not support the path or an option disables it.
     """
 
     @property
@@ -37,7 +38,8 @@ class FastPath:
         return not self.reason
 
     def disabled(self, reason: str) -> "FastPath":
-        """Return this path turned off for a reason that is not a deficiency of the machine."""
+        """Return a copy of this path that is off for a reason other than a missing requirement of
+        the machine."""
         return FastPath(self.name, self.instead, reason)
 
     def as_json(self) -> dict[str, Any]:
@@ -52,18 +54,19 @@ class FastPath:
 
 @dataclass(frozen=True)
 class Lack:
-    """A missing requirement of a fast path on this machine. It is falsy if nothing is missing."""
+    """A missing requirement of a fast path on this machine. A `Lack` is falsy if nothing is
+    missing."""
 
     reason: str = ""
-    """See `FastPath.reason`."""
+    """Reason why the path is off; see `FastPath.reason`."""
     remedy: str = ""
-    """See `FastPath.remedy`."""
+    """Action that turns the path on; see `FastPath.remedy`."""
 
     def __bool__(self) -> bool:
         return bool(self.reason)
 
     def of(self, name: str, instead: str) -> FastPath:
-        """Return the fast path that results from this requirement."""
+        """Return the fast path `name`, which is off if something is missing."""
         return FastPath(name, instead, self.reason, self.remedy)
 
 
@@ -106,7 +109,7 @@ def lacks_half(dtype: torch.dtype, option: str) -> Lack:
 
 
 def lacks_package(module: str, package: str) -> Lack:
-    """Return whether a module cannot be imported; `package` is its name for pip."""
+    """Return whether a module cannot be imported. `package` is the name of its package for pip."""
     if find_spec(module) is not None:
         return Lack()
     return Lack(f"the package {package} is not installed", f"pip install {package}")
@@ -123,7 +126,8 @@ def lacks_triton() -> Lack:
 
 
 def joined(parts: Iterable[Iterable[FastPath]]) -> list[FastPath]:
-    """Return one list for all parts. A path is on if it is on in all parts that have it."""
+    """Merge the fast paths of several components. A path is on if it is on in all components that
+    list it."""
     found: dict[str, FastPath] = {}
     for path in (path for part in parts for path in part):
         if found.setdefault(path.name, path).is_on:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`FusedOps`: the fused pointwise ops of a network, as a table of pure functions.
 
-These are the operations between matrix products and attention. In eager mode each operation reads
-and writes its tensors once. When it is compiled or implemented as a Triton kernel, the whole fused
-op reads and writes its tensors only once.
+Pointwise ops are the operations between matrix products and attention. In eager mode, every single
+operation reads and writes its tensors. A fused op that is compiled or implemented as a Triton
+kernel reads and writes its tensors only once.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ class FusedOps:
         CUDA.
 
         Args:
-            compiled: Compile each function with `fuse`.
+            compiled: Whether each function is compiled with `fuse`.
         """
         functions: dict[str, Any] = dict(vars(cls()))
         if compiled:
@@ -47,13 +47,13 @@ class FusedOps:
 
     @staticmethod
     def kernels() -> Sequence[Callable[..., Any]]:
-        """Return the Triton kernels that replace functions of the same names. Called only where
-        Triton is installed."""
+        """Return the Triton kernels that replace the functions of the same names. This method is
+        called only if Triton is installed."""
         return ()
 
     @staticmethod
     def fuse(function: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile `function` for the static shapes with which it is called."""
+        """Compile `function` separately for each set of shapes with which it is called."""
         return torch.compile(function, dynamic=False)
 
 

@@ -2,8 +2,8 @@
 """Balances layers over pipeline stages by measured cost, and moves layers when the balance changes.
 
 `balanced_partition` computes the partition. `LayerMove` moves weights between stages with
-point-to-point sends only, in an order that is the same on every stage. This module is independent
-of the model.
+point-to-point sends only, in an order that is the same on every stage. The module does not depend
+on the model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,9 +21,9 @@ class StageCost:
     """The cost of one chunk on one stage."""
 
     layer_ms: float
-    """Milliseconds per layer."""
+    """Milliseconds that a chunk takes in one layer."""
     fixed_ms: float
-    """Milliseconds for everything except the layers (head, embedding, decode)."""
+    """Milliseconds that a chunk takes outside the layers (head, embedding, decode)."""
 
     def total_ms(self, layers: int) -> float:
         return self.fixed_ms + layers * self.layer_ms
@@ -34,7 +34,7 @@ def balanced_partition(costs: Sequence[StageCost], num_layers: int) -> list[int]
     slowest stage.
 
     The greedy choice (each further layer is assigned to the stage with the smallest resulting
-    total) is optimal, because the cost of every stage is increasing.
+    total) is optimal, because the cost of a stage increases with each layer.
     """
     partition = [1] * len(costs)
     for _ in range(num_layers - len(costs)):
@@ -49,15 +49,15 @@ def balanced_partition(costs: Sequence[StageCost], num_layers: int) -> list[int]
 def stage_costs(
     steps_ms: Sequence[float], layers: Sequence[int], passes: int, once_ms: Sequence[float]
 ) -> list[StageCost]:
-    """Split the measured time of each stage into its layers and the rest.
+    """Split the measured time of each stage into the time of its layers and the remaining time.
 
-    The cost of a layer is taken from the stage with the least other work.
+    The cost of a layer is taken from the stage with the lowest time per layer.
 
     Args:
         steps_ms: Milliseconds of one pass on each stage.
         layers: Layers of each stage during the measurement.
         passes: Number of passes per chunk.
-        once_ms: Milliseconds of other work per chunk (decoding) on each stage.
+        once_ms: Milliseconds per chunk on each stage for work that is done once, such as decoding.
     """
     layer_ms = min(ms / count for ms, count in zip(steps_ms, layers, strict=True))
     return [
@@ -67,15 +67,15 @@ def stage_costs(
 
 
 class LayerMove:
-    """The part of one rank in a repartition. Collective: all ranks of one pipeline make the same
-    calls in the same order.
+    """One rank's share of a repartition. All ranks of a pipeline must make the same calls in the
+    same order.
 
     Args:
         ranks: Global ranks of the stages with layers, first stage first.
         stage: This rank's stage.
         before: Layers of each stage before the move.
         after: Layers of each stage after the move.
-        group: Process group of the sends. Default: the default group.
+        group: Process group used for sending. Default: the default group.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class LayerMove:
         self.partition = tuple(after)
 
     def modules(self, modules: nn.ModuleDict, make: Callable[[int], nn.Module]) -> nn.ModuleDict:
-        """Return the layers of this stage after the move, by index.
+        """Send and receive layers, and return the layers of this stage after the move, by index.
 
         Args:
             modules: Layers of this stage before the move, by index.
-            make: Builds an empty layer with a given index.
+            make: Function that builds an empty layer with a given index.
         """
         moved: dict[str, nn.Module] = {}
         for layer in range(len(self._before)):
@@ -128,8 +128,8 @@ def _owners(partition: Sequence[int]) -> list[int]:
 
 
 def _release(module: nn.Module) -> None:
-    """Free a layer's memory immediately. vLLM's parameters refer to their layer, so it would
-    otherwise wait for garbage collection.
+    """Free a layer's memory immediately. vLLM's parameters refer to their layer, so its memory
+    would otherwise be freed only by garbage collection.
     """
     for parameter in module.parameters():
         parameter.data = parameter.data.new_empty(0)

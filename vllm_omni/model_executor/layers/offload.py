@@ -5,18 +5,19 @@ just before they are used.
 A network passes its blocks to vLLM's `get_offloader().wrap_modules`, in the same way as vLLM's
 models. The runner installs this offloader before it builds a model. After loading,
 `--cpu-offload-gb` determines how many bytes of linear layers remain on the host. These layers are
-spread evenly over the blocks of all networks, so that every forward pass fetches about the same
-amount per millisecond.
+spread evenly over the blocks of all networks, so that weights are fetched at an even rate during a
+forward pass.
 
-A layer's weights are copied into one of a few device slots while earlier layers compute. The
-prefetch order is the execution order of the previous pass, so it does not have to be specified and
-may differ from the order of construction. If the order changes (two alternating experts, or K/V of
-a new prompt), the first layer arrives late, but the result is still correct. A layer runs the same
-kernels and gives bitwise the same result as without an offloader.
+A layer's weights are copied into one of a few device slots while earlier layers compute. Weights
+are prefetched in the order in which layers ran in the previous pass, so this order does not have to
+be specified and may differ from the order of construction. If the order changes (two experts
+alternate, or the K/V of a new prompt are computed), the weights of the first layer arrive late, but
+the result is still correct. An offloaded layer runs the same kernels and returns bitwise the same
+result as one that is not offloaded.
 
-Why not vLLM's own two offloaders: with UVA, a matrix product reads its weights over the bus once
-per tile of tokens. vLLM's prefetch offloader supports only one list of layers, executed in a fixed
-order.
+vLLM's own two offloaders are not used. With its UVA offloader, a matrix product reads its weights
+over the bus once per tile of tokens. vLLM's prefetch offloader supports only one list of layers,
+which must run in a fixed order.
 """
 
 import logging
@@ -34,13 +35,15 @@ from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 logger = logging.getLogger("vllm." + __name__)
 
 _AHEAD = 3
-"""Number of layers to prefetch. It is more than one, because a short layer may precede a
-long one.
+"""Number of layers to prefetch. One is not enough, because the layer before a large one may be
+small and run too briefly.
 """
 _ARENA_BYTES = 1 << 30
-"""Bytes per pinned allocation. torch's pinned allocator rounds sizes up to a power of two."""
+"""Size in bytes of a pinned allocation. The size is a power of two, because torch's pinned
+allocator rounds sizes up to a power of two."""
 _ALIGNMENT = 256
-"""Alignment, in bytes, of a tensor in the memory of its layer, as in CUDA's own allocator."""
+"""Alignment in bytes of each tensor within the memory of its layer. CUDA's own allocator uses the
+same alignment."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +53,13 @@ class _Stored:
     name: str
     """Name of the parameter in its layer."""
     start: int
-    """Offset in bytes from the start of that memory."""
+    """Offset of the parameter in bytes from the start of the layer's memory."""
     dtype: torch.dtype
     """Type of the parameter."""
     shape: tuple[int, ...]
     """Shape of the parameter."""
     stride: tuple[int, ...]
-    """Strides in elements."""
+    """Strides of the parameter in elements."""
 
     @property
     def nbytes(self) -> int:
@@ -98,7 +101,7 @@ class _Slot:
     """Device memory for the weights of one layer."""
 
     room: torch.Tensor
-    """The memory, as bytes."""
+    """Device memory of the slot, as bytes."""
     arrived: torch.cuda.Event | None
     """Event recorded after the copy from the host. None on CPUs."""
     read: torch.cuda.Event | None
@@ -112,13 +115,13 @@ class _Layer:
     """A layer with weights in host memory."""
 
     layer: nn.Module
-    """The layer."""
+    """The layer, a vLLM linear layer."""
     stored: tuple[_Stored, ...]
     """Location of each parameter in `room`."""
     room: torch.Tensor
     """Host memory of the weights, as bytes."""
     views: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
-    """Parameters as views of device memory, by slot."""
+    """Parameters as views of a block of memory, by the id of this block."""
     following: "_Layer | None" = None
     """The layer that ran after this one in the previous pass."""
 
@@ -135,7 +138,8 @@ class _Layer:
             parameter.data = view
 
     def take_home(self) -> None:
-        """Copy parameters that are not in host memory (new or reloaded on the device) to it."""
+        """Copy parameters to host memory if they are not there, for example because they were
+        reloaded on the device."""
         for one in self.stored:
             data, home = getattr(self.layer, one.name).data, one.view(self.room)
             if data.data_ptr() != home.data_ptr():
@@ -187,14 +191,14 @@ class _StreamCopies(_Copies):
 
 
 class LayerOffloader(BaseOffloader):
-    """Offloads linear layers up to a budget.
+    """Keeps the weights of linear layers in host memory, up to a budget.
 
     Args:
-        budget_bytes: Maximum bytes of weights on the host.
-        device: Device that computes.
-        load_on_host: Load layers on the host, and move those above the budget to the device
-            afterwards. Otherwise layers are loaded on the device, which must temporarily hold all
-            of them.
+        budget_bytes: Maximum size in bytes of the weights on the host.
+        device: Device on which the layers compute.
+        load_on_host: Whether layers are loaded on the host, and those that exceed the budget are
+            moved to the device afterwards. Otherwise layers are loaded on the device, which must
+            temporarily hold all of them.
     """
 
     def __init__(
@@ -219,7 +223,7 @@ class LayerOffloader(BaseOffloader):
     def wrap_modules(
         self, modules_generator: Generator[nn.Module, None, None], prefix: str = ""
     ) -> list[nn.Module]:
-        """Register the blocks of a network. Each is moved to the host before the next one is
+        """Register the blocks of a network. Each block is moved to the host before the next one is
         built.
         """
         modules = []
@@ -233,7 +237,7 @@ class LayerOffloader(BaseOffloader):
         return modules
 
     def post_init(self) -> None:
-        """Move every layer to host or device, after loading and after each reload.
+        """Move every layer to the host or the device. Called after loading and after each reload.
 
         Raises:
             ValueError: No layer would remain on the host.
@@ -288,7 +292,7 @@ class LayerOffloader(BaseOffloader):
         )
 
     def _enter(self, layer: _Layer) -> None:
-        """Before a layer computes, wait for its weights and start to copy those of the next
+        """Before a layer computes, wait for its weights and start to copy the weights of the next
         layers.
         """
         slot = self._slot_of(layer)
@@ -309,8 +313,8 @@ class LayerOffloader(BaseOffloader):
         layer.show(layer.room)
 
     def _slot_of(self, layer: _Layer) -> _Slot:
-        """Return the slot with the layer's weights, copying them if necessary. It becomes the most
-        recently used.
+        """Return the slot with the layer's weights, and copy the weights into it if necessary. The
+        slot becomes the most recently used one.
         """
         slot = next((slot for slot in self._slots if slot.layer is layer), self._slots[0])
         if slot.layer is not layer:
@@ -322,7 +326,8 @@ class LayerOffloader(BaseOffloader):
 
 
 class _Rooms:
-    """Host memory for consecutive layers, pinned if there is a device to copy to."""
+    """Allocates host memory for consecutive layers. The memory is pinned if there is a device to
+    copy to."""
 
     def __init__(self, total_bytes: int, device: torch.device) -> None:
         self._left = total_bytes
@@ -341,8 +346,8 @@ class _Rooms:
 
 
 def spread(sizes: Sequence[int], budget: int) -> list[bool]:
-    """Choose layers of at most `budget` bytes in total that remain on the host, spread evenly over
-    the list.
+    """Choose the layers that remain on the host. The chosen layers have at most `budget` bytes in
+    total and are spread evenly over the list.
     """
     total, budget = sum(sizes), min(budget, sum(sizes))
     chosen, seen, taken = [], 0, 0
@@ -372,6 +377,6 @@ def offloader_for(
     gibibytes = vllm_config.offload_config.uva.cpu_offload_gb
     if gibibytes <= 0 or parallel.is_vae_stage:
         return None
-    # Random weights are generated on the device, because a host needs minutes for them.
+    # Random weights are generated on the device, because generating them on the host takes minutes.
     load_on_host = vllm_config.load_config.load_format != "dummy"
     return LayerOffloader(int(gibibytes * 2**30), device, load_on_host=load_on_host)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`triton` and `tl` for kernel files: Triton itself, or vLLM's placeholders if it is not installed.
 
-With placeholders, a kernel file can be imported but its kernels cannot be called. Why not
-`vllm.triton_utils`: it uses placeholders whenever there is no GPU, which also disables Triton's
-interpreter, and the kernel tests run in that interpreter on CPUs.
+With placeholders, a kernel file can be imported but its kernels cannot be called.
+`vllm.triton_utils` is not used, because it installs placeholders whenever there is no GPU. These
+placeholders also disable Triton's interpreter, in which the kernel tests run on CPUs.
 """
 
 from importlib.util import find_spec

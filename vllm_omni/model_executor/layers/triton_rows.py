@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Shared parts of Triton kernels with one program per token. Requires Triton."""
+"""Shared functions of Triton kernels that run one program per token. This module requires Triton."""
 
 from vllm_omni.model_executor.layers.linear.quantized_input import LEAST_SCALE
 from vllm_omni.model_executor.layers.quantization.fp8_kernels import LARGEST
@@ -14,8 +14,8 @@ def over_largest(value, token_scale):
     """Write the scale that maps the token's largest value to the e4m3 maximum, and return the
     values divided by it.
 
-    There is one division per token; with one division per value, the kernels took nearly twice as
-    long.
+    There is only one division per token, because the kernels took nearly twice as long with one
+    division per value.
     """
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(value), axis=0), _LARGEST), _LEAST_SCALE)
     tl.store(token_scale, scale)

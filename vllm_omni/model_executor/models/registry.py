@@ -2,8 +2,8 @@
 """Table of the model families. Code outside a model's folder looks up models here.
 
 A family is a module `family` that defines `FAMILY`. `vllm_omni.testing.tiny.<name>` writes tiny
-checkpoints of the family. Modules are imported on first use, so that the families can be listed
-quickly.
+checkpoints of the family. Family modules are imported on first use, so that the families can be
+listed quickly.
 """
 
 import importlib
@@ -36,8 +36,8 @@ _FAMILY_MODULES = {
     "wan2_2": "vllm_omni.model_executor.models.wan2_2.family",
     "lance": "vllm_omni.model_executor.models.lance.family",
     "qwen2_5_omni": "vllm_omni.model_executor.models.qwen2_5_omni.family",
-    # Last, because it detects every directory in diffusers' layout, including those of the families
-    # above.
+    # This family is the last one, because it detects every directory in diffusers' layout,
+    # including directories of the families above.
     "diffusers_pipeline": "vllm_omni.model_executor.models.diffusers_pipeline.family",
 }
 _ALIASES = (
@@ -62,7 +62,7 @@ _ALIASES = (
     | dict.fromkeys(("waypoint_360p", "waypoint_1_small", "waypoint_1_1_small"), "waypoint")
     | {"abot_world_0_5b_lf": "abot_world", "qwen2_5_omni_3b": "qwen2_5_omni"}
 )
-"""Aliases of families. Most are names of releases (`models/<name>/hub.py`)."""
+"""Aliases of families. Most aliases are names of releases (`models/<name>/hub.py`)."""
 
 ARCHITECTURES = {
     "AbotWorldPipeline": "vllm_omni.model_executor.models.abot_world.pipeline:AbotWorldPipeline",
@@ -85,7 +85,7 @@ ARCHITECTURES = {
     "Qwen2_5OmniToken2WavPipeline": "vllm_omni.model_executor.models.qwen2_5_omni.token2wav:"
     "Token2WavPipeline",
 }
-"""Model class by architecture name. vLLM's `ModelRegistry` imports it on first use."""
+"""Model class by architecture name. vLLM's `ModelRegistry` imports a class on first use."""
 
 AR_ARCHITECTURES = {
     "Qwen2_5OmniTalkerForConditionalGeneration": (
@@ -95,11 +95,12 @@ AR_ARCHITECTURES = {
         "vllm_omni.model_executor.models.qwen2_5_omni.thinker:ThinkerForConditionalGeneration"
     ),
 }
-"""The same for autoregressive models, to which vLLM's own defaults apply."""
+"""Class of each autoregressive model by architecture name. vLLM's own defaults apply to these
+models."""
 
 MODEL_TYPES = (ROOT_MODEL_TYPE, "null_image", "null_world", "t2v", "ti2v")
-"""Values of `model_type` in the `config.json` at the root of a checkpoint directory that make
-`vllm serve DIR` select this package. `t2v` and `ti2v` are the original Wan's.
+"""Values of `model_type` in the `config.json` at the root of a checkpoint directory that make `vllm
+serve DIR` select this package. `t2v` and `ti2v` are the values of the original Wan checkpoints.
 """
 
 
@@ -114,80 +115,85 @@ class ModelFamily:
     name: str
     """Name of the family and of its folder."""
     title: str
-    """Name of the model for users, a colon and a one-line description."""
+    """Title for users: the name of the model, a colon and a one-line description."""
     architecture: str
-    """Key of `ARCHITECTURES`."""
+    """Name of the architecture, a key of `ARCHITECTURES`."""
     detect: Callable[[Path], bool]
-    """Returns whether a directory contains a checkpoint of this family, in any layout. Cheap; never
-    raises.
+    """Function that returns whether a directory contains a checkpoint of this family, in any
+    layout. The function must be cheap and must never raise.
     """
     hf_config: Callable[[Path], dict[str, Any]]
-    """Directory -> keyword arguments for a `PretrainedConfig` (`architectures`, `dtype`, sizes,
-    layout). Raises ValueError with one line if the directory is not usable.
+    """Function that maps a directory to keyword arguments for a `PretrainedConfig`
+    (`architectures`, `dtype`, sizes, layout). The function raises a one-line ValueError if the
+    directory is not usable.
     """
     layouts: tuple[str, ...]
-    """Layouts that `make_tiny` can write, with the default first."""
+    """Names of the layouts that `make_tiny` can write. The first layout is the default."""
     why_not: Callable[[Path], str | None] | None = None
-    """Directory that was not detected -> the reason in one line. None if the directory contains no
-    files of this family.
+    """Function that maps a directory that was not detected to the reason, in one line. The function
+    returns None if the directory contains no files of this family.
     """
     default_size: Callable[[dict[str, Any]], tuple[int, int]] | None = None
-    """`hf_config` -> (height, width) of a video if neither the user nor the world description sets
-    a size. Default: the size of `OmniConfig`."""
+    """Function that maps `hf_config` to the (height, width) of a video. The result is used if
+    neither the user nor the world description sets a size. Default: the size of `OmniConfig`."""
     check_options: Callable[[dict[str, Any], OmniConfig], None] | None = None
-    """(`hf_config`, `omni`) -> None. Checks the model's options and the size. Must be fast; raises
-    ValueError with one line.
+    """Function of (`hf_config`, `omni`) that checks the model's options and the size. The function
+    must be fast, and raises a one-line ValueError if a check fails.
     """
     refusals: Callable[[dict[str, Any], OmniConfig, int], Refusals] = lambda *_: Refusals()
-    """(`hf_config`, `omni`, `--pipeline-parallel-size`) -> the server options that the model does
-    not support."""
+    """Function of (`hf_config`, `omni`, `--pipeline-parallel-size`) that returns the server options
+    that the model does not support."""
     check_parallel: Callable[[dict[str, Any], OmniConfig, int, int], None] | None = None
-    """(`hf_config`, `omni`, `--tensor-parallel-size`, `--pipeline-parallel-size`) -> None. Checks
-    that the network can be distributed; raises ValueError with one line.
+    """Function of (`hf_config`, `omni`, `--tensor-parallel-size`, `--pipeline-parallel-size`) that
+    raises a one-line ValueError if the network cannot be distributed in this way.
     """
     stream_info: Callable[[dict[str, Any], OmniConfig], dict[str, Any]] | None = None
-    """(`hf_config`, `omni`) -> fields of `StreamInfo` that differ from its defaults, for example
-    the chunk size."""
+    """Function of (`hf_config`, `omni`) that returns the fields of `StreamInfo` that differ from
+    their defaults, for example the chunk size."""
     action_space: Callable[[dict[str, Any], OmniConfig], "ActionSpace"] | None = None
-    """(`hf_config`, `omni`) -> the controls of the model. Default: it has none."""
+    """Function of (`hf_config`, `omni`) that returns the controls of the model. Default: the model
+    has no controls."""
     capabilities: Callable[[dict[str, Any], OmniConfig], Capabilities] | None = None
-    """(`hf_config`, `omni`) -> requests of the OpenAI endpoints that the model accepts. Default:
-    those of a world model that starts from an image."""
+    """Function of (`hf_config`, `omni`) that returns which requests of the OpenAI endpoints the
+    model accepts. Default: the capabilities of a world model that starts from an image."""
     presets: Mapping[PresetName, Preset] = field(default_factory=dict)
-    """Values of `omni.model.preset`. Default: the family has none."""
+    """Presets that `omni.model.preset` can select, by name. Default: the family has no presets."""
     served_preset: Callable[[dict[str, Any], OmniConfig], ServedPreset] | None = None
-    """(`hf_config`, `omni`) -> the preset as applied to the checkpoint. Default: the family has no
-    presets.
+    """Function of (`hf_config`, `omni`) that returns the preset as it applies to the checkpoint.
+    Default: the family has no presets.
     """
     check_files: Callable[[Path, dict[str, Any], OmniConfig], None] | None = None
-    """(directory, `hf_config`, `omni`) -> None. Checks that the directory has the files that only
-    some options require. Must be fast; raises ValueError with one line.
+    """Function of (directory, `hf_config`, `omni`) that checks for the files that only some options
+    require. The function must be fast, and raises a one-line ValueError if a file is missing.
     """
     kv_cache_dtypes: tuple[str, ...] = ("auto",)
     """Supported values of `--kv-cache-dtype`."""
     takes_adapters: bool = False
     """Whether the model supports LoRA adapters (`SupportsAdapters`)."""
     plan: FamilyPlan | None = None
-    """Networks of the family for `vllm-omni plan`. Default: the family cannot be planned."""
+    """Networks of the family for `vllm-omni plan`. Default: `vllm-omni plan` does not support the
+    family."""
     executor_cls: str | None = None
-    """Executor that runs the model in the engine's process. Default: workers run the model."""
+    """Class path of the executor that runs the model in the engine's process. Default: workers run
+    the model."""
     serve_flags: Callable[[Path, bool], dict[str, str]] | None = None
-    """(directory, whether on a CPU) -> flags that `vllm serve --omni` adds, for a family that is
-    served by an autoregressive engine. Default: the flags of the diffusion worker.
+    """Function of (directory, whether the server runs on a CPU) that returns the flags that `vllm
+    serve --omni` adds for a family served by an autoregressive engine. Default: the flags of the
+    diffusion worker.
     """
     endpoint_plugins: tuple[str, ...] = ()
     """Additional vLLM plugins that serve endpoints of this family."""
     start_speech: Callable[[Path, OmniConfig, "AsyncLLM"], Awaitable["SpeechModel"]] | None = None
-    """(directory, `omni`, engine of the server) -> the model with its other engines started, for
-    the speech endpoints of the plugin `vllm_omni_speech`. Raises ValueError for bad options.
-    Default: the model generates no speech.
+    """Function of (directory, `omni`, engine of the server) that starts the other engines of the
+    model and returns the model, for the speech endpoints of the plugin `vllm_omni_speech`. The
+    function raises ValueError if the options are invalid. Default: the model generates no speech.
     """
 
     def check_refusals(self, hf_config: dict[str, Any], omni: OmniConfig, stages: int) -> None:
         """Check that the model supports the server's options on `stages` pipeline stages.
 
         Raises:
-            ValueError: The model does not support an option; the message names the option and the
+            ValueError: The model does not support an option. The message names the option and the
                 reason.
         """
         model = self.title.partition(":")[0]
@@ -212,7 +218,7 @@ def family_names() -> list[str]:
 
 
 def known_names() -> dict[str, str]:
-    """Return the name of the family for each name and alias."""
+    """Return a mapping from each family name and alias to the name of the family."""
     return {name: name for name in _FAMILY_MODULES} | _ALIASES
 
 
@@ -220,7 +226,7 @@ def get_family(name: str) -> ModelFamily:
     """Return a family by name or alias.
 
     Raises:
-        ValueError: There is no such family; the message lists the known names.
+        ValueError: There is no family of this name. The message lists the known names.
     """
     name = _ALIASES.get(name, name)
     if name not in _FAMILY_MODULES:
@@ -239,11 +245,11 @@ def detect_family(path: Path, executor: str | None = None) -> ModelFamily:
 
     Args:
         path: Checkpoint directory.
-        executor: The user's `--distributed-executor-backend`. If this is the executor of a family,
-            only that family is tried.
+        executor: The user's `--distributed-executor-backend`. If it is the executor of a family,
+            only this family is tried.
 
     Raises:
-        ValueError: No family recognizes the directory; the message lists the families and the
+        ValueError: No family recognizes the directory. The message lists the families and the
             reasons.
     """
     if not path.is_dir():

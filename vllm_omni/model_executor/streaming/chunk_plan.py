@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ChunkPlan`: latent frames, attention window and video frames of each chunk of a stream."""
+"""`ChunkPlan`: the latent frames, the attention window and the video frames of each chunk of a
+stream.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
@@ -12,21 +14,24 @@ class FrameRate:
     """Number of video frames per latent frame."""
 
     first: int
-    """Video frames of a stream's first latent frame."""
+    """Number of video frames that the first latent frame of a stream decodes to."""
     later: int
-    """Number of video frames of every later latent frame."""
+    """Number of video frames that every later latent frame decodes to."""
 
     def first_frame(self, latent_frame: int) -> int:
-        """Return the first video frame of a latent frame, by absolute index."""
+        """Return the absolute index of the first video frame that a latent frame decodes to."""
         return self.first + self.later * (latent_frame - 1) if latent_frame else 0
 
 
 CAUSAL_VIDEO = FrameRate(first=1, later=4)
-"""Frame rate of a causal video autoencoder: latent frame 0 is video frame 0, latent frame i > 0 is
-video frames 4i - 3 to 4i."""
+"""Frame rate of a causal video autoencoder: latent frame 0 decodes to video frame 0, and latent
+frame i > 0 decodes to video frames 4i - 3 to 4i.
+"""
 
 GLOBAL_FRAMES = 21
-"""Maximum latent frames of a stream with global attention: the length of the training clips."""
+"""Maximum number of latent frames of a stream with global attention, which is the length of the
+training clips.
+"""
 
 
 class StatesWindow(Protocol):
@@ -53,17 +58,19 @@ class ChunkPlan:
     """
 
     first_chunk_frames: int
-    """Length of the first chunk."""
+    """Length of the first chunk, in latent frames."""
     chunk_frames: int
-    """Length of every chunk except the first."""
+    """Length of every chunk except the first, in latent frames."""
     window_frames: int
-    """Number of frames that a chunk attends to, including the sink frames and the chunk."""
+    """Number of latent frames that a chunk attends to, including the sink frames and the chunk
+    itself.
+    """
     sink_frames: int
-    """Number of frames at the start of the stream that are never evicted. Equal to `window_frames`
-    for global attention, where nothing is evicted.
+    """Number of latent frames at the start of the stream that are never evicted. For global
+    attention, which evicts no frames, this number equals `window_frames`.
     """
     rate: FrameRate = CAUSAL_VIDEO
-    """Video frames per latent frame."""
+    """Number of video frames per latent frame."""
 
     def __post_init__(self) -> None:
         first, window = self.first_chunk_frames, self.window_frames
@@ -76,23 +83,24 @@ class ChunkPlan:
     def shortest_window(self) -> int:
         """Minimum length of a window that grows with its session (`omni.kv_growth`).
 
-        It holds a chunk and the previous chunk, because motion would not continue without it. A
-        window that evicts nothing always grows to its full length.
+        The minimum has room for a chunk and its predecessor, because motion would not continue
+        without the previous chunk. A window that evicts no frames always grows to its full length.
         """
         if self.sink_frames == self.window_frames:
             return self.window_frames
         return min(self.window_frames, max(self.first_chunk_frames, 2 * self.chunk_frames))
 
     def shortened(self, window_frames: int) -> Self:
-        """Return the plan with a window of at least `shortest_window` and at most its own length.
+        """Return the plan with a window of `window_frames`, which must be at least
+        `shortest_window` and at most the current length.
 
-        It has as many of the sink frames as fit next to two chunks.
+        The shorter window keeps as many sink frames as fit in addition to two chunks.
         """
         sink_frames = min(self.sink_frames, max(0, window_frames - 2 * self.chunk_frames))
         return replace(self, window_frames=window_frames, sink_frames=sink_frames)
 
     def frames(self, chunk_index: int) -> range:
-        """Return the latent frames of a chunk, by absolute index."""
+        """Return the absolute indices of a chunk's latent frames."""
         if chunk_index == 0:
             return range(self.first_chunk_frames)
         start = self.first_chunk_frames + (chunk_index - 1) * self.chunk_frames
@@ -101,7 +109,8 @@ class ChunkPlan:
     def past_chunks(self, chunk_index: int) -> list[range]:
         """Return the latent frames of earlier chunks in a chunk's window, oldest first.
 
-        Sink frames are excluded as soon as the window is no longer adjacent to them.
+        Sink frames are excluded once frames between the sink frames and the rest of the window have
+        been evicted.
         """
         stop, first = self.frames(chunk_index).stop, 0
         if stop > self.window_frames > self.sink_frames:
@@ -114,16 +123,17 @@ class ChunkPlan:
         return chunks[::-1]
 
     def pixel_frames(self, chunk_index: int) -> range:
-        """Return the video frames of a chunk, by absolute index.
+        """Return the absolute indices of a chunk's video frames.
 
-        For example, chunks of 3 latent frames decode to 9 video frames first, and then to 12 each.
+        For example, if chunks have 3 latent frames, the first chunk decodes to 9 video frames and
+        every later chunk to 12.
         """
         frames = self.frames(chunk_index)
         return range(self.rate.first_frame(frames.start), self.rate.first_frame(frames.stop))
 
 
 def first_pixel_frame(latent_frame: int) -> int:
-    """Return the first video frame of a latent frame of a causal video autoencoder."""
+    """Return the index of the first video frame that a latent frame decodes to (`CAUSAL_VIDEO`)."""
     return CAUSAL_VIDEO.first_frame(latent_frame)
 
 
@@ -141,14 +151,14 @@ def resolve_chunks(
     defaults.
 
     Args:
-        options: Options of the server.
-        stated: Recommendations of the checkpoint.
-        chunk_frames: Default length of a chunk.
-        window_frames: Default length of the window.
+        options: Streaming options of the server.
+        stated: Chunk and window sizes that the checkpoint recommends.
+        chunk_frames: Default length of a chunk, in latent frames.
+        window_frames: Default length of the window, in latent frames.
         sink_frames: Default number of sink frames.
 
     Raises:
-        ValueError: The sizes do not fit together.
+        ValueError: The chunks and the sink frames do not fit into the window.
     """
     chunk = options.latent_frames_per_chunk or stated.frames_per_chunk or chunk_frames
     first = options.first_chunk_latent_frames or chunk
@@ -166,7 +176,7 @@ def check_sliding(window_frames: int, sink_frames: int, chunk_frames: int) -> No
     """Check that a sliding window has room for a chunk in addition to the sink frames.
 
     Raises:
-        ValueError: It has not.
+        ValueError: The window has no room for a chunk.
     """
     if sink_frames + chunk_frames > window_frames:
         raise ValueError(

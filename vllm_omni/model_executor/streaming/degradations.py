@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Degradations of a chunk that would be late (`omni.degradations`), for all streaming models.
+"""Implements the degradations of late chunks (`omni.degradations`) for all streaming models.
 
-A degraded chunk has values of the family's preset `realtime`: `fewer_steps` uses its number of
-denoise steps, and `tiny_vae` its decoder. `StreamingModel` applies them. A family declares with
-`ladder_refusals` which degradations are not possible with its options.
+A degraded chunk uses values of the family's preset `realtime`: the degradation `fewer_steps` uses
+the preset's number of denoise steps, and `tiny_vae` uses its decoder. `StreamingModel` applies
+both. A family calls `ladder_refusals` to declare which degradations are impossible with its
+options.
 """
 
 from collections.abc import Mapping
@@ -20,21 +21,21 @@ TINY_VAE: Final[Degradation] = "tiny_vae"
 
 
 def degraded_options(options: StreamingOptions) -> Mapping[str, Any]:
-    """Return the options of `DEGRADED_PRESET`. The result is empty for a family without this
-    preset.
+    """Return the options of `DEGRADED_PRESET`. The result is empty if the family has no preset of
+    this name.
     """
     preset = options.presets.get(DEGRADED_PRESET)
     return {} if preset is None else preset.model
 
 
 def degraded_steps(options: StreamingOptions) -> int | None:
-    """Return the maximum number of denoise steps of a chunk with `fewer_steps`."""
+    """Return the maximum number of denoise steps of a chunk with the degradation `fewer_steps`."""
     steps: int | None = degraded_options(options).get("max_steps")
     return steps
 
 
 def ladder_refusals(stream: StreamModelSetup[Any, Any]) -> dict[str, Refusal | None]:
-    """Return the fields of `Refusals` for the degradations."""
+    """Return the fields of `Refusals` that state whether each degradation is refused."""
     options, present = stream.options, stream.few_steps
     steps, fewer_steps, tiny_vae = degraded_steps(options), None, None
     if present is None or steps is None:
@@ -47,7 +48,9 @@ def ladder_refusals(stream: StreamModelSetup[Any, Any]) -> dict[str, Refusal | N
 
 
 def needs_tiny_decoder(options: StreamingOptions, omni: OmniConfig) -> str | None:
-    """Return the option that requires the tiny decoder, as a user would write it, or None."""
+    """Return the option that requires the tiny decoder, as a user would write it, or None if no
+    option requires it.
+    """
     if options.decoder == "tiny":
         preset = options.presets[options.preset].model.get("decoder") == "tiny"
         source = f" (preset {options.preset!r})" if preset and "decoder" not in omni.model else ""

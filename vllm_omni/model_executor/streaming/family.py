@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`streaming_family`: creates the registry entry of a streaming model from the parts that differ
-between models.
+"""`streaming_family`: creates the registry entry of a streaming model from the functions and values
+that differ between models.
 
-It reads configs and options and loads no weights.
+`streaming_family` reads configs and options but loads no weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -43,14 +43,14 @@ def streaming_family(
 ) -> ModelFamily:
     """Return the family of the package `models/{name}`.
 
-    The arguments that are not listed here are fields of `ModelFamily`. "Stream" is the result of
+    Arguments without a description are fields of `ModelFamily`. Below, "stream" means the result of
     `read`, which depends on the checkpoint and the options.
 
     Args:
         read: (the family's part of `hf_config`, options) -> the stream. Raises ValueError.
         refusals: (stream, options, stages) -> server options that the model does not support.
         check_parallel: (stream, options, ranks that share layers, stages) -> None, or ValueError.
-        info: Stream -> fields of `StreamInfo` in addition to the lengths of chunks.
+        info: Stream -> fields of `StreamInfo` other than the lengths of chunks.
         check_tiny_decoder: (directory, option that needs the tiny decoder) -> None, or ValueError
             if the directory lacks it. Default: the model has no tiny decoder.
         action_space: Stream -> controls of the model.

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`StreamingModel`: the base class of all streaming models.
 
-The base implements everything that does not depend on the model: sessions and their sizes, batch
-keys, denoise steps, decoding, transfer of latents between ranks. A model creates its parts in
-`__init__` (transformer, encoders, decoder, shared prompts, and for example the conditioning on a
-start image). It implements the conditioning of a chunk (`prepare_encode`) and the inputs of a
-forward pass (`start_step`, `items`).
+`StreamingModel` implements everything that does not depend on the model: sessions and their sizes,
+batch keys, denoise steps, decoding, and the transfer of latents between ranks. A subclass creates
+its components in `__init__`, for example the transformer, the encoders and the decoder. The
+subclass also implements the conditioning of a chunk (`prepare_encode`) and the inputs of a forward
+pass (`start_step`, `items`).
 """
 
 from abc import abstractmethod
@@ -50,24 +50,30 @@ from vllm_omni.outputs import RequestFailed
 
 
 class ChunkLatentsDecoder(Protocol):
-    """Decodes the latents of a chunk to frames. Its state between two chunks is immutable."""
+    """Decodes the latents of a chunk to frames. The decoder's state between two chunks is
+    immutable.
+    """
 
     def state_nbytes(self, height: int, width: int) -> int:
-        """Return the maximum bytes of the state of a stream of `height` x `width` pixels."""
+        """Return the maximum size in bytes of the decoder state for a stream of `height` x `width`
+        pixels.
+        """
 
     def state_layout(self, height: int, width: int) -> DecoderLayout | None:
-        """Return the layout of that state, or None if the decoder has no state."""
+        """Return the layout of the decoder state, or None if the decoder has no state between
+        chunks.
+        """
 
     def decode_frames(
         self, latents_CFhw: torch.Tensor, size: tuple[int, int], before: Any, *, tiny: bool = False
     ) -> tuple[torch.Tensor | None, Any]:
-        """Decode a chunk.
+        """Decode the latents of a chunk to frames.
 
         Args:
-            latents_CFhw: Final latents.
+            latents_CFhw: Final latents of the chunk.
             size: Height and width of the frames, in pixels.
-            before: State after the previous chunk of the session; None at the start.
-            tiny: Use the second, tiny decoder.
+            before: Decoder state after the previous chunk of the session. None: the session starts.
+            tiny: Whether to decode with the second, tiny decoder.
 
         Returns:
             The frames, uint8 [T, H, W, 3], or None if another rank has them, and the new state.
@@ -77,14 +83,16 @@ class ChunkLatentsDecoder(Protocol):
         """Return whether the second, tiny decoder can decode the chunk after the state `before`."""
 
     def most_streams(self, before: Any, latents_CFhw: torch.Tensor) -> int:
-        """Return the maximum number of chunks of this size in a shared decode. 1 disables
+        """Return the maximum number of chunks of this size in a shared decode. The value 1 disables
         sharing.
         """
 
     def decode_frames_together(
         self, latents_CFhw: Sequence[torch.Tensor], before: Sequence[Any]
     ) -> list[tuple[torch.Tensor, Any]]:
-        """Return `decode_frames` of several chunks (at most `most_streams`) in one decode."""
+        """Return the result of `decode_frames` for each of several chunks (at most `most_streams`),
+        which are decoded together.
+        """
 
 
 Session = TypeVar("Session", bound=StreamingSession[Any, Any])
@@ -93,40 +101,42 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 class StreamingModel(nn.Module, Generic[Session, Chunk]):
-    """Base class of a streaming model. Subclasses create the parts that are declared here.
+    """Base class of a streaming model. Subclasses create the components that the attributes below
+    declare.
 
     Args:
-        setup: Checkpoint, options and ranks.
+        setup: Checkpoint, options and ranks of the model.
     """
 
     supports_step_execution: ClassVar[bool] = True
-    """The runner may run one denoise step per engine step."""
+    """Marker by which the runner recognises that the model runs one denoise step per engine step.
+    """
     session_type: ClassVar[type[Any]]
     """Class of the model's sessions."""
 
     config: Any
     """Architecture of the checkpoint."""
     options: StreamingOptions
-    """Options of the model."""
+    """Streaming options of the model."""
     omni: OmniConfig
     """Options of the server."""
     parallel: ParallelContext
-    """This rank."""
+    """Position of this rank in the parallel groups."""
     plan: ChunkPlan
-    """Chunks of a session, unless it has its own window."""
+    """Chunk plan of every session that does not choose its own window."""
     kv_dtype: torch.dtype | None
-    """Dtype of stored keys and values. None: the transformer's."""
+    """Dtype of stored keys and values. None: the dtype of the transformer."""
     transformer: Any
-    """This rank's part of the transformer."""
+    """Layers and shards of the transformer that this rank holds."""
     text_encoder: Any
-    """The text encoder. None on a VAE stage, and if the model takes no prompts."""
+    """Text encoder. None on a VAE stage, and for a model that takes no prompts."""
     prompts: Any
     """Cache of cross-attention K/V by prompt."""
     decoder: ChunkLatentsDecoder | None
-    """The decoder. None on a rank that does not decode."""
+    """Decoder of the latents. None on a rank that does not decode."""
     action_space: ActionSpace = ActionSpace()
-    """Controls of the model. Only `prompt` is used here, which states whether a first chunk needs a
-    prompt.
+    """Controls of the model. `StreamingModel` itself reads only `prompt`, which states whether a
+    first chunk needs a prompt.
     """
 
     def __init__(self, setup: StreamingSetup[Any, Any]) -> None:
@@ -148,11 +158,11 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
 
     @abstractmethod
     def warmup_inputs(self) -> list[Inputs]:
-        """Return chunks of the largest size that cover each kind of work once."""
+        """Return chunks of the largest size that together run each kind of work once."""
 
     @abstractmethod
     def prepare_encode(self, request: DiffusionRequest[Session, Chunk]) -> None:
-        """Validate the request of a chunk and create its `state`.
+        """Validate the request of a chunk and set `request.state`.
 
         Raises:
             RequestFailed: The request is invalid.
@@ -160,9 +170,10 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
 
     @abstractmethod
     def start_step(self, request: DiffusionRequest[Session, Chunk]) -> None:
-        """Compute the inputs that all forward passes of a chunk share, if they do not exist.
+        """Compute the inputs that all forward passes of a chunk share, unless they are already
+        computed.
 
-        Collective under tensor parallelism.
+        With tensor parallelism, this method is a collective.
         """
 
     @abstractmethod
@@ -183,13 +194,15 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
     def chunk_schedule(
         self, request: DiffusionRequest[Session, Chunk], schedule: FewStepSchedule
     ) -> FewStepSchedule:
-        """Return the denoise steps of a chunk: `schedule`, or fewer steps if it would be late."""
+        """Return the denoise steps of a chunk: `schedule`, or fewer steps if the chunk would be
+        late.
+        """
         if FEWER_STEPS not in request.degradations:
             return schedule
         return with_most_steps(schedule, degraded_steps(self.options))
 
     def start_chunk(self, request: DiffusionRequest[Session, Chunk], chunk: Chunk) -> None:
-        """Set the state of a chunk and the number of its forward passes, for `prepare_encode`."""
+        """Set the state of a chunk and its number of forward passes. For use in `prepare_encode`."""
         request.state = chunk
         if chunk.noise is None:
             request.num_steps = 1  # not used on a VAE stage
@@ -200,20 +213,23 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         request.num_steps = chunk.schedule.num_steps + request.clean_passes
 
     def decodes_tiny(self, request: DiffusionRequest[Session, Chunk]) -> bool:
-        """Return whether the second, tiny decoder decodes a chunk because it would be late."""
+        """Return whether a chunk is decoded by the second, tiny decoder because it would be late."""
         return TINY_VAE in request.degradations
 
     def decoder_of(self, request: DiffusionRequest[Session, Chunk]) -> ChunkLatentsDecoder | None:
-        """Return the decoder of a chunk: `decoder`, or a variant with options of the request."""
+        """Return the decoder for a chunk: `decoder`, or a variant that the options of the request
+        select.
+        """
         return self.decoder
 
     def value_layout(self, shape: SessionShape) -> Any:
-        """Return the layout of `StreamingSession.own` on this rank, or None without such a
-        state."""
+        """Return the layout of `StreamingSession.own` on this rank, or None if the model has no
+        such state.
+        """
         return None
 
     def own_bytes(self, shape: SessionShape) -> int:
-        """Return the maximum bytes of `StreamingSession.own` on this rank."""
+        """Return the maximum size in bytes of `StreamingSession.own` on this rank."""
         return 0
 
     # -- sessions ----------------------------------------------------------------------------------
@@ -238,15 +254,17 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         return session
 
     def plan_of(self, shape: SessionShape) -> ChunkPlan:
-        """Return the chunk plan of a session: that of the server, with the session's own window."""
+        """Return the chunk plan of a session: the server's plan, with the session's own window if
+        it has one.
+        """
         if shape.window is None:
             return self.plan
         window_frames, sink_frames = shape.window
         return replace(self.plan, window_frames=window_frames, sink_frames=sink_frames)
 
     def first_frames(self, shape: SessionShape) -> int | None:
-        """Return the number of frames in a session's K/V windows that have memory initially; None:
-        all.
+        """Return the number of frames for which the K/V windows of a new session have memory. None
+        means all frames.
         """
         plan = self.plan_of(shape)
         grows = self.omni.kv_growth and plan.shortest_window < plan.window_frames
@@ -258,8 +276,9 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         return self.config.out_channels, num_frames, height, width
 
     def window_sizes(self, shape: SessionShape) -> dict[str, Any]:
-        """Return the arguments of a session's K/V window on this rank, except its sink frames and
-        the pool of its memory."""
+        """Return the arguments that create a session's K/V window on this rank, except the number
+        of sink frames and the memory pool.
+        """
         tokens = self.config.tokens_per_frame(shape.height, shape.width)
         return {
             **self.transformer.window_sizes(tokens),
@@ -270,7 +289,7 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         }
 
     def clean_passes(self, chunk: StreamingChunk[Any, Any], plan: ChunkPlan) -> int:
-        """Return the clean-context passes of a chunk.
+        """Return the number of clean-context passes of a chunk.
 
         No clean-context pass is needed if later chunks attend to the keys and values of the last
         denoise step. A session's first chunk and its sink frames always have a clean-context pass,
@@ -285,9 +304,9 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         return 0 if shares_last_step else 1
 
     def _reserved_bytes(self, shape: SessionShape) -> int:
-        """Return the maximum bytes of a session other than its K/V windows.
+        """Return the maximum size in bytes of a session's state other than its K/V windows.
 
-        These are VAE caches, cross-attention K/V and the model's own state.
+        This state consists of the VAE caches, the cross-attention K/V and the model-specific state.
         """
         total: int = self.transformer.cross_kv_nbytes + self.own_bytes(shape)
         if self.decoder is not None and shape.output != "latents":
@@ -375,7 +394,7 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         session, chunk, meta = request.session, request.work, self.result_meta(request)
         decoder = None if session.shape.output == "latents" else self.decoder_of(request)
         if decoder is None or not decoder.can_be_tiny(session.decoder_cache):
-            # the result names only the degradations that took place
+            # the result must name only the degradations that were applied
             request.degradations = tuple(name for name in request.degradations if name != TINY_VAE)
         if session.shape.output == "latents":
             return meta, chunk.latent_results(session.shape)
@@ -471,10 +490,10 @@ def build_transformer(
     """Build this rank's part of the transformer, with uninitialised parameters.
 
     Args:
-        setup: Setup of the model.
-        network: Class of the transformer.
-        parallel: This rank. Default: as in the setup.
-        **own: Further arguments of the class.
+        setup: Setup of the streaming model.
+        network: Class of the transformer, or a function that builds it.
+        parallel: Position of this rank in the parallel groups. Default: `setup.parallel`.
+        **own: Further arguments for `network`.
     """
     with default_dtype(setup.dtype):
         return network(

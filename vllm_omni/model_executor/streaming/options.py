@@ -17,71 +17,76 @@ ContextKV = Literal["clean_pass", "last_step"]
 
 
 class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Serving options of every streaming model."""
+    """Serving options that every streaming model has."""
 
     presets: ClassVar[Mapping[PresetName, Preset]] = {DEFAULT_PRESET: Preset()}
-    """Presets of the family."""
+    """Presets of the model family, by name."""
 
     preset: PresetName = DEFAULT_PRESET
     """Named defaults of other options and of the precision. `reference`: the release's own
     settings. `balanced`: the same steps and window in FP8. `realtime`: fewer steps, a shorter
-    window and the tiny decoder. `small`: for GPUs with 12 to 24 GB. A family may offer fewer. Any
-    option that is set overrides the preset (docs/how_to/presets.md)."""
+    window and the tiny decoder. `small`: for GPUs with 12 to 24 GB. A family may offer only some of
+    these presets. Any option that is set explicitly overrides the preset (docs/how_to/presets.md).
+    """
     fp8: bool | None = None
-    """Whether to use the FP8 weights, keys and values of the preset. False: they remain in
-    `--dtype`. True: they are also used on a device without FP8 units, such as a CPU, where FP8
-    saves memory but no time. Default: they are used, and a device without FP8 units is refused.
+    """Whether to use the FP8 weights, keys and values of the preset. False: weights, keys and
+    values remain in `--dtype`. True: FP8 is also used on a device without FP8 units, such as a CPU,
+    where it saves memory but no time. Default: FP8 is used, and a device without FP8 units is
+    refused.
     """
     max_steps: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
-    """Maximum number of denoise steps of a chunk. A longer schedule is reduced to steps at even
-    distances, always including the noisiest one. Default: all steps.
+    """Maximum number of denoise steps of a chunk. A longer schedule is reduced to evenly spaced
+    steps, which always include the noisiest one. Default: all steps.
     """
     latent_frames_per_chunk: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None
-    """Latent frames of each chunk. Default: the value of the checkpoint, otherwise that of the
-    model.
+    """Number of latent frames in each chunk. Default: the checkpoint's value, or the model's if the
+    checkpoint has none.
     """
     first_chunk_latent_frames: Annotated[int, msgspec.Meta(ge=1, le=32)] | None = None
-    """Latent frames of a session's first chunk. Default: `latent_frames_per_chunk`."""
+    """Number of latent frames in a session's first chunk. Default: `latent_frames_per_chunk`."""
     window_frames: Annotated[int, msgspec.Meta(ge=-1, le=4096)] | None = None
-    """Number of latent frames that a chunk attends to, including the sink frames and the chunk. -1:
-    all frames of the session (global attention, at most 21). Default: the value of the checkpoint,
-    otherwise that of the model.
+    """Number of latent frames that a chunk attends to, including the sink frames and the chunk
+    itself. -1: all frames of the session (global attention, at most 21). Default: the checkpoint's
+    value, or the model's if the checkpoint has none.
     """
     sink_frames: Annotated[int, msgspec.Meta(ge=0, le=4096)] | None = None
     """Number of latent frames at the start of a session that always remain in the window. Default:
-    the value of the checkpoint, otherwise that of the model.
+    the checkpoint's value, or the model's if the checkpoint has none.
     """
     context_kv: ContextKV = "clean_pass"
-    """Keys and values that later chunks attend to: those of a `clean_pass` over the final latents,
-    as in training, or those of the `last_step` of denoising, whose latents still contain noise but
-    which saves the pass. The first chunk, chunks with sink frames and chunks with a single step
-    always have the clean-context pass.
+    """Keys and values that later chunks attend to. `clean_pass`: those of an additional pass over
+    the final latents, as in training. `last_step`: those of the last denoise step, which saves the
+    additional pass, but the latents of this step still contain noise. The first chunk, chunks with
+    sink frames and chunks with a single step always run the clean-context pass.
     """
     text_encoder_device: Literal["cpu"] | None = None
     """Device of the text encoder. `cpu` saves device memory (10.6 GiB for umt5-xxl). Default: the
     device of the transformer."""
     decoder: Literal["wan", "tiny"] = "wan"
-    """Decoder of the latents: Wan's VAE, or the tiny autoencoder TAEHV (`taew2_1.pth` or, of models
-    with Wan 2.2's VAE, `taew2_2.pth` in the checkpoint's directory), which is much cheaper and only
-    approximates Wan's VAE."""
+    """Decoder of the latents: Wan's VAE, or the tiny autoencoder TAEHV, which is much cheaper but
+    only approximates Wan's VAE. TAEHV is read from `taew2_1.pth` in the checkpoint's directory, or
+    from `taew2_2.pth` for models with Wan 2.2's VAE.
+    """
     cuda_graphs: bool | None = None
-    """Replay repeated forward passes as CUDA graphs, which takes the host a fraction of the launch
-    time. Default: true on CUDA for at most 3072 channels per GPU, because wider networks keep the
-    device busy without graphs, unless the engine runs with --enforce-eager or --cpu-offload-gb.
+    """Replay repeated forward passes as CUDA graphs, which takes only a fraction of the host time
+    that launching the kernels takes. Default: true on CUDA for at most 3072 channels per GPU,
+    unless the engine runs with --enforce-eager or --cpu-offload-gb. Wider networks keep the device
+    busy without graphs.
     """
 
     @classmethod
     def read_options(
         cls, options: Mapping[str, Any], release: Mapping[str, Any] | None = None
     ) -> Self:
-        """Parse `omni.model` with its preset, and check the shared options.
+        """Parse the options under `omni.model`, apply their preset, and check the shared options.
 
         Args:
-            options: `omni.model` of the user and of the world description.
-            release: Options of the release, which a preset overrides.
+            options: Options under `omni.model` that the user and the world description set.
+            release: Default options of the release, which a preset overrides.
 
         Raises:
-            ValueError: An option is unknown or has an unsupported value. The message names it.
+            ValueError: An option is unknown or has an unsupported value. The error message names
+                the option.
         """
         chosen = options.get("preset", DEFAULT_PRESET)
         found = (preset for name, preset in cls.presets.items() if name == chosen)
@@ -102,10 +107,10 @@ class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw
 
         Args:
             fixed: Names of the options that the checkpoint fixes.
-            options: `omni.model`.
+            options: Options under `omni.model`.
 
         Raises:
-            ValueError: As `read_options`, or a fixed option is given.
+            ValueError: `read_options` refuses the options, or they include a fixed one.
         """
         if given := [name for name in fixed if name in options]:
             raise ValueError(

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sessions with pinned tokens, for example of reference images, and the positions of their frames.
 
-Frame f has position f - base. The base only determines the distance to the pinned tokens.
+Frame f has position f - base, so the base determines only how far frames are from the pinned
+tokens.
 """
 
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ class FramePositions:
     """Positions of a session's frames relative to its pinned tokens. Immutable."""
 
     base: int
-    """Frame with position 0 in the last chunk."""
+    """Index of the frame that had position 0 in the last chunk."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {}
@@ -34,14 +35,14 @@ class FramePositions:
 
 
 class PinnedScalars(SessionScalars, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The result of `PinnedSession.scalars`, as read from a file."""
+    """Values returned by `PinnedSession.scalars`, as read from a snapshot file."""
 
     base: Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
-    """`FramePositions.base`."""
+    """Value of `FramePositions.base`."""
 
 
 class PinnedSession(StreamingSession[PinnedWindow, FramePositions]):
-    """A session whose window has pinned tokens."""
+    """A streaming session with pinned tokens in its K/V window."""
 
     scalars_type: ClassVar[type[PinnedScalars]] = PinnedScalars
 
@@ -65,15 +66,16 @@ def next_base(
     positions: Positions,
     largest: int = _LARGEST_POSITION,
 ) -> int:
-    """Return the frame with position 0 during a chunk.
+    """Return the index of the frame that has position 0 during a chunk.
 
     Args:
-        base: The base of the previous chunk, 0 at the start.
+        base: Result for the previous chunk. 0 for the first chunk.
         frames: Latent frames of the chunk.
-        window_frames: Frames that a chunk sees, including its own.
-        positions: `carried`: the index of the frame, rebased to the oldest visible frame before it
-            exceeds `largest`. `window`: the oldest visible frame is always at 0.
-        largest: Position after which carried positions are rebased.
+        window_frames: Number of frames that a chunk attends to, including its own.
+        positions: How frames are positioned. `carried`: the position of a frame is its index, and
+            the base moves to the oldest frame in the window before a position exceeds `largest`.
+            `window`: the oldest frame in the window always has position 0.
+        largest: Largest position that is allowed with `carried`.
     """
     oldest = max(0, frames.stop - window_frames)
     if positions == "window":

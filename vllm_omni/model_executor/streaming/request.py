@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validates the parts of requests that all streaming models share.
+"""Validates the request fields that all streaming models share.
 
-Each function raises `RequestFailed` for an invalid request and has no side effects.
+Every function in this module raises `RequestFailed` for an invalid request and has no side effects.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,13 +29,13 @@ _MAX_IMAGE_SIDE = 8192
 
 
 class SizedArchitecture(Protocol):
-    """An architecture that supports only certain sizes."""
+    """An architecture that supports only certain video sizes."""
 
     def latent_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return height and width of the latents.
+        """Return the height and width of the latents for a video size.
 
         Raises:
-            ValueError: The size is not supported; the message names the supported ones.
+            ValueError: The size is not supported. The error message names the supported sizes.
         """
         ...
 
@@ -43,7 +43,7 @@ class SizedArchitecture(Protocol):
 def read_size(
     params: DiffusionParams, config: SizedArchitecture, omni: OmniConfig
 ) -> tuple[int, int]:
-    """Return the height and width of a session, which are set by its first chunk."""
+    """Return the height and width of a session's video, which its first chunk sets."""
     height = omni.height if params.height is None else params.height
     width = omni.width if params.width is None else params.width
     try:
@@ -60,7 +60,9 @@ def read_size(
 
 
 def check_unused(params: DiffusionParams, *, actions: bool) -> None:
-    """Refuse parameters of image and video models, and actions unless the model supports them."""
+    """Refuse parameters that only image and video models support, and actions if the model has
+    none.
+    """
     refuse_unused(params, ("prompt", "seed", "height", "width", *(("actions",) if actions else ())))
 
 
@@ -68,7 +70,7 @@ def read_window(params: DiffusionParams, plan: ChunkPlan) -> tuple[int, int] | N
     """Read and check the `(window_frames, sink_frames)` that the first chunk of a session requests.
 
     Returns:
-        None if the chunk requests neither.
+        The two values, or None if the chunk requests neither.
 
     Raises:
         RequestFailed: `invalid_request`: the server or the model does not allow the values.
@@ -94,12 +96,12 @@ def read_window(params: DiffusionParams, plan: ChunkPlan) -> tuple[int, int] | N
 def check_unchanged(
     params: DiffusionParams, shape: SessionShape, others: Mapping[str, tuple[Any, Any]]
 ) -> None:
-    """Refuse to change a field that was set by the session's first chunk.
+    """Refuse a later chunk that changes a field set by the session's first chunk.
 
     Args:
         params: Parameters of a later chunk.
-        shape: Sizes of the session.
-        others: Additional fields of the model: name -> (sent value, fixed value).
+        shape: Properties that the first chunk has set.
+        others: Further fields that the model fixes: name -> (sent value, fixed value).
     """
     fixed_by_all = {
         "height": (params.height, shape.height),
@@ -123,7 +125,9 @@ def check_unchanged(
 
 
 def check_prompt(params: DiffusionParams, space: ActionSpace, *, first_chunk: bool) -> None:
-    """Refuse a prompt if the model has none, and a first chunk without a required prompt."""
+    """Refuse a prompt if the model takes none, and a first chunk without a prompt if one is
+    required.
+    """
     if space.prompt == "none" and params.prompt:
         raise RequestFailed(
             "invalid_request",
@@ -134,8 +138,8 @@ def check_prompt(params: DiffusionParams, space: ActionSpace, *, first_chunk: bo
 
 
 def read_seed(params: DiffusionParams, retained: int | None) -> int:
-    """Return the seed of a chunk: the requested seed, otherwise that of the session, otherwise the
-    default.
+    """Return the seed of a chunk: the requested seed, or that of the session, or else the default
+    seed.
 
     Args:
         params: Parameters of the chunk.
@@ -146,7 +150,7 @@ def read_seed(params: DiffusionParams, retained: int | None) -> int:
 
 
 def check_tensors(tensors: Mapping[str, torch.Tensor], taken: Sequence[str]) -> None:
-    """Refuse tensors that the model does not take."""
+    """Refuse tensors that the model does not accept."""
     unknown = sorted(set(tensors) - set(taken))
     if unknown:
         raise RequestFailed(
@@ -156,16 +160,18 @@ def check_tensors(tensors: Mapping[str, torch.Tensor], taken: Sequence[str]) -> 
 
 @dataclass(frozen=True)
 class PlayedChunk:
-    """A validated request, except its controls."""
+    """The validated fields of a request, except its controls."""
 
     prompt: str
-    """Prompt of the chunk, otherwise that of its session, otherwise empty."""
+    """Prompt of the chunk. If the request has none, the prompt of the session; empty if neither
+    exists.
+    """
     seed: int
     """Seed of the chunk."""
     image: torch.Tensor | None
     """Start image of a session's first chunk, uint8 [H, W, 3] of any size."""
     images: Mapping[str, torch.Tensor]
-    """Its named images, in the same form."""
+    """Named images of a session's first chunk, each uint8 [H, W, 3] of any size."""
 
 
 def read_played(
@@ -174,8 +180,8 @@ def read_played(
     """Validate a request to a model whose only inputs are controls, a prompt and a start image.
 
     Args:
-        request: The request.
-        session: Its session.
+        request: Request for one chunk.
+        session: Session that the request belongs to.
         space: Controls of the model.
     """
     params, first_chunk = request.params, session.chunk_index == 0
@@ -205,11 +211,11 @@ def read_played(
 def read_named_images(
     tensors: Mapping[str, torch.Tensor], space: ActionSpace, *, first_chunk: bool
 ) -> dict[str, torch.Tensor]:
-    """Validate the named images of a request, each uint8 [H, W, 3] of any size, by name.
+    """Validate and return the named images of a request, each uint8 [H, W, 3] of any size.
 
     Args:
         tensors: Tensors of the request.
-        space: Inputs of the model.
+        space: Controls and other inputs of the model.
         first_chunk: Whether the chunk is the first one of its session.
     """
     prefix = image_tensor("")
@@ -244,10 +250,10 @@ def read_named_images(
 
 
 def read_image(image: torch.Tensor | None, *, first_chunk: bool) -> torch.Tensor | None:
-    """Validate a start image, uint8 [H, W, 3] of any size.
+    """Validate and return a start image, uint8 [H, W, 3] of any size.
 
     Args:
-        image: The image. None: the session continues without a new image.
+        image: The start image. None: the session continues without a new image.
         first_chunk: Whether an image is required.
     """
     if image is None:
@@ -277,10 +283,11 @@ def read_action_frames(
     plan: ChunkPlan,
     chunk_index: int,
 ) -> ActionFrames:
-    """Return the controls of every video frame of a chunk. Without actions, no button is held.
+    """Return the controls for every video frame of a chunk. If the request has no actions, no
+    button is held.
 
     An entry of `params.actions` or a row of the tensors applies to all video frames of a latent
-    frame. Tensors may instead have one row per video frame.
+    frame. The tensors may instead have one row per video frame.
     """
     frames, pixel_frames = plan.frames(chunk_index), len(plan.pixel_frames(chunk_index))
     dense = [tensors[name] for name in ACTION_TENSORS if name in tensors]
@@ -300,7 +307,9 @@ def read_latent_actions(
     space: ActionSpace,
     num_frames: int,
 ) -> ActionFrames:
-    """Return the controls of `num_frames` latent frames. Without actions, no button is held."""
+    """Return the controls for `num_frames` latent frames. If the request has no actions, no button
+    is held.
+    """
     dense = any(name in tensors for name in ACTION_TENSORS)
     action_frames = read_actions(
         space, [] if params.actions is None and not dense else params.actions, tensors, num_frames

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StreamingSession`: state of a streaming session on one rank. `StreamingChunk`: one chunk in
-flight.
+"""`StreamingSession`: the state of a streaming session on one rank. `StreamingChunk`: the state of
+one chunk in flight.
 
-The K/V windows of a session are allocated at full size, or as they fill (`omni.kv_growth`). All
-other state has a known maximum size, which `nbytes` includes from the start. State other than the
-windows consists of immutable values: a chunk creates new values and `commit` replaces the
-references, so an abandoned chunk has no effect. State of a specific model is an additional
+The K/V windows of a session are allocated at full size, or grow as they fill (`omni.kv_growth`).
+All other state has a known maximum size, which `nbytes` includes from the start. All state except
+the windows consists of immutable values. A chunk creates new values and `commit` replaces the
+references, so an abandoned chunk has no effect. The state that only one model has is another
 immutable value (`own`).
 """
 
@@ -29,7 +29,7 @@ logger = logging.getLogger("vllm." + __name__)
 
 
 class SessionValue(Protocol):
-    """An immutable part of a session's state. Forks share it."""
+    """Immutable state of a session. A session and its forks share the same object."""
 
     def tensors(self) -> dict[str, torch.Tensor]: ...
 
@@ -45,7 +45,7 @@ class DecoderLayout(Protocol):
 
 
 class DenoiseSchedule(Protocol):
-    """Denoise steps of a chunk."""
+    """Schedule of the denoise steps of a chunk."""
 
     @property
     def num_steps(self) -> int: ...
@@ -53,7 +53,7 @@ class DenoiseSchedule(Protocol):
     def advance(
         self, latents: torch.Tensor, flow: torch.Tensor, step: int, noise: ChunkNoise
     ) -> torch.Tensor:
-        """Return the latents after `step`, fp32."""
+        """Return the latents after the denoise step `step`, in fp32."""
         ...
 
 
@@ -101,27 +101,32 @@ Source = Literal["text", "video"]
 
 @dataclass(frozen=True)
 class SessionShape:
-    """Properties of a session that are set by its first chunk."""
+    """Properties that a session's first chunk sets for the whole session."""
 
     height: int
     """Height of the video in pixels."""
     width: int
     """Width of the video in pixels."""
     output: Output
-    """Form of the results. Sessions with `latents` have no decoder cache."""
+    """Whether chunks return frames or latents. A session with output `latents` has no decoder
+    cache.
+    """
     source: Source = field(default="text", kw_only=True)
-    """Input of each chunk. `video`: each chunk starts from a video of the client, and the session
-    has an encoder cache."""
+    """Input of each chunk. `video`: each chunk starts from a video that the client sends, and the
+    session has an encoder cache.
+    """
     keeps_latents: bool = field(default=False, kw_only=True)
     """Whether the session stores the latents of the frames in its window, so that their K/V can be
     recomputed.
     """
     window: tuple[int, int] | None = field(default=None, kw_only=True)
-    """`(window_frames, sink_frames)` of the session. Default: the server's."""
+    """`(window_frames, sink_frames)` of the session. Default: the window of the server."""
 
 
 class SessionScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`StreamingSession.scalars` as read from a file. A model adds its own fields."""
+    """Values returned by `StreamingSession.scalars`, as read from a snapshot file. A model adds the
+    fields of its own state in a subclass.
+    """
 
     chunk_index: ChunkIndex
     """Index of the next chunk."""
@@ -138,7 +143,7 @@ class SessionScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     width: int
     """Width of the video in pixels."""
     output: str
-    """Form of the results."""
+    """Whether chunks return frames or latents (`SessionShape.output`)."""
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
@@ -150,35 +155,39 @@ OwnValue = TypeVar("OwnValue", bound=SessionValue)
 
 @dataclass(frozen=True)
 class StateLayouts:
-    """Layouts of a session's state on this rank, other than its K/V windows."""
+    """Layouts of a session's state on this rank, except its K/V windows."""
 
     decoder: DecoderLayout | None
     """Layout of the decoder's state. None: the session has no decoder state."""
     own: Any
-    """Layout of the model-specific state of a session, in a type of the model. None: there is no
-    such state.
+    """Layout of the session's model-specific state, in a type that the model defines. None: the
+    model has no such state.
     """
 
 
 @dataclass(eq=False, kw_only=True)
 class StreamingChunk(Generic[Window, OwnValue]):
-    """One chunk in flight.
+    """State of one chunk in flight.
 
-    `prepare_encode` sets the fields without a default, later steps set the others.
+    `prepare_encode` sets the fields that have no default. Later steps set the other fields.
     """
 
     frames: range
-    """Absolute latent frames of the chunk."""
+    """Absolute indices of the chunk's latent frames."""
     schedule: DenoiseSchedule
-    """Denoise steps of the chunk."""
+    """Schedule of the chunk's denoise steps."""
     latents: torch.Tensor
     """Current latents, fp32 [C, F, h, w]."""
     noise: ChunkNoise | None
-    """Initial latents and the noise added before later steps. None: this rank runs no steps."""
+    """Noise that the chunk starts from and that later steps add. None: this rank runs no denoise
+    steps.
+    """
     rope: tuple[torch.Tensor, torch.Tensor]
     """Cosines and sines of the rotary embedding, fp32."""
     text: torch.Tensor | None
-    """Text embeddings. None: `cross_kv` is known."""
+    """Text embeddings of the prompt. None: they are not needed, because `cross_kv` is already
+    computed.
+    """
     window: Window
     """K/V windows of the session, to which the chunk writes."""
     prompt: str
@@ -193,8 +202,8 @@ class StreamingChunk(Generic[Window, OwnValue]):
     decoder_cache: Any = None
     """State of the decoder after the chunk."""
     given_frames: int = 0
-    """Number of first latent frames that are given, for example as a start image. They are not
-    changed by denoise steps.
+    """Number of latent frames at the start of the chunk that are given, for example as a start
+    image. Denoise steps do not change given frames.
     """
     omitted: bool = False
     """Whether this chunk is left out of the window, so that the next chunk takes its place."""
@@ -216,11 +225,12 @@ class StreamingChunk(Generic[Window, OwnValue]):
         own: OwnValue | None,
         **others: Any,
     ) -> Self:
-        """Create a chunk on the VAE stage, which receives the latents from other ranks.
+        """Create the state of a chunk on the VAE stage, which receives the latents from other
+        ranks.
 
         Args:
-            frames: Absolute latent frames of the chunk.
-            schedule: Denoise steps of the chunk.
+            frames: Absolute indices of the chunk's latent frames.
+            schedule: Schedule of the chunk's denoise steps.
             size: Shape of the latents.
             window: K/V windows of the session.
             prompt: Prompt of the chunk.
@@ -244,13 +254,13 @@ class StreamingChunk(Generic[Window, OwnValue]):
         )
 
     def latent_results(self, shape: SessionShape) -> dict[str, torch.Tensor]:
-        """Return the tensors of the chunk's result other than frames."""
+        """Return the tensors that the chunk's result contains in addition to frames."""
         latents = {} if shape.output == "rgb" else {"latents": self.latents}
         return latents if self.trajectory is None else latents | self.trajectory.results()
 
     @property
     def num_given(self) -> int:
-        """Number of first latent frames that denoise steps do not change."""
+        """Number of latent frames at the start of the chunk that denoise steps do not change."""
         return self.given_frames
 
     def denoise_index(self, step: int) -> int | None:
@@ -259,15 +269,15 @@ class StreamingChunk(Generic[Window, OwnValue]):
 
 
 class StreamingSession(SessionState, Generic[Window, OwnValue]):
-    """Session of a streaming model. See the module docstring.
+    """State of a streaming session on one rank, described in the module docstring.
 
-    An optional attribute is None before the first chunk, or if this rank does not have it.
+    An attribute with an optional type is None before the first chunk, or if this rank lacks it.
 
     Args:
         session_id: Id of the session.
-        shape: Properties fixed by the first chunk.
-        plan: Chunks of the session.
-        window: Empty K/V windows.
+        shape: Properties that the first chunk sets.
+        plan: Chunk plan of the session.
+        window: Empty K/V windows for the session.
         layouts: Layouts of the state other than the K/V windows.
         reserved_bytes: Maximum size of the state other than the K/V windows, in bytes.
     """
@@ -292,24 +302,24 @@ class StreamingSession(SessionState, Generic[Window, OwnValue]):
         self.prompt: str | None = None
         self.seed: int | None = None
         self.cross_kv: torch.Tensor | None = None
-        """Cross-attention K/V of `prompt`, cached because later chunks use them too."""
+        """Cross-attention K/V of the current prompt, cached because later chunks reuse them."""
         self.own: OwnValue | None = None
         self.decoder_cache: Any = None
         self.omitted_frames = 0
         """Number of generated latent frames of the session that were left out of the window."""
 
-    # -- of each model -----------------------------------------------------------------------------
+    # -- methods that models override --------------------------------------------------------------
 
     def value_scalars(self) -> dict[str, Any]:
-        """Return the model-specific part of `scalars`, as JSON types."""
+        """Return the model-specific values that `scalars` includes, as JSON types."""
         return {}
 
     def restore_values(
         self, retained: Any, saved: SavedTensors, device: torch.device
     ) -> OwnValue | None:
-        """Return `own` from a snapshot.
+        """Return the model-specific state (`own`) from a snapshot.
 
-        The chunk index, prompt and seed of the session are already restored.
+        The chunk index, prompt and seed of the session have already been restored.
 
         Args:
             retained: Scalars of the snapshot, of type `scalars_type`.
@@ -317,7 +327,7 @@ class StreamingSession(SessionState, Generic[Window, OwnValue]):
             device: Device of the session.
 
         Raises:
-            RequestFailed: The scalars do not fit together.
+            RequestFailed: The scalars of the snapshot contradict each other.
         """
         return None
 
@@ -325,7 +335,7 @@ class StreamingSession(SessionState, Generic[Window, OwnValue]):
         """Return the request options from which `new_session` creates a session of this shape."""
         return {}
 
-    # -- of all ------------------------------------------------------------------------------------
+    # -- methods of all models ---------------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:
@@ -360,15 +370,15 @@ class StreamingSession(SessionState, Generic[Window, OwnValue]):
         self.degradations = (SHORT_WINDOW,)
 
     def next_frames(self) -> range:
-        """Return the latent frames of the next chunk, as counted by its window and its positions.
+        """Return the indices of the next chunk's latent frames in its window and its positions.
 
-        Omitted frames are not counted.
+        Frames that were left out of the window are not counted.
         """
         frames = self.plan.frames(self.chunk_index)
         return range(frames.start - self.omitted_frames, frames.stop - self.omitted_frames)
 
     def check_committed(self, committed_frames: int) -> range:
-        """Return `next_frames` of a restored session.
+        """Check the frame count of a restored session and return its `next_frames`.
 
         Args:
             committed_frames: Number of committed latent frames in the snapshot.
@@ -384,8 +394,8 @@ class StreamingSession(SessionState, Generic[Window, OwnValue]):
         return frames
 
     def commit(self, chunk: StreamingChunk[Window, OwnValue]) -> None:
-        """Apply the state of a finished chunk. The windows already contain its K/V, unless it is
-        left out.
+        """Apply the state of a finished chunk. The windows already contain the chunk's K/V, unless
+        the chunk is left out.
         """
         self.omitted_frames += len(chunk.frames) if chunk.omitted else 0
         self.prompt, self.seed = chunk.prompt, chunk.seed

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StreamingSetup`: checkpoint, options and ranks from which a streaming model is built.
+"""`StreamingSetup`: the checkpoint, options and ranks from which a streaming model is built.
 
 A family adds its own fields in a subclass.
 """
@@ -21,20 +21,20 @@ from vllm_omni.model_executor.vllm_model import ServedCheckpoint, compiles, laun
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingSetup(Generic[Config, Options]):
-    """Validated inputs of a streaming model."""
+    """Validated inputs from which a streaming model is built."""
 
     config: Config
     """Architecture of the checkpoint."""
     layout: Any
     """Locations of the checkpoint's components, in the family's own type."""
     options: Options
-    """Options of the model."""
+    """Streaming options of the model."""
     plan: ChunkPlan
-    """Chunk plan of its streams."""
+    """Chunk plan of the model's streams."""
     omni: OmniConfig
     """Options of the server."""
     parallel: ParallelContext
-    """This rank."""
+    """Position of this rank in the parallel groups."""
     dtype: torch.dtype
     """Dtype of the transformer."""
     compiled: bool
@@ -47,11 +47,11 @@ class StreamingSetup(Generic[Config, Options]):
     its kernels.
     """
     quantization: QuantizationConfig | None = None
-    """vLLM's config for the transformer's weights. None: not quantized."""
+    """vLLM's quantization config for the transformer. None: the weights are not quantized."""
     kv_dtype: torch.dtype | None = None
-    """Dtype of stored keys and values. Default: `dtype`."""
+    """Dtype of stored keys and values. Default: the dtype of the transformer."""
     fast_paths: tuple[FastPath, ...] = ()
-    """Choices that the fields above contain."""
+    """Fast paths that result from the fields above."""
 
     @classmethod
     def of_checkpoint(
@@ -73,11 +73,12 @@ class StreamingSetup(Generic[Config, Options]):
             layout: Locations of the checkpoint's components.
             omni: Options of the server.
             dtype: Dtype of the transformer.
-            parallel: This rank. Default: its position in vLLM's groups.
-            eager: See `ServedCheckpoint`.
-            quantization: vLLM's config for the transformer's weights.
+            parallel: Position of this rank in the parallel groups. Default: its position in vLLM's
+                groups.
+            eager: Whether compilation is disabled (`--enforce-eager`).
+            quantization: vLLM's quantization config for the transformer.
             kv_dtype: Dtype of stored keys and values.
-            offloads: See `ServedCheckpoint`.
+            offloads: Whether some weights are on the host (`--cpu-offload-gb`).
 
         Raises:
             ValueError: The checkpoint does not support the options.
@@ -142,7 +143,7 @@ class StreamingSetup(Generic[Config, Options]):
         stream: StreamModelSetup[Config, Options],
         omni: OmniConfig,
     ) -> dict[str, Any]:
-        """Return the fields that a subclass adds.
+        """Return the values of the fields that a subclass adds.
 
         Raises:
             ValueError: The checkpoint does not support the options.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`StreamModelSetup`: architecture, options and chunk plan of a served streaming model.
 
-Each family has one function that creates it, for the command line and the worker (`read_stream` in
-its `config.py`).
+Each family has one function that creates its `StreamModelSetup`, for both the command line and the
+worker: `read_stream` in the family's `config.py`.
 """
 
 from dataclasses import dataclass
@@ -13,20 +13,20 @@ from vllm_omni.model_executor.streaming.options import StreamingOptions
 
 
 class StreamArchitecture(Protocol):
-    """Architecture of a streaming model, as stated by its checkpoint."""
+    """Architecture of a streaming model, as its checkpoint describes it."""
 
     @property
     def hidden_size(self) -> int:
-        """Number of channels of a token."""
+        """Number of channels per token."""
         ...
 
     @property
     def native_size(self) -> tuple[int, int]:
-        """Default height and width in pixels: those of the training videos."""
+        """Default height and width in pixels, which are those of the training videos."""
         ...
 
     def latent_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return height and width of the latents of a video.
+        """Return the height and width of the latents for a video size.
 
         Raises:
             ValueError: The model does not support this size.
@@ -40,13 +40,15 @@ Options = TypeVar("Options", bound=StreamingOptions)
 
 @dataclass(frozen=True)
 class StreamModelSetup(Generic[Config, Options]):
-    """One checkpoint as it is served."""
+    """Architecture, options and chunk plan of one served checkpoint."""
 
     config: Config
     """Architecture of the checkpoint."""
     options: Options
-    """Options of the server."""
+    """Streaming options of the server."""
     plan: ChunkPlan
-    """Chunks of its streams."""
+    """Chunk plan of the model's streams."""
     few_steps: int | None = None
-    """Denoise steps of a chunk without degradations. None: the model always needs all its steps."""
+    """Number of denoise steps of a chunk without degradations. None: the model always needs all
+    steps.
+    """

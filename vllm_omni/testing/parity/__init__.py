@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparison of models with tensors recorded from their original implementations
-(`vllm-omni verify`), one module per family.
+"""Compares models with tensors that were recorded from their original implementations (`vllm-omni
+verify`). Each family has one module.
 """
 
 from importlib import import_module
@@ -15,20 +15,22 @@ if TYPE_CHECKING:
     from vllm_omni.testing.parity.comparison import ComparisonReport
 
 _SHARED = ("wan22_vae",)
-"""Networks of several families, with a module here."""
+"""Networks that several families use and that have a module in this package."""
 FAMILIES = (
     *(name for name in family_names() if find_spec(f"{__name__}.{name}") is not None),
     *_SHARED,
 )
-"""Families of the registry that have a module here, and `wan22_vae`, which several of them use."""
+"""Families of the registry that have a module in this package, and `wan22_vae`, which several
+families use.
+"""
 
 
 def verify(family: str, golden: Path) -> "ComparisonReport":
-    """Run all scenarios of a directory.
+    """Run all scenarios in a directory of golden files.
 
     Args:
         family: One of `FAMILIES`.
-        golden: Folder of golden files. Files named `*.xz` are decompressed or extracted first.
+        golden: Directory of golden files. Files named `*.xz` are decompressed or extracted first.
     """
     from vllm_omni.testing.parity.comparison import ComparisonReport, unpack_golden
 

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparison of ABot-World-0 with golden files: rollouts, the action adapter, images, schedule.
+"""Compares rollouts, action adapter, images and schedule of ABot-World-0 with golden files.
 
-All sizes come from `abot_meta.json`, metadata and shapes, so the directory may have other sizes,
-windows, numbers of references, limits of positions or step lists.
+All sizes are read from `abot_meta.json` and from the metadata and shapes of the recorded tensors. A
+directory may therefore use any sizes, windows, numbers of references, position limits and step
+lists.
 
-Tolerances, fp32: 2e-5 for rollouts, their stages and caches and for the adapter, 0 for counters and
-resized images, 1e-6 for pixels, 1e-5 for encoded images, 1e-3 for timesteps, 1e-6 for sigmas. A
-rollout in bf16 is repeated with bf16 weights and compared by relative L2 distance, 3e-2.
+The tolerances in fp32 are 2e-5 for rollouts (including their stages and caches) and for the
+adapter, 0 for counters and resized images, 1e-6 for pixels, 1e-5 for encoded images, 1e-3 for
+timesteps and 1e-6 for sigmas. A rollout in bf16 is repeated with bf16 weights, and its relative L2
+distance may be at most 3e-2.
 """
 
 import json
@@ -71,7 +73,7 @@ def verify(golden_dir: Path) -> ComparisonReport:
 
 
 def read_config(values: Mapping[str, Any], case: Mapping[str, Any], side: int) -> AbotWorldConfig:
-    """Return the architecture of a recorded case. `side` is that of a reference, in pixels."""
+    """Return the architecture of a recorded case, with reference images of `side` x `side` pixels."""
     return AbotWorldConfig.from_checkpoint(
         {
             **values,
@@ -90,7 +92,7 @@ def schedule_of(steps: list[int]) -> FewStepSchedule:
 
 
 class _Rollout:
-    """One recorded rollout, repeated forward pass by forward pass."""
+    """One recorded rollout, which is repeated one forward pass at a time."""
 
     def __init__(self, scenario: GoldenScenario) -> None:
         cases = read_json(scenario.directory / _META).get("cases", {})
@@ -126,8 +128,9 @@ class _Rollout:
         self.stages = _Stages(self.model, scenario)
 
     def run_scenario(self) -> None:
-        """Repeat the rollout with the recorded noise and keys. Compare every pass, its stages, the
-        caches of the last pass, and the clip."""
+        """Repeat the rollout with the recorded noise and keys. Compare every forward pass and its
+        stages, the caches of the last pass, and the clip.
+        """
         scenario, case = self.scenario, self.case
         schedule = schedule_of(case["steps"])
         recorded = torch.tensor([float(t) for t in case["timesteps"]])
@@ -173,7 +176,7 @@ class _Rollout:
                 self._compare("cross-attention K/V", ours, f"cross{layer}.{name}")
 
     def _check_keys(self, actions: torch.Tensor) -> None:
-        """Compare the recorded rows with the names of the held keys."""
+        """Compare the recorded key rows with the recorded names of the held keys."""
         names = [name.upper() for name in SPACE.button_names]
         ours = [[float(name in held) for name in names] for held in self.case["actions"]]
         self.scenario.compare("keys", torch.tensor(ours), actions.float(), 0.0)
@@ -181,7 +184,7 @@ class _Rollout:
     def _start_chunk(
         self, frames: range, x: torch.Tensor, cross_kv: torch.Tensor, keys: torch.Tensor
     ) -> AbotItem:
-        """Return the inputs that all calls of a chunk share."""
+        """Return the inputs that all forward passes of a chunk share."""
         positions, limit = self.case["positions"], self.case["rebase_max_pos"]
         limits = {} if limit is None else {"largest": int(limit)}
         window = int(self.case["window"])
@@ -213,7 +216,7 @@ class _Rollout:
         has_image: bool,
         sigmas: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run and compare one call. Return x0, if there are `sigmas`."""
+        """Run one forward pass and compare its results. Return x0, or `x` if there are no `sigmas`."""
         name, scenario = f"call{self.calls:02d}", self.scenario
         if self.calls == len(self.case["calls"]):
             raise ValueError(f"{self.calls} calls are recorded, the rollout makes more")
@@ -255,7 +258,9 @@ class _Rollout:
         self.scenario.compare("counters", torch.tensor(ours), torch.tensor(theirs), 0.0)
 
     def _compare_caches(self, name: str, frames: range) -> None:
-        """Compare the visible keys and values of a call that has them, oldest first."""
+        """If a forward pass has recorded keys and values, compare those in the window, oldest
+        first.
+        """
         window, config, scenario = self.window, self.config, self.scenario
         visible = window.visible_frames(frames.stop)
         order = window.token_positions([window.slot(frame) for frame in visible])
@@ -277,7 +282,9 @@ class _Rollout:
     def _rotated(
         self, k_TNH: torch.Tensor, positions: list[int], grid: tuple[int, int], direction: int
     ) -> torch.Tensor:
-        """Return keys of frames at `positions`, rotated forward (1) or backward (-1)."""
+        """Return the keys of frames at `positions` with the rotary embedding applied (1) or undone
+        (-1).
+        """
         parts = [k_TNH[:0].float()]
         for part, at in zip(k_TNH.split(grid[0] * grid[1]), positions, strict=False):
             cos, sin = rope_tables(self.config.head_dim, range(at, at + 1), *grid)
@@ -292,7 +299,9 @@ class _Rollout:
 
 
 class _Stages:
-    """Records outputs of the network's modules with hooks, for calls that have recorded ones."""
+    """Captures the outputs of the network's modules with hooks, in forward passes whose outputs
+    were recorded.
+    """
 
     def __init__(self, model: AbotWorldTransformer, scenario: GoldenScenario) -> None:
         self.model, self.scenario = model, scenario
@@ -376,7 +385,7 @@ def _with_image(x: torch.Tensor, image: torch.Tensor | None) -> torch.Tensor:
 
 
 def _layers_of(scenario: GoldenScenario, prefix: str) -> list[int]:
-    """Return the layers for which the file has a tensor `{prefix}{layer}`."""
+    """Return the layers for which the file contains a tensor `{prefix}{layer}`."""
     names = [name.removeprefix(prefix) for name in scenario.tensors if name.startswith(prefix)]
     return sorted(int(name) for name in names if name.isdigit())
 
@@ -385,7 +394,7 @@ def _layers_of(scenario: GoldenScenario, prefix: str) -> list[int]:
 
 
 def run_condition(scenario: GoldenScenario) -> None:
-    """Compare start images, reference images, and the action adapter alone."""
+    """Compare start images and reference images, and the action adapter on its own."""
     height, width = (int(side) for side in json.loads(scenario.meta("size")))
     vae = recorded_vae(scenario)
     for number in _numbers(scenario, "image"):
@@ -435,8 +444,9 @@ def _compare_adapter(scenario: GoldenScenario) -> None:
 
 
 def recorded_vae(scenario: GoldenScenario) -> StreamingWanVAE:
-    """Return the tiny VAE with which the images were encoded. Its weights are in the scenario's
-    directory, or in `wan22_vae` next to that."""
+    """Return the tiny VAE with which the images were encoded. The weights of the VAE are in the
+    scenario's directory, or in the directory `wan22_vae` next to it.
+    """
     places = (scenario.directory, scenario.directory.parent / "wan22_vae")
     path = next((place / _VAE_WEIGHTS for place in places if (place / _VAE_WEIGHTS).exists()), None)
     if path is None:

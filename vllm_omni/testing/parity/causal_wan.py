@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparison of causal Wan with golden files: Self-Forcing rollouts, StreamDiffusionV2's stream
-batch, and bidirectional Wan.
+"""Compares causal Wan with golden files: rollouts of Self-Forcing, the stream batch of
+StreamDiffusionV2, and bidirectional Wan.
 
-All sizes come from `sf_meta.json`, `sdv2_meta.json` and the shapes, so the directory may have other
-sizes, windows, chunk lengths, step counts or seeds.
+All sizes are read from `sf_meta.json`, `sdv2_meta.json` and the shapes of the recorded tensors. A
+directory may therefore use any sizes, windows, chunk lengths, step counts and seeds.
 
-Tolerances, fp32: 1e-5 for each call of a Self-Forcing rollout and for bidirectional Wan, 2e-5 for
-the stream batch, where differences accumulate over ticks.
+The tolerances in fp32 are 1e-5 for each forward pass of a Self-Forcing rollout and for
+bidirectional Wan, and 2e-5 for the stream batch, because its differences accumulate over ticks.
 """
 
 from collections.abc import Iterable, Mapping
@@ -66,7 +66,9 @@ def verify(golden_dir: Path) -> ComparisonReport:
 
 
 def run_self_forcing(scenario: GoldenScenario) -> None:
-    """Repeat a rollout with the recorded noise and a strict cache. Compare calls, caches, clip."""
+    """Repeat a rollout with the recorded noise and a strict cache. Compare the forward passes, the
+    caches and the clip.
+    """
     case = _case(scenario, _SF_META)
     model, config = _model(scenario.directory)
     noise = scenario.get("noise")[0].transpose(0, 1)  # [C, F, h, w]
@@ -126,13 +128,15 @@ def run_self_forcing(scenario: GoldenScenario) -> None:
 
 
 def _warped(case: Mapping[str, Any], recorded: list[float]) -> list[float]:
-    """Return the entries of the warped table that are nearest to the recorded timesteps."""
+    """Return the entries of the warped timestep table that are nearest to the recorded timesteps."""
     table = few_step_schedule("exact", float(case["shift"]), range(1000)).timesteps
     return [min(table, key=lambda entry: abs(entry - t)) for t in recorded]
 
 
 def run_stream_batch(scenario: GoldenScenario) -> None:
-    """Run the stream batch tick by tick. Slot j has chunk c - j. Each step has a K/V window."""
+    """Run the stream batch tick by tick. Slot j contains chunk c - j, and each step has its own K/V
+    window.
+    """
     case = _case(scenario, _SDV2_META)
     if case["mode"] != "stream" or float(case["adapt_thr"]) > 0:
         raise ValueError(
@@ -208,8 +212,8 @@ def _compare_final_cache(
 ) -> None:
     """Compare the K/V window of each step after the last chunk, in slot order.
 
-    The recording continues until the pipeline is empty, and its filler chunks are in the windows of
-    earlier steps. Only slots of real chunks are compared.
+    Only the slots of real chunks are compared. The recording continues until the pipeline is empty,
+    so the windows of earlier steps also contain filler chunks.
     """
     for layer in recorded_layers(scenario, "final_cache"):
         for index, kind in enumerate("kv"):
@@ -232,7 +236,7 @@ def _compare_final_cache(
 
 
 def run_bidirectional(scenario: GoldenScenario) -> None:
-    """Compare one forward pass over a whole clip, with a window of the same length."""
+    """Compare one forward pass over a whole clip. The window is as long as the clip."""
     model, config = _model(scenario.directory)
     x, timestep = scenario.get("x")[0], float(scenario.get("t")[0])
     frames = range(x.shape[1])
@@ -244,7 +248,9 @@ def run_bidirectional(scenario: GoldenScenario) -> None:
 
 
 def run_names(scenario: GoldenScenario) -> None:
-    """Compare the rename rules with the recorded names, and these with the recorded weights."""
+    """Check that the rename rules handle the recorded names, and that these match the recorded
+    weights.
+    """
     recorded = read_json(scenario.path)
     wrong = [name for name, theirs in recorded.items() if rename(theirs, TRANSFORMER_RULES) != name]
     scenario.compare_names("tensor names", recorded, wrong)
@@ -256,7 +262,7 @@ def run_names(scenario: GoldenScenario) -> None:
 
 
 def run_noise_controller(scenario: GoldenScenario) -> None:
-    """Compare the first timestep of each chunk, which follows from its recorded noise scale."""
+    """Compare the first timestep of each chunk, which is computed from the recorded noise scale."""
     meta = read_json(scenario.path)
     ours = [float(first_timestep(scale)) for scale in meta["noise_scale"]]
     scenario.compare(
@@ -288,8 +294,8 @@ def _window(
 ) -> KVWindow:
     """Return the K/V window of a case.
 
-    `local_attn_size` -1 means global attention. Otherwise a chunk attends to that many of the
-    newest frames in the cache.
+    A `local_attn_size` of -1 means global attention. Any other value is the number of newest frames
+    in the cache that a chunk attends to.
     """
     attended = int(case["local_attn_size"])
     slides = attended != -1

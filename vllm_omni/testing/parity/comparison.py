@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparison of a model with golden tensors of its original implementation: `vllm-omni verify MODEL
+"""Compares a model with golden tensors of its original implementation: `vllm-omni verify MODEL
 --golden DIR`.
 
 A family maps file names to functions that run a scenario. This module finds the files, runs the
-scenarios, records the largest difference of each stage next to its tolerance, and creates the
-report. The following count as failures: an unknown file, a scenario that raises, a recorded tensor
-that was not compared, a NaN, and a directory without scenarios.
+scenarios, records the largest difference and the tolerance of each stage, and creates the report.
+The comparison fails if a file is unknown, a scenario raises an exception, a recorded tensor was not
+compared, a result contains NaN, or the directory has no scenarios.
 """
 
 import fnmatch
@@ -35,7 +35,7 @@ class ComparisonRow:
     scenario: str
     """Name of the scenario: the file name without its suffix."""
     stage: str
-    """Name of the stage."""
+    """Name of the stage that was compared."""
     tolerance: float
     """Largest accepted difference."""
     max_abs_diff: float = 0.0
@@ -43,7 +43,7 @@ class ComparisonRow:
     compared: int = 0
     """Number of compared tensors."""
     error: str | None = None
-    """Why the scenario could not be run, if so."""
+    """Reason why the scenario could not be run. None: it was run."""
 
     @property
     def ok(self) -> bool:
@@ -55,9 +55,9 @@ class ComparisonReport:
     """Results of one golden directory."""
 
     model: str
-    """Name of the family."""
+    """Name of the model family."""
     golden: str
-    """The directory."""
+    """Directory of the golden files."""
     rows: list[ComparisonRow] = field(default_factory=list)
     """One entry per stage of a scenario."""
 
@@ -66,9 +66,9 @@ class ComparisonReport:
         return bool(self.rows) and all(row.ok for row in self.rows)
 
     def to_json(self) -> str:
-        """Return one JSON object: `{"model", "golden", "ok", "rows": [...]}`.
+        """Return the report as one JSON object: `{"model", "golden", "ok", "rows": [...]}`.
 
-        `max_abs_diff` is null if it is not finite.
+        `max_abs_diff` is null if the difference is not finite.
         """
         rows = [
             {
@@ -87,7 +87,9 @@ class ComparisonReport:
         )
 
     def to_text(self) -> str:
-        """Return a table with one line per stage and the verdict in the last line."""
+        """Return the report as a table with one line per stage, and the overall result in the last
+        line.
+        """
         left = max((len(row.scenario) for row in self.rows), default=8)
         middle = max((len(row.stage) for row in self.rows), default=5)
         lines = [
@@ -119,11 +121,12 @@ class ComparisonReport:
 class GoldenScenario:
     """One golden file during its comparison.
 
-    Every tensor of the file must be read with `get`. Otherwise `finish` fails the scenario.
+    Every tensor of the file must be read with `get`. If a tensor was not read, `finish` fails the
+    scenario.
 
     Args:
-        path: The file. Only safetensors files have tensors and metadata.
-        report: Receives the results.
+        path: Path of the golden file. Only safetensors files have tensors and metadata.
+        report: Report that receives the results of the scenario.
     """
 
     def __init__(self, path: Path, report: ComparisonReport) -> None:
@@ -156,7 +159,7 @@ class GoldenScenario:
         """Return a metadata value.
 
         Raises:
-            ValueError: The file has no such key.
+            ValueError: The metadata of the file has no such key.
         """
         if key not in self.metadata:
             raise ValueError(f"{self.path.name} has no metadata {key!r}")
@@ -168,9 +171,9 @@ class GoldenScenario:
         """Compare two tensors and add the largest absolute difference to a stage.
 
         Args:
-            stage: Name of the stage.
-            ours: Tensor of this package.
-            recorded: Tensor of the original.
+            stage: Name of the stage that the tensors belong to.
+            ours: Tensor computed by this package.
+            recorded: Tensor recorded from the original implementation.
             tolerance: Largest accepted difference.
 
         Raises:
@@ -188,11 +191,11 @@ class GoldenScenario:
         row.compared += 1
 
     def compare_recorded(self, stage: str, ours: torch.Tensor, name: str, tolerance: float) -> None:
-        """Compare with the recorded tensor `name`."""
+        """Compare a tensor with the recorded tensor `name`."""
         self.compare(stage, ours, self.get(name), tolerance)
 
     def compare_relative(self, stage: str, ours: torch.Tensor, name: str, tolerance: float) -> None:
-        """Compare with the recorded tensor `name` by relative L2 distance."""
+        """Compare a tensor with the recorded tensor `name` by relative L2 distance."""
         recorded = self.get(name)
         if ours.shape != recorded.shape:
             raise ValueError(
@@ -202,7 +205,7 @@ class GoldenScenario:
         self.compare(f"{stage}, relative", error, torch.zeros_like(error), tolerance)
 
     def compare_names(self, stage: str, recorded: Mapping[str, Any], wrong: Sequence[str]) -> None:
-        """Count the recorded names as equal. Raises ValueError for the `wrong` ones among them."""
+        """Add the recorded names to a stage as equal. Raises ValueError if any name is `wrong`."""
         if wrong or not recorded:
             raise ValueError(
                 f"{len(wrong)} of {len(recorded)} names are mapped differently: "
@@ -215,7 +218,7 @@ class GoldenScenario:
         """Check that the scenario is complete.
 
         Raises:
-            ValueError: A recorded tensor was not read, or nothing was compared.
+            ValueError: A recorded tensor was not read, or no tensor was compared.
         """
         if self._untaken:
             left = sorted(self._untaken)
@@ -244,12 +247,14 @@ def run_scenarios(
     runners: Mapping[str, Runner],
     auxiliary: Iterable[str] = ("README*", ".*"),
 ) -> ComparisonReport:
-    """Run all scenarios of a directory. An error of a scenario becomes an entry of the report.
+    """Run all scenarios of a directory. If a scenario raises an error, the error becomes an entry
+    of the report.
 
     Args:
-        model: Name of the family.
+        model: Name of the model family.
         directory: Directory with the golden files.
-        runners: Functions by file name pattern; the first matching pattern is used.
+        runners: Functions that run a scenario, by file name pattern. The first matching pattern is
+            used.
         auxiliary: Patterns of files that are not scenarios.
     """
     report = ComparisonReport(model, str(directory))
@@ -267,7 +272,7 @@ def run_scenarios(
             with torch.no_grad():
                 runner(scenario)
             scenario.finish()
-        # boundary: an error of one file is the result of that file
+        # boundary: an error in one file is the result of that file only
         except Exception as error:
             logger.debug("%s failed", path, exc_info=True)
             text = " ".join(str(error).split()) or "no message"
@@ -278,8 +283,8 @@ def run_scenarios(
 
 
 def unpack_golden(source: Path, target: Path) -> None:
-    """Copy the golden files of `source` to the empty folder `target`: compressed files (`*.xz`)
-    decompressed, archives (`*.tar.xz`) extracted.
+    """Copy the golden files of `source` to the empty folder `target`. Compressed files (`*.xz`) are
+    decompressed, and archives (`*.tar.xz`) are extracted.
     """
     for path in source.iterdir():
         if path.name.endswith(".tar.xz"):
@@ -298,11 +303,11 @@ def check_recorded(
 
     Args:
         name: Name of the configuration, for the error message.
-        values: The configuration.
-        known: Keys that the comparison uses, or that do not affect it.
+        values: The recorded configuration.
+        known: Keys that the comparison uses, or that do not affect its result.
 
     Raises:
-        ValueError: A key is unknown, so the comparison could use another model.
+        ValueError: A key is unknown, so the recorded model could differ from the compared one.
     """
     if unknown := sorted(set(values) - set(known)):
         raise ValueError(f"{name} has unknown settings: {', '.join(unknown[:3])}")
@@ -316,7 +321,7 @@ def fill_slots(
 
     Args:
         slots: `checkpoint_slots` of the model.
-        weights: Tensors by the same names.
+        weights: Recorded tensors, by the same names as `slots`.
         where: Name of the file, for error messages.
 
     Raises:

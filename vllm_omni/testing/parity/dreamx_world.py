@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparison of DreamX-World with golden files: rollouts, camera, image, colour correction.
+"""Compares rollouts, camera, image and colour correction of DreamX-World with golden files.
 
-All sizes come from `dreamx_meta.json`, metadata and shapes, so the directory may have other sizes,
-windows, sinks, chunk lengths, step lists or trajectories.
+All sizes are read from `dreamx_meta.json` and from the metadata and shapes of the recorded tensors.
+A directory may therefore use any sizes, windows, sinks, chunk lengths, step lists and trajectories.
 
-Tolerances, fp32: 3e-5 for rollouts, their stages and caches, 0 for counters, 1e-6 for poses and
-pixels, 1e-5 for image latents, 1.5 of 255 levels for the colour correction. A rollout in bf16 is
-compared by relative L2 distance, 3e-2.
+The tolerances in fp32 are 3e-5 for rollouts (including their stages and caches), 0 for counters,
+1e-6 for poses and pixels, 1e-5 for image latents, and 1.5 of 255 levels for the colour correction.
+The relative L2 distance of a rollout in bf16 may be at most 3e-2.
 """
 
 import json
@@ -73,11 +73,11 @@ def verify(golden_dir: Any) -> ComparisonReport:
     )
 
 
-# -- roll-outs -------------------------------------------------------------------------------------
+# -- rollouts --------------------------------------------------------------------------------------
 
 
 class _Rollout:
-    """One recorded rollout, repeated forward pass by forward pass."""
+    """One recorded rollout, which is repeated one forward pass at a time."""
 
     def __init__(self, scenario: GoldenScenario) -> None:
         cases = read_json(scenario.directory / _META).get("cases", {})
@@ -113,8 +113,9 @@ class _Rollout:
         self.num_calls = 0
 
     def run_scenario(self) -> None:
-        """Repeat the rollout with the recorded noise. Compare every pass, its stages, the caches
-        and the clip."""
+        """Repeat the rollout with the recorded noise. Compare every forward pass, its stages, the
+        caches and the clip.
+        """
         scenario, case = self.scenario, self.case
         rounds = bool(case["timesteps_rounded_to_bf16"]) or self.dtype == torch.bfloat16
         options = DreamXOptions(denoising_steps=[int(step) for step in case["steps"]])
@@ -152,7 +153,9 @@ class _Rollout:
                 self._compare("cross-attention K/V", ours[None], f"cross{layer}.{kind}")
 
     def _camera(self) -> torch.Tensor:
-        """Return the matrices of all latent frames from the recorded poses, after comparison."""
+        """Compute the camera matrices of all latent frames from the recorded poses, compare them
+        with the recorded matrices, and return them.
+        """
         scenario = self.scenario
         rows = scenario.get("cam_rows")[:, 7:].double().unflatten(1, (3, 4))
         recorded = scenario.get("viewmats")
@@ -169,7 +172,7 @@ class _Rollout:
         return self.dtype == torch.bfloat16
 
     def _open(self, index: int, x: torch.Tensor) -> PosedItem:
-        """Return the inputs that all calls of a chunk share."""
+        """Return the inputs that all forward passes of a chunk share."""
         frames = self.plan.frames(index)
         self.window.check_frames(frames)
         self.window.open(frames)
@@ -186,7 +189,7 @@ class _Rollout:
     def _call(
         self, item: PosedItem, x: torch.Tensor, timestep: float, sigmas: torch.Tensor, *, given: int
     ) -> torch.Tensor:
-        """Run one pass with `given` clean frames at the start, and compare it."""
+        """Run one forward pass with `given` clean frames at the start, and compare its results."""
         scenario, name = self.scenario, f"call{self.num_calls:02d}"
         if self.num_calls >= len(self.case["calls"]):
             raise ValueError(f"{self.num_calls} calls are recorded, the rollout makes more")
@@ -207,7 +210,7 @@ class _Rollout:
             if recorded in scenario or stage == "flow":
                 self._compare(stage, ours[None], recorded)
         if meta["clean"]:
-            self.window.commit(item.frames.stop)  # sink frames are taken from this pass
+            self.window.commit(item.frames.stop)  # the sink frames come from this forward pass
             self._compare_caches(name)
         stop, visible = item.frames.stop, min(item.frames.stop, self.window.window_frames)
         counters = [item.frames.start * size, stop * size, visible * size]
@@ -223,8 +226,9 @@ class _Rollout:
             self._compare("values", values[None], f"{name}.v{layer}")
 
     def _recorded_cache(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K before rotation and V in the original's order: sink frames, then oldest
-        first."""
+        """Return K before rotation, and V, in the order of the original: sink frames first, then
+        the other frames from the oldest on.
+        """
         window, size = self.window, self.window.tokens_per_frame
         keys, values = [], []
         for frame in window.visible_frames(window.committed_frames):
@@ -243,7 +247,7 @@ class _Rollout:
 
 
 def _pixel_frames(plan: ChunkPlan, num_frames: int) -> list[int]:
-    """Return the video frame whose pose each latent frame has."""
+    """Return, for each latent frame, the index of the video frame that defines its pose."""
     return [plan.rate.first_frame(frame) for frame in range(num_frames)]
 
 
@@ -254,8 +258,10 @@ def _square(rows_N34: torch.Tensor) -> torch.Tensor:
 
 
 def relative_views(poses_F44: torch.Tensor, whole_clip: bool) -> torch.Tensor:
-    """Return the view matrix of each latent frame relative to its reference: the last latent frame
-    of the previous chunk of three, or the first frame of the clip."""
+    """Return the view matrix of each latent frame relative to its reference frame. The reference is
+    the last latent frame of the previous chunk of three frames or, with `whole_clip`, the first
+    frame of the clip.
+    """
     frames = torch.arange(len(poses_F44))
     references = (frames // 3 * 3 - 1).clamp_min(0)
     if whole_clip:
@@ -264,7 +270,9 @@ def relative_views(poses_F44: torch.Tensor, whole_clip: bool) -> torch.Tensor:
 
 
 class _Stages:
-    """Records outputs of the network's modules with hooks, for calls that have recorded ones."""
+    """Captures the outputs of the network's modules with hooks, in forward passes whose outputs
+    were recorded.
+    """
 
     def __init__(self, model: DreamXTransformer, scenario: GoldenScenario) -> None:
         self.model, self.scenario = model, scenario
@@ -319,7 +327,9 @@ class _Stages:
 
 
 def run_camera(scenario: GoldenScenario) -> None:
-    """Compare poses from keys, and the view matrices of both references."""
+    """Compare the poses computed from keys, and the view matrices relative to both kinds of
+    reference.
+    """
     focal = trained_focal(1)[0].float()
     scenario.compare("focal lengths", focal, scenario.get("K").diagonal()[:2], _POSE)
     cases: list[Mapping[str, Any]] = json.loads(scenario.meta("cases"))
@@ -342,8 +352,10 @@ def run_camera(scenario: GoldenScenario) -> None:
 
 
 def _compare_speed(scenario: GoldenScenario, case: Mapping[str, Any], name: str) -> None:
-    """Compare the convention of the offline model's script, which this package does not serve: each
-    action moves by its speed in total and turns by ten times as many degrees."""
+    """Compare poses in the convention of the offline model's script, which this package does not
+    serve. In this convention, each action moves the camera by its speed in total, or turns it by
+    ten times as many degrees.
+    """
     yaw = pitch = 0.0
     position, views = torch.zeros(3, dtype=torch.float64), [torch.eye(4, dtype=torch.float64)]
     for held, speed in zip(case["actions"], case["speeds"], strict=True):
@@ -379,7 +391,7 @@ def _compare_speed(scenario: GoldenScenario, case: Mapping[str, Any], name: str)
 
 
 def _held(keys: list[str]) -> ActionFrames:
-    """Return the held keys of each video frame."""
+    """Return the keys that are held in each video frame."""
     rows = [[name in held for name in CAMERA_SPACE.button_names] for held in keys]
     nothing = torch.zeros(len(rows), 0)
     return ActionFrames(torch.tensor(rows), nothing, nothing.sum(1))
@@ -389,7 +401,7 @@ def _held(keys: list[str]) -> ActionFrames:
 
 
 def run_condition(scenario: GoldenScenario) -> None:
-    """Compare images as the VAE takes them, their latents, and the colour correction."""
+    """Compare the images that the VAE receives, their latents, and the colour correction."""
     height, width = json.loads(scenario.meta("size"))
     vae = _load_vae(scenario)
     for name in sorted(name for name in scenario.tensors if name.endswith("_u8")):
@@ -404,7 +416,7 @@ def run_condition(scenario: GoldenScenario) -> None:
         scenario.compare_recorded("image latent", latent, f"{image}_latent", _LATENT)
     frames = (scenario.get("lab.in") / 255).permute(0, 3, 1, 2)
     for name in sorted(name for name in scenario.tensors if name.startswith("lab.out_strength")):
-        digits = name.removeprefix("lab.out_strength")  # 03 is 0.3
+        digits = name.removeprefix("lab.out_strength")  # "03" means 0.3
         strength = float(f"{digits[:1]}.{digits[1:] or '0'}")
         target, corrected = None, []
         for part in (frames[:9], *frames[9:].split(12)):
@@ -415,8 +427,9 @@ def run_condition(scenario: GoldenScenario) -> None:
 
 
 def _load_vae(scenario: GoldenScenario) -> StreamingWanVAE:
-    """Return the recorded VAE, whose weights are in the folder `wan22_vae` next to the scenario's,
-    or in the scenario's."""
+    """Return the recorded VAE. The weights of the VAE are in the directory `wan22_vae` next to the
+    scenario's directory, or in the scenario's directory.
+    """
     folders = scenario.directory, scenario.directory.parent / "wan22_vae"
     path = next((path for folder in folders for path in sorted(folder.glob(_VAE))), None)
     if path is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Preparation of a whole uploaded camera path, as in the original LingBot World."""
+"""Prepares a whole uploaded camera path in the same way as the original LingBot World."""
 
 # N frames; poses_N44 camera-to-world; intrinsics_N4 = fx, fy, cx, cy in pixels
 
@@ -18,18 +18,20 @@ from vllm_omni.model_executor.models.wan.vae.latents import VAE_TEMPORAL
 
 @dataclass(frozen=True)
 class CameraTrajectory:
-    """The prepared camera of a clip, one entry per latent frame."""
+    """The prepared camera path of a clip, with one entry per latent frame."""
 
     poses_N44: torch.Tensor
-    """Resampled poses, fp32."""
+    """Resampled camera-to-world poses, fp32."""
     relative_N44: torch.Tensor
-    """Scaled relative poses."""
+    """Relative poses, scaled by the largest step of the path."""
     intrinsics_N4: torch.Tensor
-    """Intrinsics at the output size."""
+    """Camera intrinsics at the output size."""
 
     @property
     def pixel_frames(self) -> int:
-        """Number of video frames of the clip: 1, plus 4 per further latent frame."""
+        """Number of video frames of the clip: one for the first latent frame and four for every
+        further latent frame.
+        """
         return VAE_TEMPORAL * (len(self.poses_N44) - 1) + 1
 
 
@@ -42,15 +44,16 @@ def prepare_trajectory(
     num_frames: int | None = None,
     chunk_frames: int = 3,
 ) -> CameraTrajectory:
-    """Prepare a path with one pose per video frame, scaled by its largest step.
+    """Prepare a camera path with one pose per video frame, scaled by the largest step of the path.
 
     The path is truncated to 4 n + 1 frames. The number of latent frames is rounded down to whole
-    chunks, and the truncated path is resampled to it, for example 25 poses to 6 latent frames. The
-    intrinsics of the first frame apply to the whole clip. Relative poses are computed in fp32, as
-    in the original, which is less accurate far from the origin (7e-5 of the scale at 130 units).
+    chunks, and the truncated path is resampled to this number of poses. For example, 25 poses are
+    resampled to 6 latent frames. The intrinsics of the first frame apply to the whole clip.
+    Relative poses are computed in fp32, as in the original, which is less accurate far from the
+    origin (7e-5 of the scale at 130 units).
 
     Args:
-        poses_N44: Camera-to-world poses.
+        poses_N44: Camera-to-world poses, one per video frame.
         intrinsics_N4: fx, fy, cx, cy in pixels at the native size.
         height: Height of the output in pixels.
         width: Width of the output in pixels.
@@ -80,7 +83,7 @@ def prepare_trajectory(
 def resample_poses(poses_N44: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
     """Interpolate poses at fractional frame indices.
 
-    Translations are interpolated linearly, rotations along the shorter great arc.
+    Translations are interpolated linearly, and rotations along the shorter great arc.
     """
     times = times.clamp(0, len(poses_N44) - 1)
     low = times.floor().long().clamp(max=max(len(poses_N44) - 2, 0))
@@ -88,8 +91,8 @@ def resample_poses(poses_N44: torch.Tensor, times: torch.Tensor) -> torch.Tensor
     weight = (times - low).unsqueeze(1)
     out = torch.eye(4, dtype=torch.float64).repeat(len(times), 1, 1)
     out[:, :3, 3] = torch.lerp(poses_N44[low, :3, 3], poses_N44[high, :3, 3], weight)
-    # R_low^T R_high turns by `angle` around `axis`; Rodrigues' formula turns by the wanted part of
-    # it.
+    # R_low^T R_high turns by `angle` around `axis`. Rodrigues' formula gives the rotation by a
+    # fraction of this angle.
     step = poses_N44[low, :3, :3].mT @ poses_N44[high, :3, :3]
     axis_angle = _log_rotation(step)
     out[:, :3, :3] = poses_N44[low, :3, :3] @ torch.linalg.matrix_exp(
@@ -99,7 +102,7 @@ def resample_poses(poses_N44: torch.Tensor, times: torch.Tensor) -> torch.Tensor
 
 
 def _log_rotation(rotation_N33: torch.Tensor) -> torch.Tensor:
-    """Return axis times angle, [N, 3], of rotations by less than 180 degrees."""
+    """Return the axis multiplied by the angle, [N, 3], of rotations by less than 180 degrees."""
     skew = rotation_N33 - rotation_N33.mT
     # axis * sin(angle)
     vector = torch.stack((skew[:, 2, 1], skew[:, 0, 2], skew[:, 1, 0]), dim=1) / 2

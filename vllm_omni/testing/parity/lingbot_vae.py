@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparison of LingBot-World's VAE with golden files.
+"""Compares LingBot-World's VAE with golden files.
 
-Tolerances: 5e-5 for whole clips, 1e-5 between streams and whole clips.
+The tolerance is 5e-5 for whole clips, and 1e-5 between streams and whole clips.
 """
 
 import json
@@ -41,7 +41,7 @@ def run_vae(scenario: GoldenScenario) -> None:
         if "decoded_whole_u8_round" in scenario:
             frames = to_uint8(whole).permute(3, 0, 1, 2).unsqueeze(0)
             scenario.compare_recorded("uint8 frames", frames, "decoded_whole_u8_round", 1.0)
-    # a continuation that re-encodes grey frames and drops the first latent
+    # This continuation re-encodes grey frames and drops the first latent.
     if "pr3701_ext_cond_latent" in scenario:
         latents, *cells = scenario.get("pr3701_ext_cond_latent").shape[2:]
         image = torch.zeros(1, 3, 1, *(vae.config.spatial_factor * cell for cell in cells))
@@ -50,7 +50,7 @@ def run_vae(scenario: GoldenScenario) -> None:
         scenario.compare_recorded(
             "encode grey clip", y[None, MASK_CHANNELS:], "pr3701_ext_cond_latent", _VAE
         )
-    # a decode restarted two latents early, warm-up frames dropped
+    # This decode restarts two latents early and drops the warm-up frames.
     if "pr3701_warm_decode_chunk1" in scenario:
         chunk = scenario.get("pr3701_warm_decode_chunk1").shape[2] // vae.config.temporal_factor
         first, second = scenario.get("latents")[:, :, : 2 * chunk].split(chunk, dim=2)
@@ -82,7 +82,7 @@ def recorded_vae(scenario: GoldenScenario) -> VAEConfig:
     """Return the configuration of a VAE from the original's arguments.
 
     Raises:
-        ValueError: An argument is unknown.
+        ValueError: The original's arguments include an unknown one.
     """
     cfg = json.loads(scenario.meta("cfg"))
     statistics = {f"latents_{name}": json.loads(scenario.meta(name)) for name in ("mean", "std")}
@@ -98,7 +98,7 @@ def _load_vae(scenario: GoldenScenario) -> StreamingWanVAE:
 
 
 def _encode_stream(vae: StreamingWanVAE, clip: torch.Tensor) -> torch.Tensor:
-    """Encode 9 frames, then 12 at a time as in a session, then the remaining frames."""
+    """Encode 9 frames, then 12 at a time as in a session, and then the remaining frames."""
     chunk = 3 * vae.config.temporal_factor
     first = min(clip.shape[2], chunk - 3)
     cache, parts = None, []

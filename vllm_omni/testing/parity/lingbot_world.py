@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparison of LingBot-World with golden files: transformer rollouts, camera and schedules.
+"""Compares LingBot-World with golden files: transformer rollouts, camera and schedules.
 
-`lingbot_vae.py` compares the VAE. All sizes come from metadata and shapes, so the directory may
-have other sizes, windows, chunk lengths or seeds. Weights have their original names.
+`lingbot_vae.py` compares the VAE. All sizes are read from the metadata and shapes of the recorded
+tensors, so a directory may use any sizes, windows, chunk lengths and seeds. The recorded weights
+have their original names.
 
-Tolerances. fp32: 2e-5 for flow and K/V, 1e-4 for latents, because rounding differences grow over
-several chunks. bf16: 2 % of the largest recorded value, because bf16 has 8 significant bits and the
-original's autocast changes the flow by 0.7 %. Camera: 1e-5. Schedules: exact if the reference is
-fp32, 1e-9 if it is fp64.
+In fp32, the tolerance is 2e-5 for flow and K/V. The fp32 tolerance for latents is 1e-4, because
+rounding differences grow over several chunks. In bf16, the tolerance is 2 % of the largest recorded
+value, because bf16 has 8 significant bits and the original's autocast changes the flow by 0.7 %.
+The tolerance for the camera is 1e-5. Schedules must be equal if the reference is fp32, and within
+1e-9 if it is fp64.
 """
 
 import json
@@ -51,8 +53,8 @@ from vllm_omni.worlds.movement import CameraMotion
 _FLOW, _KV, _LATENT = 2e-5, 2e-5, 1e-4
 _BF16_RELATIVE = 2e-2
 _ROLLED_OUT = 1e-4
-"""Tolerance of relative L2 distances. Guidance and the solver amplify rounding differences over 40
-steps.
+"""Tolerance for relative L2 distances after a rollout. The tolerance is large because guidance and
+the solver amplify rounding differences over 40 steps.
 """
 _CAMERA = 1e-5
 _SIGMA = 1e-9
@@ -165,7 +167,7 @@ def run_rollout(scenario: GoldenScenario) -> None:
 def run_pretrain(scenario: GoldenScenario) -> None:
     """Repeat a rollout of the model before distillation.
 
-    It has two caches, guidance, and a multi-step solver that restarts with each chunk.
+    Such a rollout uses two caches, guidance, and a multi-step solver that restarts with each chunk.
     """
     config = LingBotWorldConfig.from_checkpoint(values := json.loads(scenario.meta("cfg")))
     if (float(scenario.meta("guidance")), int(scenario.meta("steps"))) != (
@@ -289,7 +291,8 @@ def _window(
 
 
 def _recorded_schedule(scenario: GoldenScenario) -> FewStepSchedule:
-    """Return the schedule for the recorded shift and indices, after comparing its timesteps.
+    """Compare the timesteps of the schedule for the recorded shift and indices, and return the
+    schedule.
 
     Integer timesteps indicate the convention `original`.
     """
@@ -297,7 +300,7 @@ def _recorded_schedule(scenario: GoldenScenario) -> FewStepSchedule:
     convention = "exact" if timesteps.is_floating_point() else "original"
     indices = json.loads(scenario.meta("index"))
     schedule = few_step_schedule(convention, float(scenario.meta("shift")), indices)  # type: ignore[arg-type]
-    tolerance = 1e-3 if convention == "exact" else 0.0  # floats may have been computed in fp32
+    tolerance = 1e-3 if convention == "exact" else 0.0  # floats may come from fp32
     scenario.compare(
         "timesteps", torch.tensor(schedule.timesteps, dtype=torch.float64), timesteps, tolerance
     )
@@ -308,7 +311,7 @@ def _recorded_schedule(scenario: GoldenScenario) -> FewStepSchedule:
 
 
 def run_camera(scenario: GoldenScenario) -> None:
-    """Compare uploaded trajectories, the integration of actions, and camera maps of chunks."""
+    """Compare uploaded trajectories, the integration of actions, and the camera maps of chunks."""
     height, width = int(scenario.meta("h")), int(scenario.meta("w"))
     clips = sorted(
         (name.removesuffix(".poses_in") for name in scenario.tensors if name.endswith(".poses_in")),
@@ -373,7 +376,7 @@ def _compare_actions(scenario: GoldenScenario, height: int, width: int) -> None:
     held = cam.read_keys(actions := json.loads(scenario.meta("actions")), len(actions))
     start = cam.CameraTail.origin()
     poses, _ = cam.integrate_actions(held, start)
-    # One entry per video frame.
+    # `held` has one entry per video frame.
     by_frame = [CameraMotion.of_keys([keys], yaw_degrees=2.0, pitch_degrees=2.0) for keys in held]
     offline, _ = cam.integrate_motions(by_frame, start)
     origin = start.pose_44.unsqueeze(0)
@@ -400,7 +403,9 @@ def _compare_actions(scenario: GoldenScenario, height: int, width: int) -> None:
 
 
 def run_act_condition(scenario: GoldenScenario) -> None:
-    """Compare an uploaded path with keys: poses and keys per latent frame, and their map."""
+    """Compare an uploaded path that includes keys: the poses and keys per latent frame, and their
+    map.
+    """
     height, width = json.loads(scenario.meta("size"))
     recorded = scenario.get("wasd_latent")
     wasd = scenario.get("wasd")
@@ -419,7 +424,8 @@ def _chunk_relative(convention: str, poses_N44: torch.Tensor, frames: range) -> 
     chunk = poses_N44[frames.start : frames.stop]
     if len(chunk) != len(frames):
         raise ValueError(f"{len(poses_N44)} actions are recorded, a chunk needs {frames.stop}")
-    # the whole history, its first pose only a reference, scaled by the largest step so far
+    # SGLang scales the whole history by its largest step so far. The first pose is only a
+    # reference.
     if convention == "sglang":
         return cam.scaled_translations(cam.relative_poses(poses_N44[: frames.stop]))[frames.start :]
     before = poses_N44[frames.start - 1] if frames.start else cam.CameraTail.origin().pose_44
@@ -433,7 +439,7 @@ def _chunk_relative(convention: str, poses_N44: torch.Tensor, frames: range) -> 
 
 
 def run_schedules(scenario: GoldenScenario) -> None:
-    """Compare each recorded table with the schedule for its indices and the shift in its name."""
+    """Compare each recorded table with the schedule for its indices and for the shift in its name."""
     tables = json.loads(scenario.path.read_text())
     if not tables:
         raise ValueError("no schedule is recorded")
@@ -470,7 +476,8 @@ def _compare_exact(
 ) -> None:
     """Compare with a table of the `exact` convention.
 
-    If all its values are fp32 values, it was computed in fp32, and the bits must be equal.
+    If all values of the table are fp32 values, the table was computed in fp32 and must be
+    bit-identical.
     """
     default = (0, 250, 500, 750) if "v2" in name else (0, 179, 358, 679)
     indices = [

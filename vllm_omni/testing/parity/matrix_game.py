@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparison of Matrix-Game 2.0 with golden files: rollouts, image conditioning, decoding,
-schedules and names.
+"""Compares Matrix-Game 2.0 with golden files: rollouts, image conditioning, decoding, schedules and
+tensor names.
 
-All sizes come from `mg_meta.json`, metadata and shapes, so the directory may have other sizes,
-windows, chunk lengths, step lists or variants.
+All sizes are read from `mg_meta.json` and from the metadata and shapes of the recorded tensors. A
+directory may therefore use any sizes, windows, chunk lengths, step lists and variants.
 
-Tolerances, fp32: 2e-5 for rollouts and their stages, 0 for counters, 1e-6 for pixels, 1e-5 for the
-encoded condition and CLIP's hidden states, 5e-5 for decoded frames and one level in uint8, 1e-3 for
-timesteps, 1e-6 for sigmas.
+The tolerances in fp32 are 2e-5 for rollouts and their stages, 0 for counters, 1e-6 for pixels, 1e-5
+for the encoded condition and CLIP's hidden states, 5e-5 for decoded frames (one level in uint8),
+1e-3 for timesteps and 1e-6 for sigmas.
 """
 
 import json
@@ -68,7 +68,9 @@ _META, _VAE, _CLIP = (
     "clip_tiny_weights_orig_names.safetensors",
 )
 _CLIP_KEYS = ("image_size", "patch_size", "dim", "mlp_ratio", "num_heads", "num_layers", "out_dim")
-"""Known keys of CLIP's configuration. The model does not use the projection of width `out_dim`."""
+"""Known keys of the recorded CLIP configuration. The model does not use CLIP's projection, which
+has width `out_dim`.
+"""
 
 
 def verify(golden_dir: Path) -> ComparisonReport:
@@ -87,11 +89,11 @@ def verify(golden_dir: Path) -> ComparisonReport:
     )
 
 
-# -- roll-outs -------------------------------------------------------------------------------------
+# -- rollouts --------------------------------------------------------------------------------------
 
 
 class _Rollout:
-    """One recorded rollout, repeated forward pass by forward pass."""
+    """One recorded rollout, which is repeated one forward pass at a time."""
 
     def __init__(self, scenario: GoldenScenario) -> None:
         cases = read_json(scenario.directory / _META).get("cases", {})
@@ -126,8 +128,8 @@ class _Rollout:
         self.calls = RecordedCalls(scenario, self.case["calls"], _FLOW)
 
     def run_scenario(self) -> None:
-        """Repeat the rollout with the recorded noise and actions. Compare every pass, its stages
-        and caches, and the clip.
+        """Repeat the rollout with the recorded noise and actions. Compare every forward pass with
+        its stages and caches, and the clip.
         """
         scenario, case = self.scenario, self.case
         steps = [float(t) for t in case["warped_timesteps"]]
@@ -167,7 +169,7 @@ class _Rollout:
                 )
 
     def _open(self, frames: range, condition: torch.Tensor) -> ActionItem:
-        """Return the inputs that all calls of a chunk share."""
+        """Return the inputs that all forward passes of a chunk share."""
         pixels = slice(first_pixel_frame(frames.start), first_pixel_frame(frames.stop))
         rows, span = self.actions_NK[pixels], self.config.action_frames
         windows, self.newest = action_windows(rows, self.newest, len(frames), span)
@@ -261,7 +263,9 @@ class _Rollout:
 
 
 class _Stages:
-    """Records outputs of the network's modules with hooks, for calls that have recorded ones."""
+    """Captures the outputs of the network's modules with hooks, in forward passes whose outputs
+    were recorded.
+    """
 
     def __init__(self, model: MatrixGameTransformer, scenario: GoldenScenario) -> None:
         self.model, self.scenario = model, scenario
@@ -385,7 +389,7 @@ def run_condition(scenario: GoldenScenario) -> None:
 
 
 def _grey(image_1C1HW: torch.Tensor, latents: int) -> torch.Tensor:
-    """Return the clip [image, grey, grey, ...] of a number of latent frames."""
+    """Return the clip [image, grey, grey, ...] that encodes to `latents` latent frames."""
     return torch.cat(
         (image_1C1HW, torch.zeros_like(image_1C1HW).expand(-1, -1, 4 * (latents - 1), -1, -1)),
         dim=2,
@@ -434,7 +438,7 @@ def run_schedules(scenario: GoldenScenario) -> None:
 
 
 def run_names(scenario: GoldenScenario) -> None:
-    """Check that the rename rules map both recorded names of a tensor to the model's name."""
+    """Check that the rename rules map both recorded names of each tensor to the name in the model."""
     recorded = read_json(scenario.path)
     wrong = [
         name for name, theirs in recorded.items() if rename(name, RULES) != rename(theirs, RULES)

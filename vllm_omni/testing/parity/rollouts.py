@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps that the comparisons of several families share when they repeat a recorded rollout.
+"""Functions that the comparisons of several families share to repeat a recorded rollout.
 
-Recorded K/V caches have the layout of the original implementations, so a `KVWindow` is converted to
-it (`chronological`) before the comparison.
+Recorded K/V caches have the layout of the original implementations, so `chronological` converts a
+`KVWindow` to this layout before the comparison.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,14 +17,17 @@ _TIMESTEP = 1e-3
 
 
 def ends(window: KVWindow) -> tuple[int, int]:
-    """Return the two counters of the original: tokens ever committed, and valid tokens in the
-    buffer."""
+    """Return the two counters of the original implementation: the number of tokens ever committed,
+    and the number of valid tokens in the buffer.
+    """
     size = window.tokens_per_frame
     return window.committed_frames * size, min(window.committed_frames, window.window_frames) * size
 
 
 def chronological(window: KVWindow, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return copies of K and V, `[window tokens, N, H]`: oldest first, zeros at the end."""
+    """Return copies of K and V, `[window tokens, N, H]`, oldest token first and with zeros at the
+    end.
+    """
     order = window.token_positions(
         [window.slot(frame) for frame in window.visible_frames(window.committed_frames)]
     )
@@ -34,7 +37,7 @@ def chronological(window: KVWindow, layer: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def recorded_layers(scenario: GoldenScenario, prefix: str) -> list[int]:
-    """Return the layers for which the file has a tensor `{prefix}{layer}.k`."""
+    """Return the layers for which the file contains a tensor `{prefix}{layer}.k`."""
     names = [name for name in scenario.tensors if name.startswith(prefix) and name.endswith(".k")]
     return sorted(int(name.removeprefix(prefix).removesuffix(".k")) for name in names)
 
@@ -45,17 +48,17 @@ def clean_latents(x: torch.Tensor, flow: torch.Tensor, sigma: float) -> torch.Te
 
 
 def renoised(x0: torch.Tensor, noise: torch.Tensor, sigma: float) -> torch.Tensor:
-    """Return clean latents with noise at level `sigma`, computed in fp64."""
+    """Add noise at level `sigma` to clean latents, computed in fp64."""
     return ((1 - sigma) * x0.double() + sigma * noise.double()).float()
 
 
 class RecordedCalls:
-    """The recorded forward passes of a rollout, compared in order.
+    """The recorded forward passes of a rollout, which are compared in order.
 
     Args:
-        scenario: File with the tensors `in`, `flow` and `x0` of each call.
-        calls: Recorded metadata of each pass.
-        tolerance: Largest accepted difference of latents.
+        scenario: Scenario file with the tensors `in`, `flow` and `x0` of each forward pass.
+        calls: Recorded metadata of each forward pass.
+        tolerance: Largest accepted difference between latents.
     """
 
     def __init__(
@@ -66,19 +69,19 @@ class RecordedCalls:
 
     @property
     def name(self) -> str:
-        """Prefix of the tensors of the next pass."""
+        """Prefix that the tensors of the next forward pass have in their names."""
         return f"call{self._done:02d}"
 
     def compare(
         self, x: torch.Tensor, flow: torch.Tensor, x0: torch.Tensor, timestep: float
     ) -> Mapping[str, Any]:
-        """Compare input, flow and clean latents of the next pass, in the recorded layout.
+        """Compare input, flow and clean latents of the next forward pass, in the recorded layout.
 
         Returns:
-            The recorded metadata of the pass.
+            The recorded metadata of the forward pass.
 
         Raises:
-            ValueError: Fewer passes or tensors are recorded.
+            ValueError: The recording lacks the forward pass or one of its tensors.
         """
         scenario, name = self._scenario, self.name
         if self._done == len(self._calls):
@@ -94,7 +97,7 @@ class RecordedCalls:
         return call
 
     def finish(self) -> None:
-        """Raise ValueError if more passes are recorded than the rollout made."""
+        """Raise ValueError if more forward passes were recorded than the rollout has made."""
         if self._done != len(self._calls):
             raise ValueError(
                 f"{len(self._calls)} calls are recorded, the rollout makes {self._done}"

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparison of Wan 2.2's autoencoder and its tiny decoder with golden files.
+"""Compares Wan 2.2's autoencoder and its tiny decoder with golden files.
 
-All sizes come from metadata and shapes, so the directory may have other sizes, chunks or seeds.
-Tensors that a file lacks are not compared. Tolerances: 1e-5 for the encoder, 5e-5 for the decoder,
-one level for uint8 frames, 2e-5 for the tiny decoder; a stream that is continued from a snapshot or
-cut into other parts equals the stream bit for bit. Activations inside the networks reach hundreds,
-where one rounding of fp32 exceeds these numbers: there, 4e-6 of the largest recorded value counts
-if it is more.
+All sizes are read from the metadata and shapes of the recorded tensors, so a directory may use any
+sizes, chunks and seeds. Tensors that a file lacks are not compared. The tolerances are 1e-5 for the
+encoder, 5e-5 for the decoder, one level for uint8 frames and 2e-5 for the tiny decoder. A stream
+that is continued from a snapshot or split differently must equal the uninterrupted stream bit for
+bit. Activations inside the networks can exceed 100, where a single fp32 rounding is larger than
+these tolerances. The tolerance for activations is therefore at least 4e-6 of the largest recorded
+value.
 """
 
 import json
@@ -42,9 +43,11 @@ from vllm_omni.testing.parity.comparison import (
 
 _ENCODER, _DECODER, _TINY = 1e-5, 5e-5, 2e-5
 _LEVEL = 1.0
-"""Of uint8 frames."""
+"""Tolerance for uint8 frames, in levels."""
 _ROUNDING = 4e-6
-"""Relative to the largest value of an activation: 32 roundings of fp32."""
+"""Minimum tolerance for an activation, relative to its largest recorded value. The value equals 32
+roundings of fp32.
+"""
 _VAE_WEIGHTS = "wan22_vae_tiny_weights*.safetensors"
 _TINY_WEIGHTS = "taew22_tiny_weights*.safetensors"
 
@@ -67,7 +70,7 @@ def recorded_vae(metadata: dict[str, str]) -> VAEConfig:
     """Return the configuration of a VAE from the original's arguments in a file's metadata.
 
     Raises:
-        ValueError: An argument is unknown.
+        ValueError: The original's arguments include an unknown one.
     """
     fields = {
         "dim": "base_dim",
@@ -90,10 +93,10 @@ def recorded_vae(metadata: dict[str, str]) -> VAEConfig:
 
 
 def load_recorded(directory: Path) -> StreamingWanVAE:
-    """Return the recorded VAE of a directory.
+    """Return the VAE whose weights are recorded in a directory.
 
     Raises:
-        ValueError: The directory has no weights, or they do not fit.
+        ValueError: The directory has no weights, or the weights do not fit the VAE.
     """
     path = _one(directory, _VAE_WEIGHTS)
     vae = StreamingWanVAE(recorded_vae(read_tensors(path)[1]))
@@ -102,14 +105,14 @@ def load_recorded(directory: Path) -> StreamingWanVAE:
 
 
 def load_recorded_tiny(directory: Path) -> TinyVAEDecoder:
-    """Return the recorded tiny decoder of a directory.
+    """Return the tiny decoder whose weights are recorded in a directory.
 
     Raises:
-        ValueError: The directory has no weights, or they do not fit.
+        ValueError: The directory has no weights, or the weights do not fit the decoder.
     """
     path = _one(directory, _TINY_WEIGHTS)
     channels = open_tensors(path).shapes["decoder.1.weight"][1]
-    mean, std = (0.0,) * channels, (1.0,) * channels  # the latents stay normalised
+    mean, std = (0.0,) * channels, (1.0,) * channels  # the latents remain normalised
     config = replace(WAN_2_2_VAE, z_dim=channels, latents_mean=mean, latents_std=std)
     decoder = TinyVAEDecoder(tiny_vae_channels(path), config)
     load_tiny_vae(decoder, path)
@@ -130,7 +133,7 @@ def run_vae(scenario: GoldenScenario) -> None:
     """Compare the encoder, the decoder and their caches, for whole clips and for streams."""
     vae = load_recorded(scenario.directory)
     for name in [name for name in scenario.tensors if name.startswith("abot_variant.")]:
-        scenario.get(name)  # recorded to show another network
+        scenario.get(name)  # These tensors were recorded only to document another network.
     if "patchify_in" in scenario:
         pixels, cells = scenario.get("patchify_in"), scenario.get("patchify_out")
         patch = vae.config.patch
@@ -216,7 +219,7 @@ def _compare_decoder(scenario: GoldenScenario, vae: StreamingWanVAE) -> None:
 def _compare_continued(
     scenario: GoldenScenario, decode: Callable[..., Any], z: torch.Tensor, whole: torch.Tensor
 ) -> None:
-    """Continue the stream from copies of the state after each latent."""
+    """Check that a stream continues bit for bit from a copy of its state after each latent."""
     cache = None
     for index in range(1, z.shape[2]):
         _, cache = decode(z[:, :, index - 1 : index], cache)
@@ -232,13 +235,16 @@ def _compare_cache(judge: "_Judge", cache: VAECache, name: str) -> None:
             f"{name} has {len(recorded)} tensors, the stream holds {len(cache.features)}"
         )
     for key, feature in zip(sorted(recorded), cache.features, strict=bool(recorded)):
-        # The original's cache of a first step holds one frame, ours zeros before it.
+        # After a first step, the original's cache contains one frame. Ours also contains zeros
+        # before this frame.
         frames = judge.scenario.tensors[key].shape[2]
         judge.activation("caches", feature[:, :, -frames:], key)
 
 
 class _Judge:
-    """Compares with those tensors of one part that the file has."""
+    """Compares tensors of one network component with the recorded tensors, if the file contains
+    them.
+    """
 
     def __init__(self, scenario: GoldenScenario, part: str, tolerance: float) -> None:
         self.scenario, self._part, self._tolerance = scenario, part, tolerance
@@ -248,7 +254,7 @@ class _Judge:
             self.scenario.compare_recorded(f"{self._part}: {stage}", ours, name, self._tolerance)
 
     def activation(self, stage: str, ours: torch.Tensor, name: str) -> None:
-        """Compare a tensor inside the network."""
+        """Compare an activation inside the network, with the tolerance of activations."""
         if name in self.scenario:
             recorded = self.scenario.get(name)
             tolerance = max(self._tolerance, _ROUNDING * float(recorded.abs().max()))
@@ -257,7 +263,7 @@ class _Judge:
 
 @contextmanager
 def _results(modules: dict[str, nn.Module]) -> Iterator[dict[str, list[torch.Tensor]]]:
-    """Collect the results of modules while the context is open."""
+    """Context manager that collects the results of modules while it is open."""
     results: dict[str, list[torch.Tensor]] = {name: [] for name in modules}
 
     def store(name: str) -> Callable[[nn.Module, Any, torch.Tensor], None]:
@@ -292,7 +298,7 @@ def _decode(
 
 
 def run_tiny_vae(scenario: GoldenScenario) -> None:
-    """Compare the tiny decoder, its memory and the encoder in its file."""
+    """Compare the tiny decoder, its memory, and the encoder that its file also contains."""
     decoder = load_recorded_tiny(scenario.directory)
     judge = _Judge(scenario, "tiny decoder", _TINY)
     z = scenario.get("z").transpose(1, 2)  # recorded as [N, T, C, H, W]
@@ -321,12 +327,12 @@ def run_tiny_vae(scenario: GoldenScenario) -> None:
 
 
 def _unit(pixels_1CTHW: torch.Tensor) -> torch.Tensor:
-    """Return [1, T, C, H, W] in [0, 1], as recorded."""
+    """Return pixels in the recorded form, [1, T, C, H, W] in [0, 1]."""
     return ((pixels_1CTHW + 1) / 2).transpose(1, 2)
 
 
 def _encode_tiny(scenario: GoldenScenario, network: TAEHV) -> torch.Tensor:
-    """Encode the frames of the clip that the VAE's file holds."""
+    """Encode the frames of the clip that the VAE's golden file contains."""
     clips = [
         path
         for path in sorted(scenario.directory.glob("wan22_vae*.safetensors"))
@@ -349,7 +355,7 @@ def _tensor_names(path: Path) -> set[str]:
 
 
 def run_names(scenario: GoldenScenario) -> None:
-    """Compare names and sizes of the released network's tensors."""
+    """Compare the names and sizes of the released network's tensors with ours."""
     recorded = json.loads(scenario.path.read_text())
     names = recorded["key_map_orig_to_diffusers"]
     wrong = [name for name, target in names.items() if rename(name, VAE_RULES) != target]
@@ -370,7 +376,7 @@ def run_names(scenario: GoldenScenario) -> None:
         ("decoder", vae.decoder_cache_layout(32, 32)),
         ("encoder", vae.encoder_cache_layout(32, 32)),
     ):
-        # The recorded lists include the shortcuts, which hold no frames.
+        # The recorded lists include the shortcut convolutions, which cache no frames.
         calls = [
             name for name in recorded.get(f"{part}_causal_convs", []) if "shortcut" not in name
         ]

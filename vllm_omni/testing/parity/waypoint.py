@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparison of Waypoint with golden files: rollouts of both generations, streaming TAEHV, and the
+"""Compares Waypoint with golden files: rollouts of both generations, the streaming TAEHV, and the
 image autoencoder of Waypoint-1.
 
-All sizes come from metadata and shapes. Each forward pass starts from recorded latents and uses
-this package's K/V cache. Differences therefore accumulate over frames, but not over the steps of a
-frame.
+All sizes are read from the metadata and shapes of the recorded tensors. Each forward pass starts
+from recorded latents and uses this package's K/V cache. Differences therefore accumulate over
+frames, but not over the steps of a frame.
 
-Tolerances. fp32: 5e-5, mostly because of sines and cosines of phases up to 1000 rad; 1e-6 relative
-for tables; 2e-5 for TAEHV; one level in at most 0.1 % of the uint8 values. bf16: 3e-2 in relative
-L2; these files use rounded tables and noise levels, as the original does. Lists of frames and
-controls must be equal.
+In fp32, the tolerance is 5e-5 for rollouts, mostly because of sines and cosines of phases up to
+1000 rad. The fp32 tolerance is 1e-6 (relative) for tables and 2e-5 for TAEHV. At most 0.1 % of the
+uint8 values may differ, by one level. In bf16, the relative L2 distance may be at most 3e-2. The
+bf16 files use rounded tables and noise levels, as the original does. Lists of frames and controls
+must be equal.
 """
 
 import json
@@ -72,11 +73,11 @@ def rounded(tables: FrequencyTables) -> FrequencyTables:
     )
 
 
-# -- roll-outs -------------------------------------------------------------------------------------
+# -- rollouts --------------------------------------------------------------------------------------
 
 
 class WaypointRollout:
-    """One recorded session, repeated frame by frame."""
+    """One recorded session, which is repeated frame by frame."""
 
     def __init__(self, scenario: GoldenScenario) -> None:
         self.scenario = scenario
@@ -112,8 +113,9 @@ class WaypointRollout:
             rollout.frame(index, frame, prompt=int(2 * index >= len(frames)))
 
     def compare(self, stage: str, ours: torch.Tensor, name: str, tolerance: float = _FP32) -> None:
-        """Compare with a recorded tensor, if it exists. In bf16, compare by relative L2
-        distance."""
+        """Compare a tensor with the recorded tensor `name`, if it exists. In bf16, they are
+        compared by relative L2 distance.
+        """
         if name not in self.scenario:
             return
         if self.bf16:
@@ -203,7 +205,9 @@ class WaypointRollout:
     def forward(
         self, name: str, stage: str, latents: torch.Tensor, sigma: float, common: dict[str, Any]
     ) -> torch.Tensor:
-        """Run one forward pass and compare its tokens and blocks, if they are recorded."""
+        """Run one forward pass, and compare its tokens and the outputs of its blocks if they are
+        recorded.
+        """
         seen: dict[str, torch.Tensor] = {}
         hooks = []
         if f"{name}.{stage}.tokens" in self.scenario:
@@ -223,7 +227,7 @@ class WaypointRollout:
         return velocity
 
     def controls(self, recorded: dict[str, Any]) -> torch.Tensor:
-        """Convert a recorded controller state to the network's input, through an `ActionFrame`."""
+        """Convert a recorded controller state to an `ActionFrame`, and this to the network's input."""
         space = action_space(self.config)
         mouse = dict(zip(space.axis_names, recorded.get("mouse", ()), strict=False))
         held = tuple(space.button_names[code] for code in recorded.get("button", ()))
@@ -255,7 +259,7 @@ def cached_frames(rings: FrameRings, layer: int) -> list[int]:
 
 
 def frames_kv(rings: FrameRings, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return copies of K and V of `cached_frames` in that order, [frames T, N, H]."""
+    """Return copies of K and V of all `cached_frames`, oldest first, [frames T, N, H]."""
     window, index = rings.window(layer)
     tokens = window.token_positions([window.slot(frame) for frame in cached_frames(rings, layer)])
     k, v = window.format.load(index, window.buffer[index], tokens)
@@ -273,7 +277,7 @@ def _recorder(seen: dict[str, torch.Tensor], name: str) -> Any:
 
 
 def run_taehv(scenario: GoldenScenario) -> None:
-    """Compare streaming encoding of clips and decoding of latents, including resizing."""
+    """Compare the streaming encoding of clips and decoding of latents, including resizing."""
     codec = autoencoders.StreamingTAEHV(
         int(scenario.meta("latent_channels")),
         int(scenario.meta("encoder_width")),
@@ -328,7 +332,7 @@ def run_image_autoencoder(scenario: GoldenScenario) -> None:
 
 
 def _compare_pixels(scenario: GoldenScenario, pixels: torch.Tensor, name: str) -> None:
-    """Compare uint8 frames, in which few values may differ by one level."""
+    """Compare uint8 frames. A small share of the values may differ by one level."""
     recorded = scenario.get(name)
     scenario.compare("frames, levels", pixels, recorded, _LEVELS)
     share = (pixels != recorded).double().mean()

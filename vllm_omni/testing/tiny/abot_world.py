@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny ABot-World-0 checkpoints with random weights in both layouts.
 
-The values of a tensor depend only on the seed and its name, so both layouts of one seed contain the
-same model. Sizes are divisible by 2 and 4, for parallel runs. Reference images have 64 x 64 pixels.
+The values of a tensor depend only on the seed and its name, so both layouts of a given seed contain
+the same model. Sizes are divisible by 2 and 4, so that the model can run on several ranks.
+Reference images have 64 x 64 pixels.
 """
 
 from pathlib import Path
@@ -44,7 +45,7 @@ _SIZES = {
 
 
 def make_tiny(out: Path, seed: int, layout: str) -> None:
-    """Write a checkpoint into the empty or new directory `out`. `layout`: one of `LAYOUTS`."""
+    """Write a checkpoint into the empty or new directory `out`. `layout` is one of `LAYOUTS`."""
     start_folder(out, layout, LAYOUTS)
     write_tiny_vae(out / TINY_VAE_FILES["2.2"], seed, vae=VAE_2_2)
     config = tiny_config()
@@ -59,7 +60,7 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
 
 
 def tiny_config() -> dict[str, Any]:
-    """Return the `config.json` of a tiny transformer with the original's keys."""
+    """Return the `config.json` of a tiny transformer, with the keys of the original."""
     sizes = {"dim": 64, "num_heads": 4, "in_dim": 48, "out_dim": 48}
     return {"_class_name": "WanModel", "model_type": "ti2v", **sizes, **_SIZES}
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny causal Wan checkpoints with random weights in all released layouts.
 
-The values of a tensor depend only on the seed and its name, so all layouts of one seed contain the
-same model. Sizes are divisible by 2 and 4, for parallel runs.
+The values of a tensor depend only on the seed and its name, so all layouts of a given seed contain
+the same model. Sizes are divisible by 2 and 4, so that the model can run on several ranks.
 """
 
 from pathlib import Path
@@ -44,7 +44,7 @@ _CONFIG = {
 
 
 def make_tiny(out: Path, seed: int, layout: str) -> None:
-    """Write a checkpoint into the empty or new directory `out`. `layout`: one of `LAYOUTS`."""
+    """Write a checkpoint into the empty or new directory `out`. `layout` is one of `LAYOUTS`."""
     start_folder(out, layout, LAYOUTS)
     write_tiny_vae(out / TINY_VAE_FILE, seed)
     if layout == "diffusers":
@@ -57,7 +57,8 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
         f"model.{name}": tensor for name, tensor in _transformer_tensors(config, seed).items()
     }
     if layout == "original":
-        # A training checkpoint also has the network before averaging, which is not used.
+        # A training checkpoint also contains the network before weight averaging, which is not
+        # used.
         raw = {
             f"model.{name}": tensor
             for name, tensor in _transformer_tensors(config, seed + 1).items()

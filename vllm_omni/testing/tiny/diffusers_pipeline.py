@@ -2,9 +2,9 @@
 """Tiny diffusers pipelines with random weights in the released layouts: Qwen-Image, FLUX, Wan and
 SD3.
 
-Components are the released classes with few narrow layers, so that an image takes a fraction of a
-second on a CPU. VAEs have their released factors of 8 per side and 4 in time. Images are coloured
-noise.
+The components are instances of the released classes with only a few narrow layers, so that an image
+takes a fraction of a second on a CPU. VAEs keep the released compression factors: 8 per side and 4
+in time. The generated images are coloured noise.
 """
 
 import json
@@ -21,7 +21,7 @@ _BLOCKS = ("DownEncoderBlock2D",) * 4, ("UpDecoderBlock2D",) * 4
 
 
 def make_tiny(out: Path, seed: int, layout: str) -> None:
-    """Write a pipeline. Its weights depend on the seed only."""
+    """Write a diffusers pipeline. The weights depend only on the seed."""
     from diffusers.utils import logging
 
     with torch.random.fork_rng(devices=[]):
@@ -37,7 +37,9 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
 
 
 def _redraw(transformer: torch.nn.Module, seed: int) -> None:
-    """Draw larger matrices than the classes do, so that prompt and guidance affect the result."""
+    """Draw the matrices again with larger values than the classes use, so that prompt and guidance
+    affect the result.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in transformer.parameters():
@@ -143,7 +145,7 @@ def _sd3(out: Path) -> Any:
 
     clip_tokenizer, clip_config = _clip(out / "tokenizer")
     clip_tokenizer_2, _ = _clip(out / "tokenizer_2")
-    # as wide as both CLIP encoders together
+    # T5 is as wide as both CLIP encoders together.
     t5_tokenizer, t5 = _t5(out / "tokenizer_3", 2 * _TEXT_WIDTH)
     return StableDiffusion3Pipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
@@ -243,7 +245,7 @@ def _t5(folder: Path, width: int = _TEXT_WIDTH) -> tuple[Any, Any]:
 
 
 def _clip(folder: Path) -> tuple[Any, Any]:
-    """Return a CLIP tokenizer (one token per byte, no merges) and the config of a text model."""
+    """Return a CLIP tokenizer (one token per byte, no merges) and the config of a CLIP text model."""
     from transformers import CLIPTextConfig, CLIPTokenizer
 
     letters = _byte_letters()
@@ -264,7 +266,9 @@ def _clip(folder: Path) -> tuple[Any, Any]:
 
 
 def _qwen_tokenizer(folder: Path) -> Any:
-    """Return a Qwen2 tokenizer (one token per byte, no merges) with the chat's special tokens."""
+    """Return a Qwen2 tokenizer (one token per byte, no merges) with the special tokens of the chat
+    template.
+    """
     from transformers import Qwen2Tokenizer
 
     special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|video_pad|>", "<|image_pad|>")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny DreamX-World checkpoints with random weights in both layouts.
 
-The values of a tensor depend only on the seed and its name, so both layouts of one seed contain the
-same model. Sizes are divisible by 2 and 4, for parallel runs. One block has no camera branch.
+The values of a tensor depend only on the seed and its name, so both layouts of a given seed contain
+the same model. Sizes are divisible by 2 and 4, so that the model can run on several ranks. One
+block has no camera branch.
 """
 
 from pathlib import Path
@@ -49,7 +50,7 @@ CONFIG: dict[str, Any] = {"dim": 64, "num_heads": 4, "in_dim": 48, "out_dim": 48
 
 
 def make_tiny(out: Path, seed: int, layout: str) -> None:
-    """Write a checkpoint into the empty or new directory `out`. `layout`: one of `LAYOUTS`."""
+    """Write a checkpoint into the empty or new directory `out`. `layout` is one of `LAYOUTS`."""
     start_folder(out, layout, LAYOUTS)
     write_tiny_vae(out / TINY_VAE_FILES["2.2"], seed, vae=VAE_2_2)
     shapes = transformer_shapes(DreamXConfig.from_checkpoint(CONFIG))

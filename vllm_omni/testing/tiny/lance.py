@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny Lance checkpoints with random weights in the released layout.
 
-The values of a tensor depend only on the seed and its name. Sizes are divisible by 2, for tensor
-parallelism. Weights are scaled such that prompt, reference image, seed and step change the result
-visibly.
+The values of a tensor depend only on the seed and its name. Sizes are divisible by 2, so that
+tensor parallelism works. The weights are scaled so that prompt, reference image, seed and step
+change the result visibly.
 """
 
 from pathlib import Path
@@ -36,7 +36,8 @@ from vllm_omni.testing.tiny.wan import (
 )
 
 VIDEO_LATENT_FRAMES = 5
-"""Latent frames of the tiny video decoder: clips of up to 17 frames."""
+"""Maximum number of latent frames in the tiny video decoder, which allows clips of up to 17 frames.
+"""
 
 _SPECIAL = (
     "<|endoftext|>",
@@ -54,7 +55,9 @@ _SPECIAL = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
-"""Qwen2.5's special tokens in the order of their ids; they follow the 256 bytes."""
+"""Qwen2.5's special tokens in the order of their ids. The ids of special tokens follow those of the
+256 bytes.
+"""
 
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
@@ -80,13 +83,13 @@ _VISION = {
 
 
 def make_tiny(out: Path, seed: int, layout: str) -> None:
-    """Write a checkpoint into the empty or new directory `out`. `layout`: one of `LAYOUTS`."""
+    """Write a checkpoint into the empty or new directory `out`. `layout` is one of `LAYOUTS`."""
     start_folder(out, layout, LAYOUTS)
     if layout in ("image", "repository"):
         _write_decoder(out / IMAGE_FOLDER, seed, frames=1)
     if layout in ("video", "repository"):
         _write_decoder(out / VIDEO_FOLDER, seed, frames=VIDEO_LATENT_FRAMES)
-    if layout in ("image", "repository"):  # alone, the video decoder brings its bundled tower
+    if layout in ("image", "repository"):  # `video` bundles its own tower
         folder = out / VISION_FOLDER
         write_component(folder, {"model_type": "qwen2_5_vl", **_VISION}, "config.json")
         save_tensors(_vision_tensors(seed), folder / "vit.safetensors")
@@ -140,7 +143,7 @@ def write_tokenizer(folder: Path) -> dict[str, int]:
     """Write a tokenizer with one token per byte and the special tokens of Qwen2.5.
 
     Returns:
-        The ids of the special tokens.
+        The ids of the special tokens, by token.
     """
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = {

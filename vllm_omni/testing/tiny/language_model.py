@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny language model with random weights and a tokenizer, in transformers' layout.
+"""Writes a tiny language model with random weights and a tokenizer, in transformers' layout.
 
-vLLM loads it like any checkpoint. Attention heads have 32 channels, the minimum of vLLM's CPU
-kernels. The hidden-states example, its benchmark and tests use it.
+vLLM loads the model like any other checkpoint. Attention heads have 32 channels, because vLLM's CPU
+kernels require at least this many. The model is used by the hidden-states example, its benchmark
+and tests.
 """
 
 from pathlib import Path
@@ -24,10 +25,11 @@ def write_tiny_language_model(
     """Write a random Qwen2 model to the directory `out` and return the directory.
 
     Args:
-        out: Directory of the model.
+        out: Directory in which the model is written.
         seed: Seed of the weights.
         dtype: Dtype of the weights.
-        **config: Fields of `Qwen2Config`. Default: four blocks of width 64.
+        **config: Fields of `Qwen2Config` to change. By default, the model has four blocks of width
+            64.
     """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -49,7 +51,8 @@ def write_tiny_language_model(
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(Qwen2Config(**fields, dtype=dtype)).to(getattr(torch, dtype)).eval()
     for name, parameter in model.named_parameters():
-        # Large values, so that hidden states differ and greedy decoding does not repeat one token.
+        # Large values make the hidden states differ and keep greedy decoding from repeating one
+        # token.
         if "norm" not in name:
             torch.nn.init.normal_(parameter, std=0.2 if parameter.dim() > 1 else 0.05)
     model.generation_config.eos_token_id = _EOS
@@ -59,7 +62,9 @@ def write_tiny_language_model(
 
 
 def _tokenizer() -> Any:
-    """Return a tokenizer with one token per byte, which encodes any text and decodes any token."""
+    """Return a tokenizer with one token per byte. The tokenizer can encode any text and decode any
+    token.
+    """
     from tokenizers import pre_tokenizers
     from transformers import Qwen2Tokenizer
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny LingBot World checkpoints with random weights in all released layouts.
 
-The values of a tensor depend only on the seed and its name, so all layouts of one seed contain the
-same model, with three exceptions: the heads of `v2_1_3b` must have the released size, and `act` and
-`world` have other controls. `world` also has a world description, start images and an occupancy
-grid. Sizes are divisible by 2, and most of them by 4, for parallel runs. Weights are scaled such
-that each input (camera, prompt, condition) changes the frames visibly and long sessions stay
-finite.
+The values of a tensor depend only on the seed and its name, so all layouts of a given seed contain
+the same model, with three exceptions: the heads of `v2_1_3b` must have the released size, and `act`
+and `world` have different controls. The layout `world` also contains a world description, start
+images and an occupancy grid. Sizes are divisible by 2, and most of them by 4, so that the model can
+run on several ranks. The weights are scaled so that each input (camera, prompt, condition) changes
+the frames visibly and the values remain finite in long sessions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,8 +52,9 @@ _SMALL = {
     "freq_dim": 32,
     "text_dim": 32,
 }
-"""Sizes of the layout without a `config.json`. Heads have 128 channels, because the loader derives
-the sizes from the tensors."""
+"""Sizes of the layout that has no `config.json`. Heads must have 128 channels in this layout,
+because the loader derives the sizes from the tensors.
+"""
 _WORLD_SIDE_M, _WORLD_WIDTH, _WORLD_HEIGHT = 20.0, 48, 32
 _ORIGINAL = {
     "_class_name": "WanModelFast",
@@ -70,7 +71,7 @@ _ORIGINAL = {
 
 
 def make_tiny(out: Path, seed: int, layout: str) -> None:
-    """Write a checkpoint into the empty or new directory `out`. `layout`: one of `LAYOUTS`."""
+    """Write a checkpoint into the empty or new directory `out`. `layout` is one of `LAYOUTS`."""
     start_folder(out, layout, LAYOUTS)
     write_tiny_vae(out / TINY_VAE_FILE, seed)
     if layout == "diffusers":
@@ -97,14 +98,14 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
 def write_random_world(
     out: Path, seed: int, sizes: Mapping[str, Any], vae: VAEConfig, tiny_vae_channels: Sequence[int]
 ) -> None:
-    """Write a random world of other sizes in the original layout.
+    """Write a checkpoint with random weights and the given sizes, in the original layout.
 
     Args:
-        out: Directory of the checkpoint.
+        out: Directory in which the checkpoint is written.
         seed: Seed of the weights.
         sizes: Changes to the transformer's configuration.
         vae: Configuration of the VAE.
-        tiny_vae_channels: Channels of the tiny decoder.
+        tiny_vae_channels: Channels of the layers of the tiny decoder.
     """
     write_original_components(out, seed, vae)
     write_tiny_vae(out / TINY_VAE_FILE, seed, tiny_vae_channels)
@@ -142,7 +143,7 @@ def _write_world(out: Path, seed: int) -> None:
             )
         )
     cells = torch.zeros(200, 200, dtype=torch.bool)
-    cells[50:70] = True  # z from 3 to 5 m
+    cells[50:70] = True  # the wall reaches from z = 3 m to z = 5 m
     OccupancyGrid(cells, _WORLD_SIDE_M).write(out / "grid.png")
     description = WorldDescription(
         domain="tiny",
@@ -202,5 +203,6 @@ def _write_transformer(folder: Path, config: Mapping[str, Any], seed: int) -> No
 
 
 def _transformer_tensors(config: LingBotWorldConfig, seed: int) -> Tensors:
-    # The camera multiplies the residual stream in every block: a smaller gain keeps it in range.
+    # The camera multiplies the residual stream in every block, so a smaller gain keeps the residual
+    # stream in range.
     return random_tensors(transformer_shapes(config), seed, gains={".cam_": 0.4})

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny Matrix-Game 2.0 checkpoints with random weights: all variants in all released layouts.
 
-The values of a tensor depend only on the seed and its name, so all layouts of one variant and seed
-contain the same model. Sizes are divisible by 2 and 4, for parallel runs. Weights are scaled such
-that image, keys and mouse change the frames visibly and long sessions stay finite.
+The values of a tensor depend only on the seed and its name, so all layouts of a given variant and
+seed contain the same model. Sizes are divisible by 2 and 4, so that the model can run on several
+ranks. The weights are scaled so that image, keys and mouse change the frames visibly and the values
+remain finite in long sessions.
 """
 
 from pathlib import Path
@@ -78,7 +79,7 @@ _NAMES: Rules = (
 
 
 def make_tiny(out: Path, seed: int, layout: str) -> None:
-    """Write a checkpoint into the empty or new directory `out`. `layout`: one of `LAYOUTS`."""
+    """Write a checkpoint into the empty or new directory `out`. `layout` is one of `LAYOUTS`."""
     start_folder(out, layout, LAYOUTS)
     kind, _, name = layout.partition("_")
     variant = {"": "universal", "gta": "gta_drive", "templerun": "templerun"}[name]
@@ -91,7 +92,7 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
     write_original_vae(out, seed)
     write_original_clip(out, seed)
     folder = next(folder for folder, served in FOLDERS.items() if served == variant)
-    # As released, the universal and the gta model have an outdated config of the base model.
+    # As in the release, the universal and the gta model have an outdated config for the base model.
     stale = {key: value for key, value in config.items() if key != "local_attn_size"} | {
         "_class_name": "WanModel"
     }
@@ -103,7 +104,7 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
 
 
 def tiny_config(variant: str) -> dict[str, Any]:
-    """Return the `config.json` of a tiny transformer with the original's keys."""
+    """Return the `config.json` of a tiny transformer, with the keys of the original."""
     action = {**_ACTION, "keyboard_dim_in": _KEYS[variant]}
     if variant == "templerun":
         action = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoint of `NullImagePipeline`, which has one parameter."""
+"""Writes the checkpoint of `NullImagePipeline`, which contains a single parameter."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,9 @@ from safetensors.torch import save_file
 
 
 def make_tiny(out: Path, seed: int, layout: str) -> None:
-    """Write a checkpoint into the empty or new directory `out`. The only layout is "original"."""
+    """Write a checkpoint into the empty or new directory `out`. The only supported layout is
+    "original".
+    """
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps({"model_type": "null_image"}))
     gain = 0.5 + torch.rand(1, generator=torch.Generator().manual_seed(seed))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoint of `NullWorldPipeline`, which has four parameters."""
+"""Writes the checkpoint of `NullWorldPipeline`, which contains four parameters."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,9 @@ from safetensors.torch import save_file
 
 
 def make_tiny(out: Path, seed: int, layout: str) -> None:
-    """Write a checkpoint into the empty or new directory `out`. The only layout is "original"."""
+    """Write a checkpoint into the empty or new directory `out`. The only supported layout is
+    "original".
+    """
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps({"model_type": "null_world", "num_layers": 4}))
     gain = 0.5 + torch.rand(4, generator=torch.Generator().manual_seed(seed))

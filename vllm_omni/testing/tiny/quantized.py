@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny transformers with quantized weights: sizes of those in tests/golden/quantized, and a writer
-for ComfyUI's scaled FP8 files of Wan.
+"""Tiny transformers with quantized weights: the sizes of the transformers in
+tests/golden/quantized, and a function that writes Wan's weights in ComfyUI's scaled FP8 format.
 """
 
 from collections.abc import Mapping
@@ -24,13 +24,13 @@ SIZES: Mapping[str, Any] = {
     "num_layers": 2,
     "rope_max_seq_len": 64,
 }
-"""Arguments of diffusers' `WanTransformer3DModel`."""
+"""Arguments with which diffusers' `WanTransformer3DModel` is created."""
 
 _E4M3_MAX = 448.0
 
 
 def draw(model: nn.Module, seed: int = 0) -> None:
-    """Draw all parameters, with values that depend only on the seed and their names."""
+    """Set all parameters to random values that depend only on the seed and the parameter's name."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             values = normal(name, tuple(parameter.shape), seed)
@@ -45,11 +45,12 @@ def draw(model: nn.Module, seed: int = 0) -> None:
 def write_fp8_scaled(
     source: Path, out: Path, *, retained: tuple[str, ...] = ("blocks.",), prefix: str = ""
 ) -> None:
-    """Convert a safetensors file to scaled FP8: linear weights in e4m3 with one scale each.
+    """Convert a safetensors file to scaled FP8, which stores linear weights in e4m3 with one scale
+    each.
 
     Args:
-        source: The original file.
-        out: File to write.
+        source: Safetensors file to convert.
+        out: Scaled FP8 file to write.
         retained: Prefixes of the layers to quantize.
         prefix: Prefix of all names in the new file, for example `model.diffusion_model.`.
     """

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny Qwen2.5-Omni checkpoints with random weights and all files, tensor names and config keys of
-the released one.
+"""Tiny Qwen2.5-Omni checkpoints with random weights and with all files, tensor names and config
+keys of the released checkpoint.
 
-transformers' own `Qwen2_5OmniForConditionalGeneration` writes the weights. Some unusual proportions
-of the released model are preserved: the width of the talker is not heads x head_dim, and its token
-embeddings are wider than its layers. Attention heads have 32 channels, as vLLM's CPU kernels
-require.
+transformers' own `Qwen2_5OmniForConditionalGeneration` writes the weights. Two unusual proportions
+of the released model are preserved: the width of the talker differs from heads x head_dim, and the
+talker's token embeddings are wider than its layers. Attention heads have 32 channels, as vLLM's CPU
+kernels require.
 """
 
 import json
@@ -21,7 +21,9 @@ SPEAKERS = ("Chelsie", "Ethan")
 _REFERENCE_FRAMES = 60
 _CODES = 64
 _INITIALIZER_RANGE = 0.12
-"""Large, so that the two best logits differ clearly and greedy decoding agrees between kernels."""
+"""Standard deviation of the weights. The value is large, so that the two best logits differ clearly
+and greedy decoding gives the same tokens with all kernels.
+"""
 
 _PREPROCESSOR = {
     "chunk_length": 300,
@@ -49,7 +51,7 @@ _PREPROCESSOR = {
 
 
 def make_tiny(out: Path, seed: int, layout: str) -> None:
-    """Write the checkpoint into the empty or new directory `out`."""
+    """Write a checkpoint into the empty or new directory `out`."""
     out.mkdir(parents=True, exist_ok=True)
     tokens = write_qwen_tokenizer(out)
     config: Any = Qwen2_5OmniConfig(**_config(tokens), architectures=["Qwen2_5OmniModel"])
@@ -60,7 +62,7 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
         model.save_pretrained(out)
         torch.save(_speakers(tokens, config.token2wav_config.dit_config), out / "spk_dict.pt")
     stored = json.loads((out / "config.json").read_text())
-    # as published; `save_pretrained` writes its class instead
+    # The published config has this name, but `save_pretrained` writes the name of its own class.
     stored["architectures"] = ["Qwen2_5OmniModel"]
     (out / "config.json").write_text(json.dumps(stored, indent=2) + "\n")
     (out / "preprocessor_config.json").write_text(json.dumps(_PREPROCESSOR, indent=2) + "\n")
@@ -69,16 +71,16 @@ def make_tiny(out: Path, seed: int, layout: str) -> None:
 
 
 def _randomise(model: Any) -> None:
-    """Draw the layers that `initializer_range` does not affect, so that each input changes the
-    result visibly.
+    """Draw random values for the layers that `initializer_range` does not affect, so that each
+    input changes the result visibly.
     """
     for name, parameter in model.named_parameters():
         if name.endswith(".bias"):
             torch.nn.init.normal_(parameter, std=0.02)
         elif parameter.dim() >= 2 and "token2wav" in name:
             torch.nn.init.normal_(parameter, std=0.5 / parameter[0].numel() ** 0.5)
-    # An untrained talker soon emits a control code. Only the code that ends the speech stays
-    # likely.
+    # An untrained talker soon emits a control code. The other control codes are made unlikely, so
+    # that only the code that ends the speech occurs.
     talker = model.talker
     head = talker.codec_head.weight.data
     ends = head[talker.codec_eos_token].clone()
@@ -103,7 +105,7 @@ def _speakers(tokens: dict[str, int], dit: Any) -> dict[str, dict[str, Any]]:
 
 
 def _config(tokens: dict[str, int]) -> dict[str, Any]:
-    """Return the config as keyword arguments, with token ids of the tiny tokenizer."""
+    """Return the config as keyword arguments, with the token ids of the tiny tokenizer."""
     rope = {
         "rope_type": "default",
         "type": "default",
@@ -186,8 +188,8 @@ def _config(tokens: dict[str, int]) -> dict[str, Any]:
                 "emb_dim": 32,
                 "look_ahead_layers": [1],
                 "look_backward_layers": [0, 2],
-                # Published: 8193 codes; an untrained talker also emits its control codes, so the
-                # tiny one has them all.
+                # The published model has 8193 codes here. The tiny model also has the talker's
+                # control codes, because an untrained talker emits them.
                 "num_embeds": codes + 8,
                 "mel_dim": 16,
                 "enc_emb_dim": 24,

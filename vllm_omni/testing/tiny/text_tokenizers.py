@@ -32,7 +32,7 @@ _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
     r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Qwen2's regular expression for boundaries that merges must not cross."""
+"""Qwen2's regular expression for the text boundaries that merges must not cross."""
 
 _SPECIAL = (
     "<|endoftext|>",
@@ -87,11 +87,11 @@ CHAT_TEMPLATE = (
 
 
 def write_qwen_tokenizer(folder: Path) -> dict[str, int]:
-    """Write all tokenizer files.
+    """Write all files of a Qwen2.5-Omni tokenizer.
 
     Returns:
-        The ids of the special tokens and of `user`. `<|padding|>` is the number of tokens, rounded
-        up to a multiple of 64 like the released embedding table.
+        The ids of the special tokens and of `user`. The entry `<|padding|>` is the number of
+        tokens, rounded up to a multiple of 64 as in the released embedding table.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
@@ -162,14 +162,15 @@ def write_qwen_tokenizer(folder: Path) -> dict[str, int]:
 
 
 def write_t5_tokenizer(folder: Path) -> int:
-    """Write a tokenizer with the files, special tokens and byte fallback of umt5-xxl's.
+    """Write a tokenizer with the files, special tokens and byte fallback of umt5-xxl's tokenizer.
 
-    It is the demo world's, which was trained on twenty sentences with sentencepiece 0.2.3. It is
-    copied, not trained again, because other versions train another vocabulary, and random
-    checkpoints of one seed would differ.
+    The tokenizer is that of the demo world, which was trained on twenty sentences with
+    sentencepiece 0.2.3. The tokenizer is copied instead of trained again, because another version
+    of sentencepiece would produce another vocabulary, and random checkpoints of the same seed would
+    then differ.
 
     Returns:
-        Number of tokens.
+        Number of tokens in the vocabulary.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name in _FILES:

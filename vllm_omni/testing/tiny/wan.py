@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text encoder, VAE and image encoder of tiny Wan checkpoints in both released layouts, and helpers
-for the other components.
+"""Writes the text encoder, VAE and image encoder of tiny Wan checkpoints in both released layouts,
+and provides helpers for the other components.
 
-The values of a tensor depend only on the seed and its name, so all layouts of one seed contain the
-same components.
+The values of a tensor depend only on the seed and its name, so all layouts of a given seed contain
+the same components.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ _RESIDUAL_NAMES: Rules = (
     (r"\.(down_blocks\.\d+|resnets\.\d+)\.conv2\.", r".\1.residual.6."),
     (r"\.conv_shortcut\.", ".shortcut."),
 )
-"""diffusers' names of the layers of a VAE's residual blocks -> Wan's."""
+"""Renames for the layers of a VAE's residual blocks, from diffusers' names to Wan's."""
 _OUTER_NAMES: Rules = (
     (r"\.down_blocks\.", ".downsamples."),
     (r"\.mid_block\.resnets\.0\.", ".middle.0."),
@@ -74,7 +74,7 @@ _OUTER_NAMES: Rules = (
     (r"^quant_conv\.", "conv1."),
     (r"^post_quant_conv\.", "conv2."),
 )
-"""diffusers' names of a VAE's other modules -> Wan's."""
+"""Renames for a VAE's modules outside the residual blocks, from diffusers' names to Wan's."""
 _WAN_VAE_NAMES: Rules = (
     *_RESIDUAL_NAMES,
     *(
@@ -88,7 +88,7 @@ _WAN_VAE_NAMES: Rules = (
     ),
     *_OUTER_NAMES,
 )
-"""The inverse of `component_names.VAE_RULES` for Wan 2.1."""
+"""Inverse of `component_names.VAE_RULES` for the VAE of Wan 2.1."""
 WAN_2_2_VAE_NAMES: Rules = (
     *_RESIDUAL_NAMES,
     (r"\.down_blocks\.(\d+)\.downsampler\.", r".downsamples.\1.downsamples.2."),
@@ -97,7 +97,7 @@ WAN_2_2_VAE_NAMES: Rules = (
     (r"\.up_blocks\.(\d+)\.resnets\.", r".upsamples.\1.upsamples."),
     *_OUTER_NAMES,
 )
-"""The same for Wan 2.2."""
+"""Inverse of `component_names.VAE_RULES` for the VAE of Wan 2.2."""
 
 _WAN_TEXT_NAMES: Rules = (
     (r"^shared\.", "token_embedding."),
@@ -111,7 +111,7 @@ _WAN_TEXT_NAMES: Rules = (
     (r"\.layer\.1\.DenseReluDense\.wi_1\.", ".ffn.fc1."),
     (r"\.layer\.1\.DenseReluDense\.wo\.", ".ffn.fc2."),
 )
-"""The inverse of `component_names.TEXT_RULES`."""
+"""Inverse of `component_names.TEXT_RULES`."""
 
 
 DIFFUSERS_NAMES: Rules = (
@@ -131,7 +131,7 @@ DIFFUSERS_NAMES: Rules = (
     (r"\.ffn\.0\.", ".ffn.net.0.proj."),
     (r"\.ffn\.2\.", ".ffn.net.2."),
 )
-"""The inverse of `weights.TRANSFORMER_RULES`."""
+"""Inverse of `weights.TRANSFORMER_RULES`."""
 
 
 def start_folder(out: Path, layout: str, layouts: Collection[str]) -> None:
@@ -142,7 +142,7 @@ def start_folder(out: Path, layout: str, layouts: Collection[str]) -> None:
 
 
 def write_original_components(out: Path, seed: int, vae: VAEConfig = VAE) -> None:
-    """Write text encoder, VAE and tokenizer under Wan's own file and tensor names."""
+    """Write the text encoder, VAE and tokenizer with Wan's own file and tensor names."""
     write_t5_tokenizer(out / "google" / "umt5-xxl")
     text = {rename(name, _WAN_TEXT_NAMES): tensor for name, tensor in text_tensors(seed).items()}
     torch.save(text, out / "models_t5_umt5-xxl-enc-bf16.pth")
@@ -159,7 +159,7 @@ def write_original_vae(out: Path, seed: int, vae: VAEConfig = VAE) -> None:
 
 
 def write_original_clip(out: Path, seed: int) -> None:
-    """Write the vision tower of CLIP under Wan's own names, with some tensors of the text tower."""
+    """Write the vision tower of CLIP with Wan's own names, and with some tensors of the text tower."""
     tensors = {f"visual.{name}": tensor for name, tensor in _clip_tensors(seed).items()}
     tensors |= {"textual.norm.weight": torch.ones(8), "log_scale": torch.zeros(())}
     torch.save(tensors, out / "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth")
@@ -222,10 +222,10 @@ def write_diffusers_transformer(
     """Write a transformer in diffusers' layout, and `model_index.json`.
 
     Args:
-        out: Directory of the checkpoint.
+        out: Directory in which the checkpoint is written.
         pipeline: Class of the pipeline in `model_index.json`.
-        config: The transformer's `config.json`.
-        tensors: Its tensors under the original's names.
+        config: Contents of the transformer's `config.json`.
+        tensors: Tensors of the transformer, by their names in the original.
         scheduler: Class of the scheduler in `model_index.json`.
         tokenizer: Class of the tokenizer in `model_index.json`.
     """
@@ -246,7 +246,7 @@ def write_diffusers_transformer(
 
 
 def write_shards(folder: Path, tensors: Tensors, stem: str = "diffusion_pytorch_model") -> None:
-    """Write two safetensors shards and their index."""
+    """Write tensors as two safetensors shards and their index."""
     names = sorted(tensors)
     shards = {
         f"{stem}-{number:05d}-of-00002.safetensors": names[half]
@@ -287,7 +287,7 @@ def text_tensors(seed: int) -> Tensors:
 
 
 def _clip_tensors(seed: int) -> Tensors:
-    """Return the vision tower of CLIP under Wan's own names."""
+    """Return the tensors of CLIP's vision tower, by Wan's own names."""
     dim, mlp, side = CLIP["hidden_size"], CLIP["intermediate_size"], CLIP["patch_size"]
     shapes: dict[str, tuple[int, ...]] = {
         "cls_embedding": (1, 1, dim),
@@ -329,7 +329,9 @@ def _clip_tensors(seed: int) -> Tensors:
 
 
 VAE_GAINS = {"decoder.conv_out.weight": 0.5}
-"""The last convolution sets the contrast: pixel values of about +-0.5."""
+"""Gain of the last convolution, which sets the contrast. With this value, pixel values reach about
++-0.5.
+"""
 
 
 def random_tensors(
@@ -340,14 +342,14 @@ def random_tensors(
     offset: float = 0.1,
     gains: Mapping[str, float] | None = None,
 ) -> Tensors:
-    """Return random tensors that keep the scale of signals through a network.
+    """Return random tensors with which a network preserves the scale of its signals.
 
     Args:
-        shapes: Shape of each tensor by name.
+        shapes: Shape of each tensor, by name.
         seed: Seed of the values.
-        norms: Regular expression of the norms' names, whose weights are drawn around 1.
+        norms: Regular expression for the names of norms. The weights of norms are drawn around 1.
         offset: Standard deviation of biases and modulation.
-        gains: Factors of other tensors by a part of their name. Default: 1.
+        gains: Factors that scale other tensors, by a substring of their names. Default: 1.
     """
     tensors: Tensors = {}
     for name, shape in shapes.items():
@@ -363,7 +365,7 @@ def random_tensors(
 
 
 def normal(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Return standard normal values, fp32, that depend only on name, shape and seed."""
+    """Return fp32 standard normal values that depend only on name, shape and seed."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     return torch.randn(
         shape, generator=torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -373,7 +375,7 @@ def normal(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 def write_tiny_vae(
     path: Path, seed: int, channels: Sequence[int] = (8, 8, 4, 4), vae: VAEConfig = VAE
 ) -> None:
-    """Write a narrow TAEHV decoder of the latents of `vae` with random weights."""
+    """Write a narrow TAEHV decoder with random weights for the latents of `vae`."""
     with torch.device("meta"):
         shapes = shapes_of(TinyVAEDecoder(channels, vae))
     torch.save(random_tensors(shapes, seed, offset=0.02), path)

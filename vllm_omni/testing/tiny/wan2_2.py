@@ -2,8 +2,8 @@
 """Tiny Wan 2.2 checkpoints with random weights, written by diffusers' own classes.
 
 `t2v` and `i2v` have two experts, like A14B. `ti2v` has the residual VAE with 2x2 patches and the
-per-token timesteps of the 5B model. Sizes are divisible by 2 and 4, for parallel runs. VAEs have
-their released strides.
+per-token timesteps of the 5B model. Sizes are divisible by 2 and 4, so that the models can run on
+several ranks. VAEs have their released strides.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ _TI2V_CHANNELS = 48
 
 
 def make_tiny(out: Path, seed: int, layout: str) -> None:
-    """Write a checkpoint. The layout is `t2v`, `i2v` or `ti2v`. Weights depend on the seed only."""
+    """Write a checkpoint. The layout is `t2v`, `i2v` or `ti2v`. Weights depend only on the seed."""
     from diffusers import UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipeline
     from diffusers.utils import logging
     from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
@@ -99,8 +99,8 @@ def _vae(layout: str) -> Any:
 
 
 def _redraw(transformer: torch.nn.Module) -> None:
-    """Draw all parameters at random, because the classes initialise some with zeros or ones and
-    these would not affect the result.
+    """Set all parameters to random values, because the classes initialise some of them to zeros or
+    ones, which would not affect the result.
     """
     with torch.no_grad():
         for name, parameter in transformer.named_parameters():

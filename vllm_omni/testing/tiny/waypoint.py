@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny Waypoint checkpoints with random weights in both released layouts.
 
-The values of a tensor depend only on the seed and its name. Sizes are divisible by 2, for tensor
-parallelism. Weights are scaled such that keys and mouse change the frames visibly and long sessions
-stay finite.
+The values of a tensor depend only on the seed and its name. Sizes are divisible by 2, so that
+tensor parallelism works. The weights are scaled so that keys and mouse change the frames visibly
+and the values remain finite in long sessions.
 """
 
 import math
@@ -88,7 +88,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "prompt_embedding_dim": TEXT["d_model"],
     },
 }
-"""`config.yaml` of each layout."""
+"""Contents of `config.yaml` for each layout."""
 _IMAGES = {"latent_channels": 4, "ch_0": 16, "ch_max": 16, "channels": 3}
 _TAEHV = {"encoder_width": 8, "decoder_widths": (16, 8, 8, 8)}
 
@@ -110,7 +110,7 @@ _RELEASED: Rules = (
 
 
 def make_tiny(out: Path, seed: int, layout: str) -> None:
-    """Write a checkpoint into the empty or new directory `out`. `layout`: one of `LAYOUTS`."""
+    """Write a checkpoint into the empty or new directory `out`. `layout` is one of `LAYOUTS`."""
     start_folder(out, layout, LAYOUTS)
     values = CONFIGS[layout]
     (out / CONFIG_FILE).write_text(yaml.safe_dump(values))
@@ -143,18 +143,18 @@ def _write_images(folder: Path, seed: int) -> None:
 
 
 def _random_tensors(shapes: Mapping[str, tuple[int, ...]], seed: int) -> Tensors:
-    # `original0` is the norm of a channel's weights
+    # `original0` is the norm of the weights of a channel
     ones = {name: torch.ones(s) for name, s in shapes.items() if name.endswith("original0")}
     return random_tensors(shapes, seed, norms=r"(?!)") | ones
 
 
 def _per_block(tensors: Tensors, config: WaypointConfig, name_of: Any) -> Tensors:
-    """Return the six modulation projections for each block.
+    """Return the six modulation projections of each block as separate tensors.
 
     Args:
         tensors: Tensors of the model.
         config: Architecture of the model.
-        name_of: Returns the stored name for a block and the index of a projection.
+        name_of: Function that returns the stored name for a block and the index of a projection.
     """
     return {
         name_of(block, index): tensors[f"cond_proj.{index}.weight"].clone()
@@ -164,7 +164,7 @@ def _per_block(tensors: Tensors, config: WaypointConfig, name_of: Any) -> Tensor
 
 
 def _released(tensors: Tensors, config: WaypointConfig) -> Tensors:
-    """Return the tensors as released for Waypoint 1.5."""
+    """Return the tensors in the form in which Waypoint 1.5 was released."""
     stored = {
         rename(name, _RELEASED): t
         for name, t in tensors.items()
@@ -185,9 +185,10 @@ def _released(tensors: Tensors, config: WaypointConfig) -> Tensors:
 
 
 def _engine(tensors: Tensors, config: WaypointConfig) -> Tensors:
-    """Return the tensors as released for Waypoint 1.
+    """Return the tensors in the form in which Waypoint 1 was released.
 
-    Each block has one modulation bias, and the two halves of a fusion's first layer are one tensor.
+    Each block has one modulation bias, and the two halves of the first layer of a fusion are stored
+    as one tensor.
     """
     stored = {}
     for name, tensor in tensors.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AR worker on CPU. Import this module only if vLLM's platform is CPU (see `vllm_omni.worker`)."""
+"""AR worker for CPUs. Import this module only if vLLM's platform is CPU (see `vllm_omni.worker`)."""
 
 from typing import Any
 
@@ -15,14 +15,14 @@ from vllm_omni.worker.ar.worker import ARWorkerMixin
 
 
 class ARCPUModelRunner(ARModelRunnerV1Mixin, CPUModelRunner):
-    """vLLM's V1 runner on CPU with hidden states."""
+    """vLLM's V1 runner for CPUs, extended to return hidden states."""
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:  # type: ignore[override]
         """Sample without the generators of requests whose prompt has not been computed completely.
 
-        A step that computes part of a prompt also samples a token and discards it. Stock code then
-        rewinds the request's generator by an offset, which CPU generators do not support: the
-        exception would end the engine. A generator that is not passed to the sampler does not
+        A step that computes only part of a prompt also samples a token, which is discarded. vLLM
+        then rewinds the request's generator by an offset, which CPU generators do not support, and
+        the exception would end the engine. A generator that is not passed to the sampler does not
         advance, so nothing has to be rewound, and a seed gives the same tokens regardless of how a
         prompt is split (docs/architecture/seams.md).
         """
@@ -44,7 +44,7 @@ class ARCPUWorker(ARWorkerMixin, CPUWorker):  # type: ignore[misc]
 
     def init_device(self) -> None:
         super().init_device()
-        self.model_runner = self._make_model_runner()  # CPUWorker hard-codes its runner class
+        self.model_runner = self._make_model_runner()  # because CPUWorker hard-codes its runner
 
     def _make_model_runner(self) -> Any:
         assert self.device is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AR worker on CUDA: vLLM's worker with the AR mixin of the runner generation that vLLM chose."""
+"""AR worker for CUDA: vLLM's worker, with the AR mixin for the runner generation that vLLM selects."""
 
 import functools
 from typing import Any
@@ -14,7 +14,7 @@ from vllm_omni.worker.ar.worker import ARWorkerMixin
 def first_generation_runner() -> type[Any]:
     """Return the class of the V1 runner.
 
-    vLLM's runner is imported on the first call, as by vLLM.
+    vLLM's runner is imported on the first call, as vLLM itself does.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 

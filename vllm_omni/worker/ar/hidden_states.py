@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`HiddenStateCollector`: copies the requested hidden states of a step into the runner's output.
 
-It stores the `HiddenStatesRequest` of each request from its first step to its end, and copies to
-the host. It does not depend on the runner generation: a mixin (`ar/runner.py`) passes one
-`StepHiddenStates` per step. Other requests cost one check of an empty dict per step and no memory.
+The collector stores the `HiddenStatesRequest` of each request from its first step to its end, and
+copies the requested hidden states of each step to the host. The collector does not depend on the
+runner generation: a mixin (`ar/runner.py`) passes one `StepHiddenStates` per step. If no request
+asks for hidden states, a step costs only the check of an empty dict, and no memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,13 +26,16 @@ class StepHiddenStates:
     req_ids: Sequence[str]
     """Request ids in batch order."""
     offsets: Sequence[int]
-    """First row of each request, `[num_reqs + 1]`."""
+    """Index of the first row of each request, followed by the total number of rows,
+    `[num_reqs + 1]`."""
     num_computed: Sequence[int]
-    """Number of tokens of each request in the K/V cache before this step. Exact during prefill."""
+    """Number of tokens of each request in the K/V cache before this step. The number is exact
+    during prefill."""
     num_drafts: Mapping[str, int]
     """Number of speculated tokens at the end of a request's rows, by request id."""
     sources: Mapping[int, torch.Tensor]
-    """`[>= num_rows, hidden_size]` by layer index. Rows after the last offset are padding."""
+    """Hidden states `[>= num_rows, hidden_size]` by layer index. Rows after the last offset are
+    padding."""
 
 
 @dataclass(frozen=True)
@@ -39,21 +43,21 @@ class _Requested:
     """A request that needs hidden states."""
 
     request: HiddenStatesRequest
-    """The requested hidden states."""
+    """Which hidden states the client requested."""
     prompt_len: int
-    """Number of tokens of the prompt."""
+    """Number of tokens in the prompt."""
 
 
 class HiddenStateCollector:
-    """Tracks the requests that need hidden states, and copies those of a step. There is one
-    collector per runner, on every rank.
+    """Tracks the requests that need hidden states, and copies the requested hidden states of each
+    step. Every rank has one collector.
 
     Args:
         num_layers: Number of blocks of the model.
-        layers: Indices of the available layers; the final one is `num_layers`.
-        refusal: Reason why this configuration cannot return hidden states, or None.
-        copies: Whether the output of this rank reaches a scheduler. Other ranks only track
-            requests.
+        layers: Indices of the available layers. The index of the last layer is `num_layers`.
+        refusal: Reason why this configuration cannot return hidden states, or None if it can.
+        copies: Whether this rank copies hidden states, because its output reaches a scheduler.
+            Other ranks only track requests.
     """
 
     def __init__(
@@ -78,7 +82,7 @@ class HiddenStateCollector:
         return bool(self._requested or self._failed)
 
     def update(self, scheduler_output: SchedulerOutput) -> None:
-        """Register requests that start with this step, and remove requests that end with it."""
+        """Register requests that start with this step, and remove requests that have finished."""
         if self._requested or self._failed:
             for req_id in scheduler_output.finished_req_ids:
                 self._requested.pop(req_id, None)
@@ -119,7 +123,7 @@ class HiddenStateCollector:
     def copy_step(self, step: StepHiddenStates) -> "CopiedHiddenStates":
         """Start copying the requested hidden states of a step before they are overwritten.
 
-        Requests for the same layers share one copy.
+        Requests for the same layers are copied together.
         """
         wanted: dict[tuple[int, ...], list[_Slice]] = {}
         errors: dict[int, torch.Tensor] = {}
@@ -150,8 +154,8 @@ class HiddenStateCollector:
         return CopiedHiddenStates(len(step.req_ids), groups, errors)
 
     def _copy_stream(self, step: StepHiddenStates) -> torch.cuda.Stream | None:
-        """Return a separate stream for copies to the host, created on first use, or None on a
-        CPU."""
+        """Return the CUDA stream for copies to the host, or None on a CPU. The stream is created on
+        first use."""
         if self._stream is None and next(iter(step.sources.values())).is_cuda:
             self._stream = torch.cuda.Stream()
         return self._stream
@@ -159,33 +163,36 @@ class HiddenStateCollector:
 
 @dataclass(frozen=True)
 class _Slice:
-    """Hidden states of one request of the batch: rows `[start, end)` of the model's output."""
+    """Hidden states of one request in the batch: rows `[start, end)` of the model's output."""
 
     index: int
     """Index of the request in the batch."""
     start: int
-    """First row."""
+    """Index of the first row."""
     end: int
-    """Last row, exclusive."""
+    """Index after the last row."""
     drafts: int
-    """Number of speculated tokens at the end."""
+    """Number of rows at the end that belong to speculated tokens."""
     mode: str
-    """`HiddenStatesRequest.hidden_states` of the request."""
+    """Tokens that the client requested: `HiddenStatesRequest.hidden_states`."""
 
 
 def _positions_to_skip(requested: _Requested, num_computed: int, count: int, drafts: int) -> int:
-    """Return the number of leading rows of a request in this step that it did not request."""
+    """Return how many of a request's first rows in this step the client did not request."""
     if requested.request.hidden_states == "all":
         return 0
     if requested.request.hidden_states == "generated":
         return max(0, requested.prompt_len - num_computed)
     if num_computed + count < requested.prompt_len:
-        return count  # a part of the prompt; a later part has the last token
+        return count  # the step computes a part of the prompt that does not contain its last token
     return count - 1 - drafts
 
 
 class _Copy:
-    """Copy of one group's hidden states to the host: `[num_rows, num_layers, hidden_size]`."""
+    """Copy of the hidden states of requests for the same layers to the host.
+
+    The copy is a tensor `[num_rows, num_layers, hidden_size]`.
+    """
 
     def __init__(
         self,
@@ -198,7 +205,7 @@ class _Copy:
         Args:
             sources: Hidden states of each layer.
             slices: Rows to copy.
-            stream: Stream of the copy to the host; None if the sources are on the host.
+            stream: CUDA stream for the copy to the host; None if the sources are on the host.
         """
         layers = [
             torch.cat([source[part.start : part.end] for part in slices]) for source in sources
@@ -210,8 +217,8 @@ class _Copy:
         if stream is None:
             self._host_states = device_states
             return
-        # The copy runs after the gather, concurrently with the next step. Page-locked memory lets
-        # the host continue.
+        # The copy runs after the gather, concurrently with the next step. The host can continue
+        # meanwhile, because the memory is page-locked.
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._host_states = device_states.to("cpu", non_blocking=True)
@@ -227,20 +234,20 @@ class _Copy:
 
 @dataclass(frozen=True)
 class CopiedHiddenStates:
-    """Requested hidden states of one step until its sampled tokens are known."""
+    """Requested hidden states of one step, stored until the sampled tokens are known."""
 
     _num_reqs: int
     """Number of requests in the batch."""
     _groups: list[tuple[_Copy, list[_Slice]]]
-    """Copies, and the requests of each."""
+    """Copies to the host, each with the requests whose hidden states it contains."""
     _errors: dict[int, torch.Tensor]
-    """Envelopes of errors, by index in the batch."""
+    """Envelopes of the errors of failed requests, by index in the batch."""
 
     def attach_to_output(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
         """Put the hidden states of accepted tokens into `output.pooler_output`.
 
-        The entry of a request is `[num_rows, num_layers, hidden_size]`, the 1-D uint8 envelope of
-        its error, or None if it requested no hidden states.
+        The entry of a request is a tensor `[num_rows, num_layers, hidden_size]`, the 1-D uint8
+        envelope of its error, or None if there are no hidden states to return.
         """
         if not self._groups and not self._errors:
             return output
@@ -253,7 +260,7 @@ class CopiedHiddenStates:
             for part in slices:
                 end = start + part.end - part.start
                 sampled = output.sampled_token_ids[part.index] if output.sampled_token_ids else []
-                # With drafts, a step samples one token more than it accepts drafts.
+                # With drafts, the number of sampled tokens is the number of accepted drafts plus 1.
                 rejected = part.drafts - (len(sampled) - 1) if part.drafts and sampled else 0
                 accepted = states[start : end - rejected]
                 entries[part.index] = accepted[-1:] if part.mode == "last" else accepted
@@ -263,9 +270,7 @@ class CopiedHiddenStates:
 
 
 class HiddenStatesOutput(WrapsAsyncOutput, AsyncModelRunnerOutput):
-    """Asynchronous output of a runner, to which the hidden states are added when it is
-    available.
-    """
+    """Asynchronous output of a runner. Hidden states are added as soon as the output is available."""
 
     def __init__(self, inner: AsyncModelRunnerOutput, taken: CopiedHiddenStates) -> None:
         self._inner = inner

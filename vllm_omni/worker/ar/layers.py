@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`LayerTaps`: layers of a loaded model that can return hidden states.
 
-Every model returns its last layer. Models that support EAGLE-3 drafters (`SupportsEagle3`) also
-return auxiliary layers, numbered as in transformers' `output_hidden_states`. They are configured at
-start with `omni.hidden_state_layers`, because compiled graphs fix them.
+Every model returns the hidden states of its last layer. Models that support EAGLE-3 drafters
+(`SupportsEagle3`) can also return auxiliary layers, which are numbered as in transformers'
+`output_hidden_states`. Auxiliary layers are configured at startup with `omni.hidden_state_layers`,
+because they cannot change once graphs have been compiled.
 """
 
 from collections.abc import Sequence
@@ -27,15 +28,15 @@ _DRAFTERS_WITHOUT_MODEL = ("ngram", "ngram_gpu", "suffix")
 
 @dataclass(frozen=True)
 class LayerTaps:
-    """Layers that a model returns."""
+    """Layers whose hidden states a model returns."""
 
     num_layers: int
     """Number of blocks of the model."""
     layers: tuple[int, ...]
-    """Auxiliary layers that the forward pass returns, in its order."""
+    """Indices of the auxiliary layers, in the order in which the forward pass returns them."""
     installed: bool
-    """Whether `install` configured the layers. False if a drafter configured them, or if there are
-    none.
+    """Whether `install` configured the auxiliary layers. False if a drafter configured them, or if
+    there are none.
     """
 
     @classmethod
@@ -46,10 +47,9 @@ class LayerTaps:
 
         Args:
             vllm_config: Configuration of the engine.
-            model: The model.
-            drafter_reads_layers: Whether the forward pass already returns the layers of a drafter.
-                If so, only these layers are available, because the drafter reads every returned
-                layer.
+            model: The loaded model.
+            drafter_reads_layers: Whether the forward pass already returns layers for a drafter. No
+                other layers are then available, because the drafter reads every returned layer.
 
         Raises:
             ValueError: The model or the configuration does not support the layers.
@@ -81,7 +81,7 @@ class LayerTaps:
         return cls(num_layers, wanted, installed=True)
 
     def named(self, returned: Sequence[torch.Tensor] | None) -> dict[int, torch.Tensor]:
-        """Map layer indices to the additional tensors returned by the forward pass."""
+        """Return the auxiliary tensors from the forward pass by layer index."""
         return (
             dict(zip(self.layers, returned, strict=True))
             if returned is not None and self.layers
@@ -93,7 +93,7 @@ def prepare_stages(model: nn.Module) -> None:
     """Reserve slots for auxiliary layers in the intermediate tensors between pipeline stages.
 
     Raises:
-        ValueError: The model does not support this.
+        ValueError: The model cannot send auxiliary layers between pipeline stages.
     """
     from vllm.v1.worker.gpu.spec_decode.eagle import eagle3_utils
 
@@ -118,7 +118,8 @@ def _check_combination(vllm_config: VllmConfig, model: nn.Module) -> None:
 
 
 def _layered(model: nn.Module) -> Any:
-    """Return the part of the model that can return layers: itself or its language model."""
+    """Return the module that can return auxiliary layers: the model itself or its language model.
+    The result is None if neither can."""
     if supports_eagle3(model):
         return model
     inner = model.get_language_model() if isinstance(model, SupportsMultiModal) else None

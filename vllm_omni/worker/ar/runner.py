@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """AR model runner: vLLM's own runner, whose output also contains the requested hidden states.
 
-There is one mixin per runner generation, each of which overrides hooks and calls `super()`. V1 is
-used on CPUs and for old configurations; V2 is the default on CUDA. vLLM prepares, runs, samples,
-speculates and balances experts unchanged. The mixins copy hidden states between `execute_model` and
-`sample_tokens`, when the hidden states of a step exist and its tokens do not exist yet. They must
-not change any other field of the output (tests/worker/test_ar_gpu_model_runner.py). The available
-layers are fixed when the model is loaded (`_make_collector`).
+There is one mixin per runner generation. A mixin overrides hooks and calls `super()`. V1 is used on
+CPUs and for old configurations; V2 is the default on CUDA. vLLM's preparation, forward pass,
+sampling, speculation and expert balancing are unchanged. The mixins copy hidden states between
+`execute_model` and `sample_tokens`, when the hidden states of a step exist but its tokens do not.
+The mixins must not change any other field of the output
+(tests/worker/test_ar_gpu_model_runner.py). The available layers are determined when the model is
+loaded (`_make_collector`).
 """
 
 from typing import Any
@@ -26,17 +27,18 @@ from vllm_omni.worker.ar.hidden_states import (
 )
 from vllm_omni.worker.ar.layers import LayerTaps, prepare_stages
 
-# Any, because the runners wrap these methods in torch.inference_mode, which hides their signatures.
+# The type is Any, because the runners wrap the overridden methods in torch.inference_mode, which
+# hides their signatures.
 _Runner: Any = object
 
 
 class _HiddenStatesMixin(_Runner):
-    """Hooks shared by both generations."""
+    """Hooks that are the same for both runner generations."""
 
     hidden_state_collector: HiddenStateCollector
-    """Requested hidden states, and their copies."""
+    """Tracks the requested hidden states and copies them."""
     layer_taps: LayerTaps
-    """Layers that the model returns."""
+    """Layers whose hidden states the model returns."""
     use_aux_hidden_state_outputs: bool
     """vLLM's attribute: whether the model returns auxiliary layers."""
     intermediate_tensors: IntermediateTensors | None
@@ -69,12 +71,12 @@ class _HiddenStatesMixin(_Runner):
         return taken.attach_to_output(output)
 
     def _copy_hidden_states(self) -> CopiedHiddenStates | None:
-        """Return the hidden states of the current step, or None if this rank has none."""
+        """Start copying the hidden states of the current step. Returns None if this rank has none."""
         raise NotImplementedError
 
 
 class ARModelRunnerV1Mixin(_HiddenStatesMixin):
-    """Mixin for a V1 runner class, listed before it."""
+    """Mixin for a V1 runner class. List the mixin before the runner class."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -90,13 +92,13 @@ class ARModelRunnerV1Mixin(_HiddenStatesMixin):
                     "omni.hidden_state_layers: the V1 runner supports at most two pipeline stages"
                 )
         if not pp.is_first_rank and self.intermediate_tensors is None:
-            # Stock code creates them in its warm-up, which the CPU worker skips in eager mode with
-            # a given cache size.
+            # vLLM creates these tensors in its warm-up. The CPU worker skips the warm-up in eager
+            # mode if the cache size is given.
             self._make_intermediate_tensors()
 
     def _copy_hidden_states(self) -> CopiedHiddenStates | None:
         state = self.execute_model_state
-        if state is None:  # not the last pipeline stage, or nothing was scheduled
+        if state is None:  # this is not the last pipeline stage, or nothing was scheduled
             return None
         scheduled = state.scheduler_output.num_scheduled_tokens
         req_ids = list(self.input_batch.req_ids)
@@ -121,7 +123,8 @@ class ARModelRunnerV1Mixin(_HiddenStatesMixin):
     ) -> dict[int, torch.Tensor]:
         """Return the hidden states by layer index.
 
-        With torchrun every stage has its own scheduler, so the last stage broadcasts them.
+        With torchrun, every pipeline stage has its own scheduler, so the last stage broadcasts the
+        hidden states to all stages.
         """
         final, retained = (
             self.hidden_state_collector.num_layers,
@@ -147,7 +150,7 @@ class ARModelRunnerV1Mixin(_HiddenStatesMixin):
 
 
 class ARModelRunnerV2Mixin(_HiddenStatesMixin):
-    """Mixin for a V2 runner class, listed before it."""
+    """Mixin for a V2 runner class. List the mixin before the runner class."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -165,7 +168,7 @@ class ARModelRunnerV2Mixin(_HiddenStatesMixin):
 
     def _copy_hidden_states(self) -> CopiedHiddenStates | None:
         state = self.execute_model_state
-        # not the last pipeline stage, or nothing was scheduled
+        # This is not the last pipeline stage, or nothing was scheduled.
         if state is None or state.hidden_states is None:
             return None
         retained = self.layer_taps.named(state.aux_hidden_states)
@@ -188,7 +191,11 @@ class ARModelRunnerV2Mixin(_HiddenStatesMixin):
 
 
 def _make_collector(vllm_config: VllmConfig, taps: LayerTaps) -> HiddenStateCollector:
-    """Determine the layers that requests may use, and whether this rank copies them."""
+    """Create the collector of this rank.
+
+    The function determines which layers requests may use, and whether this rank copies hidden
+    states.
+    """
     external = vllm_config.parallel_config.distributed_executor_backend == "external_launcher"
     copies = external or get_tp_group().rank_in_group == 0
     layers = (*taps.layers, taps.num_layers)
@@ -196,8 +203,9 @@ def _make_collector(vllm_config: VllmConfig, taps: LayerTaps) -> HiddenStateColl
 
 
 def _refusal(vllm_config: VllmConfig) -> str | None:
-    """Return the reason why hidden states would be missing or shifted with this configuration, or
-    None.
+    """Return the reason why a configuration cannot return hidden states, or None if it can.
+
+    With such a configuration, hidden states would be missing or assigned to the wrong tokens.
     """
     parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
     if vllm_config.model_config.is_encoder_decoder or vllm_config.model_config.is_diffusion:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ARWorkerMixin`: additions to vLLM's worker, shared by its CUDA and CPU classes.
+"""`ARWorkerMixin`: additions to vLLM's worker that are the same on CUDA and CPU.
 
-It checks the engine arguments before the model is loaded, because stock models have no config hook
-of this package, and provides statistics for `collective_rpc`.
+The mixin checks the engine arguments before the model is loaded, because vLLM's own models have no
+config hook of this package. It also provides statistics for `collective_rpc`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -27,10 +27,13 @@ else:
 
 
 def check_model(vllm_config: VllmConfig) -> None:
-    """Check that this worker supports the model, because vLLM's own config hooks take precedence.
+    """Check that this worker supports the model and that the scheduler sends hidden states.
+
+    The worker makes this check, because vLLM's own config hooks take precedence over those of this
+    package.
 
     Raises:
-        ValueError: It does not. The message is one line.
+        ValueError: The model or the scheduler is not supported. The message is one line.
     """
     from vllm_omni.core.sched import ARHiddenStatesScheduler
 
@@ -44,7 +47,7 @@ def check_model(vllm_config: VllmConfig) -> None:
 
 
 class ARWorkerMixin(_Worker):
-    """Mixin for a vLLM worker class, listed before it."""
+    """Mixin for a vLLM worker class. List the mixin before the worker class."""
 
     model_runner: ARModelRunnerV1Mixin | ARModelRunnerV2Mixin
 
@@ -55,11 +58,12 @@ class ARWorkerMixin(_Worker):
         super().__init__(vllm_config, *args, **kwargs)
 
     def engine_processes(self) -> dict[str, Any]:
-        """Return the pids of this rank and its engine core as JSON types. For `collective_rpc`."""
+        """Return the pids of this rank and of its engine core as JSON types, for `collective_rpc`."""
         return engine_processes()
 
     def hidden_states_stats(self) -> dict[str, Any]:
-        """Return layers and copied bytes of this rank as JSON types. For `collective_rpc`."""
+        """Return the available layers and the number of copied bytes of this rank as JSON types,
+        for `collective_rpc`."""
         states = self.model_runner.hidden_state_collector
         return {
             "bytes_copied": states.bytes_copied,

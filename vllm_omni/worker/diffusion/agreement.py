@@ -4,9 +4,9 @@ messages.
 
 All ranks receive the same batches, but each may refuse a request on its own, for example for lack
 of memory. A forward pass contains collectives, so all ranks must run it for the same requests.
-Before the first step of a request they agree: tensor-parallel ranks with a gloo all-reduce,
-pipeline stages with a mask that is sent along with the hidden states. This module does not depend
-on a model.
+Therefore, the ranks agree on each request before its first step: tensor-parallel ranks use a gloo
+all-reduce, and pipeline stages send a mask along with the hidden states. This module does not
+depend on a model.
 """
 
 import time
@@ -44,14 +44,14 @@ class RankAgreement:
     def read_mask(
         self, received: Mapping[str, torch.Tensor], states: Sequence[RequestState]
     ) -> list[int]:
-        """Return the flags of `states` from the previous stage: a chunk index, or a
-        negative code.
+        """Return the flag of each request in `states` that the previous stage has sent: a chunk
+        index, or a negative code.
         """
         return [int(flag) for flag in received[_MASK].tolist()[: len(states)]]
 
     def indices(self, states: Sequence[RequestState], mask: Sequence[int] | None) -> dict[str, int]:
-        """Return the chunk indices of participating requests by id, or an empty result on the first
-        stage."""
+        """Return the chunk indices of the requests that take part, by request id. The result is
+        empty on the first stage."""
         if mask is None:
             return {}
         return {
@@ -70,7 +70,8 @@ class RankAgreement:
     ) -> list[RequestState]:
         """Return the requests that take part in the collectives of this step.
 
-        They have not been refused or held back by any rank. Refused requests are marked as failed.
+        A request takes part unless a rank has refused it or holds it back. Refused requests are
+        marked as failed.
 
         Args:
             states: The requests of the batch.
@@ -87,14 +88,14 @@ class RankAgreement:
             fine = self._everywhere(fine)
         if mask is not None:
             wanted = [flag >= 0 for flag in mask]
-            # A chunk that failed meanwhile, with its predecessor, still takes part; its result is
-            # discarded.
+            # A chunk that has failed in the meantime because its predecessor failed still takes
+            # part. Its result is discarded.
             able = [
                 good or state.chunk is not None for state, good in zip(states, fine, strict=True)
             ]
             if any(want and not mine for want, mine in zip(wanted, able, strict=True)):
-                # The request's hidden states have arrived as a part of its group's, so this rank
-                # cannot skip it.
+                # The hidden states of the request have arrived in one tensor with those of other
+                # requests, so this rank cannot skip the request.
                 raise RuntimeError(
                     "an earlier pipeline stage accepted a request that this stage had to refuse"
                 )
@@ -119,9 +120,10 @@ class RankAgreement:
     ) -> dict[str, torch.Tensor]:
         """Return the flags of `states` for the next stage, as a small int32 CPU tensor.
 
-        A flag is the chunk index if the request's hidden states are sent, otherwise waiting or
-        refused. The length is one more than a multiple of the tensor-parallel size, because vLLM
-        sends tensors of a divisible length in shards, which requires a device tensor.
+        The flag of a request is its chunk index if its hidden states are sent, or else a code for
+        waiting or refused. The length of the tensor is one more than a multiple of the
+        tensor-parallel size, because vLLM sends tensors of a divisible length in shards, which
+        requires a device tensor.
         """
         flags = [
             state.index if state in alive else _WAITING if state in waiting else _REFUSED
@@ -131,18 +133,18 @@ class RankAgreement:
         return {_MASK: torch.tensor([*flags, *([_REFUSED] * padding)], dtype=torch.int32)}
 
     def agree(self, state: RequestState) -> None:
-        """Fail a chunk on all tensor-parallel ranks if it has failed on one (collective)."""
+        """Fail a chunk on all tensor-parallel ranks if it has failed on one of them (collective)."""
         if not self.all_fine(state.failure is None) and state.failure is None:
             state.failure = RequestFailed(
                 "engine_error", "another tensor-parallel rank failed on this chunk"
             )
 
     def all_fine(self, fine: bool) -> bool:
-        """Whether `fine` is true on every tensor-parallel rank."""
+        """Return whether `fine` is true on every tensor-parallel rank (collective)."""
         return fine if self._tensor.world_size == 1 else self._everywhere([fine])[0]
 
     def least(self, values: Sequence[int]) -> list[int]:
-        """Return the minimum of each of `values` over the tensor-parallel ranks (collective)."""
+        """Return the elementwise minimum of `values` over the tensor-parallel ranks (collective)."""
         if self._tensor.world_size == 1 or not values:
             return list(values)
         least = torch.tensor(values, dtype=torch.int32)
@@ -157,8 +159,8 @@ class RankAgreement:
     def add_adapter(self, adapters: NoAdapters, request: LoRARequest) -> bool:
         """Add a LoRA adapter on all ranks or on none (collective).
 
-        Only the last rank raises, because vLLM's executor reads replies in order of rank and none
-        after an error.
+        If loading fails, only the last rank raises an exception, because vLLM's executor reads
+        replies in order of rank and does not read any after an error.
 
         Raises:
             ValueError: A rank could not load the adapter. The message is one line.
@@ -178,7 +180,7 @@ class RankAgreement:
         return False
 
     def _first_error(self, own: str | None) -> str | None:
-        """Return the error of the first rank that has one (collective)."""
+        """Return the error of the first rank that has an error, or None (collective)."""
         if self._world.world_size == 1:
             return own
         everywhere: list[str | None] = [None] * self._world.world_size
@@ -188,9 +190,10 @@ class RankAgreement:
     # for the session store
 
     def budget(self, budget_bytes: int, session_bytes: int) -> int:
-        """Return this rank's memory budget for sessions, limited by the rank with the least memory.
+        """Return this rank's memory budget for sessions, limited by the rank with the least memory
+        (collective).
 
-        All ranks then admit the same number of sessions of the largest shape (collective).
+        With this budget, all ranks admit the same number of sessions of the largest shape.
 
         Args:
             budget_bytes: Memory available for sessions on this rank.
@@ -198,7 +201,7 @@ class RankAgreement:
         """
         if self._world.world_size == 1:
             return budget_bytes
-        # session_bytes is 0 on a VAE rank that does not decode
+        # `session_bytes` is 0 on a rank of a VAE stage that does not decode.
         own = budget_bytes / session_bytes if session_bytes else float("inf")
         sessions = torch.tensor([own], dtype=torch.float64)
         dist.all_reduce(sessions, op=dist.ReduceOp.MIN, group=self._world.cpu_group)
@@ -207,7 +210,7 @@ class RankAgreement:
     def clock(self) -> float:
         """Return the time in seconds.
 
-        It is constant with several ranks, so that no session ever counts as idle: the clocks of
+        With several ranks, the time is constant, so no session ever counts as idle. The clocks of
         ranks differ, but eviction must be the same on all ranks.
         """
         return time.monotonic() if self._world.world_size == 1 else 0.0

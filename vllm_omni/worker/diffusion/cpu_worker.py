@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Diffusion worker on CPU. Import this module only if vLLM's platform is CPU (see
+"""Diffusion worker for CPUs. Import this module only if vLLM's platform is CPU (see
 `vllm_omni.worker`).
 """
 
@@ -20,7 +20,7 @@ logger = logging.getLogger("vllm." + __name__)
 
 
 class DiffusionCPUWorker(DiffusionWorkerMixin, CPUWorker):  # type: ignore[misc]
-    """vLLM's CPU worker with the diffusion runner. Sleep is a no-op, as in stock vLLM."""
+    """vLLM's CPU worker with the diffusion runner. Sleep does nothing, as in stock vLLM."""
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         share_memory_nodes(vllm_config.parallel_config)
@@ -29,12 +29,13 @@ class DiffusionCPUWorker(DiffusionWorkerMixin, CPUWorker):  # type: ignore[misc]
     def init_device(self) -> None:
         if "OMP_NUM_THREADS" not in os.environ:  # neither the user nor vLLM's binding set a number
             torch.set_num_threads(num_cores())
-        super().init_device()  # vLLM prevents later changes of the number
+        super().init_device()  # afterwards, vLLM prevents changes of the number of threads
         logger.info("this rank uses %d CPU threads", torch.get_num_threads())
-        self.model_runner = self._make_model_runner()  # CPUWorker hard-codes its runner class
+        self.model_runner = self._make_model_runner()  # because CPUWorker hard-codes its runner
 
     def cpu_threads(self) -> dict[str, int]:
-        """Return the number of CPU threads and the pid. For `collective_rpc("cpu_threads")`."""
+        """Return the number of CPU threads and the pid of this rank, for
+        `collective_rpc("cpu_threads")`."""
         return {"threads": torch.get_num_threads(), "pid": os.getpid()}
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends chunks on one rank: check, decode, commit, deliver.
+"""Finishes chunks on one rank: check, decode, commit, deliver.
 
-`ChunkEnd` checks a chunk, decodes it, commits it to its session and delivers its result, on the
-rank with the last layers. All other ranks commit or fail the chunk when that rank's message
+On the rank with the last layers, `ChunkEnd` checks a chunk, decodes it, commits it to its session
+and delivers its result. All other ranks commit or fail the chunk when a message from that rank
 arrives. `ResultStream` decodes on a separate CUDA stream. This module does not depend on a model or
 on denoise steps.
 """
@@ -30,18 +30,20 @@ from vllm_omni.worker.diffusion.sessions.in_flight import ChunksInFlight
 logger = logging.getLogger("vllm." + __name__)
 
 _MAX_STEP_BYTES = 20 << 20
-"""Budget of results per engine step. vLLM's worker-to-engine ring buffer holds 24 MiB per message;
-larger messages take a path about ten times slower."""
+"""Maximum total size in bytes of the results that are delivered in one engine step. vLLM's ring
+buffer from worker to engine accepts messages of up to 24 MiB; larger messages take a path that is
+about ten times slower."""
 
 
 class ResultStream:
-    """Stream on which results are decoded and copied to the host.
+    """CUDA stream on which results are decoded and copied to the host.
 
     Args:
         device: Device of the decode.
         overlap: Whether to use a separate CUDA stream.
-        overlaps_steps: Whether denoise steps run on the same device. The decode then has priority,
-            because a client is waiting for its frames. False on a VAE stage.
+        overlaps_steps: Whether denoise steps run on the same device, which is not so on a VAE
+            stage. If true, the decode has a higher priority than the steps, because a client is
+            waiting for its frames.
     """
 
     def __init__(self, device: torch.device, overlap: bool, *, overlaps_steps: bool = True) -> None:
@@ -59,12 +61,12 @@ class ResultStream:
     ) -> list[PendingResult]:
         """Launch a decode and the copy of its tensors to the host.
 
-        Must be called before the next chunk changes a session.
+        This method must be called before the next chunk changes a session.
 
         Args:
             requests: Chunks to decode.
-            started_s: When each chunk started, in seconds.
-            decode: Decodes the chunks.
+            started_s: Time in seconds at which each chunk started.
+            decode: Function that decodes the chunks.
         """
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -93,7 +95,7 @@ class ResultStream:
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Start copying a CUDA tensor to page-locked memory. Return a host tensor unchanged."""
+    """Start copying a CUDA tensor to page-locked memory. A host tensor is returned unchanged."""
     if not tensor.is_cuda:
         return tensor
     return empty_result(tensor.shape, tensor.dtype, pin_memory=True).copy_(
@@ -102,17 +104,17 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ChunkEnd:
-    """Ends the chunks of one rank.
+    """Finishes the chunks of one rank.
 
     Args:
         model: The model.
         adapters: LoRA adapters of the rank.
         agreement: Agreement with the other ranks.
-        in_flight: Chunks in flight of the rank.
-        results: Where frames are decoded.
+        in_flight: Chunks in flight on the rank.
+        results: CUDA stream on which frames are decoded.
         decodes: Whether this rank decodes in addition to running layers.
-        shares_decode: Whether the ranks that share layers decode together, each a part of the
-            frame.
+        shares_decode: Whether the ranks that share layers decode together, each of them one band of
+            the frame.
         overlap: Whether a result is returned in an engine step after the last step of the chunk.
     """
 
@@ -137,8 +139,8 @@ class ChunkEnd:
         self.shares_decode = shares_decode
         self._overlap = overlap
         self.denoised: list[str] = []
-        """Requests of the current engine step whose chunk has been committed but whose result is
-        not ready.
+        """Requests of the current engine step whose chunk has been committed but whose result has
+        not been delivered.
         """
         self.committed: list[str] = []
         """Requests of the current engine step whose chunk was committed to its session."""
@@ -149,9 +151,9 @@ class ChunkEnd:
     def decode_before_clean_pass(self, states: Sequence[RequestState]) -> None:
         """Launch the decode of chunks with final latents, before their clean-context pass.
 
-        Call it directly after launching the step that made the latents final. On the CUDA stream of
-        the steps, the device then decodes while the host launches the clean-context pass, and runs
-        that pass while the host delivers the result.
+        Call this method directly after launching the step that makes the latents final. If decodes
+        run on the CUDA stream of the steps, the device then decodes while the host launches the
+        clean-context pass, and runs the clean-context pass while the host delivers the result.
         """
         if not self._decodes:
             return
@@ -172,8 +174,9 @@ class ChunkEnd:
     def decode_together(self, states: Sequence[RequestState]) -> None:
         """Launch the decodes that chunks of one forward pass can share.
 
-        `finish` decodes all other chunks separately. After an exception, it also decodes these
-        chunks separately, so that only the request that causes it fails.
+        `finish` decodes all other chunks separately. If a shared decode raises an exception,
+        `finish` also decodes its chunks separately, so that only the request that caused the
+        exception fails.
         """
         model = self._model
         if not self._decodes or len(states) < 2 or not isinstance(model, SupportsBatchedDecode):
@@ -221,7 +224,7 @@ class ChunkEnd:
             state.failure = as_failure(error, state.request_id)
         if self._decodes and state.pending is None and state.decode_failure is None:
             self.decode(state)
-        # for non-finite latents the check's error is clearer than the decoder's
+        # If the latents are not finite, the error of the check is clearer than the decoder's error.
         if state.failure is None:
             state.failure = state.decode_failure
         try:
@@ -238,7 +241,7 @@ class ChunkEnd:
         self.release_result(state, outputs)
 
     def commit(self, request: DiffusionRequest) -> None:
-        """Make a chunk part of its session."""
+        """Commit a chunk to its session, and remove it from the chunks in flight."""
         with self._adapters.applied(request.adapters):
             self._model.commit(request)
         request.session.adapters = request.adapters
@@ -246,7 +249,8 @@ class ChunkEnd:
         self.committed.append(request.request_id)
 
     def release_result(self, state: RequestState, outputs: dict[str, torch.Tensor]) -> None:
-        """Deliver the result of a committed chunk now, or with `overlap` in a later engine step."""
+        """Deliver the result of a committed chunk now. With `overlap`, it is delivered in a later
+        engine step."""
         if state.pending is None:
             outputs[state.request_id] = pack({})
         elif self._overlap:
@@ -269,7 +273,7 @@ class ChunkEnd:
     ) -> dict[str, torch.Tensor]:
         """Return as many results of a step as fit into the worker's ring buffer.
 
-        Further results are held back for the next step.
+        The remaining results are held back until the next step.
         """
         deliver: dict[str, torch.Tensor] = {}
         room = _MAX_STEP_BYTES
@@ -278,7 +282,8 @@ class ChunkEnd:
             if envelope is None:
                 continue
             if state.failure is None:
-                # a failed request retains it: `release` waits for a running decode
+                # A failed request retains its pending result, because `release` waits for a running
+                # decode.
                 state.pending = None
             if deliver and envelope.numel() > room:
                 state.deferred = envelope
@@ -291,9 +296,7 @@ class ChunkEnd:
     def pack_failures(
         self, states: Sequence[RequestState], outputs: dict[str, torch.Tensor]
     ) -> None:
-        """Pack the errors of failed requests. Chunks in flight that follow a failed chunk fail,
-        too.
-        """
+        """Pack the errors of failed requests. Later chunks in flight of the same session fail, too."""
         for state in states:
             if state.failure is not None and state.chunk is not None:
                 self._in_flight.fail(state.chunk)
@@ -302,10 +305,11 @@ class ChunkEnd:
                 outputs[state.request_id] = pack_error(state.failure.code, state.failure.message)
 
     def decode(self, state: RequestState) -> None:
-        """Launch the decode of a chunk that has not failed. Its error becomes `decode_failure`.
+        """Launch the decode of a chunk that has not failed. An error of the decode is stored in
+        `decode_failure`.
 
-        Ranks with layers fail the chunk only at its last step, because other ranks depend on its
-        forward passes until then.
+        Ranks with layers fail the chunk only at its last step, because other ranks depend on the
+        forward passes of the chunk until then.
         """
         if self.shares_decode:
             self._agreement.agree(state)
@@ -318,5 +322,5 @@ class ChunkEnd:
             )
         except Exception as error:
             if self.shares_decode:
-                raise  # other ranks are in this decode's collectives: the engine can only exit
+                raise  # other ranks wait in the collectives of this decode, so the engine must exit
             state.decode_failure = as_failure(error, state.request_id)

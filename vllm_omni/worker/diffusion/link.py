@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between pipeline stages: tensors to the next stage, and the return channel.
 
-**Forward.** vLLM's worker sends one dict of tensors from stage to stage: hidden states or, for a
-VAE stage, a `StageNote` and final latents. vLLM assumes that tensor-parallel ranks hold the same
-tensors: if the length of a tensor is divisible by their number, each rank sends a shard, and the
-receivers all-gather them. With sequence parallelism each rank has its own tokens, and host tensors
-cannot be all-gathered at all. `together` therefore pads its buffers to a length that is not
-divisible.
+**Forward.** vLLM's worker sends one dict of tensors from stage to stage. The dict contains hidden
+states or, for a VAE stage, a `StageNote` and final latents. vLLM assumes that all tensor-parallel
+ranks hold the same tensors: if the length of a tensor is divisible by the number of ranks, each
+rank sends a shard, and the receivers all-gather the shards. All-gathering shards would be wrong
+with sequence parallelism, where each rank has its own tokens, and is impossible for host tensors.
+`together` therefore pads its buffers to a length that is not divisible.
 
 **Back.** After every micro-step, the last stage with layers sends one message per batch to each
-earlier stage (`ReturnChannel`): for every request a status (1 = OK, 0 = failed) and its latents. An
-earlier stage needs the latents to start the request's next step, and the status to commit the
-chunk. The channel has a separate process group, because NCCL would put both directions of a shared
-group on one stream, and no batch could be sent forward before the message about the previous batch
-has been received. Messages flow in one direction (from the last stage to earlier ones) and in batch
-order, so a FIFO of posted receives suffices.
+earlier stage (`ReturnChannel`). The message contains a status (1 = OK, 0 = failed) and the latents
+of every request. An earlier stage needs the latents to start the request's next step, and the
+status to commit the chunk. The channel has a separate process group, because NCCL would put both
+directions of a shared group on one stream, and no batch could be sent forward before the message
+about the previous batch had been received. Messages flow only from the last stage to earlier stages
+and in batch order, so a FIFO of posted receives is sufficient.
 
 CUDA does not guarantee concurrency between streams: streams that share a hardware queue wait for
-each other. Every rank therefore issues its transfers in batch order, and for each batch the hidden
-states before the return message, so that a transfer only waits for earlier transfers. For this
-reason `listen` posts the receives of return messages after the hidden states have been sent.
+each other. Every rank therefore issues its transfers in batch order, and for each batch it issues
+the hidden states before the return message. A transfer then only waits for earlier transfers.
+Because of this order, `listen` posts the receives of return messages after the hidden states have
+been sent.
 """
 
 from collections import deque
@@ -36,7 +37,7 @@ from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepEx
 from vllm_omni.outputs import RequestFailed
 
 HIDDEN = "hidden"
-"""Key of the hidden states of all batches, packed by `together`."""
+"""Key of the hidden states of all batches, which are packed by `together`."""
 _NOTE = "note"
 _LATENTS = "latents"
 _STATUS_OK = 1.0
@@ -48,21 +49,21 @@ class ChunkNote(msgspec.Struct, frozen=True):
     """State of one chunk after a step."""
 
     request_id: str
-    """Request of the chunk."""
+    """Id of the chunk's request."""
     committed: int
     """Number of other chunks that have been committed to the session."""
     step: int
-    """Steps done."""
+    """Number of steps that the chunk has finished."""
     num_steps: int
-    """Steps in total."""
+    """Total number of steps of the chunk."""
     clean: bool
-    """Whether the latents are final. They are then sent together with the note."""
+    """Whether the latents are final. Final latents are sent together with the note."""
     done: bool
-    """Whether the ranks that hold layers have committed the chunk."""
+    """Whether the ranks with layers have committed the chunk."""
     info: dict[str, Any] = {}
-    """Data of the model, sent with final latents."""
+    """Data of the model that is sent together with final latents; otherwise empty."""
     timings_ms: dict[str, list[float]] = {}
-    """Stage timings of the ranks that hold layers, in milliseconds, once the chunk is `done`."""
+    """Stage timings of the ranks with layers in milliseconds; empty until the chunk is `done`."""
 
 
 class StageNote(msgspec.Struct, frozen=True):
@@ -74,10 +75,10 @@ class StageNote(msgspec.Struct, frozen=True):
     """Error code and message of failed requests, by request id."""
 
     def message(self, latents: Sequence[torch.Tensor], ranks: int) -> dict[str, torch.Tensor]:
-        """Return the tensors to send.
+        """Return this note and the final latents as tensors to send.
 
         Args:
-            latents: Latents of the clean `chunks`, in order.
+            latents: Latents of those `chunks` that are `clean`, in order.
             ranks: Number of ranks that share the layers of a stage.
         """
         text = msgspec.json.encode(self)
@@ -93,11 +94,11 @@ class StageNote(msgspec.Struct, frozen=True):
 
     @property
     def taking_part(self) -> set[str]:
-        """Requests whose chunk ran this step and has not failed."""
+        """Ids of the requests whose chunks ran this step and have not failed."""
         return {chunk.request_id for chunk in self.chunks}
 
     def latents(self, received: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the final latents of the clean `chunks` by request id."""
+        """Return the final latents of those `chunks` that are `clean`, by request id."""
         clean = [chunk.request_id for chunk in self.chunks if chunk.clean]
         return dict(zip(clean, unpack(_LATENTS, received), strict=True))
 
@@ -107,7 +108,8 @@ class StageNote(msgspec.Struct, frozen=True):
 
 
 def padding(length: int, ranks: int) -> int:
-    """Return the number of elements to append to a tensor, so that vLLM does not send it in shards.
+    """Return how many elements must be appended to a tensor so that vLLM does not send it in
+    shards.
 
     Args:
         length: Number of elements of the tensor.
@@ -119,8 +121,8 @@ def padding(length: int, ranks: int) -> int:
 def together(name: str, tensors: Sequence[torch.Tensor], ranks: int) -> dict[str, torch.Tensor]:
     """Pack tensors of the same dtype so that each rank sends its own tensors to its counterpart.
 
-    The result has two tensors for any number of inputs, because vLLM's CPU ranks can send at most
-    eight tensors.
+    The result contains two tensors for any number of inputs, because vLLM's CPU ranks can send at
+    most eight tensors.
 
     Args:
         name: Key of the packed tensors.
@@ -161,8 +163,8 @@ def unpack(name: str, received: Mapping[str, torch.Tensor]) -> list[torch.Tensor
 def connect_forward(pp: GroupCoordinator, device: torch.device) -> None:
     """Send one element along vLLM's path from stage to stage (collective in the pipeline group).
 
-    NCCL creates the communicator of a pair on first use, which can wait for the device. This must
-    therefore happen before any transfer is in flight.
+    NCCL creates the communicator of a pair of ranks on first use, which may have to wait for the
+    device. The first use must therefore precede all transfers.
 
     Args:
         pp: Pipeline group.
@@ -177,24 +179,24 @@ def connect_forward(pp: GroupCoordinator, device: torch.device) -> None:
 
 @dataclass
 class _Receive:
-    """A posted receive."""
+    """A posted receive of a return message."""
 
     requests: list[DiffusionRequest]
-    """Requests of the batch."""
+    """Requests of the batch that the message is about."""
     numels: list[int]
-    """Size of the latents of each request."""
+    """Number of elements in the latents of each request."""
     buffer: torch.Tensor
-    """Statuses and latents, valid once `work` is done."""
+    """Buffer for statuses and latents, which is valid once `work` is done."""
     work: Any
-    """Handle of the receive."""
+    """Handle of the receive operation."""
 
 
 class ReturnChannel:
-    """One rank's end of the return channel. All ranks of the world must construct it (collective).
+    """One rank's end of the return channel. All ranks of the engine must construct it (collective).
 
     Args:
-        pp_ranks: Global ranks with layers in this rank's pipeline, first stage first. A rank that
-            is not one of them (a VAE stage) only takes part in the construction.
+        pp_ranks: Global ranks with layers in this rank's pipeline, in the order of the stages. A
+            rank that is not among them (a rank of a VAE stage) only takes part in the construction.
         device: Device of the transfers.
     """
 
@@ -206,8 +208,8 @@ class ReturnChannel:
         dist.all_gather_object(columns, self._ranks)
         backend = "nccl" if device.type == "cuda" else "gloo"
         self._groups: dict[int, Any] = {}
-        # One group of two per (column, earlier stage), so that messages of pairs do not wait for
-        # each other.
+        # There is one group of two ranks for each column and earlier stage, so that the messages of
+        # different pairs do not wait for each other.
         for column in sorted({tuple(column) for column in columns}):
             for stage, rank in enumerate(column[:-1]):
                 group = dist.new_group([rank, column[-1]], backend=backend)
@@ -223,7 +225,7 @@ class ReturnChannel:
         return self._stage == len(self._ranks) - 1
 
     def _connect(self) -> None:
-        """Send one element per pair, so that NCCL creates the pairs' communicators."""
+        """Send one element between each pair of ranks, so that NCCL creates their communicators."""
         token = torch.ones(1, device=self._device)
         for stage, group in sorted(self._groups.items()):
             if self.is_last:
@@ -237,13 +239,13 @@ class ReturnChannel:
         ok: Sequence[bool],
         latents: Sequence[torch.Tensor],
     ) -> None:
-        """Send statuses and latents of one batch to every earlier stage, without waiting.
+        """Send the statuses and latents of one batch to every earlier stage, without waiting.
 
-        For the last stage.
+        Only the last stage calls this method.
 
         Args:
             requests: Requests of the batch.
-            ok: Whether each request is OK.
+            ok: Whether each request has succeeded.
             latents: Latents of each request.
         """
         assert self.is_last and len(requests) == len(ok) == len(latents)
@@ -257,18 +259,21 @@ class ReturnChannel:
         ]
         self._sends.append((message, works))
         while self._sends and all(work.is_completed() for work in self._sends[0][1]):
-            self._sends.popleft()  # the buffer must exist until the send is done
+            self._sends.popleft()  # frees the buffer, which must exist until it has been sent
 
     def expect(self, requests: Sequence[DiffusionRequest]) -> None:
         """Register a batch whose return message is expected.
 
-        For earlier stages: call it after the forward pass.
+        The stages before the last one call this method after the forward pass of the batch.
         """
         assert not self.is_last
         self._expected.append(list(requests))
 
     def listen(self, model: SupportsStepExecution) -> None:
-        """Post the receives of return messages. For earlier stages, after sending hidden states."""
+        """Post the receives of return messages.
+
+        The stages before the last one call this method after hidden states have been sent.
+        """
         for requests in self._expected:
             numels = [model.latents(request).numel() for request in requests]
             buffer = torch.empty(
@@ -283,14 +288,15 @@ class ReturnChannel:
         request_ids: Iterable[str],
         apply: Callable[[DiffusionRequest, bool, torch.Tensor], None],
     ) -> None:
-        """Apply all return messages up to the latest one that concerns one of the requests.
+        """Apply all return messages up to the latest message about one of the given requests.
 
         The outputs of these batches have reached the engine or are certain to be sent, so this
-        never waits for a batch that has not been sent to the last stage.
+        method never waits for a batch that has not been sent to the last stage.
 
         Args:
-            request_ids: Requests whose state must be up to date.
-            apply: Called with each request, whether it succeeded, and its latents.
+            request_ids: Ids of the requests whose state must be up to date.
+            apply: Function that is called with each request, whether it has succeeded, and its
+                latents.
         """
         assert not self._expected, "listen() must post a batch's receive before the next batch"
         wanted = set(request_ids)
@@ -302,8 +308,8 @@ class ReturnChannel:
             receive = self._pending.popleft()
             receive.work.wait()
             requests = receive.requests
-            # Reading the statuses synchronizes with the device, so do it only if a chunk may be
-            # committed.
+            # Reading the statuses synchronizes with the device, so they are read only if a chunk
+            # may be committed.
             final = any(request.step >= request.num_steps for request in requests)
             status = (
                 receive.buffer[: len(requests)].tolist() if final else [_STATUS_OK] * len(requests)

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Liveness of ranks: all ranks of an engine exit together when one has died, hung or failed.
 
-A rank that waits in a collective for a dead rank would wait for minutes, as would all clients. vLLM
+If a rank dies, other ranks wait for it in a collective for minutes, and so do all clients. vLLM
 detects the exit of a worker, but gives the other workers 9 s to reply, and it does not detect a
-stopped worker. Here, a thread of each rank (`Watchdog`) sends a datagram to every other rank twice
-a second. When a rank has exited, or was silent for `timeout_s`, the thread logs the reason, kills
-the silent process if it is on this machine, and exits at once. vLLM's executor then reports a dead
-engine. On the machine of the API server, `EngineWatch` usually kills the ranks earlier;
-docs/how_to/operations.md ("Who watches whom") compares the checks.
+stopped worker. Therefore, a thread of each rank (`Watchdog`) sends a datagram to every other rank
+twice a second. When a rank has exited, or has been silent for `timeout_s`, the thread logs the
+reason, kills the silent process if it is on this machine, and ends its own process immediately.
+vLLM's executor then reports a dead engine. On the machine of the API server, `EngineWatch` usually
+kills the ranks earlier; docs/how_to/operations.md ("Who watches whom") compares the checks.
 
-The thread only proves that its process runs, not that the main thread makes progress: vLLM handles
-a step that hangs on the device (`VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`). A process that was itself
-stopped (by a debugger, Ctrl-Z or a suspended machine) restarts its timers. A rank exits only
-through `end_rank`, even if its own work has failed (`failing_together`). This module does not
-depend on a model or on the scheduler. torch and vLLM, whose process groups define the ranks, are
-imported only where they are used.
+A heartbeat only proves that a process runs, not that its main thread makes progress. vLLM handles a
+step that hangs on the device (`VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS`). A process that was itself
+stopped (by a debugger, Ctrl-Z or a suspended machine) restarts its timers. If a rank of several has
+to exit, it exits through `end_rank`, even if its own work has failed (`failing_together`). This
+module does not depend on a model or on the scheduler. torch and vLLM, whose process groups define
+the ranks, are imported only where they are used.
 """
 
 import contextlib
@@ -38,43 +38,43 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm." + __name__)
 
 _OWN_GAP_BEATS = 4
-"""Delay of this thread, in heartbeats, after which it cannot judge whether other ranks were
-silent.
+"""Number of heartbeats by which the watchdog's own thread may be delayed. After a longer delay, it
+cannot judge whether other ranks were silent.
 """
 _GRACE_BEATS = 4
-"""Number of heartbeats that a rank waits after another rank has exited, because in an orderly
-shutdown the ranks exit one after the other.
+"""Number of heartbeats that a rank waits after another rank has exited. In an orderly shutdown, the
+ranks exit one after the other, and this rank is stopped during the wait.
 """
 
 
 @dataclass(frozen=True)
 class PeerRank:
-    """Another rank."""
+    """Another rank of the same engine."""
 
     rank: int
-    """Global rank."""
+    """Global rank of the process."""
     pid: int
-    """Process id."""
+    """Process id of the rank."""
     machine: str
-    """Equal for ranks on the same machine, and different otherwise."""
+    """Identifier of the rank's machine (`machine_id`)."""
     address: tuple[str, int]
-    """Host and port of its socket."""
+    """Host and port of the rank's socket."""
 
 
 @dataclass
 class Watchdog:
-    """Watchdog of this rank."""
+    """Sends heartbeats of this rank, and monitors all other ranks of the engine."""
 
     rank: int
     """Global rank of this process."""
     listen: socket.socket
-    """Bound UDP socket. The watchdog owns the socket."""
+    """Bound UDP socket, which is owned by the watchdog."""
     peers: Sequence[PeerRank]
-    """All other ranks."""
+    """All other ranks of the engine."""
     machine: str
-    """Machine of this process, as `PeerRank.machine`."""
+    """Identifier of this process's machine; see `PeerRank.machine`."""
     token: bytes
-    """Prefix of all datagrams, equal on all ranks."""
+    """Prefix of all datagrams, which is the same on all ranks of the engine."""
     timeout_s: float
     """Time in seconds without a heartbeat after which a rank counts as dead."""
     beat_s: float = 0.5
@@ -86,7 +86,7 @@ class Watchdog:
         threading.Thread(target=self._run, daemon=True, name="RankWatchdog").start()
 
     def stop(self) -> None:
-        """Announce an orderly shutdown: other ranks may exit from now on. Idempotent."""
+        """Stop the watchdog for an orderly shutdown, in which other ranks may exit. Idempotent."""
         self._stop.set()
 
     def _run(self) -> None:
@@ -94,7 +94,7 @@ class Watchdog:
         ends: dict[int, PeerRank] = {}
         for peer in self.peers:
             if peer.machine == self.machine:
-                with contextlib.suppress(OSError):  # it has exited: its silence is detected
+                with contextlib.suppress(OSError):  # if it has exited, its silence is detected
                     ends[os.pidfd_open(peer.pid)] = peer
         try:
             self._watch(ends)
@@ -113,7 +113,8 @@ class Watchdog:
         ended: tuple[float, PeerRank] | None = None
         while not self._stop.is_set():
             for peer in self.peers:
-                # a full buffer or a dead address: retry with the next beat, or detect its silence
+                # If the buffer is full, the next heartbeat is sent. If the address is dead, the
+                # silence of the rank is detected.
                 with contextlib.suppress(OSError):
                     self.listen.sendto(beat, peer.address)
             ready = {descriptor for descriptor, _ in poll.poll(self.beat_s * 1e3)}
@@ -162,8 +163,8 @@ def end_rank(rank: int, reason: str, error: BaseException | None = None) -> NoRe
 
     Args:
         rank: Rank of this process.
-        reason: Reason for the log.
-        error: Exception whose traceback is logged.
+        reason: Reason that is logged.
+        error: Exception whose traceback is logged; None if there is none.
     """
     logger.critical(
         "rank %d exits, so that the engine is reported dead: %s", rank, reason, exc_info=error
@@ -173,15 +174,15 @@ def end_rank(rank: int, reason: str, error: BaseException | None = None) -> NoRe
 
 @contextlib.contextmanager
 def failing_together(*, heard: bool) -> Iterator[None]:
-    """Context manager for work that other ranks take part in: an exception ends the process.
+    """Context manager for work in which other ranks take part. An exception ends the process.
 
-    vLLM's workers log an exception and wait for the next call. The exception of one rank is the
-    result for the engine; exceptions of other ranks never reach the engine, and all ranks would
-    wait in their collectives.
+    vLLM's workers log an exception and wait for the next call, and the engine reads the exception
+    of only one rank. If another rank fails, its exception never reaches the engine, and all ranks
+    would wait in their collectives.
 
     Args:
-        heard: Whether the engine reads the exception of this rank. The exception is then raised as
-            usual, as on the only rank of an engine.
+        heard: Whether the engine reads the exception of this rank. An exception that the engine
+            reads is raised as usual, and so is an exception of the engine's only rank.
     """
     from vllm.distributed.parallel_state import get_world_group
 
@@ -197,7 +198,7 @@ def failing_together(*, heard: bool) -> Iterator[None]:
 
 
 def runs_steps() -> bool:
-    """Whether vLLM's executors read the result or the exception of a step from this rank."""
+    """Return whether vLLM's executors read the result or the exception of a step from this rank."""
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     return get_pp_group().is_last_rank and get_tp_group().is_first_rank

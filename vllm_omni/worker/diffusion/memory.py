@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`MemoryBudget`: the memory that the sessions of one rank may use.
 
-vLLM profiles memory only for models with KV cache groups. A diffusion runner has none, so the
-budget is computed here: `--gpu-memory-utilization` of the GPU minus weights and minus the peak of a
-warm-up chunk of the largest shape. `--kv-cache-memory-bytes`, if given, is the budget, as for
-vLLM's own cache. As in vLLM's profiling, memory that was in use before this rank's worker started
-(by another engine on the same GPU) does not count.
+vLLM profiles memory only for models with KV cache groups. A diffusion runner has no such groups, so
+this module computes the budget: the fraction `--gpu-memory-utilization` of the GPU's memory, minus
+the weights, and minus the peak of a warm-up chunk of the largest shape. If
+`--kv-cache-memory-bytes` is given, it is the budget, as for vLLM's own cache. As in vLLM's
+profiling, memory that was in use before this rank's worker started (by another engine on the same
+GPU) does not count.
 """
 
 from collections.abc import Iterator
@@ -22,8 +23,8 @@ class MemoryBudget:
     Args:
         vllm_config: Configuration of the engine.
         device: Device of the rank.
-        used_before: Number of bytes in use on the device before the worker loaded anything, after
-            device and process groups were set up.
+        used_before: Number of bytes in use on the device after the device and the process groups
+            were set up, but before the worker loaded anything.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, used_before: int = 0) -> None:
@@ -34,7 +35,8 @@ class MemoryBudget:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Measure the peak memory, including weights, while the largest shape runs."""
+        """Measure the peak memory, including weights, in the body of the `with` statement, which
+        must run the largest shape."""
         if self._device.type != "cuda":
             yield
             return
@@ -43,12 +45,12 @@ class MemoryBudget:
         torch.cuda.synchronize(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
         outside_torch = total - free - torch.cuda.memory_reserved(self._device) - self._used_before
-        # negative if another process has freed memory meanwhile
+        # `outside_torch` is negative if another process has freed memory in the meantime.
         torch_peak = torch.cuda.max_memory_allocated(self._device)
         self._peak_bytes = torch_peak + max(0, outside_torch)
         torch.cuda.empty_cache()
         allocated = torch.cuda.memory_allocated(self._device)
-        # memory that CUDA graphs use while they run; it is not available for anything else
+        # CUDA graphs use this memory while they run, so it is not available for anything else.
         self._peak_bytes += torch.cuda.memory_reserved(self._device) - allocated
         _make_allocator_retain(torch_peak - allocated, self._device)
 
@@ -58,10 +60,10 @@ class MemoryBudget:
         """Return the number of bytes that all sessions together may use.
 
         Args:
-            warm_up_session_bytes: Size of a session of the largest shape.
-            configured: `omni.max_session_bytes`.
-            growing_bytes: Part of that session that is not included in the measured peak, because
-                it is allocated outside torch and was freed with the session.
+            warm_up_session_bytes: Size in bytes of a session of the largest shape.
+            configured: Value of `omni.max_session_bytes`.
+            growing_bytes: Number of bytes of the warm-up session that are not included in the
+                measured peak, because they were allocated outside torch and freed with the session.
 
         Raises:
             ValueError: The memory is not sufficient for a single session of the largest shape.
@@ -78,7 +80,7 @@ class MemoryBudget:
         return budget
 
     def _available(self, bytes_in_peak: int) -> int:
-        # the flag, or VLLM_CPU_KVCACHE_SPACE
+        # The value is set by the flag or by VLLM_CPU_KVCACHE_SPACE.
         if self._cache_config.kv_cache_memory_bytes is not None:
             return int(self._cache_config.kv_cache_memory_bytes)
         if self._device.type == "cuda":
@@ -89,10 +91,10 @@ class MemoryBudget:
 
 
 def _make_allocator_retain(nbytes: int, device: torch.device) -> None:
-    """Allocate the warm-up's memory again and free it, so that the first session does not have to
-    wait for the allocation.
+    """Allocate as much memory as the warm-up needed and free it, so that torch's allocator keeps
+    it.
 
-    `cudaMalloc` takes 40 ms for 11 GiB.
+    The first session then does not have to wait for `cudaMalloc`, which takes 40 ms for 11 GiB.
     """
     if nbytes > 0:
         torch.empty(nbytes, dtype=torch.uint8, device=device)

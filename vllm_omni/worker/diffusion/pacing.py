@@ -2,7 +2,7 @@
 """`StepPacer`: limits how far the host runs ahead of the device, so that aborts take effect
 quickly.
 
-On devices other than CUDA, a step has finished when its launch returns.
+On devices other than CUDA devices, a step has finished when its launch returns.
 """
 
 import time
@@ -13,26 +13,28 @@ from itertools import pairwise
 import torch
 
 SLOW_STEP_MS = 50.0
-"""Minimum duration of a slow step. The next step is launched only shortly before a slow step ends,
-so that an abort takes effect within one step."""
+"""Minimum duration of a slow step in milliseconds. The next step is launched only shortly before a
+slow step ends, so that an abort takes effect within one step."""
 SLOW_STAGE_MS = 150.0
-"""The same as `SLOW_STEP_MS`, for pipeline stages, where a step takes three times as long to pass
-through all processes.
+"""Minimum duration of a slow step in milliseconds with several pipeline stages. The value is larger
+than `SLOW_STEP_MS`, because a step takes three times as long to pass through all processes.
 """
 LEAD = 0.2
 """Time before the expected end of a slow step at which the next step is launched, as a fraction of
-the times above (10 ms of 50). An engine step takes about half of this time to get through the
-processes to its first kernel; without a lead, the device would be idle during that time.
+`SLOW_STEP_MS` or `SLOW_STAGE_MS` (10 ms of 50 ms). An engine step needs about half of this time to
+get through the processes to its first kernel. Without a lead, the device would be idle during that
+time.
 """
 _POLL_S = 0.001
 _STEPS = 3
-"""Number of earlier steps whose minimum duration predicts that of a step. (The first and last steps
-of a chunk take longer.)
+"""Number of earlier steps from which the duration of a step is predicted. The prediction is their
+minimum, because the first and last steps of a chunk take longer.
 """
 
 
 class StepPacer:
-    """Limits the host to one step ahead of the device, and with slow steps to `LEAD`.
+    """Prevents the host from running more than one step ahead of the device. If steps are slow, the
+    host runs ahead by only the fraction `LEAD`.
 
     The time between two results on the host is therefore not the duration of a step; use `before_s`
     instead.
@@ -50,15 +52,16 @@ class StepPacer:
         self._slow_ms = SLOW_STAGE_MS if stages else SLOW_STEP_MS
         self._ends: deque[torch.cuda.Event] = deque(maxlen=2 + _STEPS)
         self._started_s = 0.0
-        """Start of the last step on the device as estimated by the host, no earlier than its
-        launch.
+        """Time at which the last step started on the device, as estimated by the host. The estimate
+        is never earlier than the launch of the step.
         """
         self._expected_end_s = 0.0
 
     def launching(self) -> None:
-        """Call it before launching a step.
+        """Note that a step is about to be launched. Call this method before launching a step.
 
-        Its device time is measured, for `before_s`, unless stages share the step.
+        The device time of the step is measured for `before_s`, unless several stages share the
+        step.
         """
         if self._cuda and not self._stages:
             start = torch.cuda.Event(enable_timing=True)
@@ -66,10 +69,11 @@ class StepPacer:
             self._start_step = start, time.perf_counter()
 
     def launched(self, *, moves: bool = True) -> None:
-        """Call it after launching a step.
+        """Note that a step has been launched. Call this method after launching a step.
 
         Args:
-            moves: False if the step only collects results, so that there is nothing to wait for.
+            moves: Whether the step advances any chunk. If it only collects results, there is
+                nothing to wait for.
         """
         if self._cuda:
             end = torch.cuda.Event(enable_timing=True)
@@ -87,8 +91,8 @@ class StepPacer:
 
     @property
     def before_s(self) -> float | None:
-        """Device time in seconds of the step before the last one, or None if unknown or
-        unfinished."""
+        """Device time in seconds of the step before the last one. None if the time is unknown or if
+        that step has not finished."""
         if len(self._spans) < 2 or not self._spans[0][1].query():
             return None
         start, end = self._spans[0]
@@ -103,8 +107,8 @@ class StepPacer:
         """Wait until the next step may be launched.
 
         Args:
-            may_continue: Polled while waiting for a slow step. True ends the wait, for example
-                because a result can be delivered. The host still stays at most one step ahead.
+            may_continue: Function that is polled while waiting for a slow step. The wait ends when
+                it returns True, for example because a result can be delivered.
 
         Returns:
             Whether `may_continue` ended the wait.
@@ -115,8 +119,8 @@ class StepPacer:
         called_s = time.perf_counter()
         idle = before.query()
         before.synchronize()
-        # The device started the last step with its first kernel, which was enqueued before the
-        # device was free.
+        # If the device was busy, it starts the last step now, because the first kernel of that step
+        # was enqueued before the device was free.
         self._started_s = min(self._started_s, called_s) if idle else time.perf_counter()
         step_ms = min(start.elapsed_time(end) for start, end in pairwise([*earlier, before]))
         self._expected_end_s = self._started_s + step_ms / 1e3
@@ -127,6 +131,6 @@ class StepPacer:
             if may_continue():
                 return True
             time.sleep(min(left_s, _POLL_S))
-        if last.query():  # otherwise the late end would carry over to the next steps' estimates
+        if last.query():  # keeps a late estimate from delaying the estimates of later steps
             self._expected_end_s = min(self._expected_end_s, time.perf_counter())
         return False

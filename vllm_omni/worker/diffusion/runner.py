@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`DiffusionGPUModelRunner`: runs denoise steps for scheduled requests and owns the device memory.
 
-For each engine step, the runner's role admits the scheduled requests and runs one step of each. The
-role (`roles/`) is chosen once at startup; it defines this rank's part of the work and its messages
-to other ranks. The runner has no vLLM base class: `surface.py` implements vLLM's runner interface.
+In each engine step, the runner's role admits the scheduled requests and runs one step of each. The
+role (`roles/`) is chosen once at startup; it defines the work of this rank and the messages to
+other ranks. The runner has no vLLM base class: `surface.py` implements vLLM's runner interface.
 This module does not depend on a model or on sockets.
 
 Invariants (tests/worker/test_diffusion_model_runner.py, test_decode_before_clean_pass.py there,
 tests/engine/):
-- The first chunk of a session creates it, and only the session store frees it.
+- The first chunk of a session creates the session, and only the session store frees it.
 - A request that fails or is aborted leaves its session unchanged; the rest of the batch continues.
-- With several ranks, every decision before a collective is the same on all of them.
+- With several ranks, every decision before a collective is the same on all ranks.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ from vllm_omni.worker.diffusion.surface import RunnerSurface
 
 
 class DiffusionGPUModelRunner(RunnerSurface):
-    """Model runner of one rank. The worker calls all methods from one thread."""
+    """Model runner of one rank. The worker calls all methods from the same thread."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         self.vllm_config = vllm_config
@@ -70,8 +70,8 @@ class DiffusionGPUModelRunner(RunnerSurface):
                 self.omni.suspend_idle_s, self.omni.max_suspended_bytes, self.device
             )
         self.partition = self.omni.partition
-        """Number of layers of each stage after the last move, or as loaded; () means as even as
-        possible.
+        """Current number of layers of each stage: after the last move, or as loaded if layers have
+        not been moved. () means that layers are distributed as evenly as possible.
         """
 
     # -- start, called by the worker ---------------------------------------------------------------
@@ -80,7 +80,8 @@ class DiffusionGPUModelRunner(RunnerSurface):
         if load_dummy_weights:
             self.load_config.load_format = "dummy"
         self.offloader = offloader_for(self.vllm_config, self.device, self.parallel)
-        # also if None: another engine of this process may have set one
+        # The offloader is set even if it is None, because another engine of this process may have
+        # set one.
         set_offloader(self.offloader)
         loader = get_model_loader(self.load_config)
         self.pipeline = loader.load_model(
@@ -120,10 +121,10 @@ class DiffusionGPUModelRunner(RunnerSurface):
         All sessions end, because their keys and values were computed with the old weights.
 
         Args:
-            weights_iterator: Not supported.
-            weights_path: Checkpoint directory with tensors of the same shapes; None reloads the
-                current one.
-            is_checkpoint_format: Must be true.
+            weights_iterator: Argument of vLLM that is not supported and must be None.
+            weights_path: Checkpoint directory with tensors of the same shapes, or None to reload
+                the current directory.
+            is_checkpoint_format: Argument of vLLM that must be true.
 
         Raises:
             ValueError: The arguments or the quantized layers are not supported.
@@ -145,15 +146,15 @@ class DiffusionGPUModelRunner(RunnerSurface):
             initialize_layerwise_reload(quantized)
             try:
                 get_model_loader(self.load_config).load_weights(self.pipeline, self.model_config)
-            finally:  # also restores the old weights of layers that got none
+            finally:  # also restores the old weights of layers that received no new ones
                 finalize_layerwise_reload(quantized, self.model_config)
                 if self.offloader is not None:
                     self.offloader.post_init()
 
     def _end_sessions(self) -> None:
-        """Close all sessions, and fail the chunks in flight. Equal on all ranks."""
+        """Close all sessions, and fail the chunks in flight. All ranks do the same."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # a decode may still run
+            torch.cuda.synchronize(self.device)  # because a decode may still be running
         self.requests.fail_chunks(
             "cancelled", "the weights were replaced during this chunk; start again"
         )
@@ -165,7 +166,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
 
     @property
     def chunk_end(self) -> ChunkEnd:
-        """Ends the chunks of this rank's role."""
+        """The object with which this rank's role finishes chunks."""
         return self.role.chunk_end
 
     # -- the engine step ---------------------------------------------------------------------------
@@ -177,7 +178,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
     ) -> ModelRunnerOutput | IntermediateTensors:
         """Run one micro-step of each scheduled request.
 
-        Under the stock scheduler, run whole chunks.
+        If vLLM's own scheduler is used, this method runs whole chunks instead.
         """
         scheduled = list(scheduler_output.num_scheduled_tokens)
         self.role.receive_results([*scheduler_output.finished_req_ids, *scheduled])
@@ -223,8 +224,9 @@ class DiffusionGPUModelRunner(RunnerSurface):
         return self.requests.progress()
 
     def settle(self, session_id: str) -> None:
-        """Commit this session's finished chunks, by applying the last stage's return messages."""
-        with torch.inference_mode():  # as every commit
+        """Commit the finished chunks of a session, by applying the return messages of the last
+        stage."""
+        with torch.inference_mode():  # because every commit runs in inference mode
             self.role.receive_results(self.requests.done_in(session_id))
 
     def shutdown(self) -> None:
@@ -236,7 +238,7 @@ class DiffusionGPUModelRunner(RunnerSurface):
         """Check and load a LoRA adapter on all ranks, or on none (collective).
 
         Raises:
-            ValueError: A rank could not load it. The message is one line.
+            ValueError: A rank could not load the adapter. The message is one line.
         """
         return self.agreement.add_adapter(self.adapters, lora_request)
 

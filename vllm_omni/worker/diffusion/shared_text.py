@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SharedText`: sends text embeddings from the rank with the text encoder to all ranks with layers.
 
-The first rank of the first stage holds the text encoder. When the ranks that share its stage have
-agreed on the first step of a chunk, it broadcasts the embeddings to them. They are then sent
-together with the hidden states of that step, from each rank to its counterpart on the next stage.
-Embeddings are therefore transferred for exactly those chunks, and in exactly that order, for which
-forward passes run. This module does not depend on a model.
+The first rank of the first stage holds the text encoder. When the ranks of this stage have agreed
+on the first step of a chunk, the first rank broadcasts the embeddings to the others. Each rank then
+sends the embeddings, together with the hidden states of that step, to its counterpart on the next
+stage. Embeddings are therefore transferred for exactly those chunks for which forward passes run,
+and in the same order. This module does not depend on a model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,10 +22,10 @@ _COUNTS = "text.counts"
 
 
 class SharedText:
-    """Text embeddings of one rank.
+    """Distributes text embeddings, on one rank.
 
     Args:
-        model: The model. The object has no effect unless the model implements `SupportsSharedText`.
+        model: The model. Nothing is distributed unless the model implements `SupportsSharedText`.
         tensor: vLLM's group coordinator of the ranks that share layers.
         first_stage: Whether the first rank of the group holds the text encoder.
     """
@@ -44,10 +44,11 @@ class SharedText:
 
         Args:
             first_part: Chunks that are about to run their first step.
-            received: Message of the previous stage.
+            received: Message from the previous stage; empty on the first stage.
 
         Raises:
-            RuntimeError: The message lacks embeddings.
+            RuntimeError: The previous stage has sent a different number of embeddings than a chunk
+                needs.
         """
         if self._model is None:
             return
@@ -69,12 +70,13 @@ class SharedText:
                     f"an earlier pipeline stage sent {count} prompts of a chunk that has "
                     f"{len(own)} here"
                 )
-            # `own` is empty if this stage has the prompt
+            # `own` is empty if this stage already has the embeddings of the prompt.
             for embeddings, values in zip(own, arrived, strict=False):
                 embeddings.copy_(values)
 
     def message(self, first_part: Sequence[DiffusionRequest]) -> dict[str, torch.Tensor]:
-        """Return the same embeddings for the next stage, to be sent with the hidden states."""
+        """Return the embeddings of chunks as tensors that are sent to the next stage together with
+        the hidden states."""
         if self._model is None:
             return {}
         texts = [self._model.texts(request) for request in first_part]

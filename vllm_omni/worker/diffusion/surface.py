@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`RunnerSurface`: methods of vLLM's runner interface that a diffusion runner does not need.
 
-vLLM's worker calls them for its block pool and its sampler.
-
-tests/worker/test_runner_surface.py finds missing methods by reading the worker's source.
+vLLM's worker calls these methods for its block pool and its sampler.
+tests/worker/test_runner_surface.py finds missing methods by reading the source of the worker.
 """
 
 from typing import Any
@@ -23,7 +22,7 @@ class RunnerSurface:
         return ("plugin",)
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
-        return {}  # sessions live in the runner, not in vLLM's block pool
+        return {}  # because sessions are stored in the runner, not in vLLM's block pool
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""
@@ -43,8 +42,8 @@ class RunnerSurface:
         return False
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Do nothing for a data-parallel dummy batch, because diffusion ranks do not run in
-        lockstep.
+        """Do nothing for a dummy batch of data parallelism, because data-parallel diffusion ranks
+        do not run in lockstep.
         """
         empty = torch.empty(0, device=self.device)
         return empty, empty

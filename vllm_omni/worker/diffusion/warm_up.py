@@ -2,10 +2,9 @@
 """Warm-up of one rank: run the largest shape once and determine the memory for sessions.
 
 All ranks warm up together, outside of vLLM's engine loop, so this module itself sends and receives
-tensors between stages. With `omni.pipeline_partition` "measured", another session runs first.
-Layers are then moved between stages so that the slowest stage is as fast as possible, according to
-the times of the last chunk of that session, including decode and head. This module does not depend
-on a model.
+tensors between stages. With `omni.pipeline_partition` "measured", an additional session runs first.
+Based on the times of its last chunk, including decode and head, layers are then moved between
+stages so that the slowest stage is as fast as possible. This module does not depend on a model.
 """
 
 import logging
@@ -34,16 +33,16 @@ logger = logging.getLogger("vllm." + __name__)
 _REQUEST_ID = "warm-up"
 
 StageTimes = Mapping[str, Sequence[float]]
-"""`StageTimer.milliseconds` of one chunk."""
+"""Stage times of one chunk, as returned by `StageTimer.milliseconds`."""
 
 
 class SessionBytes(NamedTuple):
     """Size of a session on this rank."""
 
     nbytes: int
-    """As `SessionState.nbytes`."""
+    """Size of the session in bytes; see `SessionState.nbytes`."""
     growing_nbytes: int
-    """As `SessionState.growing_nbytes`."""
+    """Number of bytes in a window that can grow; see `SessionState.growing_nbytes`."""
 
 
 def warm_up(runner: DiffusionGPUModelRunner, used_before: int = 0) -> float:
@@ -51,13 +50,14 @@ def warm_up(runner: DiffusionGPUModelRunner, used_before: int = 0) -> float:
 
     Args:
         runner: Runner of this rank.
-        used_before: See `MemoryBudget`.
+        used_before: Number of bytes in use on the device before the worker loaded anything; see
+            `MemoryBudget`.
 
     Returns:
-        Duration in seconds.
+        Duration of the warm-up in seconds.
 
     Raises:
-        RuntimeError: A chunk failed.
+        RuntimeError: A warm-up chunk failed.
         ValueError: The memory is not sufficient for a single session of the largest shape.
     """
     start = time.perf_counter()
@@ -68,7 +68,7 @@ def warm_up(runner: DiffusionGPUModelRunner, used_before: int = 0) -> float:
     budget = MemoryBudget(runner.vllm_config, runner.device, used_before)
     with budget.measure():
         session, _ = _run_session(runner)
-        if runner.omni.degradations:  # one chunk with all degradations, then one at full quality
+        if runner.omni.degradations:  # the first chunk uses all degradations, later ones none
             _run_session(runner, runner.omni.degradations)
     runner.sessions.max_bytes = runner.agreement.budget(
         budget.session_bytes(session.nbytes, runner.omni.max_session_bytes, session.growing_nbytes),
@@ -86,14 +86,14 @@ def warm_up(runner: DiffusionGPUModelRunner, used_before: int = 0) -> float:
 def _run_session(
     runner: DiffusionGPUModelRunner, degradations: tuple[str, ...] = ()
 ) -> tuple[SessionBytes, StageTimes]:
-    """Run a session of the largest shape in a temporary session.
+    """Run the warm-up chunks of the largest shape in a temporary session.
 
     Args:
         runner: Runner of this rank.
-        degradations: Degradations of the first chunk.
+        degradations: Degradations of the first chunk. Later chunks run at full quality.
 
     Returns:
-        Size of the session, and stage times of its last chunk on this rank.
+        Size of the session on this rank, and stage times of its last chunk on this rank.
     """
     session_bytes, times = SessionBytes(0, 0), {}
     inputs = runner.model.warmup_inputs()
@@ -118,8 +118,8 @@ def _run_session(
 
 
 def _decode_together(runner: DiffusionGPUModelRunner, request: DiffusionRequest) -> None:
-    """Decode as many chunks as may share a decode, because the memory for this must be measured,
-    too.
+    """Decode as many chunks together as may share a decode, so that the measured memory includes a
+    shared decode.
     """
     omni, model = runner.omni, runner.model
     if omni.batch_invariant or not isinstance(model, SupportsBatchedDecode):
@@ -130,7 +130,8 @@ def _decode_together(runner: DiffusionGPUModelRunner, request: DiffusionRequest)
 
 
 def _step(runner: DiffusionGPUModelRunner, state: RequestState) -> None:
-    """Run one micro-step, with the send and receive that the worker does in the engine loop."""
+    """Run one micro-step, including the transfers between stages, which the worker makes in the
+    engine loop."""
     received = None
     if not runner.pp.is_first_rank:
         tensors = runner.pp.recv_tensor_dict(all_gather_group=runner.tp)
@@ -153,7 +154,7 @@ def rebalance(runner: DiffusionGPUModelRunner, times: StageTimes) -> None:
         times: Stage times of a warm-up chunk on this rank.
 
     Raises:
-        ValueError: The model's layers cannot be moved. Raised on all ranks.
+        ValueError: The model's layers cannot be moved. The error is raised on all ranks.
     """
     model, pp = runner.model, runner.pp
     if not isinstance(model, LayeredModel):
@@ -184,7 +185,7 @@ def _measured_partition(
     mine = (pp.rank_in_group, median(steps), len(steps), sum(times.get("decode", [0.0])))
     everybody: list[Any] = [None] * get_world_group().world_size
     dist.all_gather_object(everybody, mine, group=get_world_group().cpu_group)
-    # The slowest of the ranks that share a stage's layers determines the stage's time.
+    # The time of a stage is that of the slowest rank among those that share its layers.
     of_stage = [[entry for entry in everybody if entry[0] == stage] for stage in range(stages)]
     costs = stage_costs(
         [max(step_ms for _, step_ms, _, _ in entries) for entries in of_stage],

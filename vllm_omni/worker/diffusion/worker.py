@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DiffusionWorkerMixin`: changes to vLLM's worker, shared by its CUDA and CPU classes.
+"""`DiffusionWorkerMixin`: changes to vLLM's worker that are the same on CUDA and CPU.
 
 vLLM's worker sets up devices and process groups, provides weight pools for sleep mode, sends and
 receives between pipeline stages, and handles RPCs. This package adds the runner, the warm-up, sleep
@@ -44,7 +44,7 @@ else:
 
 
 class DiffusionWorkerMixin(_Worker):
-    """Mixin for a vLLM worker class, listed before it."""
+    """Mixin for a vLLM worker class. List the mixin before the worker class."""
 
     model_runner: DiffusionGPUModelRunner  # type: ignore[assignment]
     device: torch.device
@@ -52,22 +52,22 @@ class DiffusionWorkerMixin(_Worker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         end_with_parent()
         super().__init__(*args, **kwargs)
-        # The runner implements neither generation. False disables the V2-only code (warm-up,
-        # pooling).
+        # The diffusion runner belongs to neither runner generation. False disables the code that is
+        # only for V2 (warm-up, pooling).
         self.use_v2_model_runner = False
         self._watchdog: Watchdog | None = None
         self._fast_paths: list[FastPath] = []
 
     def _make_model_runner(self) -> DiffusionGPUModelRunner:  # type: ignore[override]
-        # vLLM's config hook took precedence
+        # The architecture is wrong if a config hook of vLLM took precedence.
         if self.vllm_config.model_config.architecture not in ARCHITECTURES:
             check_ar_worker(WORKER_CLS)
         return DiffusionGPUModelRunner(self.vllm_config, self.device)
 
     @torch.inference_mode()
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """Run the largest shape once and determine the memory for sessions."""
-        # vLLM reads replies in order of rank
+        """Run the largest shape once, and determine the memory for sessions."""
+        # vLLM reads replies in order of rank, so it reads an exception of the first rank.
         with failing_together(heard=get_world_group().rank == 0):
             if (folder := self.model_runner.omni.suspend_dir) is not None:
                 self.model_runner.sessions.files = SuspendedFiles(Path(folder), self.snapshots)
@@ -76,12 +76,12 @@ class DiffusionWorkerMixin(_Worker):
         timeout_s = self.model_runner.omni.rank_timeout_s
         if timeout_s is not None and get_world_group().world_size > 1:
             self._watchdog = watch_other_ranks(timeout_s)
-        # as vLLM's workers do: full collections then visit only objects of requests
+        # vLLM's workers also freeze the heap. Full collections then visit only objects of requests.
         freeze_gc_heap()
         return CompilationTimes(language_model=seconds, encoder=0.0)
 
     def _paths_of_all_ranks(self) -> list[FastPath]:
-        """Return the fast paths of the engine, and log them on its first rank (collective)."""
+        """Return the fast paths of all ranks, and log them on the first rank (collective)."""
         world = get_world_group()
         own = engine_paths(self.model_runner.network, self.vllm_config, self.device)
         of_ranks = [own] * world.world_size
@@ -93,7 +93,7 @@ class DiffusionWorkerMixin(_Worker):
         return paths
 
     def _used_before(self) -> int:
-        """Return the bytes in use on the device before this rank loaded anything."""
+        """Return the number of bytes in use on the device before this rank loaded anything."""
         return 0
 
     def execute_model(
@@ -112,15 +112,15 @@ class DiffusionWorkerMixin(_Worker):
         super().shutdown()
 
     def session_stats(self) -> dict[str, Any]:
-        """Return the sessions and bytes of this rank as JSON types. For `collective_rpc`."""
+        """Return statistics of this rank's sessions as JSON types, for `collective_rpc`."""
         return self.model_runner.sessions.stats()
 
     def fast_paths(self) -> list[dict[str, Any]]:
-        """Return the fields of the engine's `FastPath`s, JSON types. For `collective_rpc`."""
+        """Return the engine's fast paths (`FastPath`) as JSON types, for `collective_rpc`."""
         return [asdict(path) for path in self._fast_paths]
 
     def engine_processes(self) -> dict[str, Any]:
-        """Return the pids of this rank and its engine core as JSON types. For `collective_rpc`."""
+        """Return the pids of this rank and of its engine core as JSON types, for `collective_rpc`."""
         return engine_processes()
 
     @cached_property
@@ -128,18 +128,18 @@ class DiffusionWorkerMixin(_Worker):
         return SessionSnapshots(self.model_runner)
 
     def describe_session(self, session_id: str) -> dict[str, Any]:
-        """Describe this rank's part of a session to save it.
+        """Describe this rank's part of a session that will be saved.
 
-        First of two RPCs of `session_files.snapshot_exchange.save_exchange`.
+        `session_files.snapshot_exchange.save_exchange` calls this RPC first.
         """
         return self.snapshots.describe(session_id)
 
     def write_session(
         self, session_id: str, path: str, chunk_index: int, starts: list[int]
     ) -> dict[str, Any]:
-        """Copy this rank's tensors to their offsets in the file.
+        """Copy this rank's tensors of a session to their offsets in the snapshot file.
 
-        Second RPC of `save_exchange`.
+        `save_exchange` calls this RPC after `describe_session`.
         """
         return self.snapshots.write(session_id, path, chunk_index, starts)
 
@@ -151,18 +151,23 @@ class DiffusionWorkerMixin(_Worker):
     def stage_snapshot(self, session_id: str) -> dict[str, Any]:
         """Copy this rank's part of a session to host memory.
 
-        First RPC of a periodic snapshot (`session_files.snapshot_exchange.live_save_exchange`).
+        For a periodic snapshot, `session_files.snapshot_exchange.live_save_exchange` calls this RPC
+        first.
         """
         return self.background_snapshots.stage(session_id)
 
     def write_snapshot(self, session_id: str, path: str, starts: list[int]) -> dict[str, Any]:
-        """Start writing the copy to its offset in the file. Second RPC of a periodic snapshot."""
+        """Start writing the copy of a session to its offset in the snapshot file.
+
+        `live_save_exchange` calls this RPC after `stage_snapshot`.
+        """
         return self.background_snapshots.write(session_id, path, starts)
 
     def snapshot_written(self, session_id: str) -> dict[str, Any]:
-        """Return whether this rank's part is on disk.
+        """Return None while this rank's part of a periodic snapshot is being written.
 
-        Third RPC of a periodic snapshot, which is repeated until the part is on disk.
+        `live_save_exchange` repeats this RPC until the parts of all ranks are on disk. The result
+        is then the CPU time in seconds that writing took from the denoise steps.
         """
         return self.background_snapshots.written(session_id)
 
@@ -173,24 +178,30 @@ class DiffusionWorkerMixin(_Worker):
     def describe_copy(self, session_id: str, path: str) -> dict[str, Any]:
         """Describe this rank's part of a session that will be moved.
 
-        First RPC of `session_files.snapshot_exchange.copy_exchange`.
+        `session_files.snapshot_exchange.copy_exchange` calls this RPC first.
         """
         return self.live_copies.describe(session_id, path)
 
     def write_copy(
         self, session_id: str, path: str, chunk_index: int, starts: list[int], is_playing: bool
     ) -> dict[str, Any]:
-        """Write the data that has changed since the last version of the file. Second RPC of
-        `copy_exchange`.
+        """Write the data that has changed since the last version of the file.
+
+        `copy_exchange` calls this RPC after `describe_copy`.
         """
         return self.live_copies.write(session_id, path, chunk_index, starts, is_playing)
 
     def copy_written(self, path: str) -> dict[str, Any]:
-        """Return whether this rank's part has been written. Third RPC of `copy_exchange`."""
+        """Return None while this rank's part of the file is being written, and then the number of
+        bytes written.
+
+        `copy_exchange` repeats this RPC until all ranks have written their parts.
+        """
         return self.live_copies.written(path)
 
     def end_copy(self, path: str) -> dict[str, Any]:
-        """Release the memory that this rank holds for the file of a session that has been moved."""
+        """Release the memory that this rank uses for the snapshot file of a session that has been
+        moved."""
         return self.live_copies.end(path)
 
     @torch.inference_mode()
@@ -199,7 +210,7 @@ class DiffusionWorkerMixin(_Worker):
     ) -> dict[str, Any]:
         """Update this rank's part of a restored session from a later version of its file.
 
-        RPC of `session_files.snapshot_exchange.update_exchange`.
+        `session_files.snapshot_exchange.update_exchange` calls this RPC.
         """
         return self.snapshots.update(session_id, path, data_parallel_rank)
 
@@ -207,9 +218,9 @@ class DiffusionWorkerMixin(_Worker):
     def restore_session(
         self, session_id: str, path: str, data_parallel_rank: int | None = None
     ) -> dict[str, Any]:
-        """Create a session from this rank's part of a file.
+        """Create this rank's part of a session from a snapshot file.
 
-        RPC of `session_files.snapshot_exchange.restore_exchange`.
+        `session_files.snapshot_exchange.restore_exchange` calls this RPC.
         """
         return self.snapshots.restore(session_id, path, data_parallel_rank)
 
@@ -218,16 +229,15 @@ class DiffusionWorkerMixin(_Worker):
         self.snapshots.invalidate_weights()
 
     def request_progress(self) -> dict[str, list[int]]:
-        """Return `{session id: [steps done, steps in total]}` of the chunks in flight.
-
-        For `collective_rpc`.
+        """Return `{session id: [steps done, steps in total]}` of the chunks in flight, for
+        `collective_rpc`.
         """
         return self.model_runner.request_progress()
 
     def device_memory(self) -> dict[str, int]:
-        """Return memory statistics of this rank's device in bytes. For `collective_rpc`.
+        """Return memory statistics of this rank's device in bytes, for `collective_rpc`.
 
-        Empty on a CPU.
+        The result is empty on a CPU.
         """
         if self.device.type != "cuda":
             return {}
@@ -241,9 +251,9 @@ class DiffusionWorkerMixin(_Worker):
         }
 
     def close_session(self, session_id: str) -> bool:
-        """Close a session that has no chunk in flight. For `collective_rpc`.
+        """Close a session that has no chunk in flight, for `collective_rpc`.
 
-        A request with `op="close"` waits for the chunks in flight instead.
+        In contrast, a request with `op="close"` waits for the chunks in flight.
 
         Returns:
             Whether a session was closed.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contents of adapter files: accepted names and shapes, and one-line refusals with counts and
-examples.
+"""Adapter files: which tensor names and shapes are accepted, and how faulty files are refused in
+one line with counts and examples.
 """
 
 import json
@@ -126,7 +126,9 @@ def test_a_faulty_file_is_refused_in_one_line(
 
 
 def _with_image_layers(tensors: Tensors) -> Tensors:
-    """Add the layers for a start image, which adapters of Wan 2.1 I2V have."""
+    """Add the image layers, which adapters of Wan 2.1 I2V contain because they condition on a start
+    image.
+    """
     name = "diffusion_model.blocks.0.cross_attn"
     more = {f"{name}.k_img.lora_down.weight": (4, 64), f"{name}.k_img.lora_up.weight": (64, 4)}
     more |= {f"{name}.k_img.diff_b": (64,), f"{name}.norm_k_img.diff": (64,)}
@@ -170,7 +172,7 @@ SKIPPED: dict[str, tuple[Callable[[Tensors], Tensors], int, int]] = {
 def test_tensors_that_do_not_fit_are_skipped_and_listed(
     kind: str, target: AdapterTarget, tmp_path: Path
 ) -> None:
-    """The other modules act as they do without the skipped tensors."""
+    """Skipping tensors that do not fit leaves the weights of all other adapted modules unchanged."""
     change, num_skipped, num_modules = SKIPPED[kind]
     path = files.write_community(some_factors(target), tmp_path / "a.safetensors")
     plain = load(target, path)
@@ -231,7 +233,7 @@ def test_every_rank_finds_the_faults_of_the_whole_file(
 def test_peft_settings_that_cannot_be_served_are_refused(
     settings: dict[str, object], words: str, target: AdapterTarget, tmp_path: Path
 ) -> None:
-    """vLLM's own reader judges the settings of PEFT."""
+    """vLLM's own reader decides which PEFT settings are supported."""
     folder = files.write_peft(some_factors(target), tmp_path / "peft", **settings)
     with pytest.raises(ValueError, match=words) as refusal:
         load(target, folder)
@@ -239,7 +241,7 @@ def test_peft_settings_that_cannot_be_served_are_refused(
 
 
 def test_settings_apply_to_the_modules_they_name(target: AdapterTarget, tmp_path: Path) -> None:
-    """`alpha_pattern` of PEFT changes the scale of the modules that it names."""
+    """PEFT's `alpha_pattern` changes the scale of only the modules that it names."""
     made = some_factors(target)
     folder = files.write_peft(made, tmp_path / "peft", alpha_pattern={"blocks.1.self_attn.q": 8})
     weights = load(target, folder)
@@ -286,7 +288,9 @@ def test_broken_metadata_is_refused_in_one_line(target: AdapterTarget, tmp_path:
 def test_a_digest_changes_with_tensors_scale_and_dtype(
     target: AdapterTarget, tmp_path: Path
 ) -> None:
-    """Every rank computes the same digest, including a rank without any of the adapted layers."""
+    """Every rank computes the same digest of an adapter, even a rank that holds none of the adapted
+    layers.
+    """
     made = some_factors(target)
     path = files.write_community(made, tmp_path / "a.safetensors")
     digest = load(target, path).digest
@@ -308,10 +312,10 @@ def test_a_digest_changes_with_tensors_scale_and_dtype(
 
 
 def test_diffusers_converter_gives_the_same_modules(target: AdapterTarget) -> None:
-    """diffusers converts a complete adapter to the modules that this package reads.
+    """The converter of diffusers maps a complete adapter to the same modules as this package.
 
-    Its converters refuse adapters of some layers only and drop differences of norms, so this
-    package reads the community's names itself.
+    This package still reads the community's tensor names itself, because the converters of
+    diffusers refuse adapters that cover only some layers and drop the differences of norm weights.
     """
     layers = [f"blocks.0.{kind}_attn.{part}" for kind in ("self", "cross") for part in "qkvo"]
     layers += ["blocks.0.ffn.0", "blocks.0.ffn.2"]

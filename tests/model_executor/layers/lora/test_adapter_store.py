@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapter store: adapters in host memory and in slots, both with least-recently-used
+"""The adapter store caches adapters in host memory and in GPU slots, both with least-recently-used
 eviction.
 """
 
@@ -53,7 +53,9 @@ def output_of(model: Model, store: AdapterStore, *choices: Lora) -> torch.Tensor
 
 
 def test_evicted_adapters_are_read_from_disk_again(paths: dict[str, Path]) -> None:
-    """The reloaded weights are the same. If the file is gone, only the request fails."""
+    """An evicted adapter that is read from disk again has the same weights. If the file of an
+    evicted adapter is gone, only the request that names the adapter fails.
+    """
     model = Model()
     store = make_store(model, paths, max_loras=1, max_cpu_loras=1)
     results = {name: output_of(model, store, Lora(name=name)) for name in paths}
@@ -69,8 +71,8 @@ def test_evicted_adapters_are_read_from_disk_again(paths: dict[str, Path]) -> No
 def test_an_overwritten_adapter_file_fails_only_the_request(
     paths: dict[str, Path],
 ) -> None:
-    """A truncated file or another adapter's file is refused. When the file is restored, the adapter
-    works again.
+    """A file that was truncated or replaced by another adapter's file is refused. Once the original
+    file is restored, the adapter can be used again.
     """
     model = Model()
     store = make_store(model, paths, max_loras=1, max_cpu_loras=1)
@@ -87,7 +89,9 @@ def test_an_overwritten_adapter_file_fails_only_the_request(
 def test_an_adapter_loaded_in_place_takes_effect_at_the_next_chunk(
     paths: dict[str, Path],
 ) -> None:
-    """The adapter keeps its name. A chunk in flight keeps the weights that it started with."""
+    """An adapter that is reloaded in place keeps its name, and a chunk in flight keeps the weights
+    that it started with.
+    """
     model = Model()
     store = make_store(model, {"n0": paths["n0"]})
     before = store.select([Lora(name="n0")])
@@ -104,9 +108,9 @@ def test_an_adapter_loaded_in_place_takes_effect_at_the_next_chunk(
 
 
 def test_weights_and_addresses_have_separate_keys(paths: dict[str, Path], tmp_path: Path) -> None:
-    """Another scale, or another adapter of the same modules and rank, has other weights at the same
-    addresses. A CUDA graph captured with one adapter therefore serves the next adapter of that
-    slot.
+    """A different scale, or another adapter with the same modules and rank, puts different weights
+    at the same addresses. A CUDA graph captured with one adapter can therefore be replayed for the
+    next adapter in that slot.
     """
     target = Model().adapter_targets()["transformer"]
     higher = files.factors(target, ["layer"], seed=9, rank=3)
@@ -147,7 +151,9 @@ def test_requests_that_cannot_be_served_are_refused(
 
 
 def test_an_adapter_in_its_slot_takes_the_scale_of_each_request(paths: dict[str, Path]) -> None:
-    """The effect is proportional to the scale, and a later scale of 1 gives the original bits."""
+    """An adapter's effect is proportional to the scale of the request, and returning to a scale of
+    1 gives bit-identical results.
+    """
     model = Model()
     store = make_store(model, paths, max_loras=1)
     plain = output_of(model, store)
@@ -179,7 +185,9 @@ def test_a_removed_adapter_is_refused_by_name(paths: dict[str, Path]) -> None:
 
 
 def test_skipped_tensors_are_listed_once_for_all_blocks() -> None:
-    """The list is one log line, which the names in a file cannot break."""
+    """Skipped tensors are listed in a single log line, and tensor names from the file cannot insert
+    line breaks into it.
+    """
     names = [f"blocks.{n}.cross_attn.k_img.diff_b" for n in range(4)] + ["lora_te1\nx.alpha"]
     line = _skipped_line(names)
     assert line.endswith(r"skipped: blocks.N.cross_attn.k_img.diff_b (4), lora_te1\nx.alpha (1)")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drives an `AbotWorld` (`WorldDriver`)."""
+"""Drives an `AbotWorld` through the `WorldDriver` interface."""
 
 import torch
 from helpers.world_driver import WorldDriver, random_image

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of ABot-World equal merged weights. The action adapter cannot be changed."""
+"""ABot-World with an adapter equals ABot-World with merged weights. The built-in action adapter
+cannot be changed.
+"""
 
 from pathlib import Path
 
@@ -15,7 +17,9 @@ from vllm_omni.model_executor.layers.lora.store import AdapterStore
 from vllm_omni.model_executor.models.abot_world.pipeline import AbotWorld
 
 TOLERANCE = 2e-4
-"""fp32 latents of order 1 after two chunks; sums are ordered differently in a merged weight."""
+"""Tolerance for fp32 latents of order 1 after two chunks, because a merged weight sums in a
+different order.
+"""
 INK = [Lora(name="ink")]
 
 
@@ -24,7 +28,7 @@ def every_layer(target: files.AdapterTarget) -> files.Factors:
 
 
 def walk(world: AbotWorld, store: AdapterStore, choices: list[list[Lora]]) -> list[torch.Tensor]:
-    """Latents of a new session in which each chunk has its own adapters."""
+    """Return the latents of a new session in which each chunk uses its own adapters."""
     session = open_session(world, output="latents")
     return run_adapted(
         world, store, choices, lambda: make_request(session, output="latents", actions=[["w"]])
@@ -34,8 +38,9 @@ def walk(world: AbotWorld, store: AdapterStore, choices: list[list[Lora]]) -> li
 def test_an_adapter_of_every_layer_equals_merged_weights(
     layouts: dict[str, Path], tmp_path: Path
 ) -> None:
-    """References are encoded with the adapters of the first chunk. Without an adapter, the original
-    bits return."""
+    """Reference images are encoded with the adapters of the first chunk. A session without an
+    adapter gives its original bits again.
+    """
     world = load_world(layouts["original"])
     made = every_layer(world.adapter_targets()["transformer"])
     store = make_store(world, {"ink": files.write_community(made, tmp_path / "ink.safetensors")})
@@ -57,7 +62,9 @@ def test_an_adapter_of_every_layer_equals_merged_weights(
 def test_a_change_of_the_action_adapter_is_refused(
     layouts: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Its convolutions are summed when they are loaded."""
+    """An adapter that changes the action adapter is refused, because the action adapter's
+    convolutions are summed when they are loaded.
+    """
     path = tmp_path / "keys.safetensors"
     files.save_file({"act_control_adapter.conv.diff": torch.ones(64, 8192, 2, 2)}, path)
     with pytest.raises(ValueError, match="act_control_adapter"):

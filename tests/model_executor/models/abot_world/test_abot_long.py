@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A session of 2,000 chunks, which re-bases its positions 25 times."""
+"""A session of 2,000 chunks re-bases its positions 25 times."""
 
 from pathlib import Path
 
@@ -10,8 +10,9 @@ from abot_driver import load_world, open_session, run_chunk
 
 @pytest.mark.nightly
 def test_a_long_session_keeps_its_bytes_and_its_signal(layouts: dict[str, Path]) -> None:
-    """6,000 latent frames. A fork in the middle continues with the same bits, and the spread of
-    the latents at the end is that of the start."""
+    """A session of 6,000 latent frames keeps its size in bytes, and its latents have the same
+    spread at the end as at the start. A fork in the middle continues with the same bits.
+    """
     world = load_world(layouts["original"])
     session = open_session(world, output="latents")
     twin, bases, nbytes, spread = None, set(), set(), []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor, sequence and pipeline parallel runs give the results of one rank (fp32, gloo, two
+"""Tensor, sequence and pipeline parallel runs give the same results as one rank (fp32, gloo, two
 processes).
 """
 
@@ -22,16 +22,16 @@ from helpers.rank_processes import run_ranks
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 
 TOLERANCE = 1e-4
-"""Five chunks in fp32; ranks only change the order of sums."""
+"""Tolerance for five chunks in fp32, because ranks change the order of sums."""
 
 CHUNKS = [{"actions": [["w"], ["l"], ["a", "i"]]}, {"actions": [["s", "k"]] * 3}, {}, {}, {}]
 OPTIONS = {"positions": "window"}
-"""Positions of the references change with every chunk."""
+"""The positions of the references change with every chunk."""
 
 
 @pytest.fixture(scope="module")
 def one_rank(layouts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with the latents of `CHUNKS`."""
+    """Return a file with the latents of `CHUNKS`, computed by one rank."""
     file = tmp_path_factory.mktemp("one_rank") / "latents.pt"
     torch.save(latents_of(load_world(layouts["original"], **OPTIONS), CHUNKS), file)
     return file
@@ -52,7 +52,9 @@ def _compare(
 def test_two_ranks_equal_one(
     layouts: dict[str, Path], one_rank: Path, sequence_parallel: bool, tmp_path: Path
 ) -> None:
-    """A first chunk has 26 tokens, of which 20 are references: the second rank has both kinds."""
+    """Two ranks equal one rank. The first chunk has 26 tokens, 20 of them from references, so the
+    second rank processes tokens of references and of frames.
+    """
     rendezvous = str(tmp_path / "rendezvous")
     checkpoint = str(layouts["original"])
     run_ranks(_compare, (rendezvous, checkpoint, str(one_rank), sequence_parallel), 2)
@@ -62,7 +64,7 @@ def test_two_ranks_equal_one(
 def test_two_pipeline_stages_equal_one(
     layouts: dict[str, Path], one_rank: Path, partition: tuple[int, ...]
 ) -> None:
-    """Bit for bit."""
+    """Two pipeline stages give bit-identical latents."""
     stages = [
         load_world(
             layouts["original"],
@@ -78,7 +80,9 @@ def test_two_pipeline_stages_equal_one(
 def test_a_decoder_on_its_own_stage_gives_the_same_frames(
     layouts: dict[str, Path], decoder: str
 ) -> None:
-    """The VAE stage has no references and no window, and follows the base. Bit for bit."""
+    """A VAE stage gives bit-identical frames, although it stores neither references nor a window.
+    The position base of the VAE stage follows that of the other stage.
+    """
     places = (None, ParallelContext(vae_stage=True), ParallelContext(stage=1, vae_stage=True))
     one, layers, vae = (
         load_world(layouts["original"], place, decoder=decoder, **OPTIONS) for place in places

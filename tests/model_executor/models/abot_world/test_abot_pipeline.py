@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An ABot-World session driven as by the runner: chunks, references, re-bases, snapshots, and
-isolation between sessions.
+"""An ABot-World session driven as the runner drives it: chunks, references, re-bases, snapshots,
+and isolation between sessions.
 """
 
 from pathlib import Path
@@ -39,7 +39,7 @@ def world(layouts: dict[str, Path]) -> AbotWorld:
 
 @pytest.fixture
 def near_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Positions restart after 13 frames instead of 256."""
+    """Make positions restart after 13 frames instead of 256."""
     monkeypatch.setattr(pinned.next_base, "__defaults__", (13,))
 
 
@@ -78,7 +78,9 @@ def test_no_layer_runs_before_its_weights_are_fetched(layouts: dict[str, Path]) 
 
 
 def test_the_start_image_is_the_first_latent_frame(world: AbotWorld) -> None:
-    """The first frame of the result decodes from the image's own latents, whatever the keys."""
+    """The first frame of a session is decoded from the latents of its start image, whichever keys
+    are held.
+    """
     ours, other = (latents_of(world, [{"actions": keys}]) for keys in (HELD, []))
     assert torch.equal(ours[:, :1], other[:, :1])
     assert not torch.equal(ours[:, 1:], other[:, 1:])
@@ -104,7 +106,9 @@ def test_inputs_change_the_frames(world: AbotWorld, change: dict[str, Any]) -> N
 
 
 def test_references_change_later_chunks(world: AbotWorld) -> None:
-    """Their keys and values stay visible after the first chunk, outside the window."""
+    """The keys and values of references are stored outside the window and stay visible after the
+    first chunk.
+    """
     some, others = (
         latents_of(world, [{"tensors": references(name)}, *[{}] * 4]) for name in ("left", "right")
     )
@@ -112,7 +116,9 @@ def test_references_change_later_chunks(world: AbotWorld) -> None:
 
 
 def test_missing_references_keep_their_tokens(layouts: dict[str, Path]) -> None:
-    """Without images, five masked slots differ from no slots, as in the original."""
+    """Five masked reference slots without images give a different result than no slots, as in the
+    original.
+    """
     image = {"image": random_image()}
     results = []
     for slots in (5, 0):
@@ -125,7 +131,9 @@ def test_missing_references_keep_their_tokens(layouts: dict[str, Path]) -> None:
 
 
 def test_a_new_prompt_keeps_references_and_image(world: AbotWorld) -> None:
-    """A prompt takes effect with the next chunk; the frames before it stay equal."""
+    """A new prompt takes effect with the next chunk and leaves the latents of earlier frames
+    unchanged.
+    """
     plain = latents_of(world, [{}] * 4)
     switched = latents_of(world, [{}, {}, {"prompt": "night"}, {}])
     assert torch.equal(plain[:, :6], switched[:, :6])
@@ -133,7 +141,7 @@ def test_a_new_prompt_keeps_references_and_image(world: AbotWorld) -> None:
 
 
 def test_keys_may_change_inside_a_chunk(world: AbotWorld) -> None:
-    """One entry per latent frame; a missing one is idle."""
+    """Actions have one entry per latent frame, and a missing entry means that no key is held."""
     held, idle = (latents_of(world, [{"actions": keys}]) for keys in ([[], ["w"]], [[], []]))
     assert not torch.equal(held, idle)
 
@@ -142,7 +150,9 @@ def test_keys_may_change_inside_a_chunk(world: AbotWorld) -> None:
 
 
 def test_window_positions_are_another_result(layouts: dict[str, Path]) -> None:
-    """They differ as soon as the window has moved, and only because of the references."""
+    """Positions counted from the window give a different result as soon as the window has moved,
+    and only because of the references.
+    """
     carried, moved = (
         latents_of(load_world(layouts["original"], positions=kind), [{}] * 5)
         for kind in ("carried", "window")
@@ -161,7 +171,9 @@ def test_positions_restart_at_the_oldest_visible_frame(world: AbotWorld) -> None
 
 
 def test_a_session_has_no_last_chunk(world: AbotWorld) -> None:
-    """Far beyond every table of the original, with unchanged bytes."""
+    """A session continues with a constant size in bytes, far beyond the length of every position
+    table in the original.
+    """
     session = open_session(world, output="latents")
     run_chunk(world, session, output="latents")
     nbytes = session.nbytes
@@ -177,8 +189,9 @@ def test_a_session_has_no_last_chunk(world: AbotWorld) -> None:
 
 
 def test_sessions_at_different_steps_in_one_batch_equal_solo_runs(world: AbotWorld) -> None:
-    """Sessions start one after another, so first chunks with references run next to later ones.
-    Bit for bit."""
+    """Sessions in a batch are bit-identical to solo runs. The sessions start one after another, so
+    first chunks with references run in the same batch as later chunks.
+    """
     pairs, mixed = run_staggered(
         world,
         lambda name: open_session(world, name, output="latents"),
@@ -191,7 +204,9 @@ def test_sessions_at_different_steps_in_one_batch_equal_solo_runs(world: AbotWor
 @pytest.mark.usefixtures("near_limit")
 @pytest.mark.parametrize("chunks", [0, 3, 4], ids=["first", "later", "re-base"])
 def test_an_aborted_chunk_leaves_no_trace(world: AbotWorld, chunks: int) -> None:
-    """Aborted before, between and after denoise steps, and after decoding."""
+    """A chunk leaves no trace if it is aborted before, between or after its denoise steps, or after
+    decoding.
+    """
     DRIVER.assert_aborts_leave_no_trace(world, chunks, range(0, 6, 2 if chunks != 4 else 1))
 
 
@@ -231,7 +246,9 @@ def test_a_session_may_choose_a_shorter_window(world: AbotWorld) -> None:
 def test_a_growing_window_gives_the_same_results(
     layouts: dict[str, Path], kv_dtype: torch.dtype | None
 ) -> None:
-    """References have memory from the start, frames as they come. Bit for bit."""
+    """A window that grows gives bit-identical results. Memory for references is allocated at the
+    start, memory for frames as they are generated.
+    """
     full, growing = (
         load_world(layouts["original"], kv_dtype=kv_dtype, omni={"kv_growth": grows})
         for grows in (False, True)
@@ -245,7 +262,9 @@ def test_a_growing_window_gives_the_same_results(
 
 
 def test_a_chunk_may_have_fewer_steps_and_the_tiny_decoder(layouts: dict[str, Path]) -> None:
-    """Both degradations, in the middle of a session with Wan's decoder."""
+    """In a session with Wan's decoder, a single chunk may use fewer steps and the tiny decoder at
+    the same time.
+    """
     omni = {"scheduling": "deadline", "degradations": ["fewer_steps", "tiny_vae"]}
     world = load_world(layouts["original"], omni=omni, decoder="wan")
     session = open_session(world)
@@ -340,7 +359,7 @@ def test_unsupported_options_are_refused(
 
 @pytest.mark.parametrize("field", IMAGE_AND_VIDEO_PARAMS)
 def test_a_parameter_without_effect_is_refused(world: AbotWorld, field: str) -> None:
-    """The refusal names the parameter."""
+    """A request parameter that has no effect on the model is refused by name."""
     params = {field: IMAGE_AND_VIDEO_PARAMS[field]}
     reason = f"does not use {field}"
     DRIVER.assert_refused(world, True, {}, params, "invalid_request", reason)

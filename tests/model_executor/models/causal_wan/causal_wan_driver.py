@@ -27,7 +27,11 @@ def load_model(
     kv_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> CausalWan:
-    """Load a model. serving: fields of `OmniConfig`."""
+    """Load a model.
+
+    Args:
+        serving: Fields of `OmniConfig`.
+    """
     omni = OmniConfig(height=HEIGHT, width=WIDTH, model=options, **(serving or {}))
     layout = find_layout(checkpoint)
     values = hf_config(checkpoint)["causal_wan"]
@@ -40,12 +44,14 @@ def load_model(
 
 
 def check_refusals(checkpoint: Path, stages: int, **serving: Any) -> None:
-    """Check the options `serving` of `OmniConfig` on `stages` pipeline stages as a start does."""
+    """Check the `OmniConfig` options in `serving` for `stages` pipeline stages, as a server does
+    when it starts.
+    """
     FAMILY.check_refusals(hf_config(checkpoint), OmniConfig(**serving), stages)
 
 
 def input_video(frames: range, speed: float = 1.0) -> torch.Tensor:
-    """A pattern that moves `speed` pixels per frame, uint8 [T, H, W, 3]."""
+    """Return a pattern that moves `speed` pixels per frame, uint8 [T, H, W, 3]."""
     t, y, x = torch.meshgrid(
         torch.tensor(frames), torch.arange(HEIGHT), torch.arange(WIDTH), indexing="ij"
     )
@@ -80,7 +86,7 @@ def open_session(model: CausalWan, session_id: str = "a", **params: Any) -> Sess
 
 
 def stream(model: CausalWan, chunks: int, **params: Any) -> list[torch.Tensor]:
-    """Latents of the first chunks of a new stream."""
+    """Return the latents of the first chunks of a new stream."""
     session = open_session(model, output="latents", **params)
     return [
         run_chunk(model, session, **{"prompt": "a beach", "output": "latents", **params})[1][

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frames that each cache mode shows to a step, identified by values that name their frame and
-step.
+"""Each cache mode shows specific frames to a denoise step. In these tests, every K/V value encodes
+its frame and its step.
 """
 
 import pytest
@@ -28,7 +28,7 @@ def make_window(window: int, sink: int, spare: int = 0) -> KVWindow:
 
 
 def write(cache: ChunkCache, step: int, frames: range) -> None:
-    """Frame f at step s has the value f + s / 10. The clean-context pass is step `STEPS`."""
+    """Write f + s / 10 for every frame f at step s. The clean-context pass is step `STEPS`."""
     values = torch.tensor([[[frame + step / 10]] for frame in frames])
     cache.at(step).write(0, frames, values, -values)
 
@@ -84,7 +84,9 @@ def test_the_strict_cache_shows_clean_chunks(plan: ChunkPlan) -> None:
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_the_noise_matched_cache_shows_each_step_its_own_noise_level(plan: ChunkPlan) -> None:
-    """Every step sees the first chunk as the last step left it."""
+    """Every step sees the first chunk with the noise level of the last step, and all other chunks
+    with its own noise level.
+    """
     windows = [make_window(plan.window_frames, plan.sink_frames) for _ in range(STEPS)]
     shown = run(ChunkCache.noise_matched(windows), plan, 8, STEPS)
     for chunk, steps in enumerate(shown):
@@ -98,8 +100,8 @@ def test_the_noise_matched_cache_shows_each_step_its_own_noise_level(plan: Chunk
 
 
 def test_a_capture_finds_positions_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a ring buffer with spare frames, token positions are cached on the device, because a CUDA
-    graph cannot repeat a copy from the host.
+    """A ring buffer with spare frames caches token positions on the device, because a CUDA graph
+    cannot replay a copy from the host.
     """
     (expected, window), frames = (make_window(4, 1, spare=2) for _ in range(2)), range(6, 8)
     for each in (expected, window):

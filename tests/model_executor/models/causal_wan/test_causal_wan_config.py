@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configs in both key styles, options, chunk plans, and the stream metadata for endpoints."""
+"""Causal Wan configs in both key styles, options, chunk plans, and the stream metadata for
+endpoints.
+"""
 
 from pathlib import Path
 from typing import Any

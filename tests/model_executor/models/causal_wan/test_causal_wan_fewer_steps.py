@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunks with fewer denoise steps (`omni.degradations`): their results, and the models that support
-them.
+or refuse them.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ from vllm_omni.model_executor.models.causal_wan.pipeline import CausalWan
 def chunks(
     model: CausalWan, degradations: tuple[str, ...], source: str
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """Latents of two chunks, and the number of forwards of each."""
+    """Return the latents of two chunks, and the number of forward passes for each."""
     options = {"source": source}
     session = open_session(model, output="latents", options=options)
     latents, forwards = [], []
@@ -40,7 +40,9 @@ def chunks(
 
 @pytest.mark.parametrize("source", ["text", "video"])
 def test_fewer_steps_equal_a_model_of_every_second_step(causal_wan: Path, source: str) -> None:
-    """Bit for bit: two of four denoise steps and the clean-context pass."""
+    """A chunk with fewer steps is bit-identical to one of a model with only two of the four denoise
+    steps and the clean-context pass.
+    """
     full = load_model(causal_wan)
     half = load_model(
         causal_wan, denoising_steps=[1000.0, 500.0], video_denoising_steps=[700.0, 400.0]

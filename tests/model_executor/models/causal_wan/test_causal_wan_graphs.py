@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams with CUDA graphs equal streams without them, bit for bit.
+"""Streams with CUDA graphs are bit-identical to streams without them.
 
-On a CPU, a "graph" repeats the forward with every decision that the host made at its capture, so an
-incomplete key changes the latents.
+On a CPU, the simulated "graph" repeats the forward pass with every decision that the host made when
+the graph was captured, so an incomplete key changes the latents.
 """
 
 from pathlib import Path
@@ -57,17 +57,26 @@ OPTIONS: dict[str, tuple[dict[str, Any], int, int, int]] = {
         CHUNKS,
     ),
 }
-"""Options; graphs of a stream (ring positions, while it fills and later, times kinds of pass);
-graphs that the first stream does not capture, because it runs their pass only once; and chunks of a
-stream that reaches every ring position at least twice after its ring is full."""
+"""For each test case:
+
+- the options;
+- the number of graphs of a stream: ring positions, while the ring fills and later, times kinds of
+  pass;
+- the number of graphs that the first stream does not capture because it runs their pass only once;
+- the number of chunks after which a stream has reached every ring position at least twice since its
+  ring was full.
+"""
 each_option = pytest.mark.parametrize(
     ("options", "graphs", "once", "chunks"), OPTIONS.values(), ids=OPTIONS.keys()
 )
 
 
 def each_kv_dtype(*nightly: str) -> pytest.MarkDecorator:
-    """nightly: dtypes that only the nightly run tests, because the other test covers them at every
-    commit.
+    """Parametrize a test over K/V dtypes.
+
+    Args:
+        nightly: Dtypes that only the nightly run tests, because the other test covers them at every
+            commit.
     """
     dtypes = {"plain K/V": None, "FP8 K/V": torch.float8_e4m3fn}
     marks = {name: [pytest.mark.nightly] for name in nightly}
@@ -87,7 +96,7 @@ def test_a_stream_with_graphs_equals_the_stream(
     chunks: int,
     kv_dtype: torch.dtype | None,
 ) -> None:
-    """Two streams run concurrently."""
+    """Two concurrent streams with graphs equal the same streams without graphs."""
     expected = stream(load_model(causal_wan, kv_dtype=kv_dtype, **options), chunks)
     model = load_model(causal_wan, kv_dtype=kv_dtype, **options)
     model.transformer.graphs = ForwardGraphs(capture=hold)
@@ -109,8 +118,8 @@ def test_a_later_stream_reuses_the_graphs_of_an_earlier_one(
     chunks: int,
     kv_dtype: torch.dtype | None,
 ) -> None:
-    """It replays them from its first pass on, in the memory of the closed stream, with another
-    prompt and seed. NaN left in that memory has no effect.
+    """A later stream replays the graphs from its first pass, in the memory of the closed stream and
+    with another prompt and seed. NaN left in that memory has no effect.
     """
     expected = stream(
         load_model(causal_wan, kv_dtype=kv_dtype, **options), chunks, prompt="a forest", seed=3
@@ -135,7 +144,9 @@ def test_a_later_stream_reuses_the_graphs_of_an_earlier_one(
 
 
 def test_a_fork_uses_graphs_of_its_own_memory(causal_wan: Path) -> None:
-    """Each fork has its own prompt. One of them takes the memory of a closed stream."""
+    """A fork replays graphs that read its own memory and prompt. One of the forks reuses the memory
+    of a closed stream.
+    """
     ends = []
     for by_graphs in (False, True):
         model = load_model(causal_wan, window_frames=6, sink_frames=0)
@@ -170,8 +181,8 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUD
 def test_an_adapter_in_the_slot_of_another_reuses_its_graphs(
     causal_wan: Path, tmp_path: Path, device: str
 ) -> None:
-    """Both change the same modules at the same rank. An adapter of another rank needs new
-    graphs.
+    """An adapter with the same modules and rank reuses the graphs of the previous adapter in its
+    slot. An adapter of another rank needs new graphs.
     """
     ranks = {"ink": 4, "wool": 4, "silk": 2}
     paths = {
@@ -202,7 +213,7 @@ def test_an_adapter_in_the_slot_of_another_reuses_its_graphs(
 @pytest.mark.cuda
 @needs_cuda
 def test_cuda_graphs_equal_plain_launches(causal_wan: Path) -> None:
-    """The second stream replays the graphs of the first from its first pass on."""
+    """A second stream replays the graphs of the first stream from its first pass."""
     options = {"window_frames": 9, "sink_frames": 3}
     with torch.device("cuda"):
         plain, by_graphs = (

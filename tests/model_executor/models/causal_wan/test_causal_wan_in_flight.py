@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several chunks of one stream in flight, in this process, equal chunks that run one by one, bit
-for bit.
+"""Several chunks of one stream in flight, in a single process, are bit-identical to chunks that run
+one after another.
 """
 
 import random
@@ -66,7 +66,7 @@ CHUNKS = 9
 
 
 def chunk_params(index: int) -> dict[str, Any]:
-    """The prompt changes at the fifth chunk."""
+    """Return the parameters of a chunk. The prompt changes at the fifth chunk."""
     return {
         "output": "latents",
         "prompt": {0: "a beach", 4: "a town at night"}.get(index),
@@ -84,7 +84,7 @@ def one_by_one(causal_wan: Path, kind: str) -> list[torch.Tensor]:
 
 
 class Flight:
-    """A stream with chunks that start and step in any order that the rule allows."""
+    """A stream whose chunks start and step in any order that `ChunkOrder` allows."""
 
     def __init__(self, model: CausalWan, session: SessionState, limit: int, seed: int = 0) -> None:
         self.model, self.session = model, session
@@ -110,7 +110,7 @@ class Flight:
         self.most = max(self.most, len(self.in_flight))
 
     def advance(self, chunks: int) -> None:
-        """Start or step a random chunk; commit the oldest one when it is done."""
+        """Start or step a random chunk, and commit the oldest chunk when it is done."""
         moves: list[int] = [index for index in range(len(self.in_flight)) if self.may_move(index)]
         if (
             self.may_move(len(self.in_flight))
@@ -143,8 +143,8 @@ def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_legal_order_gives_the_same_stream(causal_wan: Path, kind: str) -> None:
-    """Beyond the window, across a prompt switch, with fewer and with more chunks in flight than
-    steps.
+    """Any legal order of chunks gives the same stream beyond the window, after a prompt switch, and
+    with fewer or more chunks in flight than steps.
     """
     expected = one_by_one(causal_wan, kind)
     for limit, seed in ((2, 0), (5, 1)):
@@ -156,8 +156,8 @@ def test_any_legal_order_gives_the_same_stream(causal_wan: Path, kind: str) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_aborted_chunks_in_flight_leave_no_trace(causal_wan: Path, kind: str) -> None:
-    """Chunks and their successors are aborted at random and restarted. The stream is the same, and
-    the session does not change in between.
+    """Chunks and their successors may be aborted at random and restarted. The stream stays the
+    same, and an abort does not change the session.
     """
     expected = one_by_one(causal_wan, kind)
     model = load_model(causal_wan, serving={"chunks_in_flight": 4}, **KINDS[kind])
@@ -180,8 +180,8 @@ def test_aborted_chunks_in_flight_leave_no_trace(causal_wan: Path, kind: str) ->
 
 
 def test_input_video_continues_from_the_chunk_in_flight(causal_wan: Path) -> None:
-    """The encoder's cache, the last frame and the noise scale come from the preceding chunk,
-    committed or not.
+    """The encoder's cache, the last frame and the noise scale are those of the preceding chunk,
+    even if it is not committed yet.
     """
     options = {**KINDS["chunks of three frames"], "window_frames": 6}
 
@@ -215,8 +215,8 @@ def test_input_video_continues_from_the_chunk_in_flight(causal_wan: Path) -> Non
 
 
 def test_bytes_equal_the_admitted_ones(causal_wan: Path) -> None:
-    """Ring slots for chunks in flight are counted. A stage that owns one step holds the window of
-    that step only.
+    """The bytes admitted for a session include the ring slots for chunks in flight. A stage that
+    runs one denoise step allocates the window of only that step.
     """
     for kind, options in KINDS.items():
         model = load_model(causal_wan, serving={"chunks_in_flight": 3}, **options)
@@ -247,8 +247,8 @@ def temporal_stages(causal_wan: Path, options: dict[str, Any], limit: int) -> li
 
 
 class Pipeline:
-    """The stages of a temporal pipeline. A tick moves every chunk to its next stage. Earlier stages
-    commit later than the last one.
+    """Simulates the stages of a temporal pipeline. Every tick moves all chunks to their next stage.
+    Earlier stages commit a chunk after the last stage does.
     """
 
     def __init__(self, models: list[CausalWan]) -> None:
@@ -258,7 +258,9 @@ class Pipeline:
         ]
         self.sessions = [open_session(model, output="latents") for model in models]
         self.trips: list[list[DiffusionRequest]] = []
-        """Chunks in flight, oldest first: the requests on the stages that they have reached."""
+        """Requests of the chunks in flight, oldest chunk first, with one request per stage that the
+        chunk has reached.
+        """
         self.latents: dict[int, torch.Tensor] = {}
 
     def start(self, index: int) -> None:
@@ -284,7 +286,9 @@ class Pipeline:
         trip.append(request)
 
     def end(self) -> torch.Tensor:
-        """Finish the oldest chunk: the last stage decodes and commits, then the others commit."""
+        """Finish the oldest chunk: the last stage decodes and commits it, then the other stages
+        commit it.
+        """
         *earlier, last = self.trips.pop(0)
         entered = self.stages[-1].latents_for_earlier_stages(last)
         latents = finish(self.models[-1], last)[1]["latents"]
@@ -296,7 +300,9 @@ class Pipeline:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stage_for_every_step_gives_the_same_stream(causal_wan: Path, kind: str) -> None:
-    """All stages process chunks of one stream. Once, all chunks in flight are aborted."""
+    """A pipeline with one stage per step gives the same stream, even if all chunks in flight are
+    aborted once.
+    """
     expected = one_by_one(causal_wan, kind)
     pipeline = Pipeline(temporal_stages(causal_wan, KINDS[kind], STEPS))
     found: list[torch.Tensor] = []

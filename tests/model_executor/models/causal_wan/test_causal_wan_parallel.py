@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor and sequence parallel streams equal those of one rank, including renewed sinks (fp32,
+"""Tensor and sequence parallel streams equal the stream of one rank, including renewed sinks (fp32,
 gloo).
 """
 
@@ -16,9 +16,9 @@ from helpers.rank_processes import run_ranks
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 
 TOLERANCE = 2e-4
-"""Seven chunks in fp32; ranks only change the order of sums."""
+"""Tolerance for seven chunks in fp32, because ranks change the order of sums."""
 GRAPH_CHUNKS = 14
-"""Fills a window of three chunks and reaches both ring positions several times."""
+"""Enough chunks to fill a window of three chunks and to reach both ring positions several times."""
 OPTIONS: dict[str, Any] = {
     "latent_frames_per_chunk": 1,
     "window_frames": 4,
@@ -29,7 +29,7 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def one_rank(causal_wan: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with the stream of one rank."""
+    """Return a file with the stream of one rank."""
     file = tmp_path_factory.mktemp("one_rank") / "stream.pt"
     torch.save(stream(load_model(causal_wan, **OPTIONS), 7), file)
     return file
@@ -63,7 +63,7 @@ def test_heads_that_do_not_divide_are_refused(causal_wan: Path) -> None:
 
 
 def _compare_graphs(rank: int, rendezvous: str, causal_wan: str, sequence_parallel: bool) -> None:
-    """Streams with graphs on both ranks, and on rank 0 only, against a stream without graphs."""
+    """Compare streams with graphs on both ranks, and on rank 0 only, with a stream without graphs."""
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     options = {"window_frames": 9, "sink_frames": 3}
@@ -89,7 +89,9 @@ def _compare_graphs(rank: int, rendezvous: str, causal_wan: str, sequence_parall
 def test_ranks_with_graphs_equal_ranks_without(
     sequence_parallel: bool, causal_wan: Path, tmp_path: Path
 ) -> None:
-    """Bit for bit, also if only one rank has graphs, because the collectives run between graphs."""
+    """Ranks with graphs are bit-identical to ranks without, even if only one rank uses graphs,
+    because the collectives run between graphs.
+    """
     run_ranks(
         _compare_graphs,
         (str(tmp_path / "rendezvous"), str(causal_wan), sequence_parallel),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni verify causal_wan` passes on the recorded directory and detects damage."""
+"""`vllm-omni verify causal_wan` passes on the recorded directory and detects damage to it."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ def copy(directory: Path, *names: str) -> Path:
 
 
 def test_every_recorded_scenario_passes(capsys: pytest.CaptureFixture[str]) -> None:
-    """This runs the command itself."""
+    """The verify command passes on every recorded scenario."""
     with pytest.raises(SystemExit) as end:
         main(["verify", "causal_wan", "--golden", str(GOLDEN), "--json"])
     assert end.value.code == 0
@@ -70,7 +70,7 @@ def test_a_changed_stream_batch_fails(tensor: str, amount: float, tmp_path: Path
 
 
 def test_the_metadata_defines_the_window(tmp_path: Path) -> None:
-    """With another number of sinks in the metadata, the recorded values no longer match."""
+    """If the metadata specifies another number of sinks, the recorded values no longer match."""
     copy(tmp_path, "sf_win9_sink3.safetensors")
     meta = json.loads((tmp_path / "sf_meta.json").read_text())
     meta["cases"]["sf_win9_sink3"]["sink_size"] = 2
@@ -87,8 +87,8 @@ def test_a_recording_without_its_metadata_fails(tmp_path: Path) -> None:
 
 
 def test_an_adaptive_stream_batch_is_refused(tmp_path: Path) -> None:
-    """The original compares sinks with slots that were never written, which this package does not
-    reproduce.
+    """A recorded batch of adaptive streams is refused, because the original compares its sinks with
+    slots that were never written, which this package does not reproduce.
     """
     copy(tmp_path, "sdv2_stream_s2.safetensors", "sdv2_meta.json")
     (tmp_path / "sdv2_stream_s2.safetensors").rename(tmp_path / "sdv2_stream_s2_adapt.safetensors")

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams driven as by the runner: chunks, sessions, and isolation between sessions."""
+"""Causal Wan streams driven as the runner drives them: chunks, sessions, and isolation between
+sessions.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -50,8 +52,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def test_fused_ops_are_called_with_positional_arguments(causal_wan: Path) -> None:
-    """On CUDA, a wrapper selects the kernel. It takes the arguments of the plain op in their order,
-    none by name.
+    """The CUDA wrapper that selects a kernel takes the same arguments as the plain op, in the same
+    order and only by position.
     """
     expected = stream(load_model(causal_wan, **KINDS["strict"]), 2)
     model = load_model(causal_wan, **KINDS["strict"])
@@ -69,7 +71,7 @@ def test_fused_ops_are_called_with_positional_arguments(causal_wan: Path) -> Non
 
 @pytest.fixture(scope="module")
 def model(causal_wan: Path) -> CausalWan:
-    """Window 9, sink 3: full after three chunks."""
+    """Return a model with a window of 9 frames and 3 sinks, which is full after three chunks."""
     return load_model(causal_wan, **KINDS["strict"])
 
 
@@ -120,7 +122,9 @@ def test_seed_and_prompt_change_the_result(model: CausalWan, change: dict[str, A
 
 
 def test_a_batch_of_streams_equals_streams_alone(any_model: CausalWan) -> None:
-    """Two streams at different steps in one forward agree with each stream alone."""
+    """Two streams at different steps of one forward pass give the same latents as each stream run
+    separately.
+    """
     alone = stream(any_model, 3)
     first = open_session(any_model, "a", output="latents")
     second = open_session(any_model, "b", output="latents", prompt="a town")
@@ -141,14 +145,16 @@ def test_a_batch_of_streams_equals_streams_alone(any_model: CausalWan) -> None:
                 finish(any_model, other)
                 other = make_request(second, output="latents")
                 any_model.prepare_encode(other)
-                step(any_model, [other])  # from here on at another step than the first stream
+                step(any_model, [other])  # now at a different step than the first stream
         ours.append(finish(any_model, request)[1]["latents"])
     for x, y in zip(ours, alone, strict=True):
         torch.testing.assert_close(x, y, atol=2e-4, rtol=0)
 
 
 def test_an_abandoned_chunk_leaves_no_trace(any_model: CausalWan) -> None:
-    """At any step. The retried chunk equals the chunk of a session without the aborted one."""
+    """A chunk may be abandoned at any step. The retried chunk equals the chunk of a session that
+    never aborted one.
+    """
     session, other = open_session(any_model), open_session(any_model, "b")
     for _ in range(5):
         run_chunk(any_model, session, prompt="a beach")
@@ -178,7 +184,7 @@ def test_a_fork_continues_identically_and_independently(any_model: CausalWan) ->
 
 
 def test_bytes_are_known_in_advance_and_constant(any_model: CausalWan) -> None:
-    """A session never holds more than was admitted, also across prompt switches."""
+    """A session never holds more bytes than were admitted for it, including after a prompt switch."""
     for source in ("text", "video"):
         params = DiffusionParams(session_id="a", prompt="a beach", options={"source": source})
         session = any_model.new_session(params)
@@ -223,8 +229,8 @@ def test_a_new_prompt_takes_effect_at_its_chunk(model: CausalWan) -> None:
 
 
 def test_a_new_prompt_recomputes_the_window(causal_wan: Path) -> None:
-    """While nothing has left the window, the result equals a stream that had the new prompt from
-    its first frame on.
+    """As long as no frame has left the window, the result equals that of a stream that had the new
+    prompt from its first frame.
     """
     model = load_model(causal_wan, **KINDS["strict, recomputed by a new prompt"])
     switched, fresh = (
@@ -249,7 +255,9 @@ def test_a_new_prompt_recomputes_the_window(causal_wan: Path) -> None:
 def test_a_chunk_with_a_new_prompt_first_recomputes_the_window(
     causal_wan: Path, chunks: int, recomputed: int
 ) -> None:
-    """One clean-context pass per chunk in the window, and none if the prompt is the same."""
+    """A chunk with a new prompt first runs one clean-context pass per chunk in the window. A chunk
+    with an unchanged prompt runs none.
+    """
     model = load_model(causal_wan, **KINDS["strict, recomputed by a new prompt"])
     session = open_session(model)
     for _ in range(chunks):
@@ -264,7 +272,7 @@ def test_a_chunk_with_a_new_prompt_first_recomputes_the_window(
 
 @pytest.mark.parametrize("sinks", [0, 2])
 def test_recomputation_does_not_see_later_slots(causal_wan: Path, sinks: int) -> None:
-    """Later slots of the ring buffer have no effect on an older chunk that is recomputed."""
+    """When an older chunk is recomputed, later slots of the ring buffer have no effect on it."""
     options = {
         **KINDS["strict, recomputed by a new prompt"],
         "latent_frames_per_chunk": 2,
@@ -348,7 +356,7 @@ def test_global_attention_ends_when_its_buffer_is_full(causal_wan: Path) -> None
 
 @pytest.mark.parametrize("field", IMAGE_AND_VIDEO_PARAMS)
 def test_a_parameter_without_effect_is_refused(model: CausalWan, field: str) -> None:
-    """The refusal names the parameter."""
+    """A request parameter that has no effect on the model is refused by name."""
     session = open_session(model)
     with pytest.raises(RequestFailed, match=f"does not use {field}") as refused:
         model.prepare_encode(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published causal Wan networks are recognised by their file and get the window, sinks and steps of
-their training.
+"""Published causal Wan networks are recognised by their file and served with the window, sinks and
+steps of their training.
 """
 
 import shutil
@@ -31,19 +31,23 @@ O_WEIGHT, NORM = "blocks.1.self_attn.o.weight", "blocks.1.norm3.weight"
 
 @pytest.fixture(scope="module")
 def components(tiny_checkpoint: Callable[..., Path]) -> Path:
-    """A tiny Self-Forcing directory."""
+    """Return a tiny Self-Forcing directory."""
     return tiny_checkpoint("causal_wan", seed=3)
 
 
 @pytest.fixture(scope="module")
 def network(components: Path) -> Tensors:
-    """The averaged network under Wan's own names."""
+    """Return the averaged network under Wan's own names."""
     state = torch.load(components / SHIPPED, weights_only=True)["generator_ema"]
     return {name.removeprefix("model."): tensor for name, tensor in state.items()}
 
 
 def directory(components: Path, out: Path, files: dict[str, Any]) -> Path:
-    """Wan components with other networks. files: relative path -> content."""
+    """Write a directory with Wan's components and other networks.
+
+    Args:
+        files: Content of each file, by relative path.
+    """
     shutil.copytree(
         components, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns("checkpoints")
     )
@@ -61,7 +65,7 @@ def wrapped(network: Tensors, prefix: str = "model.") -> Tensors:
 
 
 def served(folder: Path, **options: Any) -> tuple[int, ...]:
-    """(chunk, window, sinks) of a directory as served, in latent frames."""
+    """Return (chunk, window, sinks) in latent frames, as a server uses them for a directory."""
     values = hf_config(folder)["causal_wan"]
     config = CausalWanConfig.from_checkpoint(values["transformer"])
     plan = resolve_plan(config, CausalWanOptions.of_checkpoint(values, options))
@@ -109,7 +113,9 @@ def test_a_release_is_recognised_by_its_file(
     network: Tensors,
     tmp_path: Path,
 ) -> None:
-    """Each loads the same network, keeps its settings, and has a name for `vllm-omni download`."""
+    """Every release loads the same network, keeps its own settings, and has a name for `vllm-omni
+    download`.
+    """
     content = (
         wrapped(network)
         if position.endswith(".safetensors")
@@ -133,7 +139,7 @@ def test_a_release_is_recognised_by_its_file(
 def test_a_config_takes_precedence_over_the_release(
     components: Path, network: Tensors, tmp_path: Path
 ) -> None:
-    """In either key style."""
+    """A config in either key style takes precedence over the settings of the release."""
     folder = directory(
         components, tmp_path, {"rewardforcing.pt": {"generator_ema": wrapped(network)}}
     )
@@ -144,8 +150,8 @@ def test_a_config_takes_precedence_over_the_release(
 
 
 def lora_of(network: Tensors, rank: int = 4) -> tuple[Tensors, Tensors]:
-    """A LoRA of every linear layer of the blocks under PEFT's names, and the network with the LoRA
-    merged.
+    """Return a LoRA of every linear layer of the blocks under PEFT's names, and the network with
+    that LoRA merged.
     """
     generator, lora, merged = torch.Generator().manual_seed(0), {}, dict(network)
     for name, weight in network.items():
@@ -161,7 +167,9 @@ def lora_of(network: Tensors, rank: int = 4) -> tuple[Tensors, Tensors]:
 def test_longlive_is_loaded_with_its_lora_merged(
     components: Path, network: Tensors, tmp_path: Path
 ) -> None:
-    """As in its own code, the base is the network itself, not its average."""
+    """LongLive's LoRA is merged into the network itself rather than into its average, as in
+    LongLive's own code.
+    """
     lora, merged = lora_of(network)
     average = {name: torch.zeros_like(tensor) for name, tensor in network.items()}
     content = {
@@ -203,7 +211,9 @@ def test_longlive_without_its_lora_is_refused(
 def test_a_custom_checkpoint_is_recognised(
     wrapper: str | None, prefix: str, components: Path, network: Tensors, tmp_path: Path
 ) -> None:
-    """A single `.pt` next to Wan's components, with any name, wrapper and prefix."""
+    """A single `.pt` file next to Wan's components is recognised, whatever its name, wrapper and
+    prefix.
+    """
     state = wrapped(network, prefix)
     folder = directory(
         components, tmp_path, {"step_3000.pt": state if wrapper is None else {wrapper: state}}
@@ -238,7 +248,8 @@ def test_an_unknown_state_dict_is_refused_with_its_keys(
 def test_a_training_checkpoint_alone_is_recognised_by_its_tensors(
     network: Tensors, tmp_path: Path
 ) -> None:
-    """Loading then names the missing components. A file of another network is refused with its
+    """A directory with only a training checkpoint is recognised by its tensors, and loading it
+    reports the missing components. A file of another network is refused, and the message lists its
     keys.
     """
     torch.save({"generator": wrapped(network)}, tmp_path / "mine.pt")

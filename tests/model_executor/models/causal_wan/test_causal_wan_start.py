@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams that start from an image or continue from given latents (Self-Forcing's continuation)."""
+"""Streams start from an image or continue from given latents (Self-Forcing's continuation)."""
 
 import json
 from collections.abc import Mapping
@@ -55,7 +55,10 @@ def start_image(seed: int = 0) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RecordedNoise:
-    """Self-Forcing's sequential draws, by (chunk, step). given: chunks without any draw."""
+    """Replays the sequential random draws of Self-Forcing by (chunk, step).
+
+    The first `given` chunks have no draws.
+    """
 
     recorded: Mapping[str, torch.Tensor]
     given: int
@@ -83,8 +86,8 @@ class RecordedPrompt(torch.nn.Module):
 def test_a_stream_continues_from_given_latents_as_self_forcing_does(
     causal_wan: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two given chunks and three generated ones with the recorded draws: every latent is within
-    1e-5.
+    """After two given chunks, three chunks generated with the recorded draws are within 1e-5 of
+    Self-Forcing in every latent.
     """
     recorded = load_file(GOLDEN / "sf_prefill_win6.safetensors")
     meta = json.loads((GOLDEN / "sf_meta.json").read_text())
@@ -126,8 +129,8 @@ def test_a_stream_continues_from_given_latents_as_self_forcing_does(
 
 
 def test_a_stream_starts_with_its_image(model: CausalWan) -> None:
-    """The image's latent is the first frame. The frames after it are generated in the first
-    chunk.
+    """The latent of the start image is the first frame of the stream, and the first chunk generates
+    the frames after it.
     """
     image = start_image()
     session = open_session(model, **LATENTS)
@@ -150,8 +153,8 @@ def test_a_stream_starts_with_its_image(model: CausalWan) -> None:
 
 
 def test_the_frames_after_an_image_are_one_chunk(model: CausalWan) -> None:
-    """The passes are: the image at timestep 0, two frames that see it, their clean-context pass;
-    then whole chunks.
+    """A chunk with a start image runs the image at timestep 0, then denoises two frames that see
+    it, and finally runs their clean-context pass. Later chunks are whole chunks.
     """
     session = open_session(model, **LATENTS)
     request = make_request(session, {"image": start_image()}, prompt="a beach", **LATENTS)
@@ -171,7 +174,7 @@ def test_the_frames_after_an_image_are_one_chunk(model: CausalWan) -> None:
 
 
 def test_an_image_gives_the_same_stream_in_a_batch_and_after_a_fork(model: CausalWan) -> None:
-    """Bit for bit, in a batch with streams without images."""
+    """A stream with a start image is bit-identical when it is batched with streams without images."""
     alone = open_session(model, "alone", **LATENTS)
     first = run_chunk(model, alone, {"image": start_image()}, prompt="a beach", **LATENTS)[1][
         "latents"
@@ -252,7 +255,7 @@ def test_invalid_images_and_latents_are_refused(
 def test_a_server_without_image_support_refuses_with_the_reason(
     options: dict[str, Any], params: dict[str, Any], message: str, causal_wan: Path
 ) -> None:
-    """`/v1/videos` reads the same from the model's tasks."""
+    """`/v1/videos` reports the same reason, which it derives from the model's tasks."""
     served = load_model(causal_wan, **options)
     session = open_session(served, **params)
     with pytest.raises(RequestFailed, match=message):
@@ -267,7 +270,9 @@ def test_a_server_without_image_support_refuses_with_the_reason(
 
 
 def test_a_session_may_return_frames_and_latents(model: CausalWan) -> None:
-    """Output `both` equals either alone. The first chunk fixes the choice."""
+    """Output `both` gives the same frames and latents as either output requested separately. The
+    first chunk of a session fixes the output.
+    """
     session = open_session(model, output="both")
     both = run_chunk(model, session, prompt="a beach", output="both")[1]
     frames = run_chunk(model, open_session(model), prompt="a beach")[1]["frames"]

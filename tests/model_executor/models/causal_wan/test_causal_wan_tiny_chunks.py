@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunks decoded by the tiny decoder (`omni.degradations` `tiny_vae`): frames, session memory, and
-support.
+supported models.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ def model(causal_wan: Path) -> CausalWan:
 def start(
     model: CausalWan, session: SessionState, degraded: bool, **params: Any
 ) -> DiffusionRequest:
-    """Run a chunk up to its decode."""
+    """Run a chunk up to its decoding."""
     tensors = params.pop("tensors", None)
     request = make_request(session, tensors, **{"prompt": "a beach", **params})
     request.degradations = ("tiny_vae",) if degraded else ()
@@ -68,7 +68,9 @@ def run(
 def test_degraded_frames_are_decoded_by_the_tiny_decoder(
     causal_wan: Path, options: dict[str, Any], tiny: set[int]
 ) -> None:
-    """Latents, frame counts and frame numbers are those of a stream that was never degraded."""
+    """A degraded chunk changes only the decoded frames: latents, frame counts and frame numbers are
+    those of a stream without degradation.
+    """
     model = load_model(causal_wan, serving=LADDER, **options)
     results, _ = run(model, tiny)
     assert model.decoder is not None
@@ -84,8 +86,8 @@ def test_degraded_frames_are_decoded_by_the_tiny_decoder(
 
 
 def test_a_stream_without_degraded_chunks_is_unchanged(causal_wan: Path, model: CausalWan) -> None:
-    """A server with the option gives the frames of a server without it, bit for bit, and reserves 8
-    more latent frames per stream.
+    """Without degraded chunks, a server with the option gives bit-identical frames to a server
+    without it. The option reserves memory for 8 more latent frames per stream.
     """
     plain = load_model(causal_wan)
     for ours, theirs in zip(run(model, ())[0], run(plain, ())[0], strict=True):
@@ -99,7 +101,9 @@ def test_a_stream_without_degraded_chunks_is_unchanged(causal_wan: Path, model: 
 def test_bytes_are_constant_and_an_abandoned_chunk_and_a_fork_leave_no_trace(
     model: CausalWan,
 ) -> None:
-    """For either decoder of the preceding, the aborted and the next chunk."""
+    """A session's size in bytes is constant, and abandoned chunks and forks leave no trace,
+    whichever decoder the preceding, aborted and next chunks use.
+    """
     session = open_session(model)
     admitted = session.nbytes
     for index in range(CHUNKS):
@@ -124,7 +128,7 @@ def test_bytes_are_constant_and_an_abandoned_chunk_and_a_fork_leave_no_trace(
 
 
 def test_a_stream_of_latents_is_not_degraded(model: CausalWan) -> None:
-    """It has no decode to save, so its result reports no degradation."""
+    """A stream of latents skips decoding in any case, so its result reports no degradation."""
     session = open_session(model, output="latents")
     request = start(model, session, True, output="latents")
     finish(model, request)
@@ -132,8 +136,8 @@ def test_a_stream_of_latents_is_not_degraded(model: CausalWan) -> None:
 
 
 def test_a_vae_stage_switches_decoders_too(causal_wan: Path, model: CausalWan) -> None:
-    """`omni.vae_stage`: the rank with layers has neither decoder and reserves no memory for
-    them.
+    """With `omni.vae_stage`, the rank with the transformer layers has neither decoder and reserves
+    no memory for them.
     """
     serving = {**LADDER, "vae_stage": True}
     layers = load_model(causal_wan, ParallelContext(vae_stage=True), serving=serving)
@@ -153,7 +157,9 @@ def test_a_vae_stage_switches_decoders_too(causal_wan: Path, model: CausalWan) -
 def test_missing_weights_of_the_tiny_decoder_are_refused_at_start(
     causal_wan: Path,
 ) -> None:
-    """On every rank, including ranks that do not decode."""
+    """If the weights of the tiny decoder are missing, every rank refuses to start, including ranks
+    that do not decode.
+    """
     layout = dataclasses.replace(find_layout(causal_wan), tiny_vae=None)
     for parallel in (ParallelContext(), ParallelContext(vae_stage=True)):
         for serving, options, who in (

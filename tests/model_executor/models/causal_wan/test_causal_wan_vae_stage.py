@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stream with the decoder on its own pipeline stage gives the frames of one rank."""
+"""A stream decoded on a separate pipeline stage gives the same frames as one rank."""
 
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,8 @@ PROMPTS = ("a beach", None, "a town at night", None)
 def test_frames_equal_those_of_one_rank(
     causal_wan: Path, source: str, options: dict[str, Any]
 ) -> None:
-    """Over a prompt switch, with and without a clean-context pass, and from video, which only the
-    rank with layers encodes.
+    """A VAE stage gives the frames of one rank after a prompt switch, with and without a
+    clean-context pass, and from input video, which only the rank with layers encodes.
     """
     one = load_model(causal_wan, **WINDOW, **options)
     layers = load_model(causal_wan, ParallelContext(vae_stage=True), **WINDOW, **options)

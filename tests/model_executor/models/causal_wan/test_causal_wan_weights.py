@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight names of causal Wan: the tables cover every tensor at both sizes in both namings, and
+"""The weight tables of causal Wan cover every tensor at both sizes and in both naming styles, and
 loading is strict.
 """
 
@@ -57,8 +57,8 @@ def test_full_size_models_match_the_table(size: str) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_diffusers_names_and_shapes_map_one_to_one(size: str) -> None:
-    """Each renamed tensor of diffusers' transformer of that size is a tensor of the table, and vice
-    versa.
+    """Every renamed tensor of diffusers' transformer is in the table of that size, and the table
+    contains no others.
     """
     config, *_ = SIZES[size]
     with torch.device("meta"):
@@ -96,7 +96,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_every_layout_loads_the_same_model(checkpoints: dict[str, Path]) -> None:
-    """Self-Forcing's file holds two networks. The averaged one is loaded."""
+    """Self-Forcing's file contains two networks, of which the averaged one is loaded."""
     expected = weights(checkpoints["original"])
     for folder in checkpoints.values():
         assert detect_family(folder).name == "causal_wan"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems of a pipeline directory are reported in one line, before weights are read."""
+"""Problems of a pipeline directory are reported in one line before any weights are read."""
 
 import json
 import shutil
@@ -34,7 +34,9 @@ def sd3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def broken(sd3: Path, tmp_path: Path) -> Callable[..., Path]:
-    """`broken(change)` -> a copy of the directory with its index changed by `change(index)`."""
+    """Return a function that copies the directory and lets `change(index)` modify the index of the
+    copy.
+    """
 
     def make(change: Callable[[dict[str, Any]], None] = lambda index: None) -> Path:
         copy = tmp_path / "copy"
@@ -63,8 +65,8 @@ def test_a_pipeline_directory_is_detected_after_all_other_families(sd3: Path) ->
 def test_an_explicit_executor_takes_precedence_over_a_model_of_this_package(
     tmp_path: Path, null_world: Path
 ) -> None:
-    """A Wan directory is served by `wan2_2` on a worker, or by diffusers' own pipeline if its
-    executor is named.
+    """A Wan directory is served by `wan2_2` on a worker, or by diffusers' own pipeline if the
+    executor for diffusers is named explicitly.
     """
     FAMILY.make_tiny(tmp_path, 0, "wan")
     assert detect_family(tmp_path).name == "wan2_2"
@@ -78,7 +80,7 @@ def test_an_explicit_executor_takes_precedence_over_a_model_of_this_package(
 
 
 def test_other_directories_are_not_detected(tmp_path: Path, null_world: Path) -> None:
-    """Neither a world nor invalid files."""
+    """A world's directory or an invalid `model_index.json` is not detected as a diffusers pipeline."""
     assert detect_family(null_world).name == "null_world"
     for content in ("", "[]", "{}", '{"_class_name": 3}', "\xff"):
         (tmp_path / "model_index.json").write_text(content)
@@ -86,7 +88,9 @@ def test_other_directories_are_not_detected(tmp_path: Path, null_world: Path) ->
 
 
 def test_an_unknown_pipeline_class_is_refused(broken: Callable[..., Path]) -> None:
-    """A class that diffusers lacks, and a class of diffusers that is no pipeline."""
+    """A class that diffusers does not have is refused, and so is a diffusers class that is not a
+    pipeline.
+    """
     for name in ("HyperPipeline", "AutoencoderKL"):
         path = broken(lambda index, name=name: index.update(_class_name=name))
         with pytest.raises(ValueError, match=f"'{name}' is no pipeline of diffusers"):
@@ -95,7 +99,9 @@ def test_an_unknown_pipeline_class_is_refused(broken: Callable[..., Path]) -> No
 
 
 def test_a_missing_component_is_refused_unless_left_out(broken: Callable[..., Path]) -> None:
-    """The index names its folder. `without` leaves it out."""
+    """A component that the index lists but the directory lacks is refused, unless `without` leaves
+    it out.
+    """
     path = broken()
     shutil.rmtree(path / "text_encoder_3")
     with pytest.raises(ValueError, match="lacks the component 'text_encoder_3'"):
@@ -104,7 +110,7 @@ def test_a_missing_component_is_refused_unless_left_out(broken: Callable[..., Pa
 
 
 def test_missing_and_pickled_weights(broken: Callable[..., Path]) -> None:
-    """No weights at all, pickled weights, and a missing shard."""
+    """A component is refused if it has no weights, only pickled weights, or a missing shard."""
     path = broken()
     file = path / "transformer" / "diffusion_pytorch_model.safetensors"
     (path / "transformer" / "diffusion_pytorch_model.safetensors.index.json").write_text(
@@ -138,13 +144,15 @@ def test_download_refuses_the_family() -> None:
     ],
 )
 def test_wrong_options_are_refused(sd3: Path, model: dict[str, Any], words: str) -> None:
-    """The refusal names the key or value."""
+    """The error message names the wrong key or value."""
     with pytest.raises(ValueError, match=words):
         check(sd3, **model)
 
 
 def test_the_default_dtype_is_that_of_the_denoiser(broken: Callable[..., Path]) -> None:
-    """It is read from the header of the weight file. `--dtype` overrides it."""
+    """The default dtype is read from the header of the denoiser's weight file. `--dtype` overrides
+    it.
+    """
     path = broken()
     file = path / "transformer" / "diffusion_pytorch_model.safetensors"
     assert stored_dtype(path, PipelineIndex.read_folder(path)) == "float32"
@@ -156,8 +164,8 @@ def test_the_default_dtype_is_that_of_the_denoiser(broken: Callable[..., Path]) 
 
 
 def test_serve_plan_chooses_the_executor(sd3: Path) -> None:
-    """`vllm serve DIR --omni` selects the executor instead of a worker. Flags that need workers are
-    refused.
+    """`vllm serve DIR --omni` selects the executor instead of a worker and refuses flags that need
+    workers.
     """
     planned = plan([str(sd3), "--port", "0"], {}, [])
     assert planned.argv[planned.argv.index("--distributed-executor-backend") + 1] == EXECUTOR

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny DreamX-World checkpoints, written once."""
+"""Fixtures that write tiny DreamX-World checkpoints once."""
 
 from pathlib import Path
 
@@ -11,7 +11,9 @@ from vllm_omni.testing.tiny.dreamx_world import make_tiny
 
 @pytest.fixture(scope="session")
 def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of each layout, in a folder of its name. Tests must not change them."""
+    """Write one checkpoint of each layout into a folder of that name. Tests must not change these
+    checkpoints.
+    """
     found = {layout: tmp_path_factory.mktemp("dreamx") / layout for layout in LAYOUTS}
     for layout, folder in found.items():
         make_tiny(folder, 0, layout)

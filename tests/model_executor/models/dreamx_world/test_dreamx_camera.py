@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and poses as matrices of the camera branch, over several chunks, and refused poses."""
+"""Keys and poses become matrices of the camera branch over several chunks, and invalid poses are
+refused.
+"""
 
 import math
 from typing import Any, Literal
@@ -38,7 +40,7 @@ def read(
 
 
 def path(num_frames: int, turn: float = 2.0) -> torch.Tensor:
-    """Poses that turn and move, one per video frame."""
+    """Return poses that turn and move, one per video frame."""
     poses = torch.eye(4, dtype=torch.float64).repeat(num_frames, 1, 1)
     poses[:, :3, :3] = rotation(1, turn * torch.arange(num_frames).double())
     poses[:, 2, 3] = 0.1 * torch.arange(num_frames).double()
@@ -46,7 +48,9 @@ def path(num_frames: int, turn: float = 2.0) -> torch.Tensor:
 
 
 def test_a_held_key_moves_the_camera_in_every_video_frame() -> None:
-    """The first chunk's latents show video frames 0, 1 and 5; the first frame moves too."""
+    """A held key moves the camera from the first frame on. The latents of the first chunk
+    correspond to video frames 0, 1 and 5.
+    """
     camera = read(0, None, actions=[["w"]] * 3)
     views = inverse_projection(camera)
     assert torch.allclose(views[0], torch.eye(4), atol=1e-6)
@@ -59,13 +63,15 @@ def test_a_held_key_moves_the_camera_in_every_video_frame() -> None:
 
 
 def inverse_projection(camera: ChunkCamera) -> torch.Tensor:
-    """The view matrices of a chunk."""
+    """Return the view matrices of a chunk."""
     scale = torch.tensor([FX, FY, 1.0, 1.0])
     return camera.matrices_2F44[0] / scale[:, None]
 
 
 def test_a_new_key_shows_in_the_next_chunks_first_latent() -> None:
-    """Three of its updates are of the old keys and one is of the new ones."""
+    """The first latent of the next chunk covers four camera updates: three with the old keys and
+    one with the new key.
+    """
     first = read(0, None, actions=[["l"]] * 3)
     second = read(1, first.after, actions=[["j"]] * 3)
     angle = -torch.atan2(*inverse_projection(second)[0, [0, 2], [2, 2]].double())
@@ -110,8 +116,9 @@ def test_intrinsics_replace_the_trained_focal_lengths() -> None:
 
 
 def test_the_camera_of_a_long_session_stays_a_rotation() -> None:
-    """Two thousand chunks of keys, with a large distance. The relative matrices keep their
-    precision, because they are of neighbouring poses."""
+    """After two thousand chunks of keys, the camera is far away but its rotation is still valid.
+    Relative matrices keep their precision, because they relate neighbouring poses.
+    """
     state = read(0, None, actions=[["w", "l", "i"]] * 3).after
     first = None
     for index in range(1, 2000):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts, configs and tensors of DreamX-World checkpoints, at the released size and damaged."""
+"""Layouts, configs and tensors of DreamX-World checkpoints, at the released size and with damage."""
 
 import json
 import math
@@ -27,12 +27,12 @@ from vllm_omni.model_executor.models.registry import detect_family
 
 @pytest.fixture
 def original(layouts: dict[str, Path], tmp_path: Path) -> Path:
-    """A copy of the original layout."""
+    """Return a copy of the original layout."""
     return Path(shutil.copytree(layouts["original"], tmp_path / "world"))
 
 
 def test_the_released_network_has_the_released_tensors() -> None:
-    """On the meta device at full size."""
+    """The network, built at full size on the meta device, has exactly the released tensors."""
     config = DreamXConfig()
     shapes = transformer_shapes(config)
     assert len(shapes) == 1125
@@ -56,7 +56,9 @@ def test_each_layout_is_found(layouts: dict[str, Path], layout: str) -> None:
 
 
 def test_sizes_come_from_the_tensors_without_a_config(tmp_path: Path) -> None:
-    """The released directory has no config. Heads have 128 channels."""
+    """The released directory has no config, so sizes are derived from the tensors with 128 channels
+    per head.
+    """
     config = DreamXConfig(
         dim=256,
         ffn_dim=64,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor, sequence and pipeline parallel runs give the results of one rank (fp32, gloo, two
+"""Tensor, sequence and pipeline parallel runs give the same results as one rank (fp32, gloo, two
 processes), and adapters equal merged weights.
 """
 
@@ -21,7 +21,7 @@ from vllm_omni.model_executor.layers.lora.store import AdapterStore
 from vllm_omni.model_executor.models.dreamx_world.pipeline import DreamXWorld
 
 TOLERANCE = 1e-4
-"""Three chunks in fp32; ranks only change the order of sums."""
+"""Tolerance for three chunks in fp32, because ranks change the order of sums."""
 CHUNKS = [{"actions": [["w"], ["l"], ["a", "i"]]}, {"actions": [["s", "k"]] * 3}, {}]
 OPTIONS: dict[str, Any] = {"window_frames": 6, "sink_frames": 3}
 INK = [Lora(name="ink")]
@@ -34,7 +34,7 @@ def checkpoint(layouts: dict[str, Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def one_rank(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with the latents of `CHUNKS`."""
+    """Return a file with the latents of `CHUNKS`, computed by one rank."""
     file = tmp_path_factory.mktemp("one_rank") / "latents.pt"
     torch.save(latents_of(load_world(checkpoint, **OPTIONS), CHUNKS), file)
     return file
@@ -55,8 +55,9 @@ def _compare(
 def test_two_ranks_equal_one(
     checkpoint: Path, one_rank: Path, sequence_parallel: bool, tmp_path: Path
 ) -> None:
-    """18 tokens and 4 heads over two ranks, cut within the second latent frame. The norm of the
-    camera branch sums over both ranks, and with Ulysses the branch uses all-to-all too."""
+    """Two ranks share 18 tokens and 4 heads, and the split is within the second latent frame. The
+    norm of the camera branch sums over both ranks. With Ulysses, the branch uses all-to-all too.
+    """
     arguments = (str(tmp_path / "rendezvous"), str(checkpoint), str(one_rank), sequence_parallel)
     run_ranks(_compare, arguments, 2)
 
@@ -65,7 +66,9 @@ def test_two_ranks_equal_one(
 def test_two_pipeline_stages_equal_one(
     checkpoint: Path, one_rank: Path, partition: tuple[int, ...]
 ) -> None:
-    """The third of four blocks has no camera branch. Bit for bit."""
+    """Two pipeline stages give bit-identical latents. The third of the four blocks has no camera
+    branch.
+    """
     stages = [
         load_world(
             checkpoint, ParallelContext(stage=n, num_stages=2, partition=partition), **OPTIONS
@@ -85,7 +88,7 @@ def every_layer(target: files.AdapterTarget) -> files.Factors:
 
 
 def walk(world: DreamXWorld, store: AdapterStore, choices: list[list[Lora]]) -> list[torch.Tensor]:
-    """Latents of a new session in which each chunk has its own adapters."""
+    """Return the latents of a new session in which each chunk uses its own adapters."""
     session = open_session(world, output="latents")
     return run_adapted(
         world,
@@ -96,7 +99,9 @@ def walk(world: DreamXWorld, store: AdapterStore, choices: list[list[Lora]]) -> 
 
 
 def test_an_adapter_of_every_layer_equals_merged_weights(checkpoint: Path, tmp_path: Path) -> None:
-    """The layers of the camera branch included. Without the adapter, the original bits return."""
+    """An adapter of every layer, including the camera branch, equals merged weights. Without the
+    adapter, the session gives its original bits again.
+    """
     world = load_world(checkpoint)
     target = world.adapter_targets()["transformer"]
     assert any(".cam_self_attn.q_proj" in name for name in target.matrices())

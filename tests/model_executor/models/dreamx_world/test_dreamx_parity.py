@@ -28,7 +28,7 @@ def test_the_recorded_subset_passes() -> None:
 
 
 def test_every_recorded_scenario_passes() -> None:
-    """The full set, where it is present."""
+    """Every scenario of the full recorded set passes, if the set is present."""
     folder = shared_golden("dreamx_world_5b")
     report = verify(folder)
     assert report.ok, report.to_text()

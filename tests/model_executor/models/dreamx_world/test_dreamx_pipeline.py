@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A DreamX-World session driven as by the runner: chunks, snapshots, and isolation between
+"""A DreamX-World session driven as the runner drives it: chunks, snapshots, and isolation between
 sessions.
 """
 
@@ -45,7 +45,7 @@ def world(layouts: dict[str, Path]) -> DreamXWorld:
 
 @pytest.fixture(scope="module")
 def short(layouts: dict[str, Path]) -> DreamXWorld:
-    """A window that frames leave with the third chunk."""
+    """Return a world with a short window, which frames start to leave at the third chunk."""
     return load_world(layouts["original"], window_frames=6, sink_frames=2)
 
 
@@ -153,8 +153,9 @@ def test_a_vae_stage_decodes_and_corrects_as_one_rank(
 
 
 def test_sessions_at_different_steps_in_one_batch_equal_solo_runs(short: DreamXWorld) -> None:
-    """Three sessions start one after another, so every batch mixes steps, and chunks with and
-    without an image. Bit for bit."""
+    """Sessions in a batch are bit-identical to solo runs. Three sessions start one after another,
+    so every batch mixes steps as well as chunks with and without an image.
+    """
     pairs, mixed = run_staggered(
         short,
         lambda name: open_session(short, name, output="latents"),
@@ -167,8 +168,9 @@ def test_sessions_at_different_steps_in_one_batch_equal_solo_runs(short: DreamXW
 
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_an_aborted_chunk_leaves_no_trace(short: DreamXWorld, chunks: int) -> None:
-    """Aborted before, between and after denoise steps, and after decoding, each time in its own
-    session."""
+    """A chunk leaves no trace if it is aborted before, between or after its denoise steps, or after
+    decoding. Each case uses a separate session.
+    """
     DRIVER.assert_aborts_leave_no_trace(short, chunks, (0, 2, 5))
 
 
@@ -196,8 +198,9 @@ def test_a_session_moves_to_the_host_and_back(short: DreamXWorld) -> None:
 
 
 def test_a_far_chunk_depends_only_on_the_frames_that_it_sees(short: DreamXWorld) -> None:
-    """A chunk a million latent frames later has the flow of the same chunk now: positions exceed
-    every table, and only their differences count."""
+    """A chunk a million latent frames later has the same flow as the same chunk now. Positions that
+    exceed every table are valid, because only their differences matter.
+    """
     near = open_session(short, output="latents")
     for _ in range(4):
         run_chunk(short, near, output="latents")
@@ -207,7 +210,9 @@ def test_a_far_chunk_depends_only_on_the_frames_that_it_sees(short: DreamXWorld)
 
 
 def flow_of(world: DreamXWorld, session: DreamXSession) -> torch.Tensor:
-    """The flow of the first step of a session's next chunk, from equal latents."""
+    """Return the flow of the first step of a session's next chunk, computed from the same latents
+    each time.
+    """
     request = make_request(session, output="latents", actions=HELD)
     world.prepare_encode(request)
     request.work.latents = torch.linspace(-1, 1, request.work.latents.numel()).view_as(
@@ -217,8 +222,9 @@ def flow_of(world: DreamXWorld, session: DreamXSession) -> torch.Tensor:
 
 
 def continue_later(world: DreamXWorld, session: DreamXSession, chunks: int) -> None:
-    """Make a session continue `chunks` chunks later with the same visible frames, whose keys are
-    rotated to their new positions."""
+    """Move a session `chunks` chunks ahead with the same visible frames, and rotate their keys to
+    the new positions.
+    """
     window, frames = session.window, 3 * chunks
     grid, size = (HEIGHT // 32, WIDTH // 32), window.tokens_per_frame
     now, later = (
@@ -241,7 +247,7 @@ def continue_later(world: DreamXWorld, session: DreamXSession, chunks: int) -> N
 
 @pytest.mark.parametrize("chunks", [40, pytest.param(2000, marks=pytest.mark.nightly)])
 def test_a_long_session_holds_constant_bytes(layouts: dict[str, Path], chunks: int) -> None:
-    """The values stay finite, and a snapshot in the middle continues with equal bits."""
+    """A long session stays finite, and a snapshot taken in the middle continues with the same bits."""
     world = load_world(layouts["original"], window_frames=6, max_steps=1)
     session = open_session(world, output="latents")
     run_chunk(world, session, output="latents", actions=[["w"]] * 3)
@@ -293,7 +299,9 @@ def test_a_first_chunk_needs_an_image(world: DreamXWorld) -> None:
 def test_more_sinks_than_the_first_chunk_are_refused(
     world: DreamXWorld, layouts: dict[str, Path]
 ) -> None:
-    """By the server's options and by a session's."""
+    """More sinks than first-chunk frames are refused, both in the server's options and in a
+    session's.
+    """
     with pytest.raises(ValueError, match="at most the length of the first chunk, 3"):
         load_world(layouts["original"], sink_frames=4)
     with pytest.raises(RequestFailed, match="at most the length of the first chunk, 3"):
@@ -302,7 +310,7 @@ def test_more_sinks_than_the_first_chunk_are_refused(
 
 @pytest.mark.parametrize("field", IMAGE_AND_VIDEO_PARAMS)
 def test_a_parameter_without_effect_is_refused(world: DreamXWorld, field: str) -> None:
-    """The refusal names the parameter."""
+    """A request parameter that has no effect on the model is refused by name."""
     params = {field: IMAGE_AND_VIDEO_PARAMS[field]}
     reason = f"does not use {field}"
     DRIVER.assert_refused(world, True, {}, params, "invalid_request", reason)

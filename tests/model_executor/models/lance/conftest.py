@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny Lance checkpoint, written once."""
+"""Fixture that writes a tiny Lance checkpoint once."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,5 +9,5 @@ import pytest
 
 @pytest.fixture(scope="session")
 def checkpoint(tiny_checkpoint: Callable[..., Path]) -> Path:
-    """A checkpoint of the video model. Tests must not change it."""
+    """Return a checkpoint of the video model. Tests must not change this checkpoint."""
     return tiny_checkpoint("lance", "video")

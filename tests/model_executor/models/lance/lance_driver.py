@@ -81,7 +81,7 @@ REQUESTS: dict[str, tuple[dict[str, Any], dict[str, torch.Tensor]]] = {
         {"video": clip()},
     ),
 }
-"""A small request of every task: parameters and tensors."""
+"""Parameters and tensors of a small request for every task."""
 
 
 def request_of(task: str, **changes: Any) -> DiffusionRequest:
@@ -106,7 +106,7 @@ def prepare(lance: Lance, request: DiffusionRequest, session: SessionState | Non
 
 
 def run(lance: Lance, request: DiffusionRequest, session: SessionState | None = None) -> Result:
-    """One request from start to end, alone."""
+    """Run one request from start to end, without other requests."""
     prepare(lance, request, session)
     while request.step < request.num_steps:
         step(lance, [request])

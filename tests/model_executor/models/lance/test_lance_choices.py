@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choices in which public implementations of Lance differ, and the conventions that combine
-them.
+"""Public implementations of Lance differ in certain choices, and a convention is a named
+combination of them.
 """
 
 from collections.abc import Iterator
@@ -60,7 +60,9 @@ VLLM_OMNI = {
 
 
 def test_conventions_differ_in_the_documented_choices() -> None:
-    """The default is the original's convention."""
+    """Conventions differ only in the documented choices. The default is the convention of the
+    original.
+    """
     original = asdict(LanceChoices())
     assert LanceOptions().choices == CONVENTIONS["original"] == LanceChoices()
     assert asdict(LanceOptions(convention="vllm_omni").choices) == {**original, **VLLM_OMNI}
@@ -89,7 +91,7 @@ def test_a_single_choice_is_not_an_option(name: str) -> None:
 
 @contextmanager
 def options_with(**choices: Any) -> Iterator[LanceOptions]:
-    """Options in which only these choices differ from the original's. No convention has this
+    """Yield options that differ from the original's only in these choices. No convention has this
     combination.
     """
     with pytest.MonkeyPatch.context() as patch:
@@ -110,7 +112,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> LanceTokenizer:
 def texts(
     tokenizer: LanceTokenizer, task: Task, negative: str | None = None, **choices: Any
 ) -> tuple[str, str]:
-    """The two contexts as text, without visual blocks."""
+    """Return the conditional and the unconditional context as text, without visual blocks."""
     block = (1, 1, 1)
     edits = {"vit": block, "reference": block} if task in EDIT_TASKS else {}
     with options_with(**choices) as served:
@@ -144,8 +146,8 @@ def test_system_prompts_of_edits_may_have_ascii_apostrophes(tokenizer: LanceToke
 
 
 def test_the_unconditional_context_may_be_empty(tokenizer: LanceTokenizer) -> None:
-    """It is empty for an image and has two markers for a video, with a negative prompt between
-    them. Other tasks are unchanged.
+    """An empty unconditional context contains nothing for an image and two markers for a video. A
+    negative prompt is placed between two markers. Other tasks keep their context.
     """
     empty = {"uncond_context": "empty"}
     markers = "<|im_start|><|im_end|>"
@@ -157,7 +159,7 @@ def test_the_unconditional_context_may_be_empty(tokenizer: LanceTokenizer) -> No
 
 
 def test_a_prompt_may_be_wrapped(tokenizer: LanceTokenizer) -> None:
-    """Both contexts of a text task get an additional pair of markers."""
+    """A wrapped prompt adds a pair of markers to both contexts of a text task."""
     for task in TEXT_TASKS:
         plain, wrapped = texts(tokenizer, task), texts(tokenizer, task, drawing_prompt="wrapped")
         assert wrapped == tuple(f"<|im_start|>{text}<|im_end|>" for text in plain)
@@ -168,8 +170,8 @@ def test_a_prompt_may_be_wrapped(tokenizer: LanceTokenizer) -> None:
 def test_positions_of_the_unconditional_context_and_of_the_block(
     tokenizer: LanceTokenizer,
 ) -> None:
-    """`uncond_positions` chooses the positions of the text after the user's. `before_text` starts
-    the generated block where that text starts.
+    """`uncond_positions` selects the positions of the text that follows the user's text.
+    `before_text` starts the generated block at the position where the user's text starts.
     """
     prompt = build_prompt("i2v", tokenizer.tokens, "A cat", noise=(2, 1, 1))
     shared, own = (plan_generation(prompt, choice) for choice in ("cond", "own"))
@@ -192,7 +194,9 @@ def test_positions_of_the_unconditional_context_and_of_the_block(
 
 
 def test_pixels_are_rounded_or_truncated() -> None:
-    """-1, 0 and 1 map to 0, 127.5 and 255; values beyond are clamped. 0.2 is exactly 153."""
+    """Pixel values -1, 0 and 1 map to 0, 127.5 and 255, values outside that range are clamped, and
+    0.2 maps to exactly 153.
+    """
     values = torch.tensor([-1.5, -1.0, 0.0, 0.1999, 0.2001, 0.9999, 1.0, 2.0])
     pixels = values.expand(3, 1, 1, -1)
     assert to_uint8(pixels)[0, 0, :, 0].tolist() == [0, 0, 128, 153, 153, 255, 255, 255]
@@ -201,8 +205,8 @@ def test_pixels_are_rounded_or_truncated() -> None:
 
 @pytest.mark.parametrize(("height", "width"), [(60, 90), (500, 301), (900, 1600)])
 def test_patches_of_a_clip_equal_qwen2_vls_processor(height: int, width: int) -> None:
-    """Below its smallest size, between, and above its largest size, within the rounding of one
-    level.
+    """Patches equal those of Qwen2-VL's processor up to the rounding of one level, for clips
+    smaller than the processor's smallest size, larger than its largest size, and in between.
     """
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     frames = torch.stack(
@@ -220,7 +224,9 @@ def test_patches_of_a_clip_equal_qwen2_vls_processor(height: int, width: int) ->
 
 
 def test_every_frame_of_a_clip_is_read_and_its_length_is_bounded() -> None:
-    """Buckets sample five of eight frames at 12 fps. Qwen2-VL's processor takes every frame."""
+    """Buckets sample five of eight frames at 12 fps, whereas Qwen2-VL's processor takes every
+    frame.
+    """
     served = LanceOptions(convention="vllm_omni", max_num_frames=8)
 
     def question(video: torch.Tensor, served: LanceOptions, **options: Any) -> Any:
@@ -247,7 +253,9 @@ def test_every_frame_of_a_clip_is_read_and_its_length_is_bounded() -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository with two different vision towers: one bundled with the decoder, one separate."""
+    """Return a repository with two different vision towers: one bundled with the decoder and one in
+    a separate folder.
+    """
     out = tmp_path_factory.mktemp("lance_repository")
     make_tiny(out, 0, "repository")
     path = out / "Qwen2.5-VL-ViT" / "vit.safetensors"
@@ -268,7 +276,7 @@ def switched(checkpoint: Path) -> Lance:
 
 
 def small(task: str, **changes: Any) -> Any:
-    """A request of `REQUESTS` that both servers accept."""
+    """Return a request of `REQUESTS` that servers with either convention accept."""
     fields, tensors = REQUESTS[task]
     if task == "x2t_video":
         options = {name: value for name, value in fields["options"].items() if name != "resolution"}
@@ -285,7 +293,7 @@ def latents(lance: Lance) -> dict[Task, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def original_latents(original: Lance) -> dict[Task, torch.Tensor]:
-    """Latents under the original's choices."""
+    """Return the latents under the original's choices."""
     return latents(original)
 
 
@@ -308,7 +316,7 @@ def test_a_choice_changes_only_its_tasks(
     tasks: tuple[Task, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Latents of the other tasks are the same bit for bit."""
+    """A choice leaves the latents of all other tasks bit-identical."""
     monkeypatch.setitem(CONVENTIONS, "original", replace(LanceChoices(), **{name: VLLM_OMNI[name]}))
     after = latents(original)
     assert {
@@ -324,7 +332,9 @@ def test_a_separate_vision_tower_takes_precedence(checkpoint: Path, original: La
 
 
 def test_every_task_runs_under_vllm_omnis_convention(original: Lance, switched: Lance) -> None:
-    """Results are finite and have the original's shape, but differ for every generation task."""
+    """Results under vLLM-Omni's convention are finite and have the original's shape, and they
+    differ for every generation task.
+    """
     other = switched
     assert other.options.convention == "vllm_omni"
     differ = set()
@@ -353,6 +363,6 @@ def test_the_route_sends_no_more_frames_than_are_read(checkpoint: Path) -> None:
         assert FAMILY.capabilities is not None
         return FAMILY.capabilities(hf_config(checkpoint), OmniConfig(model=model)).read_frames
 
-    assert frames(max_num_frames=9) == 72  # the request then samples the frames of a bucket
+    assert frames(max_num_frames=9) == 72  # the request then samples a bucket's frames
     assert frames(max_num_frames=9, convention="vllm_omni") == 9
     assert frames(convention="vllm_omni") == 72

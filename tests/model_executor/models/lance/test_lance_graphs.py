@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generations with CUDA graphs equal generations without them, bit for bit.
+"""Generations with CUDA graphs are bit-identical to generations without them.
 
-On a CPU, a "graph" repeats the forward with every decision that the host made at its capture, so an
-incomplete key changes the latents.
+On a CPU, the simulated "graph" repeats the forward pass with every decision that the host made when
+the graph was captured, so an incomplete key changes the latents.
 """
 
 from pathlib import Path
@@ -44,8 +44,8 @@ CAT: dict[str, Any] = {
 def test_a_generation_with_graphs_equals_the_generation(
     plain: Lance, by_graphs: Lance, task: str
 ) -> None:
-    """With and without a pinned first frame; twice, because the second run reuses the graph of the
-    first.
+    """Each task runs twice, with and without a pinned first frame, because the second run replays
+    the graph of the first run.
     """
     changes = {"num_inference_steps": 5, "output": "latents"}
     want = run(plain, request_of(task, **changes))[1]["latents"]
@@ -55,7 +55,9 @@ def test_a_generation_with_graphs_equals_the_generation(
 
 
 def test_each_set_of_guidance_branches_has_its_graph(plain: Lance, by_graphs: Lance) -> None:
-    """Guidance of the first steps only gives two kinds of step in one generation."""
+    """If only the first steps use guidance, one generation has two kinds of step, and each kind has
+    its own graph.
+    """
     fields = {**CAT, "num_inference_steps": 8, "options": {"cfg_interval": [0.85, 1.0]}}
     want = run(plain, make_request(fields))[1]["latents"]
     assert torch.equal(run(by_graphs, make_request(fields))[1]["latents"], want)
@@ -63,7 +65,9 @@ def test_each_set_of_guidance_branches_has_its_graph(plain: Lance, by_graphs: La
 
 
 def test_generations_may_join_and_leave_between_graphs(plain: Lance, by_graphs: Lance) -> None:
-    """Of two sizes, the second three steps later."""
+    """Two generations of different sizes share steps, although the second one joins three steps
+    later.
+    """
     fields = [CAT, {**CAT, "prompt": "a dog", "width": 64, "num_inference_steps": 6}]
     want = [run(plain, make_request(each))[1]["latents"] for each in fields]
     waiting, running, done = [make_request(each) for each in fields], [], []
@@ -84,8 +88,8 @@ def test_generations_may_join_and_leave_between_graphs(plain: Lance, by_graphs: 
 def test_another_prompt_replays_the_graph_from_its_first_step(
     plain: Lance, by_graphs: Lance
 ) -> None:
-    """It takes the caches of the preceding generation, and the length of its context is a device
-    tensor.
+    """A new prompt can replay the graph, because the generation reuses the caches of the preceding
+    one and the context length is a device tensor.
     """
     run(by_graphs, make_request(CAT))
     graphs = by_graphs.stepper.graphs
@@ -100,7 +104,9 @@ def test_another_prompt_replays_the_graph_from_its_first_step(
 
 
 def test_concurrent_generations_have_separate_caches(plain: Lance, by_graphs: Lance) -> None:
-    """Also if the pool holds caches for one generation and not for the second."""
+    """Two concurrent generations have separate caches, even if the pool holds caches for only one
+    of them.
+    """
     run(by_graphs, make_request(CAT))
     fields = [{**CAT, "prompt": prompt} for prompt in ("a dog", "a bird")]
     want = [run(plain, make_request(each))[1]["latents"] for each in fields]
@@ -117,7 +123,9 @@ def test_concurrent_generations_have_separate_caches(plain: Lance, by_graphs: La
 
 
 def test_caches_of_a_failed_generation_are_not_pooled(by_graphs: Lance) -> None:
-    """It may have stopped in the middle of a step."""
+    """The caches of a failed generation are discarded, because it may have stopped in the middle of
+    a step.
+    """
     request = make_request(CAT)
     prepare(by_graphs, request)
     step(by_graphs, [request])
@@ -125,7 +133,9 @@ def test_caches_of_a_failed_generation_are_not_pooled(by_graphs: Lance) -> None:
 
 
 def test_the_key_contains_every_slot_that_is_read_or_written() -> None:
-    """A graph of the same caches would otherwise use the slots of its capture."""
+    """A key that omitted a slot would let a graph with the same caches use the slots of its
+    capture.
+    """
     caches = [BranchCache(torch.zeros(1, 9, 1, 2), torch.zeros(1, 9, 1, 2)) for _ in range(2)]
 
     def pack(
@@ -154,9 +164,7 @@ def test_the_key_contains_every_slot_that_is_read_or_written() -> None:
 def test_graphs_on_a_gpu_equal_plain_launches(
     checkpoint: Path, plain: Lance, dtype: torch.dtype
 ) -> None:
-    """The second and third generation are replays only. In fp32, the result equals that of
-    a CPU.
-    """
+    """The second and third generation only replay graphs. In fp32, the result equals that of a CPU."""
     with torch.device("cuda"):
         launched, by_graphs = (
             load_lance(checkpoint, dtype=dtype),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder's kernels against its fused ops in plain torch and fp32; on a CPU in Triton's
-interpreter.
+"""The decoder's kernels are compared with its fused ops in plain torch and fp32. On a CPU, the
+kernels run in Triton's interpreter.
 """
 
 from dataclasses import fields
@@ -27,9 +27,9 @@ TYPES = list(TOLERANCE)
 
 
 def calls(dtype: torch.dtype, device: str) -> list[tuple[str, tuple[Any, ...]]]:
-    """Names and arguments of the fused ops.
+    """Return the names and arguments of the fused ops.
 
-    Values follow the keys in memory. Steps without tokens run no kernel.
+    In memory, values follow the keys. Calls without tokens run no kernel.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -76,8 +76,8 @@ def check(kernels: Any, dtype: torch.dtype, device: str) -> int:
 
 
 def check_quantized(kernels: Any, dtype: torch.dtype, device: str) -> int:
-    """FP8 results: scales equal those of the plain ops, and so do all values but a few on a
-    rounding boundary.
+    """Check FP8 results: all scales equal those of the plain ops, and so do all values except a few
+    on a rounding boundary.
     """
     made = [
         (name, args) for name, args in calls(dtype, device) if name != "query_key" and len(args[0])
@@ -99,7 +99,7 @@ def check_quantized(kernels: Any, dtype: torch.dtype, device: str) -> int:
         ), name
         assert torch.allclose(result.scale, wanted.scale, rtol=1e-2), name
         numbers, others = result.data.float(), wanted.data.float()
-        # Triton's interpreter loses the carry of a value just below a power of two
+        # Triton's interpreter loses the carry of a value just below a power of two.
         if device == "cpu":
             numbers = torch.where(2 * numbers == others, others, numbers)
         assert (numbers - others).norm() / others.norm() < 2e-2, name
@@ -138,7 +138,7 @@ def test_kernels_on_a_gpu_equal_the_plain_ops(dtype: torch.dtype) -> None:
 
 
 def test_kernels_have_the_signatures_of_the_plain_ops() -> None:
-    """Because either may be called in place of the other."""
+    """Kernels have the signatures of the plain ops, because either may be called."""
     require_triton()
     from vllm_omni.model_executor.models.lance.network import fused_kernels
 
@@ -152,7 +152,9 @@ def test_kernels_have_the_signatures_of_the_plain_ops() -> None:
 def test_fused_ops_and_layers_quantize_inputs_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For an edit: contexts of text, vision and a reference, and generated blocks."""
+    """Fused ops quantize inputs as layers do for an edit, which has contexts of text, vision and a
+    reference in addition to the generated blocks.
+    """
     make_tiny(tmp_path, 0, "image")
     lance = load_lance(tmp_path)
     experts = [module for module in lance.network.modules() if isinstance(module, ExpertLayer)]

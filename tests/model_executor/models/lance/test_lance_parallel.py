@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor and sequence parallel ranks give the results of one rank, for a batch of all kinds of
-tasks (fp32, gloo).
+"""Tensor and sequence parallel ranks give the same results as one rank for a batch with every kind
+of task (fp32, gloo).
 """
 
 from pathlib import Path
@@ -16,12 +16,14 @@ from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.lance.pipeline import Lance
 
 TOLERANCE = 1e-4
-"""Latents in fp32; ranks only change the order of sums."""
+"""Tolerance for fp32 latents, because ranks change the order of sums."""
 TASKS = ("t2i", "image_edit", "t2v", "i2v", "x2t_image")
 
 
 def results(lance: Lance) -> list[torch.Tensor]:
-    """Results of one batch, which mixes tokens of generations, contexts and generated text."""
+    """Return the results of one batch that mixes tokens of generations, contexts and generated
+    text.
+    """
     requests = [
         request_of(task, **({} if task == "x2t_image" else {"output": "latents"})) for task in TASKS
     ]
@@ -55,7 +57,7 @@ def _compare(
 def test_ranks_equal_one(
     sequence_parallel: bool, size: int, checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Four ranks share two key/value heads."""
+    """Ranks equal one rank, even when four ranks share two key/value heads."""
     run_ranks(
         _compare,
         (size, str(tmp_path / "rendezvous"), str(checkpoint), sequence_parallel),

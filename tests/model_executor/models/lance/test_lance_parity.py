@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni verify lance` passes on the recorded directory and detects damage."""
+"""`vllm-omni verify lance` passes on the recorded directory and detects damage to it."""
 
 import json
 import shutil
@@ -23,8 +23,8 @@ _BESIDE = (
 
 
 def test_every_recorded_scenario_passes() -> None:
-    """All tasks in fp32 within 2e-5 per stage and 1e-4 at the end, bf16, the autoencoder, and the
-    real names.
+    """The recordings cover all tasks in fp32 (within 2e-5 per stage and 1e-4 at the end), bf16, the
+    autoencoder, and the released tensor names.
     """
     report = verify(GOLDEN)
     assert report.ok, report.to_text()
@@ -60,7 +60,7 @@ def test_a_changed_recording_fails(file: str, tensor: str, amount: float, tmp_pa
 
 
 def test_the_number_of_steps_must_be_recorded(tmp_path: Path) -> None:
-    """A recording that cannot be replayed fails."""
+    """A recording without its number of steps fails, because it cannot be replayed."""
     for name in ("golden_fp32.safetensors", *_BESIDE):
         shutil.copyfile(GOLDEN / name, tmp_path / name)
     path = tmp_path / "golden_fp32.safetensors"
@@ -84,7 +84,9 @@ def test_the_command_reports_and_fails_for_an_empty_directory(
 
 @pytest.mark.parametrize("part", ["llm", "vit", "latent"])
 def test_an_unknown_recorded_setting_is_refused(part: str, tmp_path: Path) -> None:
-    """Ignoring it would compare another network."""
+    """Verification refuses an unknown recorded setting, because ignoring it would compare a
+    different network.
+    """
     for name in ("golden_fp32.safetensors", *_BESIDE):
         shutil.copyfile(GOLDEN / name, tmp_path / name)
     meta = json.loads((tmp_path / "meta_fp32.json").read_text())

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lance step by step in this process: every task, mixed batches, retries, text in parts, and the
-step cache.
+"""Lance runs step by step in this process: every task, mixed batches, retries, text generated in
+parts, and the step cache.
 """
 
 from pathlib import Path
@@ -18,8 +18,8 @@ from vllm_omni.outputs import RequestFailed
 
 SMALL = {"max_image_pixels": 224 * 304, "max_video_pixels": 64 * 96, "max_num_frames": 9}
 TOLERANCE = 1e-4
-"""fp32 latents of order 1 after three guided steps: a shared matrix product sums in another
-order.
+"""Tolerance for fp32 latents of order 1 after three guided steps, because a shared matrix product
+sums in a different order.
 """
 
 
@@ -56,7 +56,9 @@ def test_no_layer_runs_before_its_weights_are_fetched(lance: Lance, checkpoint: 
 
 
 def test_a_mixed_batch_equals_solo_runs(lance: Lance) -> None:
-    """All seven tasks share engine steps, each started one step after the preceding one."""
+    """All seven tasks share engine steps and give the results of solo runs. Each task starts one
+    step after the preceding one.
+    """
     solo = [
         latents_of(lance, task) if not task.startswith("x2t") else run(lance, request_of(task))
         for task in TASKS
@@ -104,8 +106,8 @@ def test_request_fields_change_the_result(lance: Lance, task: str, change: dict[
 
 
 def test_image_guidance_extrapolates_from_the_result_without_the_image(lance: Lance) -> None:
-    """One step at scale 2 without text guidance: twice the edit's velocity minus that of the text
-    alone.
+    """After one step at scale 2 without text guidance, the velocity is twice that of the edit minus
+    that of the text without the image.
     """
     options = {"resolution": "image_256res", "cfg_renorm_type": "none", "system_prompt": "Paint."}
     shared = {"num_inference_steps": 1, "guidance_scale": 1.0, "output": "latents", "seed": 3}
@@ -124,7 +126,7 @@ def test_image_guidance_extrapolates_from_the_result_without_the_image(lance: La
 
 
 def test_image_guidance_combines_with_text_guidance_and_batches(lance: Lance) -> None:
-    """Several images of one request each equal the image generated alone."""
+    """Several images of one request each equal the same image generated separately."""
     options = {"resolution": "image_256res", "cfg_img_scale": 1.5}
     changes = {"options": options, "output": "latents", "seed": 5}
     _, two = run(lance, request_of("image_edit", num_images=2, **changes))
@@ -138,7 +140,7 @@ def test_image_guidance_without_an_image_is_refused(lance: Lance) -> None:
 
 
 def test_the_first_frame_is_pinned(lance: Lance) -> None:
-    """Its latents are the image's, for any number of steps."""
+    """The latents of the first frame equal the start image's latents, whatever the number of steps."""
     many = latents_of(lance, "i2v", num_inference_steps=5)
     few = latents_of(lance, "i2v")
     assert torch.equal(many[0, :, 0], few[0, :, 0])
@@ -153,8 +155,8 @@ def test_image_n_of_a_request_has_the_seed_plus_n(lance: Lance) -> None:
 
 
 def test_a_failed_step_can_be_repeated(lance: Lance, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runner repeats a failed batch one request at a time, so a failed step must change
-    nothing.
+    """A failed step must leave everything unchanged, because the runner repeats a failed batch one
+    request at a time.
     """
     alone = {task: run(lance, request_of(task)) for task in ("t2i", "x2t_image")}
     requests = {task: request_of(task) for task in alone}
@@ -182,12 +184,15 @@ def test_a_failed_step_can_be_repeated(lance: Lance, monkeypatch: pytest.MonkeyP
         _, tensors = finish(lance, request)
         for name, tensor in tensors.items():
             difference = tensor.double() - alone[task][1][name].double()
-            # With AMX, a CPU rounds batched products differently: a pixel may differ by one level.
+            # A CPU with AMX rounds batched products differently, so a pixel may differ by one
+            # level.
             assert difference.abs().max() <= (name in ("images", "frames"))
 
 
 def test_a_text_in_parts_equals_the_whole_text(lance: Lance) -> None:
-    """Parts of four tokens, one request each, in one session. An aborted part leaves no trace."""
+    """A text generated in parts of four tokens, with one request for each part of the session,
+    equals the whole text. An aborted part leaves no trace.
+    """
     fields, tensors = REQUESTS["x2t_image"]
     whole = run(lance, make_request(fields, tensors))
     options = {**fields["options"], "chunk_tokens": 4}
@@ -243,8 +248,8 @@ def test_sampling_is_repeatable_and_differs_by_seed(lance: Lance) -> None:
 
 
 def test_a_request_holds_at_most_the_announced_bytes(lance: Lance) -> None:
-    """Admission compares bytes before tensors arrive, so the announced size must be an
-    upper bound.
+    """The announced size of a request is an upper bound, because admission compares bytes before
+    the tensors arrive.
     """
     for task in TASKS:
         request = request_of(task)
@@ -267,7 +272,7 @@ CAT = {"height": 64, "width": 96, "output": "latents"}
 def generate(
     lance: Lance, monkeypatch: pytest.MonkeyPatch, *wanted: dict[str, Any]
 ) -> tuple[list[tuple[dict[str, Any], torch.Tensor]], int]:
-    """Metadata and latents of a batch, and its number of denoise forwards."""
+    """Return the metadata and latents of a batch, and its number of denoise forward passes."""
     forwards, velocity = [], lance.network.velocity
     monkeypatch.setattr(
         lance.network, "velocity", lambda hidden: forwards.append(1) or velocity(hidden)
@@ -287,7 +292,7 @@ def cached(threshold: float, **options: Any) -> dict[str, Any]:
 
 
 def test_the_step_cache_saves_forwards(lance: Lance, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A threshold below every change computes every step."""
+    """The step cache saves forward passes, unless its threshold is below every change."""
     ((_, whole),), steps = generate(lance, monkeypatch, {"num_inference_steps": 12})
     ((meta, same),), all_steps = generate(lance, monkeypatch, cached(1e-6))
     assert torch.equal(same, whole) and steps == all_steps
@@ -302,7 +307,9 @@ def test_the_step_cache_saves_forwards(lance: Lance, monkeypatch: pytest.MonkeyP
 def test_the_step_cache_computes_where_guidance_starts_or_ends(
     lance: Lance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prediction of one branch cannot replace a prediction of two."""
+    """The step cache computes a step where guidance starts or ends, because a prediction of one
+    branch cannot replace a prediction of two.
+    """
     fields = cached(100.0, cfg_interval=[0.6, 0.9])
     ((meta, latents),), forwards = generate(lance, monkeypatch, fields)
     assert forwards == 4 and meta["step_cache"]["computed_share"] == pytest.approx(4 / 12, abs=1e-4)

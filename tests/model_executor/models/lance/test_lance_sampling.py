@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedule, guidance and token sampling."""
+"""Denoise schedule, guidance and token sampling."""
 
 import pytest
 import torch
@@ -12,7 +12,9 @@ from vllm_omni.model_executor.models.lance.tasks.sampling import (
 
 
 def test_the_released_schedule() -> None:
-    """30 steps and shift 3.5 give 31 points with the published first and last ones."""
+    """With 30 steps and shift 3.5, the schedule has 31 points, and the first and last ones are
+    those published.
+    """
     t = flow_timesteps(30, 3.5)
     assert len(t) == 31
     torch.testing.assert_close(
@@ -46,7 +48,9 @@ def test_the_smallest_factor_is_respected() -> None:
 
 
 def test_the_two_scales_are_combined_as_in_bagel() -> None:
-    """Text guidance first, then image guidance. Either may act alone."""
+    """Text guidance is applied first and image guidance second. Either guidance also works without
+    the other.
+    """
     cond, uncond, unseen = torch.full((2, 2), 3.0), torch.ones(2, 2), torch.full((2, 2), -1.0)
     both = ClassifierFreeGuidance(2.0, (0, 1), "none", 0.0, image_scale=1.5)
     assert torch.equal(both.combine(cond, uncond, unseen), torch.full((2, 2), -1 + 1.5 * (5 + 1)))
@@ -56,7 +60,9 @@ def test_the_two_scales_are_combined_as_in_bagel() -> None:
 
 
 def test_sampling_follows_the_probabilities() -> None:
-    """1000 evenly spaced draws from 0.6, 0.3, 0.1: each share is within two per mille."""
+    """In 1000 evenly spaced draws from the probabilities 0.6, 0.3 and 0.1, each share is within two
+    per mille.
+    """
     logits = torch.tensor([0.3, 0.6, 0.1]).log()
     draws = (torch.arange(1000) + 0.5) / 1000
     drawn = torch.cat([TokenChoice(1.0, 1.0).choose(logits, draw.view(1)) for draw in draws])

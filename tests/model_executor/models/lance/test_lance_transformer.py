@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder's fused ops, compiled and plain, and its position table. The goldens cover its
-values.
+"""The decoder's fused ops, compiled and plain, and its position table. The computed values are
+compared with recorded tensors in other tests.
 """
 
 from typing import Any
@@ -14,7 +14,9 @@ from vllm_omni.model_executor.models.lance.network.transformer import LancePosit
 
 @pytest.mark.nightly
 def test_compiled_ops_equal_plain_ones_for_any_number_of_tokens() -> None:
-    """One kernel serves all sizes (no recompilation after the first), fp32 within 1e-5."""
+    """One compiled kernel serves every number of tokens without recompilation after the first and
+    agrees with the plain op within 1e-5 in fp32.
+    """
     plain, compiled = FusedOps(), FusedOps.build(compiled=True)
     torch.manual_seed(0)
     weight, q, k = torch.rand(32), torch.rand(16), torch.rand(16)
@@ -45,7 +47,7 @@ def test_a_grid_outside_the_position_table_is_refused() -> None:
 
 
 def test_stored_and_computed_positions_agree() -> None:
-    """The released checkpoints store the table that this code computes."""
+    """The position table stored in the released checkpoints equals the computed one."""
     computed = LancePositionEmbedding3D(64, frames=3, size=4)
     stored = LancePositionEmbedding3D(64, frames=3, size=4, stored=True)
     assert stored.pos_embed is not None

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A short roll-out of the tiny recorded transformer, for tests that compare ways of running it."""
+"""Run a short roll-out of the tiny recorded transformer, for tests that compare several ways of
+running it.
+"""
 
 from collections.abc import Sequence
 
@@ -23,7 +25,7 @@ CHUNKS = (range(3), range(3, 6), range(6, 9), range(9, 12))
 
 
 def load_tiny(parallel: ParallelContext | None = None) -> LingBotTransformer:
-    """Return this rank's part of the recorded transformer."""
+    """Return this rank's shard of the recorded transformer."""
     model = LingBotTransformer(CONFIG, parallel)
     weights = load_file(GOLDEN / "dit_tiny_weights.safetensors")
     for name, slot in checkpoint_slots(model).items():
@@ -32,7 +34,9 @@ def load_tiny(parallel: ParallelContext | None = None) -> LingBotTransformer:
 
 
 def inputs(height: int = 4) -> dict[str, torch.Tensor]:
-    """Recorded inputs, cropped to `height` latent cells: 4 gives 18 tokens per chunk, 2 gives 9."""
+    """Return recorded inputs, cropped to `height` latent cells. A height of 4 gives 18 tokens per
+    chunk, and a height of 2 gives 9.
+    """
     recorded = load_file(GOLDEN / "dit_inputs.safetensors")
     return {
         name: tensor if name == "context" else tensor[..., :height, :]
@@ -91,10 +95,11 @@ def roll_out(
     windows: Sequence[KVWindow] | None = None,
     chunks: Sequence[range] = CHUNKS,
 ) -> list[torch.Tensor]:
-    """Return the flow of the noisy step of every chunk, through one model or its pipeline stages in
-    order.
+    """Return the flow of the noisy step of every chunk, computed by one model or by its pipeline
+    stages in order.
 
-    windows: K/V windows of the stages. Default: new ones.
+    Args:
+        windows: K/V windows of the stages. Default: new ones.
     """
     windows = windows or [make_window(stage, data) for stage in stages]
     flows = []

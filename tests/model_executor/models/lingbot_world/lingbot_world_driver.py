@@ -43,7 +43,7 @@ def load_world(
 
 @contextmanager
 def choosing(**choices: Any) -> Iterator[LingBotOptions]:
-    """Options in which only these choices differ from `realtime`. No convention has this
+    """Yield options that differ from `realtime` only in these choices. No convention has this
     combination.
     """
     with pytest.MonkeyPatch.context() as patch:
@@ -62,7 +62,9 @@ def make_request(
     tensors: dict[str, torch.Tensor] | None = None,
     **params: Any,
 ) -> DiffusionRequest:
-    """Make the request of a chunk. By default it walks ahead, and a first chunk has an image."""
+    """Return the request of a chunk. By default it walks ahead, and the request of a first chunk
+    contains an image.
+    """
     tensors = dict(tensors or {})
     if session.chunk_index == 0 and "image" not in tensors:
         tensors["image"] = start_image()

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoint layouts: every released layout is found, and missing parts are named in one line."""
+"""Every released checkpoint layout of LingBot World is found, and missing components are named in
+one line.
+"""
 
 import json
 import shutil
@@ -39,7 +41,7 @@ def originals(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture
 def checkpoints(originals, tmp_path) -> dict[str, Path]:
-    """Copies that a test may damage."""
+    """Return copies of the checkpoints that a test may damage."""
     return {
         name: Path(shutil.copytree(folder, tmp_path / name)) for name, folder in originals.items()
     }
@@ -59,8 +61,9 @@ def load(layout: CheckpointLayout) -> dict[str, torch.Tensor]:
 
 
 def test_all_layouts_load_the_same_model(originals):
-    """Every tensor of transformer, VAE and text encoder is the same. Excluded are the layout
-    without stated sizes, which has heads of the released size, and layouts with other controls.
+    """Every layout has the same tensors in its transformer, VAE and text encoder. The test excludes
+    the layout without stated sizes, which has heads of the released size, and the layouts with
+    other controls.
     """
     same = [layout for layout in FAMILY.layouts if layout not in ("v2_1_3b", "act", "world")]
     loaded = [load(find_layout(originals[layout])) for layout in same]
@@ -97,8 +100,8 @@ def test_every_layout_is_detected_with_all_parts(originals, layout, kind, versio
 
 
 def test_both_folder_names_and_the_folder_itself_are_found(checkpoints):
-    """`Lingbot-World-Fast` equals `lingbot_world_fast`. A path to the folder itself finds the
-    components next to it.
+    """The folder names `Lingbot-World-Fast` and `lingbot_world_fast` are equivalent. For a path to
+    the folder itself, the components next to the folder are found.
     """
     folder = checkpoints["original"] / "lingbot_world_fast"
     other = folder.rename(folder.with_name("Lingbot-World-Fast"))
@@ -112,8 +115,8 @@ def test_both_folder_names_and_the_folder_itself_are_found(checkpoints):
     "config", [None, "{}", '{"_class_name": "WanModelFast"}', '{"eps": 1e-6, "num_heads": 2}']
 )
 def test_sizes_without_a_config_are_read_from_tensors(checkpoints, config):
-    """The 1.3B release has no `config.json`: width, layers, heads of 128 and control come from the
-    file headers.
+    """The 1.3B release has no `config.json`, so width, layers, heads of 128 and control are read
+    from the file headers.
     """
     if config is not None:
         (checkpoints["v2_1_3b"] / "config.json").write_text(config)
@@ -126,7 +129,9 @@ def test_sizes_without_a_config_are_read_from_tensors(checkpoints, config):
 
 
 def test_the_1_3b_has_the_published_size():
-    """1071 tensors with 1,709,502,016 parameters. Their shapes give the same sizes and 12 heads."""
+    """The 1.3B model has 1071 tensors with 1,709,502,016 parameters. The config derived from the
+    tensor shapes is the same and has 12 heads.
+    """
     config = LingBotWorldConfig(dim=1536, ffn_dim=8960, num_heads=12, num_layers=30)
     shapes = transformer_shapes(config)
     assert len(shapes) == 1071
@@ -135,8 +140,8 @@ def test_the_1_3b_has_the_published_size():
 
 
 def test_an_unknown_number_of_heads_is_requested_by_name(checkpoints):
-    """The width of a tiny model is no multiple of 128. The refusal names the missing key, and
-    stating it helps.
+    """If the width is not a multiple of 128, as in a tiny model, the error names the missing config
+    key. Adding that key fixes the error.
     """
     config = checkpoints["v2"] / "transformers" / "config.json"
     stated = json.loads(config.read_text())
@@ -154,7 +159,9 @@ def test_an_unknown_number_of_heads_is_requested_by_name(checkpoints):
 
 
 def test_sizes_of_other_transformers_are_refused(tmp_path):
-    """A folder with a matching name only, and a transformer of another control."""
+    """A folder that only has a matching name is refused, and so is a transformer with a different
+    control.
+    """
     with pytest.raises(ValueError, match="somewhere holds no Wan transformer"):
         config_of_tensors({CAMERA_TENSOR: (64, 1536)}, "somewhere")
     shapes = transformer_shapes(LingBotWorldConfig(num_layers=1))
@@ -164,8 +171,8 @@ def test_sizes_of_other_transformers_are_refused(tmp_path):
 
 @pytest.mark.parametrize("stem", ["model", "diffusion_pytorch_model"])
 def test_a_transformer_in_one_file_may_be_next_to_components(checkpoints, stem):
-    """`model.safetensors` or `diffusion_pytorch_model.safetensors`, at the root or in any of the
-    folders.
+    """A transformer in `model.safetensors` or `diffusion_pytorch_model.safetensors` is found at the
+    root and in each of the folders.
     """
     tensors = {}
     for shard in sorted(checkpoints["v2_1_3b"].glob("*.safetensors")):
@@ -187,7 +194,7 @@ def test_a_transformer_in_one_file_may_be_next_to_components(checkpoints, stem):
 
 
 def test_components_may_be_shared_by_a_link_named_assets(checkpoints, tmp_path):
-    """Missing components are looked up below `assets`. The directory's own components take
+    """Missing components are looked up below `assets`, but components in the directory itself take
     precedence.
     """
     bare = checkpoints["v2_1_3b"]
@@ -207,7 +214,9 @@ def test_components_may_be_shared_by_a_link_named_assets(checkpoints, tmp_path):
 
 
 def test_the_generation_of_a_bare_repository_follows_from_name_or_width(checkpoints):
-    """v1 was released in one width only."""
+    """The generation follows from the directory's name, or from the width because v1 was released
+    in only one width.
+    """
     bare = checkpoints["v2_1_3b"]
     for width, version in ((1536, "v2"), (5120, "v1")):
         (bare / "config.json").write_text(
@@ -218,7 +227,9 @@ def test_the_generation_of_a_bare_repository_follows_from_name_or_width(checkpoi
 
 
 def test_the_base_models_experts_are_not_detected_as_the_fast_model(checkpoints):
-    """`high_noise_model/` has the same keys but is neither distilled nor causal."""
+    """`high_noise_model/` has the same keys as the fast model but is neither distilled nor causal,
+    so it is not detected.
+    """
     folder = checkpoints["original"] / "lingbot_world_fast"
     expert = folder.rename(folder.with_name("high_noise_model"))
     assert not FAMILY.detect(checkpoints["original"])
@@ -229,7 +240,7 @@ def test_the_base_models_experts_are_not_detected_as_the_fast_model(checkpoints)
     "content", [{}, {"config.json": '{"model_type": "llama"}'}, {"config.json": "{"}]
 )
 def test_other_directories_are_not_detected(tmp_path, content):
-    """Detection never raises, whatever the directory holds."""
+    """Detection never raises, whatever the directory contains."""
     for name, text in content.items():
         (tmp_path / name).write_text(text)
     assert not FAMILY.detect(tmp_path)
@@ -252,7 +263,7 @@ def test_other_directories_are_not_detected(tmp_path, content):
     ],
 )
 def test_a_missing_component_is_named_before_anything_is_read(checkpoints, layout, gone, message):
-    """One line names the component, the searched paths and the download command."""
+    """One line names the missing component, the searched paths and the download command."""
     path = checkpoints[layout] / gone
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     found = find_layout(checkpoints[layout])
@@ -262,7 +273,7 @@ def test_a_missing_component_is_named_before_anything_is_read(checkpoints, layou
 
 
 def test_a_wrong_file_under_the_vaes_name_is_refused(checkpoints):
-    """For example, the text encoder's file renamed to the VAE's."""
+    """A wrong file under the VAE's name is refused, for example the text encoder's file."""
     shutil.copy(
         checkpoints["original"] / "models_t5_umt5-xxl-enc-bf16.pth",
         checkpoints["original"] / "Wan2.1_VAE.pth",
@@ -273,7 +284,7 @@ def test_a_wrong_file_under_the_vaes_name_is_refused(checkpoints):
 
 @pytest.mark.parametrize("layout", FAMILY.layouts)
 def test_hf_config_is_plain_json_and_complete(originals, layout):
-    """vLLM sends it to workers as JSON, and it suffices to build the pipeline."""
+    """`hf_config` can be sent to workers as JSON by vLLM, and the pipeline can be built from it."""
     config = FAMILY.hf_config(originals[layout])
     assert json.loads(json.dumps(config)) == config
     assert config["architectures"] == [
@@ -290,7 +301,9 @@ def test_hf_config_is_plain_json_and_complete(originals, layout):
 
 
 def test_hf_config_needs_no_weight_files(tmp_path):
-    """With a config alone (dummy weights), the released sizes and bfloat16 are assumed."""
+    """For a directory with only a config (dummy weights), the released sizes and bfloat16 are
+    assumed.
+    """
     (tmp_path / "lingbot_world_fast").mkdir()
     (tmp_path / "lingbot_world_fast" / "config.json").write_text('{"_class_name": "WanModelFast"}')
     assert FAMILY.detect(tmp_path)
@@ -305,7 +318,9 @@ def test_hf_config_needs_no_weight_files(tmp_path):
 
 
 def test_components_of_different_checkpoints_are_refused(checkpoints):
-    """For example, a text encoder of another width, at start instead of in the first request."""
+    """Components of different checkpoints, for example a text encoder of another width, are refused
+    when the server starts rather than in the first request.
+    """
     path = checkpoints["original"] / "lingbot_world_fast" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "text_dim": 4096}))
     with pytest.raises(ValueError, match="gives rows of 32, the transformer takes 4096"):
@@ -313,7 +328,7 @@ def test_components_of_different_checkpoints_are_refused(checkpoints):
 
 
 def test_a_damaged_config_is_refused_by_file_name(checkpoints):
-    """The directory is still detected."""
+    """A directory with a damaged config is still detected, and the error names the file."""
     (checkpoints["original"] / "lingbot_world_fast" / "config.json").write_text("{")
     assert FAMILY.detect(checkpoints["original"])
     with pytest.raises(ValueError, match=r"config\.json cannot be read as JSON"):
@@ -329,7 +344,7 @@ def test_a_damaged_config_is_refused_by_file_name(checkpoints):
     ],
 )
 def test_options_that_contradict_the_checkpoint_are_refused_at_start(originals, omni, message):
-    """The check precedes the start of any process."""
+    """Options that contradict the checkpoint are refused before any process starts."""
     assert FAMILY.check_options is not None
     config = FAMILY.hf_config(originals["original"])
     FAMILY.check_options(config, OmniConfig())

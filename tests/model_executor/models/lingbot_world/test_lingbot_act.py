@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worlds with action flags in addition to ray directions (`act`): sources of the flags, and
-refusals.
+"""Worlds that take action flags in addition to ray directions (`act`): where the flags come from,
+and invalid flags.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,9 @@ from vllm_omni.multimodal import NamedTensorsParser
 from vllm_omni.outputs import RequestFailed
 
 FIRST = 9
-"""Video frames of a first chunk: latent frames show 0, 4 and 8."""
+"""Number of video frames in a first chunk. The latent frames of that chunk correspond to video
+frames 0, 4 and 8.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,7 @@ def path(**tensors: torch.Tensor) -> dict[str, torch.Tensor]:
 def planes(
     world: LingBotWorld, tensors: dict[str, torch.Tensor] | None = None, **params: Any
 ) -> torch.Tensor:
-    """The seven control channels [7, F, 64, h, w] of a first chunk."""
+    """Return the seven control channels of a first chunk, [7, F, 64, h, w]."""
     request = make_request(world, open_session(world), tensors, prompt="a beach", **params)
     world.prepare_encode(request)
     assert request.work.camera_map is not None
@@ -45,14 +47,16 @@ def planes(
 def flags(
     world: LingBotWorld, tensors: dict[str, torch.Tensor] | None = None, **params: Any
 ) -> list[list[float]]:
-    """The keys w a s d of each latent frame. Every pixel must have the same value."""
+    """Return the keys w, a, s and d of each latent frame. Every pixel must have the same value."""
     of_pixels = planes(world, tensors, **params)[3:]
     assert bool((of_pixels == of_pixels[:, :, :1, :1, :1]).all())
     return of_pixels[:, :, 0, 0, 0].T.tolist()
 
 
 def test_held_keys_become_flags(world: LingBotWorld) -> None:
-    """w a s d become flags of the model; i j k l only turn the camera."""
+    """The keys w, a, s and d become flags of the model. The keys i, j, k and l only turn the
+    camera.
+    """
     assert flags(world, actions=[["w", "d"], ["l"], ["s", "a"]]) == [
         [1, 0, 0, 1],
         [0, 0, 0, 0],
@@ -61,8 +65,8 @@ def test_held_keys_become_flags(world: LingBotWorld) -> None:
 
 
 def test_flags_next_to_poses_are_read_at_the_frames_of_the_poses(world: LingBotWorld) -> None:
-    """One set of flags per video frame. Frames 0, 4 and 8 count, as for the poses. Without flags,
-    no key is held.
+    """Flags sent with poses have one entry per video frame. Only those of frames 0, 4 and 8 are
+    used, as for the poses. Without flags, no key is held.
     """
     action = torch.zeros(FIRST, 4, dtype=torch.int64)
     action[4, 1] = action[8, 3] = action[5] = 1
@@ -72,7 +76,7 @@ def test_flags_next_to_poses_are_read_at_the_frames_of_the_poses(world: LingBotW
 
 
 def test_movement_changes_no_direction(world: LingBotWorld) -> None:
-    """Only the keys encode translation."""
+    """Movement leaves the ray directions unchanged, because only the keys encode translation."""
     moved = path()
     moved["poses"][:, 2, 3] = torch.arange(FIRST)
     assert torch.equal(planes(world, path()), planes(world, moved))
@@ -82,8 +86,8 @@ def test_movement_changes_no_direction(world: LingBotWorld) -> None:
 
 
 def test_flags_are_part_of_the_camera_input() -> None:
-    """`multi_modal_data={"camera": {"poses": ..., "intrinsics": ..., "action": ...}}` of stock
-    vLLM.
+    """Flags may be sent in stock vLLM's `multi_modal_data={"camera": {"poses": ..., "intrinsics":
+    ..., "action": ...}}`.
     """
     parsed = NamedTensorsParser().parse_mm_data({"camera": dict(path(action=torch.ones(FIRST, 4)))})
     assert set(parsed["camera"].get(0)) == {"poses", "intrinsics", "action"}

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Alternatives of other implementations, each selected by name: formula, bytes, sessions, ranks.
+"""Alternatives taken from other implementations and selected by name: formulas, bytes, sessions,
+ranks.
 
-The formulas are computed independently, over whole clips, from the VAE alone or from recorded
-tensors. test_lingbot_camera_choices.py tests the camera.
+The tests compute each formula independently, over whole clips, with only the VAE or from recorded
+tensors. The camera is tested in test_lingbot_camera_choices.py.
 """
 
 from pathlib import Path
@@ -88,8 +89,8 @@ def session_after(world: LingBotWorld, chunks: int, **params: Any) -> LingBotSes
 def test_second_chunk_repeats_the_second_chunk_of_the_whole_clip(
     vae: StreamingWanVAE, recorded: dict[str, torch.Tensor], first: int
 ) -> None:
-    """SGLang encodes two chunks as one clip and repeats the second one. The mask is 1 on the image
-    only.
+    """SGLang encodes two chunks as one clip and repeats the second one for later chunks. The mask
+    is 1 only on the image.
     """
     image = recorded["image"][None, :, None]
     y, state = conditions(GreyCondition(vae, "second_chunk"), image, [first, 3, 3, 3])
@@ -103,7 +104,9 @@ def test_second_chunk_repeats_the_second_chunk_of_the_whole_clip(
 def test_fresh_grey_is_a_grey_clip_without_its_first_latent(
     vae: StreamingWanVAE, recorded: dict[str, torch.Tensor]
 ) -> None:
-    """PR 3701's extension, as recorded from it. The image's own chunk is the whole clip's."""
+    """The later condition equals the one recorded from PR 3701's extension. The chunk that contains
+    the image is encoded as if the whole clip were encoded.
+    """
     image = recorded["image"][None, :, None]
     y, _ = conditions(GreyCondition(vae, "fresh_grey"), image, [3, 3, 3])
     whole, _ = vae.encode(grey_clip(image, 9), None)
@@ -118,8 +121,8 @@ def test_fresh_grey_is_a_grey_clip_without_its_first_latent(
 def test_the_state_of_a_condition_is_immutable_and_within_its_estimate(
     vae: StreamingWanVAE, recorded: dict[str, torch.Tensor], later: Any
 ) -> None:
-    """An aborted chunk leaves no trace, a new image starts over, and no state exceeds
-    `state_nbytes`.
+    """An aborted chunk leaves the condition's state unchanged, a new image restarts it, and no
+    state exceeds `state_nbytes`.
     """
     image = recorded["image"][None, :, None]
     condition = GreyCondition(vae, later)
@@ -141,8 +144,8 @@ def test_the_state_of_a_condition_is_immutable_and_within_its_estimate(
 def test_a_restarted_decode_equals_pr_3701(
     vae: StreamingWanVAE, recorded: dict[str, torch.Tensor]
 ) -> None:
-    """Each later chunk is decoded after its two preceding latents, from an empty cache, and the
-    first 5 frames are dropped.
+    """Each later chunk is decoded together with its two preceding latents, starting from an empty
+    cache, and the first 5 frames are dropped.
     """
     latents = recorded["latents"]
     decoder, state, pixels = ChunkDecoder(vae, continuation="restart"), None, []
@@ -164,8 +167,8 @@ def test_a_restarted_decode_equals_pr_3701(
 def test_short_chunks_restart_with_the_available_latents(
     vae: StreamingWanVAE, chunks: list[int]
 ) -> None:
-    """If only one latent frame precedes the chunk, it alone is decoded again. Later chunks have
-    two.
+    """If only one latent frame precedes a chunk, only that frame is decoded again. Later chunks
+    decode two preceding frames again.
     """
     latents = torch.randn(1, 16, sum(chunks), 2, 3, generator=torch.Generator().manual_seed(0))
     decoder, state, start = ChunkDecoder(vae, continuation="restart"), None, 0
@@ -179,7 +182,7 @@ def test_short_chunks_restart_with_the_available_latents(
 
 
 def restart_in_bands(rank: int, rendezvous: str) -> None:
-    """One of two ranks that decode a band of rows each, compared with the whole decoder."""
+    """Compare one of two ranks, each of which decodes a band of rows, with the whole decoder."""
     with process_group(rank, 2, rendezvous) as group:
         compare_bands(RowBands(rank, 2, group))
 
@@ -210,8 +213,8 @@ def compare_bands(bands: RowBands) -> None:
 
 @pytest.mark.nightly
 def test_ranks_that_share_the_decode_restart_together(tmp_path: Path) -> None:
-    """`omni.vae_parallel`: each rank keeps both whole latents and decodes its rows of them (fp32,
-    1e-5).
+    """With `omni.vae_parallel`, each rank keeps both complete latents and decodes its own rows of
+    them (fp32, 1e-5).
     """
     run_ranks(restart_in_bands, (str(tmp_path / "rendezvous"),), 2)
 
@@ -220,7 +223,7 @@ def test_ranks_that_share_the_decode_restart_together(tmp_path: Path) -> None:
 
 
 def test_a_prompt_switch_can_be_ignored(pr3701: LingBotWorld) -> None:
-    """PR 3701 ignores a later prompt. The first prompt of a session still counts."""
+    """Under PR 3701's convention, a session uses its first prompt and ignores later ones."""
     session = session_after(pr3701, 1)
     plain, switched = session.fork("plain"), session.fork("switched")
     ours = run_chunk(pr3701, switched, prompt="a snow storm")[1]["frames"]
@@ -238,7 +241,9 @@ def test_a_prompt_switch_can_be_ignored(pr3701: LingBotWorld) -> None:
 def test_bytes_are_constant_and_a_fork_and_an_abandoned_chunk_leave_no_trace(
     lingbot_world: Path, convention: str
 ) -> None:
-    """Over eight chunks with an image switch. The session never holds more than was counted."""
+    """Over eight chunks with an image switch, a session never holds more bytes than were counted
+    for it.
+    """
     world = load_world(lingbot_world, **SMALL, convention=convention)
     session = session_after(world, 0)
     params = DiffusionParams(session_id="a", prompt="a beach")
@@ -271,7 +276,9 @@ def test_bytes_are_constant_and_a_fork_and_an_abandoned_chunk_leave_no_trace(
 def test_a_restarting_session_reserves_two_latent_frames_instead_of_the_decoders_cache(
     lingbot_world: Path, pr3701: LingBotWorld
 ) -> None:
-    """It also reserves no encoder cache, because its condition restarts from an empty state."""
+    """A session whose condition and decoder restart also reserves no encoder cache, because its
+    condition starts from an empty state.
+    """
     params = DiffusionParams(session_id="a", prompt="a beach")
     plain = load_world(lingbot_world, **SMALL)
     frame = 16 * (HEIGHT // 8) * (WIDTH // 8) * 4

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Camera maths beyond the goldens: the meaning of each convention, and refusals."""
+"""Camera maths beyond the recorded tensors: what each convention means, and invalid input."""
 
 import math
 from typing import Any
@@ -30,8 +30,8 @@ def pose(x: float = 0.0, y: float = 0.0, z: float = 0.0, yaw: float = 0.0) -> to
 
 
 def test_a_ray_leaves_through_its_pixel_centre() -> None:
-    """Pixel (u, v) = (5, 9): channels of component c are at c * 64 + (v mod 8) * 8 + (u mod 8) of
-    cell (1, 0).
+    """A ray leaves through the centre of its pixel. For pixel (u, v) = (5, 9), the channels of
+    component c are at c * 64 + (v mod 8) * 8 + (u mod 8) of cell (1, 0).
     """
     intrinsics = torch.tensor([[20.0, 30.0, 8.0, 8.0]])
     maps = cam.camera_map(pose(1, 2, 3, yaw=90).unsqueeze(0), intrinsics, 16, 16)
@@ -39,7 +39,7 @@ def test_a_ray_leaves_through_its_pixel_centre() -> None:
     values = [float(maps[c * 64 + 1 * 8 + 5, 0, 1, 0]) for c in range(6)]
     x, y = (5.5 - 8) / 20, (9.5 - 8) / 30
     length = math.sqrt(x * x + y * y + 1)
-    # a quarter turn to the right: forward becomes +x
+    # A quarter turn to the right maps forward to +x.
     turned = [1 / length, y / length, -x / length]
     assert values == pytest.approx([1, 2, 3, *turned], abs=1e-6)
 
@@ -66,7 +66,7 @@ def test_relative_motion_does_not_depend_on_the_origin() -> None:
 def test_translations_are_divided_by_a_constant_or_the_largest(
     scale: float | None, expected: list[float]
 ) -> None:
-    """A path without translation stays unchanged."""
+    """A path without translation stays unchanged by scaling."""
     relative = torch.stack([pose(), pose(z=0.1), pose(x=0.05)])
     out = cam.scaled_translations(relative, scale)
     assert out[:, :3, 3].norm(dim=1).tolist() == pytest.approx(expected)
@@ -75,7 +75,7 @@ def test_translations_are_divided_by_a_constant_or_the_largest(
 
 
 def test_latent_frames_take_every_fourth_pixel_frame() -> None:
-    """A first chunk uses pixel frames 0, 4, 8 of 9; a later one 3, 7, 11 of 12."""
+    """A first chunk uses pixel frames 0, 4 and 8 of 9. A later chunk uses 3, 7 and 11 of 12."""
     assert cam.per_latent(torch.arange(9), range(3)).tolist() == [0, 4, 8]
     assert cam.per_latent(torch.arange(12), range(3, 6)).tolist() == [3, 7, 11]
 
@@ -111,7 +111,9 @@ def test_walking_while_looking_up_stays_on_the_ground() -> None:
 
 
 def test_a_step_beyond_85_degrees_of_pitch_is_ignored() -> None:
-    """21 steps of 4 degrees reach 84; the next would be 88."""
+    """The camera turns 21 steps of 4 degrees to reach 84, and ignores the next step because it
+    would reach 88.
+    """
     _, tail = cam.integrate_actions(["i"] * 40, cam.CameraTail.origin())
     assert tail.pitch_degrees == 84
     _, tail = cam.integrate_actions(["k"] * 42, tail)
@@ -137,7 +139,7 @@ def test_a_walk_in_chunks_equals_the_whole_walk(script: list[set[str]], cut: int
 @given(st.lists(st.sampled_from(list("jlik")), max_size=300))
 @settings(max_examples=20, deadline=None)
 def test_poses_of_long_walks_stay_rotations(keys: list[str]) -> None:
-    """After 300 turns, R R^T differs from the identity by rounding only (1e-12 in fp64)."""
+    """After 300 turns, R R^T differs from the identity only by rounding (1e-12 in fp64)."""
     poses, tail = cam.integrate_actions([*keys, "w"], cam.CameraTail.origin())
     rotation = tail.pose_44[:3, :3]
     torch.testing.assert_close(rotation @ rotation.mT, EYE[:3, :3], atol=1e-12, rtol=0)
@@ -241,7 +243,9 @@ def test_bad_intrinsics_are_named(intrinsics: torch.Tensor, code: str, message: 
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_fuzzed_poses_are_read_or_refused(data: Any) -> None:
-    """Any float in any element of the first pose gives finite rays or a `RequestFailed`."""
+    """Any float in any element of the first pose either gives finite rays or raises
+    `RequestFailed`.
+    """
     poses = torch.eye(4, dtype=torch.float64).repeat(9, 1, 1)
     row, column = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
     poses[0, row, column] = data.draw(st.floats(allow_nan=True, allow_infinity=True))
@@ -256,8 +260,8 @@ def test_fuzzed_poses_are_read_or_refused(data: Any) -> None:
 
 
 def test_a_path_in_chunks_equals_the_originals_whole_path() -> None:
-    """If `camera_scale` is the path's largest step, chunks give its relative poses (1e-5; 3e-7 is
-    fp32 rounding).
+    """If `camera_scale` is the largest step of a path, chunks have the same relative poses as the
+    whole path. The tolerance of 1e-5 covers the fp32 rounding of 3e-7.
     """
     clip = torch.stack([pose(x=0.02 * i, z=0.05 * i, yaw=0.7 * i) for i in range(33)])
     whole = prepare_trajectory(clip, torch.tensor([[416.0, 416.0, 416.0, 240.0]]), 32, 48)

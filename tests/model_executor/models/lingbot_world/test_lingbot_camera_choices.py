@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Camera conventions of public implementations, each selected by name: against recordings or an
-independent computation.
+"""Camera conventions of public implementations are selected by name and compared with recordings or
+with an independent computation.
 """
 
 import itertools
@@ -35,7 +35,9 @@ def new_session(world: LingBotWorld) -> LingBotSession:
 def ray_maps(
     world: LingBotWorld, session: LingBotSession, chunks: list[dict[str, Any]], **choices: Any
 ) -> list[Any]:
-    """(relative poses, ray map) of each chunk under `choices`. Only the camera runs."""
+    """Return (relative poses, ray map) of each chunk under `choices`. The test runs only the
+    camera.
+    """
     maps = []
     with choosing(**choices) as served:
         dtype = served.choices.camera_torch_dtype
@@ -63,7 +65,9 @@ def ray_maps(
 def test_held_keys_give_the_ray_maps_of_each_implementation(
     world: LingBotWorld, recording: str, options: dict[str, Any]
 ) -> None:
-    """Recorded from each implementation over three chunks (tests/golden/lingbot, 1e-5)."""
+    """Held keys give the ray maps that each implementation recorded over three chunks
+    (tests/golden/lingbot, 1e-5).
+    """
     golden = load_file(GOLDEN / "camera.safetensors")
     keys = [
         ["w"],
@@ -83,8 +87,8 @@ def test_held_keys_give_the_ray_maps_of_each_implementation(
 
 
 def test_chunks_may_be_relative_to_their_first_pose(world: LingBotWorld) -> None:
-    """PR 3701's extension: the first frame is the reference, and translations are divided by the
-    largest of the chunk.
+    """In PR 3701's extension, the first frame of a chunk is its reference, and translations are
+    divided by the chunk's largest one.
     """
     generator = torch.Generator().manual_seed(4)
     chunks = []
@@ -114,8 +118,8 @@ def test_chunks_may_be_relative_to_their_first_pose(world: LingBotWorld) -> None
 
 
 def test_session_max_is_the_longest_step_so_far(world: LingBotWorld) -> None:
-    """A diagonal step of sqrt(2) units scales all later steps, also in later chunks. A request's
-    scale takes precedence.
+    """Under `session_max`, a diagonal step of sqrt(2) units scales all later steps, including those
+    of later chunks. The scale in a request takes precedence.
     """
     session = new_session(world)
     chunks: list[dict[str, Any]] = [
@@ -133,8 +137,8 @@ def test_session_max_is_the_longest_step_so_far(world: LingBotWorld) -> None:
 
 
 def test_bf16_rays_round_every_operation() -> None:
-    """For a camera that does not move, computed operation by operation. Integer pixels above 256
-    are already rounded.
+    """Rays of a camera that does not move equal a computation that rounds every operation to bf16.
+    In bf16, pixel coordinates above 256 are already rounded.
     """
     height, width = 480, 832
     ours = camera_map(
@@ -157,8 +161,8 @@ def test_bf16_rays_round_every_operation() -> None:
 
 
 def test_a_bf16_camera_loses_small_steps_far_from_the_origin(world: LingBotWorld) -> None:
-    """Poses are rounded before they are compared: after thirty frames, steps are off by up to 0.2
-    of their length.
+    """Poses are rounded to bf16 before they are compared, so after thirty frames steps are off by
+    up to 0.2 of their length.
     """
     keys = [["w", "l"] if index % 3 else ["w"] for index in range(30)]
     chunks = [{"actions": keys[start : start + 3]} for start in range(0, 30, 3)]

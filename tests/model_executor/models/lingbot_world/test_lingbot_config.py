@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Architecture from checkpoints in both key styles, options, and the resulting chunk plan."""
+"""Architecture read from checkpoints in both key styles, options, and the resulting chunk plan."""
 
 import re
 import typing
@@ -109,8 +109,8 @@ def test_what_the_code_does_not_implement_is_an_error(change: dict[str, Any], me
 
 
 def test_a_checkpoint_may_define_its_window() -> None:
-    """The original's `local_attn_size = -1, sink_size = 0` are defaults of its code and define
-    none.
+    """The values `local_attn_size = -1, sink_size = 0` do not define a window, because they are the
+    defaults of the original code.
     """
     silent = LingBotWorldConfig.from_checkpoint({**ORIGINAL, "local_attn_size": -1, "sink_size": 0})
     assert (silent.window_frames, silent.sink_frames) == (None, None)
@@ -175,7 +175,9 @@ def test_windows_that_cannot_serve_a_chunk_are_refused(
 
 
 def test_conventions_differ_in_the_documented_choices() -> None:
-    """The default is for interactive worlds."""
+    """Conventions differ only in the documented choices. The default convention is intended for
+    interactive worlds.
+    """
     sglang = {
         "residual_dtype": "model",
         "camera_first_frame": "stands",
@@ -221,8 +223,8 @@ def test_every_value_of_a_choice_belongs_to_a_convention_and_is_documented(choic
 
 
 def test_versions_differ_in_schedule() -> None:
-    """v1: shift 10, indices 0 179 358 679; v2: shift 5, indices 0 250 500 750 (t = 625 at the last
-    step).
+    """v1 uses shift 10 with indices 0, 179, 358 and 679. v2 uses shift 5 with indices 0, 250, 500
+    and 750 (t = 625 at the last step).
     """
     v1, v2 = LingBotOptions.parse({}), LingBotOptions.parse({}, checkpoint_version="v2")
     assert v1.denoise_schedule().timesteps[3] == pytest.approx(825.404988, abs=1e-6)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values that later chunks attend to: of the clean-context pass or of the last step."""
+"""Later chunks attend to keys and values either of the clean-context pass or of the last step."""
 
 from pathlib import Path
 
@@ -33,7 +33,9 @@ def _run_chunks(world: LingBotWorld, chunks: int) -> list[tuple[list[torch.Tenso
 
 
 def test_later_chunks_attend_to_the_last_step(lingbot_world: Path) -> None:
-    """The pass is saved from the second chunk on. The first one has the sinks and stays clean."""
+    """With `last_step`, the clean-context pass is skipped from the second chunk on. The first chunk
+    contains the sinks and keeps its clean pass.
+    """
     options = {"window_frames": 9, "sink_frames": SINK_FRAMES}
     clean = _run_chunks(load_world(lingbot_world, **options), 3)
     saved = _run_chunks(load_world(lingbot_world, context_kv="last_step", **options), 3)
@@ -47,8 +49,9 @@ def test_later_chunks_attend_to_the_last_step(lingbot_world: Path) -> None:
 
 
 def test_a_chunk_of_one_step_has_the_clean_pass(lingbot_world: Path) -> None:
-    """The only step of a chunk sees nothing but noise, whether all chunks have one step (the
-    preset `realtime` of a world that was trained for one) or this one was reduced to it.
+    """A chunk of one step keeps its clean-context pass, because its only step sees nothing but
+    noise. The pass is kept whether all chunks have one step (the preset `realtime` of a world
+    trained for one) or only this chunk was reduced to one.
     """
     world = load_world(lingbot_world, context_kv="last_step", sink_frames=0)
     request = make_request(world, open_session(world), prompt="a beach")

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni download lingbot_world_fast` from a hub in this process, with the real hub client."""
+"""`vllm-omni download lingbot_world_fast` downloads from a hub in this process, with the real hub
+client.
+"""
 
 import argparse
 import json
@@ -26,8 +28,8 @@ BASE, FAST = (piece.repo for piece in PIECES)
 def download(
     endpoint: str, out: Path, tmp_path: Path, model: str = "lingbot_world_fast"
 ) -> tuple[int, str]:
-    """Status and output of the command, in a process forked from one that has the
-    libraries imported.
+    """Return the status and output of the command, which runs in a process forked from one that has
+    imported the libraries.
     """
     environment = {
         "HF_ENDPOINT": endpoint,
@@ -48,7 +50,7 @@ def download(
 
 
 def _download(environment: dict[str, str], out: Path, model: str, log: Path) -> None:
-    os.environ.update(environment)  # the hub's client reads them when it is imported
+    os.environ.update(environment)  # read by the hub's client at import
     for name in [name for name in sys.modules if name.partition(".")[0] == "huggingface_hub"]:
         del sys.modules[name]
     from huggingface_hub import constants
@@ -56,8 +58,8 @@ def _download(environment: dict[str, str], out: Path, model: str, log: Path) -> 
     from vllm_omni.entrypoints.cli.checkpoints import download
     from vllm_omni.entrypoints.cli.errors import CommandError
 
-    # The released weights need 86 GB of disk and have thousands of transfer chunks a file; the
-    # stand-in has neither.
+    # The released weights take up 86 GB of disk and thousands of transfer chunks per file. The
+    # stand-in reproduces neither.
     constants.DOWNLOAD_CHUNK_SIZE = 1 << 16
     download._check_disk = lambda out, gigabytes: None
     with log.open("w") as output, redirect_stdout(output), redirect_stderr(output):
@@ -80,26 +82,26 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def released_contents(folder: Path) -> dict[str, bytes]:
-    """Files without the `config.json` for `vllm serve`, which must exist."""
+    """Return the released files without the `config.json` for `vllm serve`, which must exist."""
     found = contents(folder)
     assert "model_type" in json.loads(found.pop(ROOT_CONFIG))
     return found
 
 
 def test_a_broken_transfer_resumes_and_the_result_is_a_checkpoint(tmp_path: Path) -> None:
-    """Both repositories arrive as one original layout, byte for byte. The truncated file resumes
-    where it stopped, and other files of a repository are not fetched.
+    """Both repositories are downloaded into one original layout, byte for byte. A truncated file is
+    resumed where it stopped, and files that the layout does not use are not fetched.
     """
     base, fast, out = (tmp_path / name for name in ("base", "fast", "world"))
     make_tiny(base, 0, "original")
-    (base / TINY_VAE_FILE).unlink()  # another project's release
+    (base / TINY_VAE_FILE).unlink()  # belongs to another project's release
     released = contents(base)
     (base / "lingbot_world_fast").rename(fast)
     (base / "high_noise_model").mkdir()
     (base / "high_noise_model" / "diffusion_pytorch_model.safetensors").write_bytes(b"unused")
     with hub_server({BASE: base, FAST: fast}, cut="Wan2.1_VAE.pth") as (endpoint, fetched):
         status, printed = download(endpoint, out, tmp_path)
-        if status:  # the client does not retry, so the user repeats the command
+        if status:  # the client does not retry, so repeat the command as a user would
             assert "Run the same command again to resume" in printed
             status, printed = download(endpoint, out, tmp_path)
     assert status == 0, printed
@@ -120,7 +122,9 @@ def test_a_broken_transfer_resumes_and_the_result_is_a_checkpoint(tmp_path: Path
 def test_releases_of_v2_arrive_as_checkpoints(
     tmp_path: Path, release: str, layout: str, folder: str
 ) -> None:
-    """Every file is where the layout expects it, and the directory's name gives the version."""
+    """Every file of a v2 release is where its layout expects it, and the directory's name
+    identifies the version.
+    """
     source, tiny = RELEASES[f"lingbot_world_v2_{release}"], tmp_path / "tiny"
     make_tiny(tiny, 0, layout)
     (tiny / TINY_VAE_FILE).unlink()

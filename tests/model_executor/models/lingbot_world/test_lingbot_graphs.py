@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions with CUDA graphs equal sessions without them, bit for bit.
+"""Sessions with CUDA graphs are bit-identical to sessions without them.
 
-On a CPU, a "graph" repeats the forward with every decision that the host made at its capture, so an
-incomplete key (for example, without the camera) changes the latents.
+On a CPU, the simulated "graph" repeats the forward pass with every decision that the host made when
+the graph was captured. An incomplete key (for example, one without the camera) therefore changes
+the latents.
 """
 
 from pathlib import Path
@@ -28,8 +29,8 @@ WALKS = ([["w"], ["w", "j"], ["i"]], [["s"], [], ["l"]])
 
 
 def walk(world: LingBotWorld, start: int = 0) -> list[torch.Tensor]:
-    """Latents of a new session with a different camera motion in each chunk. The session is then
-    closed.
+    """Return the latents of a new session with a different camera motion in each chunk, and close
+    the session.
     """
     session = open_session(world, output="latents")
     latents = [
@@ -46,9 +47,10 @@ def walk(world: LingBotWorld, start: int = 0) -> list[torch.Tensor]:
 def test_sessions_with_graphs_equal_sessions_without(
     lingbot_world: Path, kv_dtype: torch.dtype | None
 ) -> None:
-    """The second session only replays graphs of the first.
+    """The second session only replays graphs of the first session.
 
-    Number of graphs: ring positions, while the ring fills and later, times kinds of pass.
+    The expected number of graphs is the number of ring positions, while the ring fills and later,
+    times the kinds of pass.
     """
     plain, by_graphs = (load_world(lingbot_world, kv_dtype=kv_dtype, **OPTIONS) for _ in range(2))
     by_graphs.transformer.graphs = ForwardGraphs(capture=hold)
@@ -60,7 +62,7 @@ def test_sessions_with_graphs_equal_sessions_without(
 
 
 def test_batched_sessions_with_graphs_equal_sessions_without(lingbot_world: Path) -> None:
-    """Each request of a batch has its own camera and condition."""
+    """Requests in a batch use their own camera and condition when graphs are replayed."""
     plain, by_graphs = load_world(lingbot_world, **OPTIONS), load_world(lingbot_world, **OPTIONS)
     by_graphs.transformer.graphs = ForwardGraphs(capture=hold)
     results: list[list[torch.Tensor]] = []

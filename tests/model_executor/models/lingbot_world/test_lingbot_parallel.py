@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor, sequence and pipeline parallel runs give the results of one rank (fp32, gloo, two
+"""Tensor, sequence and pipeline parallel runs give the same results as one rank (fp32, gloo, two
 processes).
 """
 
@@ -20,7 +20,7 @@ from vllm_omni.model_executor.layers.collectives.parallel import (
 
 FP8 = torch.float8_e4m3fn
 TOLERANCE = 1e-5
-"""Four chunks in fp32; ranks only change the order of sums."""
+"""Tolerance for four chunks in fp32, because ranks change the order of sums."""
 
 
 def _compare(
@@ -60,14 +60,16 @@ def test_two_ranks_equal_one(
     hopper: bool,
     tmp_path: Path,
 ) -> None:
-    """18 tokens per chunk, and 9, which do not divide over two ranks."""
+    """Two ranks equal one rank for 18 tokens per chunk, and for 9 tokens, which cannot be divided
+    evenly.
+    """
     arguments = (str(tmp_path / "rendezvous"), sequence_parallel, height, storage, hopper)
     run_ranks(_compare, arguments, 2)
 
 
 def test_two_pipeline_stages_equal_one() -> None:
-    """Stage 0 has the patch embedding, stage 1 the head; each computes conditions for its own
-    blocks. Bit for bit.
+    """Two pipeline stages give bit-identical results. Stage 0 has the patch embedding and stage 1
+    the head. Each stage computes the conditions of its own blocks.
     """
     data = inputs()
     stages = [load_tiny(ParallelContext(stage=stage, num_stages=2)) for stage in range(2)]

@@ -21,7 +21,7 @@ _AUXILIARY = (
 
 
 def copy(directory: Path, *names: str) -> Path:
-    """Copy scenario files and the files that they need."""
+    """Copy scenario files and the files that they require."""
     for name in (*names, *_AUXILIARY):
         shutil.copyfile(GOLDEN / name, directory / name)
     return directory
@@ -103,7 +103,7 @@ def test_a_changed_weight_fails(tmp_path: Path) -> None:
     ids=["sink", "window", "eps"],
 )
 def test_the_metadata_defines_the_architecture(key: str, value: float, tmp_path: Path) -> None:
-    """With other metadata, the recorded values no longer match."""
+    """If the metadata describes another architecture, the recorded values no longer match."""
     path = copy(tmp_path, "dit_window9_sink3_c3.safetensors") / "dit_window9_sink3_c3.safetensors"
     change_settings(path, "cfg", **{key: value})
     if key == "local_attn_size":
@@ -156,7 +156,9 @@ def test_a_second_vae_recording_is_compared(tmp_path: Path) -> None:
 
 
 def test_an_unknown_recorded_setting_of_the_vae_is_refused(tmp_path: Path) -> None:
-    """Ignoring it would compare another network."""
+    """An unknown recorded setting of the VAE is refused, because ignoring it would compare a
+    different network.
+    """
     path = copy(tmp_path, "vae.safetensors") / "vae.safetensors"
     change_settings(path, "cfg", swirl=3)
     assert "VAE config has unknown keys swirl" in verify(tmp_path).to_text()

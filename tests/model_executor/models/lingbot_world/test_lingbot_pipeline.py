@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LingBot world driven as by the runner: sessions, chunks, and isolation between sessions."""
+"""A LingBot world driven as the runner drives it: sessions, chunks, and isolation between sessions."""
 
 from pathlib import Path
 from typing import Any
@@ -37,18 +37,20 @@ from vllm_omni.model_executor.models.lingbot_world.state import LingBotSession, 
 from vllm_omni.outputs import RequestFailed
 
 PIXELS_TOLERANCE = 1
-"""uint8 levels: sums in another order move a value across a rounding step at most once."""
+"""Tolerance in uint8 levels, because a different order of sums moves a value across a rounding
+boundary at most once.
+"""
 
 
 @pytest.fixture(scope="module", params=[None, torch.float8_e4m3fn], ids=["plain K/V", "FP8 K/V"])
 def any_world(request: pytest.FixtureRequest, lingbot_world: Path) -> LingBotWorld:
-    """Window 7, sink 2: full after three chunks."""
+    """Return a world with a window of 7 frames and 2 sinks, which is full after three chunks."""
     return load_world(lingbot_world, window_frames=7, sink_frames=2, kv_dtype=request.param)
 
 
 @pytest.fixture(scope="module")
 def world(lingbot_world: Path) -> LingBotWorld:
-    """The same world with plain keys and values."""
+    """Return the same world with plain keys and values."""
     return load_world(lingbot_world, window_frames=7, sink_frames=2)
 
 
@@ -86,8 +88,8 @@ def test_a_session_streams_9_then_12_frames(world: LingBotWorld) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @torch.inference_mode()
 def test_a_chunk_starts_without_waiting_for_the_gpu(lingbot_world: Path) -> None:
-    """Otherwise the GPU idles while the host launches the first step. A new prompt and a new image
-    do not wait either.
+    """A chunk, even one with a new prompt or a new image, starts without waiting for the GPU. The
+    GPU would otherwise idle while the host launches the first step.
     """
     with torch.device("cuda"):
         world = load_world(lingbot_world, window_frames=7, sink_frames=2)
@@ -127,7 +129,9 @@ def test_request_fields_change_the_frames(world: LingBotWorld, change: dict[str,
 
 
 def test_poses_equal_the_actions_that_produce_them(world: LingBotWorld) -> None:
-    """One pose per pixel frame, of which every fourth counts. Intrinsics refer to 480 x 832."""
+    """A client sends one pose per pixel frame, of which every fourth one is used. Intrinsics refer
+    to 480 x 832.
+    """
     held = ["w", "wj", "i", "w", "d", "d"]
     path, _ = integrate_actions(held, CameraTail.origin())
     scale = torch.tensor([832 / WIDTH, 480 / HEIGHT, 832 / WIDTH, 480 / HEIGHT])
@@ -149,7 +153,7 @@ def test_poses_equal_the_actions_that_produce_them(world: LingBotWorld) -> None:
 def test_a_session_may_return_latents(
     world: LingBotWorld,
 ) -> None:
-    """The first chunk fixes the choice."""
+    """The first chunk of a session decides whether the session returns latents."""
     session = open_session(world, output="latents")
     meta, tensors = run_chunk(world, session, prompt="a beach", output="latents")
     assert meta["num_frames"] == 9
@@ -177,8 +181,8 @@ def test_decoding_the_latents_of_a_session_gives_its_frames(world: LingBotWorld)
 def test_sessions_at_different_steps_and_chunks_in_one_batch_equal_solo_runs(
     world: LingBotWorld,
 ) -> None:
-    """Three sessions start one after another, so every batch mixes steps. Latents are within 1e-4
-    of solo runs.
+    """Latents of sessions in a batch are within 1e-4 of solo runs. Three sessions start one after
+    another, so every batch mixes steps.
     """
     pairs, mixed = run_staggered(
         world,
@@ -193,8 +197,8 @@ def test_sessions_at_different_steps_and_chunks_in_one_batch_equal_solo_runs(
 
 
 def test_an_aborted_chunk_leaves_the_session_byte_identical(any_world: LingBotWorld) -> None:
-    """Aborted before, between and after denoise steps, and after decoding, in successive chunks
-    beyond the window. The retried chunk is unchanged.
+    """A chunk may be aborted before, between or after its denoise steps, or after decoding, also
+    once the window is full. The session stays byte-identical, and the retried chunk is the same.
     """
     session = open_session(any_world)
     run_chunk(any_world, session, prompt="a beach")
@@ -298,7 +302,9 @@ def test_a_first_chunk_of_one_latent_frame(lingbot_world: Path) -> None:
 def test_pipeline_stages_equal_one_rank_bit_for_bit(
     lingbot_world: Path, any_world: LingBotWorld
 ) -> None:
-    """The test transfers hidden states forward and latents back, as the runner does."""
+    """Two pipeline stages are bit-identical to one rank when hidden states are sent forward and
+    latents back, as the runner does.
+    """
     options = {"window_frames": 7, "sink_frames": 2, "kv_dtype": any_world.kv_dtype}
     stages = [
         load_world(lingbot_world, ParallelContext(stage=stage, num_stages=2), **options)
@@ -398,7 +404,7 @@ def test_warm_up_runs_the_largest_shape(world: LingBotWorld) -> None:
 
 @pytest.mark.parametrize("field", IMAGE_AND_VIDEO_PARAMS)
 def test_a_parameter_without_effect_is_refused(world: LingBotWorld, field: str) -> None:
-    """The refusal names the parameter."""
+    """A request parameter that has no effect on the model is refused by name."""
     session = open_session(world)
     with pytest.raises(RequestFailed, match=f"does not use {field}") as refused:
         world.prepare_encode(make_request(world, session, **{field: IMAGE_AND_VIDEO_PARAMS[field]}))

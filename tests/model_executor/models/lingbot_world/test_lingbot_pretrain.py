@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""v2 before distillation: two windows per session, one solver per chunk, guidance. The goldens
-cover its values.
+"""LingBot v2 before distillation uses two windows per session, one solver per chunk, and guidance.
+The computed values are compared with recorded tensors in other tests.
 """
 
 from collections.abc import Callable
@@ -48,8 +48,8 @@ def latents(world: LingBotWorld, session_id: str, chunks: int, **params: int) ->
 
 
 def test_the_layout_selects_the_pretrained_pipeline(checkpoint: Path) -> None:
-    """`transformer_causal/`, or `WanModelCausal` in its config, is served with guidance and 40
-    steps.
+    """A directory with `transformer_causal/`, or with `WanModelCausal` in its config, is served
+    with guidance and 40 steps.
     """
     found = find_layout(checkpoint)
     assert (found.version, found.mode, found.release()) == (
@@ -71,7 +71,7 @@ def test_a_chunk_has_forty_steps_and_a_clean_context_pass(world: LingBotWorld) -
 
 
 def test_every_chunk_restarts_its_solver(world: LingBotWorld) -> None:
-    """A chunk aborted in the middle leaves no trace in the next one."""
+    """A chunk aborted in the middle of its solver leaves no trace in the next chunk."""
     session = open_session(world, "left", output="latents")
     left = make_request(world, session, prompt=PROMPT, output="latents")
     world.prepare_encode(left)
@@ -95,7 +95,9 @@ def test_latents_depend_on_both_prompts(
 
 
 def test_two_sessions_in_one_forward_equal_each_alone(world: LingBotWorld) -> None:
-    """Both guidance branches of both sessions, at the same step."""
+    """Two sessions at the same step share one forward pass for both guidance branches, and each
+    equals its solo run.
+    """
     alone = [latents(world, f"alone{seed}", 1, seed=seed) for seed in (1, 2)]
     requests = []
     for seed in (1, 2):
@@ -110,7 +112,7 @@ def test_two_sessions_in_one_forward_equal_each_alone(world: LingBotWorld) -> No
 
 
 def test_a_session_and_its_fork_have_two_windows(world: LingBotWorld) -> None:
-    """Their bytes are counted, and a fork continues identically."""
+    """The bytes of a session include both windows, and a fork continues with the same result."""
     session = open_session(world, "forked", output="latents")
     assert isinstance(session.window, GuidedWindows)
     assert session.window.nbytes == world.window_nbytes(session.shape)
@@ -127,8 +129,8 @@ def test_a_session_and_its_fork_have_two_windows(world: LingBotWorld) -> None:
 
 
 def test_attention_is_global_unless_a_window_is_set(checkpoint: Path, world: LingBotWorld) -> None:
-    """As in the original, a session then ends after 21 latent frames. A window is an extension of
-    this package.
+    """Without a window, a session ends after 21 latent frames, as in the original. A window is an
+    extension of this package.
     """
     assert (world.plan.window_frames, world.plan.sink_frames) == (21, 21)
     with pytest.raises(RequestFailed, match="global attention holds 21 latent frames"):

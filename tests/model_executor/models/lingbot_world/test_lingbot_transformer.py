@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transformer beyond the goldens: batching, the clean-context pass, precision, compiled ops."""
+"""The transformer beyond the recorded tensors: batching, the clean-context pass, precision,
+compiled ops.
+"""
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ def test_text_of_another_shape_is_refused() -> None:
 
 @torch.no_grad()
 def test_a_bf16_residual_stays_close() -> None:
-    """bf16 with a bf16 residual against an fp32 residual: within 5 % of the largest flow."""
+    """A bf16 model with a bf16 residual stays within 5 % of the largest flow of an fp32 residual."""
     flows = []
     for residual_fp32 in (True, False):
         torch.set_default_dtype(torch.bfloat16)
@@ -33,8 +35,8 @@ def test_a_bf16_residual_stays_close() -> None:
 
 @torch.no_grad()
 def test_compiled_ops_give_the_same_flow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traced without graph breaks, as for a real backend. aot_eager needs no C++ compiler. fp32,
-    1e-5.
+    """Compiled ops give the same flow (fp32, 1e-5) and are traced without graph breaks, as for a
+    real backend. The aot_eager backend needs no C++ compiler.
     """
     real = torch.compile
     monkeypatch.setattr(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight names and strict loading: the tables cover every tensor of the released checkpoints."""
+"""Weight names and strict loading. The tables cover every tensor of the released checkpoints."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def tiny_text_config() -> UMT5Config:
 
 
 def wan_text_names(num_layers: int) -> dict[str, str]:
-    """Wan's name of every text encoder tensor -> its transformers name, written out by hand."""
+    """Return the transformers name for every text encoder tensor of Wan, written out by hand."""
     names = {
         "token_embedding.weight": "shared.weight",
         "norm.weight": "encoder.final_layer_norm.weight",
@@ -64,14 +64,14 @@ def wan_text_names(num_layers: int) -> dict[str, str]:
 
 
 def test_vae_rules_map_all_194_names_of_the_original():
-    """Each maps to the diffusers name that was verified for it."""
+    """Each of the 194 original names maps to the diffusers name that was verified for it."""
     recorded = json.loads((GOLDEN / "vae_key_map.json").read_text())
     assert len(recorded) == 194
     assert {name: rename(name, VAE_RULES) for name in recorded} == recorded
 
 
 def test_rules_keep_library_names():
-    """Names of diffusers and transformers are unchanged, so both layouts load in the same way."""
+    """Names of diffusers and transformers stay unchanged, so both layouts load in the same way."""
     recorded = json.loads((GOLDEN / "vae_key_map.json").read_text())
     assert [rename(name, VAE_RULES) for name in recorded.values()] == list(recorded.values())
     text = list(wan_text_names(2).values())
@@ -79,8 +79,8 @@ def test_rules_keep_library_names():
 
 
 def test_the_full_size_text_encoder_matches_wans_names():
-    """umt5-xxl has 242 tensors with 5,680,910,336 parameters, which Wan's names map to one
-    to one.
+    """umt5-xxl has 242 tensors with 5,680,910,336 parameters, and Wan's names map to them one to
+    one.
     """
     with torch.device("meta"):
         model = UMT5EncoderModel(
@@ -97,7 +97,9 @@ def test_the_full_size_text_encoder_matches_wans_names():
 
 
 def test_the_full_size_transformer_table_has_the_published_sizes():
-    """1421 tensors with 18,544,332,864 parameters, 456,272,384 of them per block."""
+    """The full-size transformer has 1421 tensors with 18,544,332,864 parameters, 456,272,384 of
+    them per block.
+    """
     shapes = transformer_shapes(LingBotWorldConfig())
     sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
     assert len(sizes) == 1421
@@ -112,7 +114,7 @@ def test_the_full_size_transformer_table_has_the_published_sizes():
 
 
 def test_the_full_size_transformer_matches_the_table():
-    """On the meta device, no tensor is missing or left over."""
+    """The full-size transformer on the meta device has exactly the tensors of the table."""
     with torch.device("meta"):
         model = LingBotTransformer(LingBotWorldConfig(), ParallelContext())
     assert {
@@ -122,7 +124,7 @@ def test_the_full_size_transformer_matches_the_table():
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_pipeline_stages_together_load_every_tensor(num_stages):
-    """Each tensor belongs to at least one pipeline stage, with its full shape."""
+    """Every tensor is loaded by at least one pipeline stage, with its full shape."""
     config = LingBotWorldConfig()
     taken: dict[str, tuple[int, ...]] = {}
     for stage in range(num_stages):
@@ -133,7 +135,7 @@ def test_pipeline_stages_together_load_every_tensor(num_stages):
 
 
 def test_a_transformer_loads_from_several_files(tmp_path):
-    """Without an index, all files of the folder are read."""
+    """Without an index, all weight files of the folder are read."""
     stored = load_file(GOLDEN / "dit_tiny_weights.safetensors")
     names = sorted(stored)
     save_file({name: stored[name] for name in names[:40]}, tmp_path / "a.safetensors")
@@ -145,7 +147,7 @@ def test_a_transformer_loads_from_several_files(tmp_path):
 
 
 def test_a_vae_and_each_half_load_from_wans_pth(tmp_path):
-    """Both get the same values."""
+    """The whole VAE and each of its halves load the same values from Wan's `.pth`."""
     stored = load_file(GOLDEN / "vae_tiny_weights_orig_names.safetensors")
     torch.save(stored, tmp_path / "Wan2.1_VAE.pth")
     whole = StreamingWanVAE(VAEConfig(base_dim=4))
@@ -173,7 +175,9 @@ def test_a_text_encoder_loads_from_both_layouts(tmp_path):
 
 
 def test_a_tied_embedding_stored_twice_is_loaded_once(tmp_path):
-    """Exports with `shared`, with `encoder.embed_tokens`, or with both load."""
+    """Exports that store the embedding as `shared`, as `encoder.embed_tokens`, or as both can be
+    loaded.
+    """
     tensors = {
         name: tensor.detach().clone()
         for name, tensor in UMT5EncoderModel(tiny_text_config()).named_parameters()
@@ -222,7 +226,9 @@ def stored_two_layers(tmp_path: Path, change) -> Path:
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_with_counts_and_examples(tmp_path, change, message):
-    """Missing, unexpected, misshapen and non-finite tensors, with up to three examples."""
+    """Missing, unexpected, misshapen and non-finite tensors are refused with their count and up to
+    three examples.
+    """
     source = open_tensors(stored_two_layers(tmp_path, change))
     module = TwoLayers()
     with pytest.raises(ValueError, match=message) as caught:
@@ -231,7 +237,9 @@ def test_tensors_that_do_not_fit_are_refused_with_counts_and_examples(tmp_path, 
 
 
 def test_two_names_for_one_parameter_are_refused(tmp_path):
-    """Otherwise the result would depend on the order of reading."""
+    """Two names for one parameter are refused, because the result would depend on the order in
+    which they are read.
+    """
     source = open_tensors(stored_two_layers(tmp_path, lambda t: t.update(bias=torch.zeros(3))))
     module = TwoLayers()
     with pytest.raises(ValueError, match=r"holds 'first\.bias' twice"):
@@ -239,7 +247,7 @@ def test_two_names_for_one_parameter_are_refused(tmp_path):
 
 
 def test_no_parameter_changes_when_shapes_do_not_fit(tmp_path):
-    """The check precedes the first write."""
+    """All shapes are checked before any parameter is written."""
     source = open_tensors(stored_two_layers(tmp_path, lambda t: t.pop("second.bias")))
     module = TwoLayers()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}

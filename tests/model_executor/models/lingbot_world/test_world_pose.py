@@ -32,7 +32,9 @@ from vllm_omni.outputs import RequestFailed
 from vllm_omni.worlds.movement import world_pose
 
 FIRST = 9
-"""Video frames of a first chunk: its latent frames show 0, 4 and 8."""
+"""Number of video frames in a first chunk. The latent frames of that chunk correspond to video
+frames 0, 4 and 8.
+"""
 ELSEWHERE = {"x_m": 1.0, "z_m": -2.0, "heading_degrees": 30.0, "pitch_degrees": -10.0}
 PERIOD_M = 20.0
 
@@ -49,7 +51,7 @@ def world(checkpoint: Path) -> LingBotWorld:
 
 @pytest.fixture(scope="module")
 def known_image(checkpoint: Path) -> torch.Tensor:
-    """The start image `south`: z = -4 m, facing north."""
+    """Return the start image `south`, at z = -4 m and facing north."""
     with Image.open(checkpoint / "south.png") as image:
         return torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(
             HEIGHT, WIDTH, 3
@@ -57,7 +59,9 @@ def known_image(checkpoint: Path) -> torch.Tensor:
 
 
 def chunk_poses(world: LingBotWorld, session: Any, tensors: Any = None, **params: Any) -> Any:
-    """Run a chunk and return its reported poses (x, z, heading, pitch). None: unknown."""
+    """Run a chunk and return the poses (x, z, heading, pitch) that it reports, or None if they are
+    unknown.
+    """
     return run_chunk(world, session, tensors, prompt="a day", **params)[0].get("world_poses")
 
 
@@ -72,7 +76,9 @@ def poses_tensors(poses: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def test_a_start_pose_is_the_pose_of_the_first_latent_frame(world: LingBotWorld) -> None:
-    """Independent of held keys, because the first latent frame is the start image."""
+    """The first latent frame has the start pose whichever keys are held, because it is the start
+    image.
+    """
     rows = chunk_poses(
         world, open_session(world), actions=[["w", "l"]], options={"start_pose": ELSEWHERE}
     )
@@ -131,7 +137,9 @@ def test_a_model_without_poses_refuses_a_start_pose(tmp_path: Path) -> None:
 
 
 def test_walls_stop_held_keys(world: LingBotWorld) -> None:
-    """The wall starts at z = 3 m. From z = 0, six steps reach it."""
+    """A wall that starts at z = 3 m stops the camera, which reaches the wall from z = 0 in six
+    steps.
+    """
     session, north = open_session(world), {"x_m": 0.0, "z_m": 0.0, "heading_degrees": 0.0}
     rows = chunk_poses(world, session, actions=[["w"]] * 3, options={"start_pose": north})
     for _ in range(4):
@@ -141,7 +149,9 @@ def test_walls_stop_held_keys(world: LingBotWorld) -> None:
 
 @pytest.mark.parametrize("start", [{}, {"start_pose": {**ELSEWHERE, "pitch_degrees": 0.0}}])
 def test_a_world_limits_how_far_keys_look_down(world: LingBotWorld, start: dict[str, Any]) -> None:
-    """With a known pose and without one, as the endpoints assume for commands of cameras."""
+    """A world limits the pitch of sessions with a known pose, and of sessions without one, as the
+    endpoints assume for camera commands.
+    """
     assert world.world is not None
     limited = replace(world.world, pitch_limit_degrees=12.0)
     session = open_session(world)
@@ -153,7 +163,7 @@ def test_a_world_limits_how_far_keys_look_down(world: LingBotWorld, start: dict[
 
 
 def test_analog_axes_add_to_keys(world: LingBotWorld) -> None:
-    """Half a step, a turn of ten degrees, and the mouse's turn."""
+    """Half a step forward, a turn of ten degrees and a turn by the mouse add to the held keys."""
     session = open_session(world)
     frame = ActionFrame(("l",), {"forward": 0.5, "yaw": 4.0, "turn": 10.0, "look": 5.0})
     rows = chunk_poses(
@@ -166,7 +176,7 @@ def test_analog_axes_add_to_keys(world: LingBotWorld) -> None:
 
 
 def test_poses_of_a_client_ignore_walls(world: LingBotWorld) -> None:
-    """They are used unchanged; 0.5 units are 5 m."""
+    """A client's poses are used unchanged, even inside walls. A distance of 0.5 units is 5 m."""
     eye = [torch.eye(4) for _ in range(FIRST)]
     for frame in range(FIRST):
         eye[frame][2, 3] = 0.5 * frame / 8
@@ -178,7 +188,7 @@ def test_poses_of_a_client_ignore_walls(world: LingBotWorld) -> None:
 
 
 def test_poses_of_a_client_are_relative_to_the_first(world: LingBotWorld) -> None:
-    """A client may use any origin: frame 0 has the start pose."""
+    """A client may use any origin for its poses, because frame 0 is placed at the start pose."""
     there = world_pose(0.3, 0.7, 45.0)
     poses = [there.clone() for _ in range(FIRST)]
     rows = chunk_poses(
@@ -197,7 +207,7 @@ def test_keys_after_poses_continue_from_the_last_pose(world: LingBotWorld) -> No
 
 
 def test_the_input_is_periodic() -> None:
-    """The same view one period further is the same input."""
+    """A view that is shifted by whole periods gives the same network input."""
     view = torch.tensor([[31.2, 31.2, 24.0, 16.0]], dtype=torch.float64)
     here, there = (
         world_features(world_pose(x, z, 30.0)[None], view, HEIGHT, WIDTH, PERIOD_M)
@@ -214,7 +224,7 @@ def test_the_input_is_periodic() -> None:
 def play(
     world: LingBotWorld, session: Any, *held: str, chunks: int = 1, **params: Any
 ) -> list[torch.Tensor]:
-    """Run chunks under held keys and return their latents."""
+    """Run chunks with the given keys held and return their latents."""
     fields = {"actions": [list(held)] * 3, "output": "latents", **params}
     return [run_chunk(world, session, **fields)[1]["latents"] for _ in range(chunks)]
 
@@ -229,7 +239,9 @@ def resting_session(world: LingBotWorld) -> Any:
 
 
 def test_the_window_omits_chunks_of_a_camera_at_rest(world: LingBotWorld) -> None:
-    """One chunk at the pose is written. The next chunks differ in their noise only."""
+    """While a camera rests, only one chunk at its pose is written to the window. Later chunks
+    differ only in their noise.
+    """
     session = resting_session(world)
     assert session.window.committed_frames == 9
     before = {name: tensor.clone() for name, tensor in session.window.tensors(3).items()}
@@ -255,7 +267,9 @@ def test_poses_of_a_client_may_rest_too(world: LingBotWorld) -> None:
 
 
 def test_a_new_prompt_is_written_until_it_fills_the_window(world: LingBotWorld) -> None:
-    """The window has five frames next to its sinks: two chunks of three."""
+    """After a new prompt, two chunks of three frames are written, because the window has room for
+    five frames next to its sinks.
+    """
     session = resting_session(world)
     play(world, session, prompt="a night")
     assert session.window.committed_frames == 12
@@ -289,7 +303,9 @@ def test_a_fork_of_a_resting_session_continues_with_the_same_bits(world: LingBot
 def test_omitted_frames_that_do_not_fit_the_chunk_are_refused(
     world: LingBotWorld, omitted: int
 ) -> None:
-    """For example, in a forged snapshot: after four chunks of three frames, the window has nine."""
+    """A snapshot whose omitted frames contradict its chunk number is refused, for example a forged
+    one. After four chunks of three frames, this session's window has nine frames.
+    """
     session = resting_session(world)
     session.omitted_frames = omitted
     with pytest.raises(RequestFailed, match="does not fit its number of frames"):
@@ -300,7 +316,7 @@ def test_omitted_frames_that_do_not_fit_the_chunk_are_refused(
 
 
 def test_rays_are_unit_vectors_in_world_coordinates() -> None:
-    """Facing east, the middle of the image looks along x."""
+    """When the camera faces east, the ray through the middle of the image points along x."""
     view = torch.tensor([[31.2, 31.2, 24.0, 16.0]], dtype=torch.float64)
     rays = token_rays(view, HEIGHT, WIDTH)
     assert rays.shape == (1, 6, 16, 3) and torch.allclose(
@@ -329,7 +345,7 @@ def test_the_pose_changes_the_frames(world: LingBotWorld) -> None:
 
 
 def test_known_and_unknown_poses_share_a_batch(world: LingBotWorld) -> None:
-    """Each session gets the result that it gets alone."""
+    """In a batch of known and unknown poses, each session gets the same result as in a solo run."""
 
     def request(session: Any, options: dict[str, Any]) -> Any:
         made = make_request(

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From controls to the action values that each latent frame sees, and refusals."""
+"""How controls become the action values that each latent frame sees, and which controls are
+invalid.
+"""
 
 from typing import Any
 
@@ -86,7 +88,9 @@ def test_unsupported_controls_are_refused(
 
 
 def test_an_entry_applies_to_the_video_frames_of_its_latent_frame() -> None:
-    """Latent frame 0 is video frame 0; later ones are four. Missing entries are idle."""
+    """An entry applies to the video frames of its latent frame: one for latent frame 0 and four for
+    each later one. In a missing entry, no key is held.
+    """
     assert rows(0, [["w"], ["s"]])[:, :2].tolist() == [[1, 0]] + [[0, 1]] * 4 + [[0, 0]] * 4
     assert (
         rows(1, [["w"], ["s"], ["w"]])[:, :2].tolist() == [[1, 0]] * 4 + [[0, 1]] * 4 + [[1, 0]] * 4
@@ -111,8 +115,8 @@ def test_tensors_have_entries_per_latent_or_per_video_frame() -> None:
 
 
 def test_a_latent_frame_sees_twelve_video_frames_but_not_its_own_last() -> None:
-    """Latent frame k sees video frames 4 k - 12 .. 4 k - 1. Before the first frame, its values are
-    repeated.
+    """Latent frame k sees the actions of video frames 4 k - 12 .. 4 k - 1. Values before the first
+    frame repeat those of the first frame.
     """
     clip = torch.arange(33.0).unsqueeze(1)
     before, seen = None, []
@@ -124,7 +128,9 @@ def test_a_latent_frame_sees_twelve_video_frames_but_not_its_own_last() -> None:
 
 
 def test_an_action_per_chunk_gives_the_recorded_values() -> None:
-    """The recorded streaming driver applies each chunk's action to all of its video frames."""
+    """One action per chunk applies to all video frames of the chunk, as in the recorded streaming
+    driver.
+    """
     recorded = load_file(GOLDEN / "mg_universal_stream_win6.safetensors")
     expected = torch.cat((recorded["keyboard_cond"][0], recorded["mouse_cond"][0]), dim=1)
     held = (["w", "l"], ["a", "i"], [], ["w", "d", "j"])

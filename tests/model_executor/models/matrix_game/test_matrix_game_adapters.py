@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of Matrix-Game, including action layers, equal merged weights on one rank and on two."""
+"""Adapters of Matrix-Game, including its action layers, equal merged weights on one rank and on
+two.
+"""
 
 from pathlib import Path
 
@@ -18,8 +20,8 @@ from vllm_omni.model_executor.layers.lora.store import AdapterStore
 from vllm_omni.model_executor.models.matrix_game.pipeline import MatrixGame
 
 TOLERANCE = 2e-4
-"""fp32 latents of order 1 after two chunks; sums are ordered differently in a merged weight and
-on several ranks.
+"""Tolerance for fp32 latents of order 1 after two chunks, because sums are ordered differently in a
+merged weight and on several ranks.
 """
 KEYS = {"original": [["w"], ["l"], ["a", "i"]], "original_templerun": [["jump"], [], ["left"]]}
 INK = [Lora(name="ink")]
@@ -32,7 +34,7 @@ def checkpoint(request: pytest.FixtureRequest, layouts: dict[str, Path]) -> Path
 
 @pytest.fixture(scope="module")
 def adapter(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with a difference of every layer."""
+    """Return an adapter file with a difference for every layer."""
     target = load_game(checkpoint).adapter_targets()["transformer"]
     return files.write_community(
         every_layer(target), tmp_path_factory.mktemp("adapter") / "ink.safetensors"
@@ -46,7 +48,7 @@ def every_layer(target: files.AdapterTarget) -> files.Factors:
 def walk(
     game: MatrixGame, store: AdapterStore, keys: list[list[str]], choices: list[list[Lora]]
 ) -> list[torch.Tensor]:
-    """Latents of a new session in which each chunk has its own adapters."""
+    """Return the latents of a new session in which each chunk uses its own adapters."""
     session = open_session(game, output="latents")
     return run_adapted(
         game, store, choices, lambda: make_request(session, output="latents", actions=keys)
@@ -54,8 +56,8 @@ def walk(
 
 
 def test_an_adapter_of_every_layer_equals_merged_weights(checkpoint: Path, adapter: Path) -> None:
-    """Keys and values of the image follow a switch of adapters. Without the adapter, the original
-    bits return.
+    """When a session switches adapters, the keys and values of its image are recomputed. Without
+    the adapter, the session gives its original bits again.
     """
     keys, game = KEYS[checkpoint.name], load_game(checkpoint)
     store = make_store(game, {"ink": adapter})
@@ -79,7 +81,7 @@ def test_an_adapter_of_every_layer_equals_merged_weights(checkpoint: Path, adapt
 def adapted(
     checkpoint: Path, adapter: Path, parallel: ParallelContext | None = None
 ) -> list[torch.Tensor]:
-    """The latents of two chunks with the adapter."""
+    """Return the latents of two chunks with the adapter."""
     game = load_game(checkpoint, parallel or ParallelContext())
     return walk(game, make_store(game, {"ink": adapter}), KEYS[checkpoint.name], [INK, INK])
 
@@ -106,7 +108,7 @@ def _compare(
             torch.testing.assert_close(one, other, atol=TOLERANCE, rtol=0)
 
 
-# Two ranks of a game without a mouse run a subset of the same code: nightly.
+# Two ranks of a game without a mouse run a subset of the same code, so they are tested nightly.
 ON_TWO_RANKS = pytest.mark.parametrize(
     "checkpoint",
     ["original", pytest.param("original_templerun", marks=pytest.mark.nightly)],
@@ -119,7 +121,9 @@ ON_TWO_RANKS = pytest.mark.parametrize(
 def test_two_ranks_equal_one(
     sequence_parallel: bool, checkpoint: Path, adapter: Path, one_rank: Path, tmp_path: Path
 ) -> None:
-    """Keys and values are one tensor, of which each tensor parallel rank selects its rows."""
+    """Keys and values are stored in one tensor, from which each tensor parallel rank selects its
+    rows.
+    """
     files_of_ranks = (str(tmp_path / "rendezvous"), str(checkpoint), str(adapter), str(one_rank))
     run_ranks(_compare, (*files_of_ranks, sequence_parallel), 2)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor, sequence and pipeline parallel runs give the results of one rank (fp32, gloo, two
+"""Tensor, sequence and pipeline parallel runs give the same results as one rank (fp32, gloo, two
 processes).
 """
 
@@ -16,7 +16,7 @@ from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.layers.layer_moves import LayerMove
 
 TOLERANCE = 1e-4
-"""Three chunks in fp32; ranks only change the order of sums."""
+"""Tolerance for three chunks in fp32, because ranks change the order of sums."""
 
 CHUNKS = {
     "original": [{"actions": [["w"], ["l"], ["a", "i"]]}, {"actions": [["s", "k"]] * 3}, {}],
@@ -31,7 +31,7 @@ def checkpoint(request: pytest.FixtureRequest, layouts: dict[str, Path]) -> Path
 
 @pytest.fixture(scope="module")
 def one_rank(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with the latents of `CHUNKS`."""
+    """Return a file with the latents of `CHUNKS`, computed by one rank."""
     file = tmp_path_factory.mktemp("one_rank") / "latents.pt"
     torch.save(latents_of(load_game(checkpoint), CHUNKS[checkpoint.name]), file)
     return file
@@ -52,7 +52,7 @@ def _compare(
         assert heads["keyboard"] == (4 if sequence_parallel else 2)
 
 
-# Two ranks of a game without a mouse run a subset of the same code: nightly.
+# Two ranks of a game without a mouse run a subset of the same code, so they are tested nightly.
 ON_TWO_RANKS = pytest.mark.parametrize(
     "checkpoint",
     ["original", pytest.param("original_templerun", marks=pytest.mark.nightly)],
@@ -65,8 +65,8 @@ ON_TWO_RANKS = pytest.mark.parametrize(
 def test_two_ranks_equal_one(
     checkpoint: Path, one_rank: Path, sequence_parallel: bool, tmp_path: Path
 ) -> None:
-    """36 tokens and 4 heads over two ranks. With Ulysses, attention of the mouse also uses
-    all-to-all.
+    """Two ranks that share 36 tokens and 4 heads equal one rank. With Ulysses, attention of the
+    mouse also uses all-to-all.
     """
     run_ranks(
         _compare,
@@ -79,8 +79,8 @@ def test_two_ranks_equal_one(
 def test_two_pipeline_stages_equal_one(
     checkpoint: Path, one_rank: Path, partition: tuple[int, ...]
 ) -> None:
-    """The first two of four blocks have action modules, so a stage has none, one or both. Bit for
-    bit.
+    """Two pipeline stages give bit-identical latents. Only the first two of the four blocks have
+    action modules, so a stage has none, one or both.
     """
     stages = [
         load_game(checkpoint, ParallelContext(stage=n, num_stages=2, partition=partition))
@@ -92,7 +92,9 @@ def test_two_pipeline_stages_equal_one(
 
 
 def test_action_modules_are_renumbered_when_layers_move(checkpoint: Path) -> None:
-    """A layer that stays may change its index in the windows of the stage."""
+    """When layers move, a layer that stays on its stage may change its index in the windows of that
+    stage.
+    """
     game = load_game(checkpoint, ParallelContext(stage=0, num_stages=2, partition=(3, 1)))
     blocks = game.transformer.blocks
     del blocks["0"]
@@ -102,7 +104,7 @@ def test_action_modules_are_renumbered_when_layers_move(checkpoint: Path) -> Non
 
 
 class _KeepsAll:
-    """A `LayerMove` after which the stage has the same layers."""
+    """Simulates a `LayerMove` that leaves the stage's layers unchanged."""
 
     partition = (3, 1)
 

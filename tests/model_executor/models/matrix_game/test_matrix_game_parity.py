@@ -42,7 +42,9 @@ def test_every_recorded_scenario_passes() -> None:
 
 
 def test_pixels_are_truncated_as_recorded() -> None:
-    """From the original's pixels, exactly. The other families round."""
+    """Frames equal the truncated pixels of the original exactly. The other model families round
+    instead.
+    """
     recorded = load_file(GOLDEN / "condition.safetensors")
     pixels = recorded["decoded"].transpose(1, 2)
     assert torch.equal(to_uint8(pixels, MatrixGame.rounding), recorded["decoded_u8"])
@@ -109,7 +111,9 @@ def test_a_missing_stage_of_a_call_fails(tmp_path: Path) -> None:
     ],
 )
 def test_an_unknown_recorded_setting_is_refused(key: str, complaint: str, tmp_path: Path) -> None:
-    """Of the VAE and of CLIP. Ignoring it would compare another network."""
+    """Unknown recorded settings of the VAE and of CLIP are refused, because ignoring them would
+    compare a different network.
+    """
     copy(tmp_path, "condition.safetensors")
     change_settings(tmp_path / "condition.safetensors", key, swirl=3)
     assert complaint in verify(tmp_path).to_text()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Matrix-Game session driven as by the runner: chunks, snapshots, and isolation between
+"""A Matrix-Game session driven as the runner drives it: chunks, snapshots, and isolation between
 sessions.
 """
 
@@ -35,7 +35,7 @@ HELD: dict[str, list[list[str]]] = {
 
 
 GTA = pytest.param("original_gta", marks=pytest.mark.nightly)
-"""The modules of `original` with fewer keys, so it covers no further code."""
+"""`original_gta` has the modules of `original` with fewer keys, so it covers no additional code."""
 
 
 @pytest.fixture(scope="module", params=["original", GTA, "original_templerun"])
@@ -105,7 +105,7 @@ def test_decoding_the_latents_of_a_session_gives_its_frames(universal: MatrixGam
     session = open_session(universal, output="latents")
     latents = [run_chunk(universal, session, output="latents") for _ in range(3)]
     pixels, _ = universal.vae.decode(torch.cat(latents, dim=1).unsqueeze(0), None)
-    # the original truncates
+    # The original truncates pixels.
     assert torch.equal(to_uint8(pixels, "truncate"), torch.cat(frames))
     both = make_request(open_session(universal, output="both"), output="both")
     _, result = run_request(universal, both)
@@ -113,7 +113,9 @@ def test_decoding_the_latents_of_a_session_gives_its_frames(universal: MatrixGam
 
 
 def test_a_session_may_exceed_1024_latent_frames(universal: MatrixGame) -> None:
-    """Rotations are computed, so the original's table is no limit."""
+    """A session may exceed 1024 latent frames, because rotations are computed rather than read from
+    the original's table.
+    """
     session = open_session(universal, output="latents")
     for _ in range(2):
         run_chunk(universal, session, output="latents")
@@ -130,8 +132,8 @@ def test_a_session_may_exceed_1024_latent_frames(universal: MatrixGame) -> None:
 def test_sessions_at_different_steps_in_one_batch_equal_solo_runs(
     game: MatrixGame, variant: str
 ) -> None:
-    """Three sessions start one after another, so every batch mixes steps and chunks. Bit
-    for bit.
+    """Sessions in a batch are bit-identical to solo runs. Three sessions start one after another,
+    so every batch mixes steps and chunks.
     """
     held = HELD[variant]
     pairs, mixed = run_staggered(
@@ -145,8 +147,8 @@ def test_sessions_at_different_steps_in_one_batch_equal_solo_runs(
 
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_an_aborted_chunk_leaves_no_trace(universal: MatrixGame, chunks: int) -> None:
-    """Aborted before, between and after denoise steps, and after decoding, each time in its own
-    session.
+    """A chunk leaves no trace if it is aborted before, between or after its denoise steps, or after
+    decoding. Each case uses a separate session.
     """
     DRIVER.assert_aborts_leave_no_trace(universal, chunks, range(5))
 
@@ -226,7 +228,7 @@ def test_a_first_chunk_needs_an_image(universal: MatrixGame) -> None:
 
 @pytest.mark.parametrize("field", IMAGE_AND_VIDEO_PARAMS)
 def test_a_parameter_without_effect_is_refused(universal: MatrixGame, field: str) -> None:
-    """The refusal names the parameter."""
+    """A request parameter that has no effect on the model is refused by name."""
     params = {field: IMAGE_AND_VIDEO_PARAMS[field]}
     reason = f"does not use {field}"
     DRIVER.assert_refused(universal, True, {}, params, "invalid_request", reason)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Audio of any sample rate reaches the thinker, without torchaudio."""
+"""The thinker accepts audio of any sample rate without torchaudio."""
 
 import json
 import sys
@@ -21,7 +21,9 @@ from vllm_omni.model_executor.models.registry import AR_ARCHITECTURES, get_famil
 
 @pytest.mark.parametrize("rate", [8000, 16000, 22050, 44100, 48000])
 def test_audio_is_resampled_with_pyav(rate: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second of a tone stays a second of that tone. Stock vLLM needs torchaudio for this."""
+    """A second of a tone is still a second of that tone after resampling. Stock vLLM would require
+    torchaudio for this.
+    """
     stock = MultiModalDataParser(target_sr=16000)
     monkeypatch.setattr(Qwen2_5OmniThinkerProcessingInfo, "get_data_parser", lambda self: stock)
     monkeypatch.setattr(vllm_audio, "torchaudio", PlaceholderModule("torchaudio"))
@@ -33,8 +35,8 @@ def test_audio_is_resampled_with_pyav(rate: int, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_server_uses_this_thinker(qwen2_5_omni: Path) -> None:
-    """Through vLLM's `--hf-overrides`. The class differs from vLLM's in its processing info
-    only.
+    """The server selects this thinker class through vLLM's `--hf-overrides`. The class differs from
+    vLLM's only in its processing info.
     """
     serve_flags = get_family("qwen2_5_omni").serve_flags
     assert serve_flags is not None

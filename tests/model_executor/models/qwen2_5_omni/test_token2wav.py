@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The token2wav model in the diffusion runner against transformers' `Qwen2_5OmniToken2WavModel`."""
+"""The token2wav model in the diffusion runner equals transformers' `Qwen2_5OmniToken2WavModel`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,12 +19,16 @@ CODES = torch.randint(0, 64, (50,), generator=torch.Generator().manual_seed(3))
 SAMPLES_PER_CODE = 480
 FEW_STEPS = {"num_inference_steps": 3}
 SHORT: dict[str, Any] = {"model": {"max_codes": 64}}
-"""Enough for `CODES`: a warm-up runs the longest clip that a runner takes."""
+"""A limit that is large enough for `CODES` and keeps the warm-up short, which runs the longest clip
+that a runner accepts.
+"""
 
 
 @pytest.fixture(scope="module")
 def reference(qwen2_5_omni: Path) -> Callable[..., torch.Tensor]:
-    """`reference(codes, seed, voice, **options)` -> transformers' waveform."""
+    """Return the function `reference(codes, seed, voice, **options)`, which gives the waveform of
+    transformers.
+    """
     config = Qwen2_5OmniConfig.from_pretrained(qwen2_5_omni).token2wav_config
     model = Qwen2_5OmniToken2WavModel(config).float().eval()
     model.load_state_dict(dict(CheckpointTensors(qwen2_5_omni).below("token2wav.")), strict=False)
@@ -52,8 +56,8 @@ def speech(name: str, codes: torch.Tensor = CODES, voice: str = "Chelsie", **fie
 def test_a_whole_clip_equals_transformers(
     qwen2_5_omni: Path, make_runner: Any, reference: Callable[..., torch.Tensor]
 ) -> None:
-    """Equal codes, seed and voice give the same waveform, alone and in a batch of unequal
-    requests.
+    """The same codes, seed and voice give the same waveform as transformers, both for a single
+    request and in a batch of unequal requests.
     """
     runner = make_runner(qwen2_5_omni, {**SHORT, "batch_invariant": False})
     short = CODES[:31]
@@ -75,15 +79,15 @@ def test_a_whole_clip_equals_transformers(
         assert meta["sample_rate"] == 24_000
         assert tensors["audio"].dtype == torch.float32 and wave.std() > 1e-4
         assert tensors["audio"].shape == wave.shape
-        # batches sum in another order
+        # Batches sum in a different order.
         torch.testing.assert_close(tensors["audio"], wave, atol=1e-5, rtol=0)
     alone = run_to_end(make_runner(qwen2_5_omni, SHORT), speech("e", seed=7))["e"][1]["audio"]
     assert torch.equal(alone, expected["a"])
 
 
 def test_a_part_with_enough_context_equals_the_clip(qwen2_5_omni: Path, make_runner: Any) -> None:
-    """Noise depends on the index of a code, so a part with the whole clip as context has the same
-    samples.
+    """Noise depends on the index of a code, so a part that has the whole clip as context contains
+    the same samples as the clip.
     """
     runner = make_runner(qwen2_5_omni, SHORT)
     results = run_to_end(
@@ -103,13 +107,13 @@ def test_a_part_with_enough_context_equals_the_clip(qwen2_5_omni: Path, make_run
     assert torch.equal(part, clip[12 * SAMPLES_PER_CODE : 30 * SAMPLES_PER_CODE])
     assert later.numel() == 14 * SAMPLES_PER_CODE
     same = clip[36 * SAMPLES_PER_CODE :]
-    # near: far context is missing
+    # The samples are only close, because distant context is missing.
     assert float((later - same).abs().mean()) < 0.2 * float(same.std())
 
 
 def test_regular_parts_use_a_graph_and_clips_do_not(qwen2_5_omni: Path, make_runner: Any) -> None:
-    """Regular parts consist of whole attention blocks of 12 codes. One graph serves other codes,
-    voices, seeds and guidance.
+    """Regular parts consist of whole attention blocks of 12 codes. Their graph is also replayed for
+    other codes, voices, seeds and guidance.
     """
     stock, runner = make_runner(qwen2_5_omni, SHORT), make_runner(qwen2_5_omni, SHORT)
     graphs = runner.model.flow.graphs = ForwardGraphs(capture=hold)
@@ -142,8 +146,8 @@ WRONG = (
 
 
 def test_a_wrong_request_fails_alone(qwen2_5_omni: Path, make_runner: Any) -> None:
-    """Each wrong request gets its code and a message. A valid request of the same batch is
-    served.
+    """Each wrong request in a batch fails with its own code and message, and a valid request in the
+    same batch is served.
     """
     runner = make_runner(qwen2_5_omni, {**SHORT, "max_sessions": 16})
     bad = [
@@ -159,7 +163,9 @@ def test_a_wrong_request_fails_alone(qwen2_5_omni: Path, make_runner: Any) -> No
 
 
 def test_a_request_may_be_aborted_between_intervals(qwen2_5_omni: Path, make_runner: Any) -> None:
-    """Nine intervals are nine engine steps. An abort after the second frees request and session."""
+    """Nine intervals take nine engine steps. An abort after the second step frees the request and
+    the session.
+    """
     runner = make_runner(qwen2_5_omni, SHORT)
     assert execute(runner, step(new=[speech("gone")])) == {"gone": None}
     assert execute(runner, step(running=["gone"])) == {"gone": None}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two decoders for one stream: frame counts, the start of each decoder, and restarts.
+"""Two decoders serve one stream: frame counts, the start of each decoder, and restarts.
 
 The decoder that restarts at every chunk (`continuation`) is tested with LingBot World.
 """
@@ -27,8 +27,8 @@ GOLDEN = golden_folder("lingbot")
 HEIGHT, WIDTH = 16, 24
 CHUNK = 3
 TOLERANCE = 1e-5
-"""Of pixels in [-1, 1], fp32: convolutions over other numbers of frames may sum in another
-order.
+"""Tolerance for fp32 pixels in [-1, 1], because a convolution over a different number of frames may
+sum in a different order.
 """
 
 
@@ -45,7 +45,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> ChunkDecoder:
 
 @pytest.fixture(scope="module")
 def latents() -> torch.Tensor:
-    """Twelve similar chunks, as in a video: a slow walk of unit variance."""
+    """Return twelve similar chunks, as in a video: a slow random walk of unit variance."""
     generator = torch.Generator().manual_seed(0)
     steps = torch.randn(1, 16, 12 * CHUNK, HEIGHT // 8, WIDTH // 8, generator=generator)
     walk = [steps[:, :, 0]]
@@ -57,8 +57,8 @@ def latents() -> torch.Tensor:
 def run(
     decoder: ChunkDecoder, parts: Collection[torch.Tensor], tiny: Collection[int]
 ) -> tuple[list[torch.Tensor], list[DecoderState]]:
-    """Pixels of each part, with those in `tiny` from the tiny decoder, and the state after each
-    part.
+    """Return the pixels of each part and the state after it. The tiny decoder decodes the parts in
+    `tiny`.
     """
     state, pixels, states = None, [], []
     for index, part in enumerate(parts):
@@ -73,7 +73,9 @@ def run(
 def test_frame_counts_do_not_depend_on_the_decoder(
     decoder: ChunkDecoder, latents: torch.Tensor, cut: list[int], tiny: Collection[int]
 ) -> None:
-    """4 F - 3 frames at the start of a stream, 4 F later. The state never exceeds its estimate."""
+    """Either decoder returns 4 F - 3 frames at the start of a stream and 4 F frames later. The
+    state never exceeds its estimate.
+    """
     pixels, states = run(decoder, latents[:, :, : sum(cut)].split(cut, dim=2), tiny)
     assert [part.shape[2] for part in pixels] == [4 * cut[0] - 3, *(4 * count for count in cut[1:])]
     assert all(part.shape[3:] == (HEIGHT, WIDTH) and part.abs().max() <= 1 for part in pixels)
@@ -83,7 +85,7 @@ def test_frame_counts_do_not_depend_on_the_decoder(
 
 @pytest.fixture(scope="module")
 def always_tiny(decoder: ChunkDecoder, latents: torch.Tensor) -> dict[int, list[torch.Tensor]]:
-    """Chunks of 3 and 1 latent frames, all decoded by the tiny decoder."""
+    """Return chunks of 3 and of 1 latent frames, all decoded by the tiny decoder."""
     assert decoder.tiny is not None
     return {
         chunk: run(ChunkDecoder(decoder.tiny), latents.split(chunk, dim=2), ())[0]
@@ -100,7 +102,9 @@ def test_a_degraded_chunk_equals_the_tiny_decoder_on_the_whole_stream(
     chunk: int,
     tiny: Collection[int],
 ) -> None:
-    """It receives all latents that it depends on, so a switch does not show in its frames."""
+    """The tiny decoder receives all latents that a degraded chunk depends on, so its frames do not
+    show that the decoder was switched.
+    """
     found, _ = run(decoder, latents.split(chunk, dim=2)[: max(tiny) + 1], tiny)
     for index in tiny:
         torch.testing.assert_close(found[index], always_tiny[chunk][index], atol=TOLERANCE, rtol=0)
@@ -109,8 +113,9 @@ def test_a_degraded_chunk_equals_the_tiny_decoder_on_the_whole_stream(
 def test_the_exact_decoder_restarts_after_a_degraded_chunk(
     decoder: ChunkDecoder, latents: torch.Tensor
 ) -> None:
-    """Bit for bit: earlier chunks are unchanged. The next one starts two latents early, drops their
-    frames, and streams on.
+    """Frames before a degraded chunk are bit-identical to those of the exact decoder. After a
+    degraded chunk, the exact decoder restarts two latents early, drops the frames of these latents,
+    and continues the stream.
     """
     found, _ = run(decoder, latents.split(CHUNK, dim=2), (3, 4))
     whole, _ = decoder.main.decode(latents, None)
@@ -121,7 +126,7 @@ def test_the_exact_decoder_restarts_after_a_degraded_chunk(
 
 
 def test_a_state_is_immutable(decoder: ChunkDecoder, latents: torch.Tensor) -> None:
-    """An aborted chunk leaves no trace in it, for either decoder."""
+    """An aborted chunk leaves no trace in the state of either decoder."""
     parts = latents.split(CHUNK, dim=2)
     for tiny in ((), (1,)):
         _, states = run(decoder, parts[:2], tiny)
@@ -143,7 +148,9 @@ def test_a_state_is_immutable(decoder: ChunkDecoder, latents: torch.Tensor) -> N
 def test_batched_decodes_stay_within_the_warm_up(
     decoder: ChunkDecoder, latents: torch.Tensor, largest: int, streams: dict[int, int]
 ) -> None:
-    """Number of streams per latent size, for a given largest decode of the warm-up."""
+    """Batched decodes are limited to the sizes of the warm-up. `streams` maps each latent size to
+    the number of streams that may be decoded together.
+    """
     alone = ChunkDecoder(decoder.main, largest_cells=largest)
     _, states = run(alone, latents[:, :, :3].split(CHUNK, dim=2), ())
     assert {
@@ -155,8 +162,8 @@ def test_batched_decodes_stay_within_the_warm_up(
 def test_nothing_is_compiled_after_two_chunks(
     decoder: ChunkDecoder, latents: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither a switch to the tiny decoder nor the way back has a new shape, so no stream waits for
-    the compiler.
+    """Switching to the tiny decoder and back introduces no new shapes, so no stream waits for the
+    compiler.
     """
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     compiled = StreamingWanVAE(VAEConfig(base_dim=4), encoder=False, compiled=True)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The colour correction compiled as on a GPU; the goldens of DreamX-World compare its values."""
+"""The colour correction is compiled as on a GPU. The values of the colour correction are compared
+with recordings of DreamX-World.
+"""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fast CPU layers equal diffusers' layers and use the weights that were loaded last."""
+"""The fast CPU layers equal diffusers' layers and always use the most recently loaded weights."""
 
 import copy
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from vllm_omni.model_executor.models.wan.vae_layers import (
 from vllm_omni.model_executor.models.wan2_2.vae import VideoVAE
 from vllm_omni.testing.tiny.wan import VAE_2_2
 
-ORDER = 2e-6  # fp32 sums of 108 products of about 0.1 in another order
+ORDER = 2e-6  # for fp32 sums of 108 products of about 0.1 in a different order
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -41,7 +41,9 @@ def convolution(
 def test_a_folded_convolution_equals_the_causal_one(
     clips: int, frames: int, num_cached: int
 ) -> None:
-    """For any cached frames, in both memory layouts."""
+    """A folded convolution equals the causal one for any number of cached frames and in both memory
+    layouts.
+    """
     whole = convolution((3, 3, 3), (1, 1, 1), (1, 1, 1))
     folded = FoldedCausalConv3d(copy.deepcopy(whole))
     x = random(clips, 4, frames, 5, 6)
@@ -67,7 +69,7 @@ def weights(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     ids=["loaded", "assigned", "written", "replaced"],
 )
 def test_no_weight_is_ever_stale(change: Callable[[Any, torch.Tensor], None]) -> None:
-    """However weights are replaced after a forward, the next forward uses the new ones."""
+    """However weights are replaced after a forward pass, the next pass uses the new ones."""
     whole = convolution((3, 3, 3), (1, 1, 1), (1, 1, 1))
     folded = FoldedCausalConv3d(copy.deepcopy(whole))
     x, weight = random(1, 4, 3, 5, 6), random(6, 4, 3, 3, 3, seed=7)
@@ -80,7 +82,9 @@ def test_no_weight_is_ever_stale(change: Callable[[Any, torch.Tensor], None]) ->
 
 @pytest.mark.parametrize("shape", [(1, 12, 3, 4, 5), (2, 12, 4, 5)])
 def test_the_norm_equals_diffusers(shape: tuple[int, ...]) -> None:
-    """Over channels, of clips and of frames. Zeros stay zero, and small values are exact."""
+    """The norm over channels equals that of diffusers for clips and for frames. Zeros stay zero,
+    and small values are exact.
+    """
     whole = WanRMS_norm(12, images=len(shape) == 4).requires_grad_(False)
     whole.gamma.copy_(random(*whole.gamma.shape))
     norm = CPURMSNorm(copy.deepcopy(whole))
@@ -93,14 +97,14 @@ def test_the_norm_equals_diffusers(shape: tuple[int, ...]) -> None:
 
 
 class CountConvolutions(TorchDispatchMode):
-    """Counts convolutions over three dimensions and over two."""
+    """Counts three-dimensional and two-dimensional convolutions."""
 
     def __init__(self) -> None:
         super().__init__()
         self.three = self.two = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # shapes are found on the meta device
+        # Shapes are determined on the meta device, so those calls are not counted.
         if "conv" in func.name() and args[0].device.type == "cpu":
             self.three += args[1].dim() == 5
             self.two += args[1].dim() == 4
@@ -124,7 +128,9 @@ WAN_2_2: dict[str, Any] = {
 
 @pytest.mark.parametrize("values", [WAN_2_1, WAN_2_2], ids=["2.1", "2.2"])
 def test_a_whole_autoencoder_is_unchanged(values: dict[str, Any]) -> None:
-    """diffusers' own code encodes and decodes a clip with these layers as with its own."""
+    """diffusers' own code encodes and decodes a clip with these layers and gets the same result as
+    with its own layers.
+    """
     torch.manual_seed(0)
     plain: Any = AutoencoderKLWan(**values)
     plain.eval().requires_grad_(False)
@@ -139,8 +145,8 @@ def test_a_whole_autoencoder_is_unchanged(values: dict[str, Any]) -> None:
 
 
 def test_no_family_convolves_over_three_dimensions_on_a_cpu() -> None:
-    """Such convolutions are ten times slower there. Tested are the streaming VAE and those of Wan
-    2.2 and Lance.
+    """No model family runs three-dimensional convolutions on a CPU, where they are ten times
+    slower. The test covers the streaming VAE and the VAEs of Wan 2.2 and Lance.
     """
     stream = StreamingWanVAE(VAEConfig(base_dim=4))
     lance = LanceWanVAE(VAE_2_2)
@@ -159,7 +165,9 @@ def test_no_family_convolves_over_three_dimensions_on_a_cpu() -> None:
 
 
 def test_layers_on_other_devices_are_unchanged() -> None:
-    """Other devices have kernels for three dimensions."""
+    """Layers on other devices stay unchanged, because these devices have kernels for three
+    dimensions.
+    """
     with torch.device("meta"):
         vae = StreamingWanVAE(VAEConfig(base_dim=4))
     assert {type(layer) for layer in vae.modules() if isinstance(layer, WanCausalConv3d)} == {

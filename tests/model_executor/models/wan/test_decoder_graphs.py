@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder with CUDA graphs per latent frame gives the bits of one without."""
+"""A decoder with one CUDA graph per latent frame is bit-identical to a decoder without graphs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ CUTS = [3, 1, 2, 3]
 
 
 class HostGraphs:
-    """A decoder's graphs without a GPU: a replay repeats the host's work.
+    """Simulates a decoder's graphs without a GPU: a replay repeats the host's work.
 
     Counts captures and replays.
     """
@@ -36,7 +36,9 @@ class HostGraphs:
         return FusedDecoder(decoder, bands, FusedPasses(stack_frames, add_up), self.graphs)
 
     def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Replay]:
-        """As on a GPU, a capture computes nothing, so its writes are reverted."""
+        """Capture without computing anything, as a GPU does: writes made during the capture are
+        reverted.
+        """
         self.captures += 1
         before = [position.clone() for position in self.graphs.buffers]
         output = torch.empty_like(run())
@@ -78,21 +80,25 @@ def assert_stream(
 def test_two_graphs_serve_every_stream(
     plain: StreamingWanVAE, host: HostGraphs, release: str
 ) -> None:
-    """One for first latent frames, captured with the first stream, and one for later ones."""
+    """Two graphs serve all streams: one for first latent frames, which is captured with the first
+    stream, and one for later latent frames.
+    """
     graphed = random_vae(release=release, fuse=host.decoder)
     for seed in (1, 2):
         assert_stream(
             decode_stream(graphed, latents(seed), CUTS), decode_stream(plain, latents(seed), CUTS)
         )
     assert host.captures == 2
-    eager = 2  # the first of each kind
+    eager = 2  # the first frame of each kind
     assert host.replays == 2 * sum(CUTS) + 1 - eager
 
 
 def test_a_cache_is_not_changed_by_other_decodes(
     plain: StreamingWanVAE, host: HostGraphs, release: str
 ) -> None:
-    """Streams alternate, and a chunk may be decoded again from the same cache."""
+    """Decodes of other streams leave a cache unchanged, and a chunk may be decoded again from the
+    same cache.
+    """
     graphed = random_vae(release=release, fuse=host.decoder)
     caches: dict[int, Any] = {1: None, 2: None}
     expected: dict[int, Any] = {1: None, 2: None}
@@ -130,8 +136,8 @@ def test_loaded_weights_are_captured_again(host: HostGraphs) -> None:
 
 
 def test_a_frame_that_cannot_be_captured_runs_once(plain: StreamingWanVAE, release: str) -> None:
-    """Also on one of several ranks alone, because each launch exchanges rows with the other
-    ranks.
+    """A frame that cannot be captured runs only once, even if the capture fails on a single rank,
+    because each launch exchanges rows with the other ranks.
     """
     launches = 0
 
@@ -174,8 +180,8 @@ def _check_heights(rank: int, size: int, rendezvous: str) -> None:
 
 
 def test_frames_of_another_height_run_eagerly_on_every_rank(tmp_path: Any) -> None:
-    """Of 5 and of 6 latent rows, the first of two ranks has 3, but its graphs exchange
-    those of 6.
+    """Frames of a height that was not captured run eagerly on every rank. With 5 and with 6 latent
+    rows, the first of two ranks has 3 rows, but its graphs exchange the rows of the height of 6.
     """
     run_ranks(_check_heights, (2, str(tmp_path / "rendezvous")), 2)
 
@@ -214,6 +220,8 @@ def _check_on_devices(rank: int, size: int, rendezvous: str, release: str) -> No
 @pytest.mark.several_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_bands_on_gpus_equal_plain_launches(tmp_path: Any, release: str) -> None:
-    """CUDA graphs with NCCL's exchanges between them."""
+    """Bands decoded on GPUs with CUDA graphs equal plain launches. NCCL exchanges run between the
+    graphs.
+    """
     size = min(4, torch.cuda.device_count())
     run_ranks(_check_on_devices, (size, str(tmp_path / "rendezvous"), release), size)

@@ -2,7 +2,7 @@
 """The fused decoder with its passes in plain torch (fp32, CPU) equals the plain decoder: frames,
 caches, splits, bands.
 
-test_stack_kernels.py tests the passes as kernels.
+The passes themselves are tested as kernels in test_stack_kernels.py.
 """
 
 import pytest
@@ -13,7 +13,7 @@ from vllm_omni.model_executor.models.wan.vae.fused_decoder import fused_decoder
 from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAECache
 
 TOLERANCE = 1e-5
-"""Pixels in [-1, 1], fp32 sums in another order."""
+"""Tolerance for pixels in [-1, 1], because fp32 sums are ordered differently."""
 CUTS = [1, 1, 3]
 
 
@@ -40,7 +40,9 @@ def latents() -> torch.Tensor:
 def test_frames_and_cache_equal_the_plain_decoder(
     plain: StreamingWanVAE, fused: StreamingWanVAE, latents: torch.Tensor
 ) -> None:
-    """After the first latent of a stream, after the second, and later."""
+    """Frames and caches equal those of the plain decoder after the first latent of a stream, after
+    the second, and later.
+    """
     for count in (1, 2, 5):
         expected, expected_cache = plain.decode(latents[:, :, :count], None)
         pixels, cache = fused.decode(latents[:, :, :count], None)
@@ -63,7 +65,9 @@ def test_splits_change_no_bit(fused: StreamingWanVAE, latents: torch.Tensor) -> 
 def test_a_stream_may_change_decoders(
     plain: StreamingWanVAE, fused: StreamingWanVAE, latents: torch.Tensor
 ) -> None:
-    """A cache of one decoder continues on the other, so snapshots of either load on either."""
+    """A cache of one decoder can be continued by the other, so a snapshot of either decoder can be
+    loaded by both.
+    """
     expected, expected_cache = plain.decode(latents, None)
     for first, second in ((plain, fused), (fused, plain)):
         frames, cache = first.decode(latents[:, :, :2], None)
@@ -106,7 +110,7 @@ def test_streams_together_equal_each_alone(fused: StreamingWanVAE, latents: torc
 
 
 def test_weights_that_are_loaded_later_are_used(release: str, latents: torch.Tensor) -> None:
-    """Values derived from weights are recomputed."""
+    """Values derived from weights are recomputed when new weights are loaded."""
     changed = random_vae(seed=3, release=release)
     fused = random_vae(release=release, fuse=plainly_fused)
     fused.decode(latents[:, :, :1], None)
@@ -127,7 +131,9 @@ def test_a_cpu_uses_the_plain_decoder(release: str) -> None:
 def test_the_fused_decoder_on_a_gpu_is_as_accurate_as_the_plain_one(
     release: str, latents: torch.Tensor
 ) -> None:
-    """Both in bf16, against fp32; and splits of a stream change no bit."""
+    """On a GPU, the fused decoder in bf16 is as accurate as the plain one in bf16, both compared
+    with fp32. Splitting a stream changes no bit.
+    """
     exact = random_vae(base_dim=32, release=release).decode(latents, None)[0]
     with torch.device("cuda"):
         fused = random_vae(base_dim=32, release=release, dtype=torch.bfloat16)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused encoder with its passes in plain torch (fp32, CPU) equals the plain one: latents,
+"""The fused encoder with its passes in plain torch (fp32, CPU) equals the plain encoder: latents,
 caches, splits.
 
-test_stack_kernels.py tests the passes as kernels.
+The passes themselves are tested as kernels in test_stack_kernels.py.
 """
 
 import pytest
@@ -19,7 +19,7 @@ from vllm_omni.model_executor.models.wan.vae.fused_encoder import fused_encoder
 from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE
 
 TOLERANCE = 1e-4
-"""Latents of about unit size, fp32 sums in another order."""
+"""Tolerance for latents of about unit size, because fp32 sums are ordered differently."""
 CUTS = [1, 4, 8]
 
 
@@ -52,7 +52,9 @@ def pixels() -> torch.Tensor:
 def test_latents_and_cache_equal_the_plain_encoder(
     plain: StreamingWanVAE, fused: StreamingWanVAE, pixels: torch.Tensor
 ) -> None:
-    """After the first latent of a stream, after the second, and later."""
+    """Latents and caches equal those of the plain encoder after the first latent of a stream, after
+    the second, and later.
+    """
     for frames in (1, 5, 13):
         expected, expected_cache = plain.encode(pixels[:, :, :frames], None)
         latents, cache = fused.encode(pixels[:, :, :frames], None)
@@ -73,7 +75,9 @@ def test_splits_change_no_bit(fused: StreamingWanVAE, pixels: torch.Tensor) -> N
 def test_a_stream_may_change_encoders(
     plain: StreamingWanVAE, fused: StreamingWanVAE, pixels: torch.Tensor
 ) -> None:
-    """A cache of one encoder continues on the other, so snapshots of either load on either."""
+    """A cache of one encoder can be continued by the other, so a snapshot of either encoder can be
+    loaded by both.
+    """
     expected, expected_cache = plain.encode(pixels, None)
     for first, second in ((plain, fused), (fused, plain)):
         for cut in (1, 5):

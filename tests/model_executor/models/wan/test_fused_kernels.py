@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of fused ops against the same ops in plain torch and fp32; on a CPU in Triton's
-interpreter.
+"""The kernels of fused ops are compared with the same ops in plain torch and fp32. On a CPU they
+run in Triton's interpreter.
 """
 
 from dataclasses import fields
@@ -20,8 +20,8 @@ Inputs = dict[str, torch.Tensor]
 
 
 def random_inputs(dtype: torch.dtype, device: str) -> Inputs:
-    """k is a slice of a wider tensor; shift, scale and gate are slices of one tensor per
-    request.
+    """Return random inputs in which k is a slice of a wider tensor, and shift, scale and gate are
+    slices of one tensor per request.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -46,8 +46,8 @@ def random_inputs(dtype: torch.dtype, device: str) -> Inputs:
 
 
 def calls(i: Inputs, dtype: torch.dtype) -> list[tuple[str, tuple[Any, ...]]]:
-    """Names and arguments of the ops: residual stream in fp32 and in `dtype`, modulation per
-    request and per token.
+    """Return the names and arguments of the ops, with the residual stream in fp32 and in `dtype`,
+    and with modulation per request and per token.
     """
     per_token = [i[name].expand(i["x"].shape).contiguous() for name in ("shift", "scale", "gate")]
     found: list[tuple[str, tuple[Any, ...]]] = []
@@ -60,7 +60,7 @@ def calls(i: Inputs, dtype: torch.dtype) -> list[tuple[str, tuple[Any, ...]]]:
                 ("after_ffn", (x, i["update"], gate, shift, scale, EPS, dtype)),
                 ("gated_add", (x, i["update"], gate)),
             ]
-        moved = (i["factor"][1], i["offset"][1])  # of one row
+        moved = (i["factor"][1], i["offset"][1])  # modulation of one row
         one = (x[1], i["update"][1], i["gate"][1], i["weight"], i["bias"], EPS, moved)
         found.append(("after_self_attention", one))
     found.append(("modulated_norm", (i["x"], i["shift"], i["scale"], EPS, torch.float32)))
@@ -72,7 +72,7 @@ def calls(i: Inputs, dtype: torch.dtype) -> list[tuple[str, tuple[Any, ...]]]:
 
 
 def exact(name: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    """Results of the plain op with inputs and results in fp32."""
+    """Return the results of the plain op, with inputs and results in fp32."""
 
     def wide(arg: Any) -> Any:
         if isinstance(arg, tuple):
@@ -86,8 +86,8 @@ def exact(name: str, args: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
 
 
 def check(kernels: Any, dtype: torch.dtype, device: str) -> int:
-    """Relative errors are within two roundings of the dtype; dtypes and shapes equal the plain
-    op's.
+    """Check that relative errors are within two roundings of the dtype, and that dtypes and shapes
+    equal those of the plain op.
 
     Returns the number of calls.
     """
@@ -108,8 +108,8 @@ def check(kernels: Any, dtype: torch.dtype, device: str) -> int:
 
 
 def check_quantized(kernels: Any, dtype: torch.dtype, device: str) -> int:
-    """FP8 results: scales equal those of the plain ops, and so do all values but a few on a
-    rounding boundary.
+    """Check FP8 results: all scales equal those of the plain ops, and so do all values except a few
+    on a rounding boundary.
     """
     i = random_inputs(dtype, device)
     i["x"][0, 0] = i["update"][0, 0] = 0  # a token of zeros
@@ -144,7 +144,7 @@ def check_quantized(kernels: Any, dtype: torch.dtype, device: str) -> int:
         ), name
         assert torch.allclose(found.scale, plain.scale, rtol=1e-2), name
         numbers, wanted = found.data.float(), plain.data.float()
-        # Triton's interpreter loses the carry of a value just below a power of two
+        # Triton's interpreter loses the carry of a value just below a power of two.
         if device == "cpu":
             numbers = torch.where(2 * numbers == wanted, wanted, numbers)
         assert (numbers - wanted).norm() / wanted.norm() < 2e-2, name
@@ -157,8 +157,8 @@ def check_quantized(kernels: Any, dtype: torch.dtype, device: str) -> int:
 
 
 def check_store(kernels: Any, dtype: torch.dtype, device: str) -> None:
-    """Stored keys and values equal those of `rms_rope` and `quantize` exactly. Other tokens of the
-    window stay unchanged.
+    """Stored keys and values equal those of `rms_rope` and `quantize` exactly, and other tokens of
+    the window stay unchanged.
     """
     i = random_inputs(dtype, device)
     k, v, turn = i["k"][1], i["update"][1], (i["cos"][1], i["sin"][1])
@@ -179,7 +179,7 @@ def check_store(kernels: Any, dtype: torch.dtype, device: str) -> None:
             kernels.store_keys_values(*arguments)
             numbers, expected = found.float(), wanted.float()
             assert numbers[:, 1:-1].abs().amax() > 1 and not numbers[:, [0, -1]].any()
-            # Triton's interpreter: as above
+            # Triton's interpreter loses carries here too.
             if device == "cpu" and kernels is not fused_ops and own is not None:
                 numbers = torch.where(2 * numbers == expected, expected, numbers)
                 assert (numbers - expected).norm() / expected.norm() < 2e-2
@@ -226,7 +226,9 @@ def test_the_plain_op_stores_its_results(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("storage", [torch.bfloat16, FP8])
 def test_the_compiled_op_stores_the_same(storage: torch.dtype) -> None:
-    """torch.compile has no e4m3 on a CPU, so compiled code leaves out the rounding."""
+    """The compiled op stores the same values. torch.compile does not support e4m3 on a CPU, so
+    compiled code omits the rounding.
+    """
     i = random_inputs(torch.bfloat16, "cpu")
     scales = None if storage is torch.bfloat16 else torch.full((2, WIDTH // HEAD), 0.25)
     stored = []
@@ -249,7 +251,7 @@ def test_the_compiled_op_stores_the_same(storage: torch.dtype) -> None:
 
 
 def test_wan_kernels_have_the_signatures_of_the_plain_ops() -> None:
-    """Because either may be called in place of the other."""
+    """Wan's kernels have the signatures of the plain ops, because either may be called."""
     require_triton()
     from vllm_omni.model_executor.models.wan.transformer import fused_kernels
 

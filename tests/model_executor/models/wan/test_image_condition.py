@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streamed condition: bit-identical to encoding the whole clip, constant once settled, and per
-session.
+"""The streamed condition is bit-identical to encoding the whole clip, constant once it has settled,
+and separate for each session.
 """
 
 import pytest
@@ -41,8 +41,8 @@ def stream(
 
 @pytest.mark.parametrize("chunks", [[3, 3, 3], [1, 4, 4], [9]])
 def test_a_streamed_condition_equals_the_original_whole_clip(condition, image, chunks):
-    """In chunks of any size: mask 1 on the image's frame only, then latents of the image and grey
-    frames.
+    """In chunks of any size, the condition has a mask of 1 only on the image's frame, followed by
+    the latents of the image and of grey frames.
     """
     y, _ = stream(condition, image, chunks)
     assert y.shape == (20, 9, 2, 3)
@@ -56,11 +56,11 @@ def test_a_streamed_condition_equals_the_original_whole_clip(condition, image, c
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2**-8), (torch.bfloat16, 2**-5)])
 def test_a_condition_settles_when_changes_are_negligible(image, dtype, tolerance):
-    """The encoder stops before its bits are constant, and the repeated latent is close to its
-    result.
+    """The encoder stops before its bits are constant, and the latent repeated from then on is close
+    to what the encoder would return.
 
-    The error relative to the latents' deviation is, in fp32, at most the rounding of bf16, and in
-    bf16 a few roundings.
+    In fp32, the error relative to the standard deviation of the latents is at most the rounding of
+    bf16. In bf16, the error is a few roundings.
     """
     vae = StreamingWanVAE(VAEConfig(base_dim=4), decoder=False, dtype=dtype)
     load_vae(vae, GOLDEN / "vae_tiny_weights_orig_names.safetensors")
@@ -82,7 +82,9 @@ def test_a_condition_settles_when_changes_are_negligible(image, dtype, tolerance
 
 @pytest.mark.parametrize("chunks", [[42], [20, 22], [7] * 6])
 def test_an_asynchronous_host_gets_the_same_condition(condition, image, chunks, monkeypatch):
-    """The encoder then also encodes the rest of the chunk in which the stream settles."""
+    """If the host cannot read the result yet, the encoder also encodes the rest of the chunk in
+    which the stream settles.
+    """
     expected_y, expected = stream(condition, image, chunks)
     monkeypatch.setattr(GreyCondition, "_is_readable", staticmethod(lambda flag: False))
     y, state = stream(condition, image, chunks)
@@ -110,7 +112,7 @@ def test_a_condition_does_not_wait_for_the_gpu(image):
 
 
 def test_a_settled_condition_needs_no_encoder(condition, image, monkeypatch):
-    """Later chunks need no encoder, and its cache is freed."""
+    """Once the condition has settled, later chunks do not run the encoder, and its cache is freed."""
     _, state = stream(condition, image, [3] * 14)
     monkeypatch.setattr(condition.vae, "encode", None)
     y, after = condition.next(None, 3, state)
@@ -120,8 +122,8 @@ def test_a_settled_condition_needs_no_encoder(condition, image, monkeypatch):
 
 
 def test_a_new_image_restarts_the_condition(condition, image):
-    """An image in the middle of a session restarts it: mask on its frame, latents as in a new
-    session.
+    """A new image in the middle of a session restarts the condition: the mask marks its frame, and
+    the latents equal those of a new session.
     """
     _, state = stream(condition, image, [3, 3])
     switched, _ = condition.next(-image, 3, state)
@@ -140,8 +142,8 @@ def test_the_condition_needs_an_encoder():
 
 
 def test_prepare_image_resizes_as_torch_bicubic_without_antialiasing():
-    """The reference preprocessing: bicubic on values from -1 to 1, without antialiasing, with
-    overshoot.
+    """Images are resized as in the reference preprocessing: bicubic on values from -1 to 1, without
+    antialiasing, with overshoot.
     """
     image = torch.rand(3, 40, 50, generator=torch.Generator().manual_seed(0))
     expected = torch.nn.functional.interpolate((image * 2 - 1)[None], size=(16, 32), mode="bicubic")

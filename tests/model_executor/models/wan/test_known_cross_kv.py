@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When the keys and values of a prompt can be used again by the next chunk."""
+"""When the next chunk can reuse the keys and values of a prompt."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class Before:
     ("before", "same_adapters", "is_known"),
     [
         (Before("a village", KV), True, True),
-        (Before("a village", KV), False, False),  # they were computed with other weights
+        (Before("a village", KV), False, False),  # computed with other weights
         (Before("a coast", KV), True, False),
         (Before("a village", None), True, False),
         (Before(None, None), True, False),

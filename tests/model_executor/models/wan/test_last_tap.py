@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A single frame needs only the last temporal tap of a causal convolution."""
+"""A single frame uses only the last temporal tap of a causal convolution."""
 
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,9 @@ CONVOLUTIONS = {
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
 @pytest.mark.parametrize(("frames", "remembered"), [(1, 0), (1, 2), (4, 0)])
 def test_a_convolution_equals_diffusers(kind: str, frames: int, remembered: int) -> None:
-    """For a first frame, a later frame after two cached ones, and a clip."""
+    """The convolution equals diffusers' for a first frame, for a later frame after two cached ones,
+    and for a clip.
+    """
     torch.manual_seed(0)
     whole = WanCausalConv3d(4, 6, **CONVOLUTIONS[kind])
     past = torch.randn(2, 4, remembered, 5, 7) if remembered else None
@@ -50,7 +52,7 @@ def test_an_image_equals_the_first_frame_of_its_clip() -> None:
 @pytest.mark.parametrize("frames", [1, 3])
 @torch.no_grad()
 def test_images_and_clips_equal_diffusers_autoencoder(frames: int) -> None:
-    """Two of them in one call, both ways."""
+    """Encoding and decoding two images or clips in one call equals the autoencoder of diffusers."""
     vae = small_vae()
     diffusers: Any = AutoencoderKLWan(**vae.config.to_dict())
     diffusers.load_state_dict(vae.vae.state_dict())

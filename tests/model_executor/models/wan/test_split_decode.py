@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decode split over ranks in bands of rows gives the whole decoder's frames (fp32, gloo, one
-process per rank).
+"""A decode split over ranks in bands of rows gives the same frames as the whole decoder (fp32,
+gloo, one process per rank).
 """
 
 from dataclasses import replace
@@ -29,8 +29,8 @@ CONFIG = VAEConfig(base_dim=4)
 WAN_2_2 = replace(RELEASES["2.2"], base_dim=4, decoder_base_dim=None)
 WIDTH = 6
 TOLERANCE = 1e-5
-"""Pixels in [-1, 1]; kernels sum a band of another height in another order (not bit for bit:
-measured 1e-6).
+"""Tolerance for pixels in [-1, 1], because kernels sum a band of a different height in a different
+order. The measured difference is 1e-6.
 """
 CUTS = [1, 3, 2]
 
@@ -55,8 +55,8 @@ def latents(height: int) -> torch.Tensor:
 def check_bands(
     bands: RowBands, heights: list[int], options: dict[str, Any], config: VAEConfig = CONFIG
 ) -> None:
-    """Streams of several heights on one decoder, in parts: pixels, cache, its bytes, and joined
-    frames.
+    """Decode streams of several heights in parts with one decoder, and check pixels, the cache, its
+    bytes, and the joined frames.
     """
     whole, mine = build(config=config), build(bands, config, **options)
     factor = config.spatial_factor
@@ -85,7 +85,7 @@ def check_bands(
 
 
 def check_one_piece(bands: RowBands) -> None:
-    """The splits of a stream change no bit of a band."""
+    """Check that splitting a stream changes no bit of a band."""
     mine = build(bands)
     whole_clip, cache = mine.decode(latents(5), None)
     parts, last = decode_stream(mine, latents(5), CUTS)
@@ -93,7 +93,9 @@ def check_one_piece(bands: RowBands) -> None:
 
 
 def check_layout(bands: RowBands) -> None:
-    """Neighbours' rows keep a channels-last image channels-last and are at the right positions."""
+    """Check that adding the neighbours' rows keeps a channels-last image channels-last and puts the
+    rows at the right positions.
+    """
     rows = torch.arange(4.0) + 10 * bands.rank
     for shape, layout in (
         ((1, 3, 2, 4, 5), torch.channels_last_3d),
@@ -109,7 +111,9 @@ def check_layout(bands: RowBands) -> None:
 
 
 def check_graph(bands: RowBands) -> None:
-    """The exchanges are part of the graph that torch.compile makes of a latent frame's decode."""
+    """Check that the graph that torch.compile makes of a latent frame's decode contains the
+    exchanges.
+    """
     mine = build(bands)
     x = latents(4)
     _, cache = mine.decode(x[:, :, :1], None)
@@ -128,7 +132,7 @@ def _rank(rank: int, size: int, rendezvous: str, checks: list[tuple[Any, ...]]) 
     with process_group(rank, size, rendezvous) as group:
         for check, *arguments in checks:
             check(RowBands(rank, size, group), *arguments)
-        # a rank must not close its connections while another one still sends
+        # A rank must not close its connections while another rank still sends.
         dist.barrier()
 
 
@@ -146,7 +150,9 @@ def run(size: int, rendezvous: Path, *checks: tuple[Any, ...]) -> None:
     ],
 )
 def test_bands_equal_the_whole_decoder(tmp_path: Path, size: int, heights: list[int]) -> None:
-    """Also if rows do not divide over the ranks, and if a rank has a single row."""
+    """Bands equal the whole decoder, even if the rows cannot be divided evenly over the ranks or a
+    rank has a single row.
+    """
     run(size, tmp_path / "rendezvous", (check_bands, heights, {}))
 
 
@@ -184,7 +190,9 @@ def test_every_rank_needs_a_row() -> None:
 
 
 def test_ranks_that_decode() -> None:
-    """Of ranks that share layers, all or the first. With a VAE stage, the same on that stage."""
+    """Of the ranks that share layers, either all or only the first one decode. With a VAE stage,
+    either all of its ranks or only its first one decode.
+    """
     group: Any = object()
     for decode_group, decoding in ((None, [True, False]), (group, [True, True])):
         alone = [ParallelContext(rank, 2, group, decode_group=decode_group) for rank in range(2)]

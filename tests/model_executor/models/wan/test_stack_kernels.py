@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused decoder's kernel against the same pass in plain torch; on a CPU in Triton's
-interpreter.
+"""The fused decoder's kernel is compared with the same pass in plain torch. On a CPU, the kernel
+runs in Triton's interpreter.
 """
 
 from itertools import product
@@ -83,7 +83,8 @@ CASES += [
         ],
     )
 ]
-"""Combined by F(2, 3) and F(4, 3) before a convolution, after one, and both."""
+"""Cases whose frames are combined by F(2, 3) and F(4, 3) before a convolution, after one, or both.
+"""
 CASES += [
     {
         "channels": 33,
@@ -121,11 +122,11 @@ CASES += [
         (12, 1, 1, 2, True, FrameLayout.ALONE),
     )
 ]
-"""With copies of the input of a level of Wan 2.2."""
+"""Cases that add copies of the input, as a level of Wan 2.2 does."""
 
 
 def check_pass(kernels: Any, case: dict[str, Any], dtype: torch.dtype, device: str) -> None:
-    """`stack_frames` and `add_up` on random tensors."""
+    """Check `stack_frames` and `add_up` on random tensors."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompt encoding: unpadded hidden states equal padded ones, prompts are cleaned as in the
-original, the cache is bounded.
+original, and the cache is bounded.
 """
 
 import re
@@ -45,8 +45,8 @@ def encoder(layout) -> TextEncoder:
 
 
 def test_hidden_states_equal_those_of_a_padded_batch(encoder):
-    """Encoding only the valid tokens gives the result that the original gets with 512
-    padded ones.
+    """Encoding only the valid tokens gives the same result as the original, which pads every prompt
+    to 512 tokens.
     """
     states = encoder.encode(PROMPT)
     ids = encoder.prompts.tokenize(PROMPT)
@@ -68,7 +68,9 @@ def test_prompts_are_padded_to_few_lengths(max_tokens, lengths):
 
 
 def test_every_length_is_captured_at_the_first_prompt(layout, encoder):
-    """So no later prompt of any length runs without a graph. Only valid tokens are returned."""
+    """The first prompt captures the graphs of all lengths, so no later prompt runs without a graph.
+    Only valid tokens are returned.
+    """
     graphs = ForwardGraphs(capture=hold)
     padded = build(layout, graphs=graphs)
     for prompt in (PROMPT, "walk on " * 60, ""):
@@ -79,7 +81,9 @@ def test_every_length_is_captured_at_the_first_prompt(layout, encoder):
 
 
 def test_reloaded_weights_are_captured_again(layout):
-    """A graph may refer to the memory of the old weights."""
+    """Reloading the weights captures the graphs again, because a graph may refer to the memory of
+    the old weights.
+    """
     graphs = ForwardGraphs(capture=hold)
     encoder = build(layout, graphs=graphs)
     before = encoder.encode(PROMPT)
@@ -91,7 +95,7 @@ def test_reloaded_weights_are_captured_again(layout):
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs are CUDA's")
 def test_graphs_equal_plain_launches(layout):
-    """Bit for bit. Both pad prompts on the GPU."""
+    """Graphs are bit-identical to plain launches. On the GPU, prompts are padded in both modes."""
     with torch.device("cuda"):
         plain = build(layout)
         graphed = build(layout, graphs=(graphs := ForwardGraphs()))
@@ -112,12 +116,12 @@ def test_graphs_equal_plain_launches(layout):
     ],
 )
 def test_prompts_are_cleaned_as_in_the_original(prompt, cleaned):
-    """Broken encodings are repaired, HTML escapes are undone twice, white space is collapsed."""
+    """Broken encodings are repaired, HTML escapes are undone twice, and white space is collapsed."""
     assert clean_prompt(prompt) == cleaned
 
 
 def test_ids_end_with_end_of_sequence_and_are_truncated(layout):
-    """A prompt of any length has at most `max_tokens` ids and ends with end-of-sequence."""
+    """A prompt of any length gives at most `max_tokens` ids, which end with end-of-sequence."""
     encoder = build(layout, max_tokens=8)
     assert encoder.prompts.tokenize("") == [1]
     ids = encoder.prompts.tokenize("walk forward through the forest " * 100)
@@ -130,7 +134,7 @@ def test_ids_end_with_end_of_sequence_and_are_truncated(layout):
     "text", ["a lighthouse in the rain", "x ∑ 世界 é", "🙂", "unknown: \u0378", ""]
 )
 def test_tokenizer_json_gives_sentencepieces_ids(layout, text):
-    """Rare characters are bytes, as in SentencePiece."""
+    """Rare characters are encoded as bytes, as in SentencePiece."""
     processor = sentencepiece.SentencePieceProcessor(
         model_file=str(layout.tokenizer / "spiece.model")
     )
@@ -148,7 +152,7 @@ def test_a_spiece_model_alone_suffices(layout, tmp_path):
 
 
 def test_the_prompt_cache_is_bounded(layout):
-    """Least recently used prompts are evicted. A cached prompt is not encoded again."""
+    """The prompt cache evicts the least recently used prompt. A cached prompt is not encoded again."""
     encoder = build(layout)
     prompts = ("two", "sea", "one", "old", "sun")
     encoder.cache_bytes = 3 * max(encoder.encode(prompt).nbytes for prompt in prompts)
@@ -171,7 +175,7 @@ def test_a_prompt_larger_than_the_cache_is_not_cached(layout):
 
 
 def test_device_cpu_keeps_the_weights_in_host_memory(layout):
-    """`device="cpu"` applies on whatever device the model is built."""
+    """`device="cpu"` keeps the weights in host memory, whatever device the model is built on."""
     with torch.device("meta"):
         host = TextEncoder(layout.text_config(), None, device="cpu")
         alongside = TextEncoder(layout.text_config(), None)
@@ -180,7 +184,9 @@ def test_device_cpu_keeps_the_weights_in_host_memory(layout):
 
 
 def test_the_embedding_is_one_matrix(encoder):
-    """Input embedding and shared embedding are the same memory, not a second copy of 2 GiB."""
+    """The input embedding and the shared embedding use the same memory, which saves a second copy
+    of 2 GiB.
+    """
     assert encoder.model.encoder.embed_tokens.weight is encoder.model.shared.weight
 
 
@@ -191,7 +197,9 @@ def test_a_missing_tokenizer_is_named(layout):
 
 
 def test_a_tokenizer_of_another_model_is_refused(layout):
-    """More tokens than embeddings would index out of range on the device."""
+    """A tokenizer with more tokens than the model has embeddings is refused, because its ids would
+    index out of range on the device.
+    """
     with pytest.raises(ValueError, match="tokens, the text encoder only 64"):
         TextEncoder({**layout.text_config(), "vocab_size": 64}, layout.tokenizer)
 

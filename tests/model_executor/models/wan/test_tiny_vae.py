@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tiny decoder as a stream, against the network on a whole clip with empty memories."""
+"""The tiny decoder as a stream equals its network run on a whole clip with empty memories."""
 
 from pathlib import Path
 
@@ -33,8 +33,8 @@ def vae(weights: Path) -> TinyVAEDecoder:
 
 
 def whole(vae: TinyVAEDecoder, latents: torch.Tensor) -> torch.Tensor:
-    """Each block on all frames, with the preceding frame as its memory and zeros before the
-    first.
+    """Run each block on all frames, where a frame's memory is the preceding frame, or zeros for the
+    first one.
     """
     x = latents[0].transpose(0, 1)
     for layer in vae.decoder:
@@ -64,7 +64,9 @@ def test_a_stream_split_anywhere_equals_the_whole_clip(vae: TinyVAEDecoder, cut:
 def test_growing_frames_equals_enlarging_them_first(
     channels: int, factor: int, layout: torch.memory_format
 ) -> None:
-    """As in the original. Three fp32 channels do not fill words of eight bytes."""
+    """Growing frames in a convolution equals enlarging them first, as the original does. Three fp32
+    channels cannot be copied as words of eight bytes.
+    """
     grow = TemporalUpsample(channels, factor)
     x = torch.randn(3, channels, 4, 6).contiguous(memory_format=layout)
     enlarged = torch.nn.functional.interpolate(x, scale_factor=2)
@@ -82,7 +84,9 @@ def test_a_cache_is_immutable(vae: TinyVAEDecoder) -> None:
 
 
 def test_released_weights_have_taehvs_names_and_sizes(tmp_path: Path) -> None:
-    """`taew2_1.pth` is 22.6 MB of fp32 with its encoder. The decoder's half is loaded, strictly."""
+    """`taew2_1.pth` contains 22.6 MB of fp32 weights including its encoder. Only the decoder is
+    loaded, and its loading is strict.
+    """
     decoder = TinyVAEDecoder()
     names = {name: tuple(p.shape) for name, p in decoder.named_parameters()}
     assert names["decoder.3.conv.0.weight"] == (256, 512, 3, 3) and names[

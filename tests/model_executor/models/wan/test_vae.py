@@ -30,7 +30,7 @@ from vllm_omni.model_executor.models.wan.vae.vae import (
 )
 
 GOLDEN = golden_folder("lingbot")
-TOLERANCE = 1e-5  # float32 sums of up to 432 products in another order
+TOLERANCE = 1e-5  # for float32 sums of up to 432 products in a different order
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +54,14 @@ def vae(weights: dict[str, torch.Tensor]) -> StreamingWanVAE:
 
 @pytest.fixture(scope="module")
 def clip(golden: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The image and 32 grey frames."""
+    """Return the image and 32 grey frames."""
     pixels = torch.zeros(1, 3, 33, 16, 24)
     pixels[0, :, 0] = golden["image"]
     return pixels
 
 
 def test_uint8_frames_round_to_nearest(golden):
-    """round(255 * clamp(x / 2 + 0.5)), channels last, exactly as recorded."""
+    """uint8 frames equal round(255 * clamp(x / 2 + 0.5)), channels last, exactly as recorded."""
     frames = to_uint8(golden["decoded_whole"])
     assert frames.is_contiguous()
     assert torch.equal(frames, golden["decoded_whole_u8_round"][0].permute(1, 2, 3, 0))
@@ -69,7 +69,7 @@ def test_uint8_frames_round_to_nearest(golden):
 
 @pytest.mark.parametrize("cuts", [[9, 12, 12], [1, 8, 24], [1] + [4] * 8, [33]])
 def test_a_streamed_encode_equals_the_whole_clip_bit_for_bit(vae, clip, cuts):
-    """Splits change no bit of the latents or of the cache."""
+    """Splitting the input changes no bit of the latents or of the cache."""
     whole, whole_cache = vae.encode(clip, None)
     latents, cache = encode_stream(vae, clip, cuts)
     assert torch.equal(latents, whole)
@@ -78,7 +78,7 @@ def test_a_streamed_encode_equals_the_whole_clip_bit_for_bit(vae, clip, cuts):
 
 @pytest.mark.parametrize("cuts", [[3, 3, 3], [1, 1, 1, 3, 3], [2, 7], [9]])
 def test_a_streamed_decode_equals_the_whole_clip_bit_for_bit(vae, golden, cuts):
-    """Splits change no bit of the frames or of the cache."""
+    """Splitting the latents changes no bit of the frames or of the cache."""
     whole, whole_cache = vae.decode(golden["latents"], None)
     pixels, cache = decode_stream(vae, golden["latents"], cuts)
     assert torch.equal(pixels, whole)
@@ -90,8 +90,8 @@ def test_fewer_frames_per_call_give_the_same_frames(vae, weights, golden, frames
     """Frames and cache do not depend on the number of frames per call of the decoder's largest
     levels.
 
-    They are bit-identical if convolutions sum in one order for any number of frames. On a CPU, this
-    holds for two and four.
+    The frames are bit-identical if convolutions sum in the same order for any number of frames. On
+    a CPU, convolutions over two and over four frames sum in the same order.
     """
     small = StreamingWanVAE(VAEConfig(base_dim=4), encoder=False, frames_per_call=frames_per_call)
     small.load_state_dict(
@@ -102,7 +102,7 @@ def test_fewer_frames_per_call_give_the_same_frames(vae, weights, golden, frames
     tolerance = TOLERANCE if frames_per_call % 2 else 0.0
     torch.testing.assert_close(pixels, whole, atol=tolerance, rtol=0)
     for feature, expected in zip(cache.features, whole_cache.features, strict=True):
-        # activations, not pixels
+        # Cached features are activations rather than pixels.
         torch.testing.assert_close(feature, expected, atol=10 * tolerance, rtol=0)
 
 
@@ -113,7 +113,7 @@ def test_frames_per_call_must_be_positive():
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """Peak of bytes that torch held in addition to those before, according to its profiler."""
+    """Return the peak of additional bytes that torch allocated, according to its profiler."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         work()
     kineto = profiled.profiler.kineto_results
@@ -126,10 +126,10 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 
 def test_memory_of_a_decode_does_not_grow_with_its_latents():
-    """A call needs its input cache, one more cache, and the work memory of one latent frame.
+    """A decode call needs its input cache, one more cache, and the work memory of one latent frame.
 
-    In fp32, because a CPU without bf16 converts on the fly. Measured: 2.4 caches of work memory,
-    1.6 with one frame per call.
+    The test uses fp32, because a CPU without bf16 converts on the fly. The measured work memory is
+    2.4 caches, or 1.6 with one frame per call.
     """
     latents = torch.randn(1, 16, 5, 8, 12, generator=torch.Generator().manual_seed(0))
     peaks = {}
@@ -151,7 +151,9 @@ def test_memory_of_a_decode_does_not_grow_with_its_latents():
 @pytest.mark.nightly  # compiles
 @pytest.mark.parametrize("frames_per_call", [None, 1, 2])
 def test_the_cache_of_a_compiled_decoder_holds_only_its_features(frames_per_call):
-    """Although compiled code returns features as slices of larger buffers."""
+    """The cache holds only its features, although compiled code returns them as slices of larger
+    buffers.
+    """
     vae = StreamingWanVAE(
         VAEConfig(base_dim=16), encoder=False, compiled=True, frames_per_call=frames_per_call
     )
@@ -168,7 +170,9 @@ def test_the_cache_of_a_compiled_decoder_holds_only_its_features(frames_per_call
 
 
 def test_a_call_does_not_change_its_input_cache(vae, golden):
-    """An aborted chunk can be decoded again with the same result."""
+    """A chunk that was aborted can be decoded again with the same result, because a call does not
+    change its input cache.
+    """
     _, cache = vae.decode(golden["latents"][:, :, :3], None)
     before = cache.clone()
     first, _ = vae.decode(golden["latents"][:, :, 3:6], cache)
@@ -178,7 +182,7 @@ def test_a_call_does_not_change_its_input_cache(vae, golden):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cache_bytes_are_constant_and_known_in_advance(golden, clip, dtype):
-    """From the first latent on, in both directions."""
+    """The size of a cache is constant from the first latent on, both for encoding and for decoding."""
     vae = StreamingWanVAE(VAEConfig(base_dim=4), dtype=dtype)
     cache = None
     for latent in golden["latents"].split(1, dim=2):
@@ -191,7 +195,7 @@ def test_cache_bytes_are_constant_and_known_in_advance(golden, clip, dtype):
 
 
 def test_cache_shapes_equal_the_recorded_ones(vae, golden):
-    """After a stream, each causal convolution of the decoder caches as many frames as in the
+    """After a stream, each causal convolution of the decoder has as many cached frames as in the
     original.
     """
     recorded = json.loads((GOLDEN / "vae_dec_cache_shapes.json").read_text())
@@ -202,12 +206,16 @@ def test_cache_shapes_equal_the_recorded_ones(vae, golden):
 
 
 def test_the_full_size_decoder_cache_has_1801_mib():
-    """At 480x832 in bfloat16, as published for another implementation."""
+    """At 480x832 in bfloat16, the decoder's cache has the size published for another
+    implementation.
+    """
     assert round(cache_nbytes(VAEConfig(), "decoder", 480, 832, torch.bfloat16) / 2**20) == 1801
 
 
 def test_a_batch_of_streams_equals_each_stream_alone(vae, golden):
-    """Pixels and caches, within float tolerance. Each stream has its own memory."""
+    """Pixels and caches of a batch equal those of each stream within float tolerance, and streams
+    do not share memory.
+    """
     latents = [golden["latents"].roll(shift, dims=4) for shift in range(3)]
     caches = [vae.decode(of_one[:, :, :1], None)[1] for of_one in latents]
     assert vae.takes_streams
@@ -241,8 +249,8 @@ def test_a_cache_round_trips_through_named_tensors(vae, golden):
 
 
 def test_encoder_and_decoder_can_be_built_alone(weights, clip, golden):
-    """A pipeline stage that decodes no frames needs no decoder. Each half has its own parameters
-    only.
+    """A pipeline stage that decodes no frames can be built without a decoder. An encoder or a
+    decoder that is built separately has only its own parameters.
     """
     encoder = StreamingWanVAE(VAEConfig(base_dim=4), decoder=False)
     decoder = StreamingWanVAE(VAEConfig(base_dim=4), encoder=False)
@@ -252,7 +260,7 @@ def test_encoder_and_decoder_can_be_built_alone(weights, clip, golden):
 
 
 def test_full_size_has_the_published_tensors_and_parameters():
-    """194 tensors and 126,892,531 parameters."""
+    """The full-size VAE has 194 tensors and 126,892,531 parameters."""
     with torch.device("meta"):
         vae = StreamingWanVAE(VAEConfig())
     assert len(vae.state_dict()) == 194
@@ -263,7 +271,7 @@ def test_full_size_has_the_published_tensors_and_parameters():
     ("frames", "started"), [(0, False), (4, False), (8, False), (1, True), (5, True), (0, True)]
 )
 def test_incomplete_groups_of_frames_are_refused(vae, clip, frames, started):
-    """A stream takes 1 + 4n frames first and 4n later."""
+    """A stream accepts 1 + 4n frames in its first call and 4n frames in later calls."""
     cache = vae.encode(clip[:, :, :1], None)[1] if started else None
     with pytest.raises(ValueError, match=f"multiple of 4 frames, got {frames}"):
         vae.encode(clip[:, :, :frames], cache)
@@ -294,7 +302,9 @@ def test_a_config_round_trips_through_the_diffusers_keys():
     ],
 )
 def test_configs_of_other_autoencoders_are_refused(changed, message):
-    """The error names the key. Otherwise a different VAE would be built silently."""
+    """A config of another autoencoder is refused with the name of the key, because a different VAE
+    would otherwise be built silently.
+    """
     with pytest.raises(ValueError, match=message):
         VAEConfig.from_dict({**VAEConfig().to_dict(), **changed})
 
@@ -303,7 +313,9 @@ def test_configs_of_other_autoencoders_are_refused(changed, message):
 def test_later_latents_are_one_graph_for_each_part(
     monkeypatch: pytest.MonkeyPatch, weights: dict[str, torch.Tensor], frames_per_call: int | None
 ) -> None:
-    """`fullgraph` makes untraceable code an error, after which the decoder would run uncompiled."""
+    """The decoder is compiled with `fullgraph`, so untraceable code raises an error instead of
+    running uncompiled.
+    """
     plain = StreamingWanVAE(VAEConfig(base_dim=4), encoder=False, frames_per_call=frames_per_call)
     compile_for_real, graphs = torch.compile, []
 

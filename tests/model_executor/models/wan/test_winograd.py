@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""F(2, 3) and F(4, 3) along time: exact in exact arithmetic, and more accurate in fp16 than direct
-convolution in bf16.
+"""F(2, 3) and F(4, 3) along time are exact in exact arithmetic. In fp16, these Winograd
+convolutions are more accurate than direct convolution in bf16.
 """
 
 import pytest
@@ -19,8 +19,12 @@ from vllm_omni.model_executor.models.wan.vae.winograd import OF_FRAMES, product_
 def _convolved(
     past: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 ) -> torch.Tensor:
-    """[B, T, H, W, O] from combined frames. past: [B, 2, H, W, C]; x: [B, T, H, W, C]; weight: [O,
-    C, 3, 3, 3].
+    """Return [B, T, H, W, O], convolved from combined frames.
+
+    Args:
+        past: [B, 2, H, W, C].
+        x: [B, T, H, W, C].
+        weight: [O, C, 3, 3, 3].
     """
     stacked = stack_frames(PendingSum(x.flatten(0, 1)), past, layout=FrameLayout.COMBINED)
     weights = OF_FRAMES[x.shape[1]].transformed(weight)
@@ -32,7 +36,7 @@ def _convolved(
 
 
 def _case(frames: int) -> tuple[torch.Tensor, ...]:
-    """Two streams of similar frames, after SiLU. The weights are exact in bf16."""
+    """Return two streams of similar frames, after SiLU. The weights are exact in bf16."""
     generator = torch.Generator().manual_seed(0)
     still = torch.randn(2, 1, 6, 7, 64, generator=generator)
     x = functional.silu(still + 0.5 * torch.randn(2, frames + 2, 6, 7, 64, generator=generator))
@@ -55,13 +59,15 @@ def test_combined_frames_equal_a_causal_convolution(frames: int) -> None:
 
 @pytest.mark.parametrize("frames", list(OF_FRAMES))
 def test_fp16_products_are_more_accurate_than_bf16_frames(frames: int) -> None:
-    """The same layer in a bf16 network, with results as the next pass sums them in fp32."""
+    """In a bf16 network, fp16 products are more accurate than bf16 frames. The results are those
+    that the next pass sums in fp32.
+    """
     x, weight, bias = _case(frames)
     exact = _direct(x.double(), weight.double(), bias.double())
     of_bf16 = (
         _direct(x.bfloat16().float(), weight, torch.zeros_like(bias)).bfloat16().float() + bias
     )
-    # The bias in fp32, so that the sum is not rounded to bf16 here.
+    # The bias is fp32, so the sum is not rounded to bf16 here.
     past = x[:, :2].bfloat16()
     stacked = stack_frames(
         PendingSum(x[:, 2:].flatten(0, 1)), past, layout=FrameLayout.COMBINED

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clips through the streaming VAE in parts, as the chunks of a session; VAEs with random
-weights.
+"""Run clips through the streaming VAE in parts, as the chunks of a session do. Build VAEs with
+random weights.
 """
 
 from dataclasses import replace
@@ -20,7 +20,11 @@ from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE, VAECach
 def encode_stream(
     vae: StreamingWanVAE, pixels: torch.Tensor, cuts: list[int]
 ) -> tuple[torch.Tensor, VAECache]:
-    """Return all latents and the final cache. cuts: pixel frames of each part."""
+    """Return all latents and the final cache.
+
+    Args:
+        cuts: Number of pixel frames in each part.
+    """
     latents, cache = [], None
     for part in pixels.split(cuts, dim=2):
         latent, cache = vae.encode(part, cache)
@@ -32,7 +36,11 @@ def encode_stream(
 def decode_stream(
     vae: StreamingWanVAE, latents: torch.Tensor, cuts: list[int]
 ) -> tuple[torch.Tensor, VAECache]:
-    """Return all pixels and the final cache. cuts: latent frames of each part."""
+    """Return all pixels and the final cache.
+
+    Args:
+        cuts: Number of latent frames in each part.
+    """
     pixels, cache = [], None
     for part in latents.split(cuts, dim=2):
         frames, cache = vae.decode(part, cache)
@@ -42,7 +50,7 @@ def decode_stream(
 
 
 def assert_caches_close(cache: VAECache, expected: VAECache) -> None:
-    """fp32, different order of sums."""
+    """Assert that two fp32 caches are equal except for a different order of sums."""
     for feature, wanted in zip(cache.features, expected.features, strict=True):
         torch.testing.assert_close(feature, wanted, atol=1e-4, rtol=1e-4)
 
@@ -56,13 +64,15 @@ RELEASES = {
         latents_std=VAEConfig.latents_std,
     ),
 }
-"""Both networks, with the latent channels of 2.1."""
+"""Configs of both networks, with the latent channels of Wan 2.1."""
 
 
 def random_vae(
     seed: int = 0, base_dim: int = 4, release: str = "2.1", **options: Any
 ) -> StreamingWanVAE:
-    """A decoder, or the parts in `options`, with random weights that give frames with contrast."""
+    """Return a decoder, or the halves selected in `options`, with random weights that give frames
+    with contrast.
+    """
     config = replace(RELEASES[release], base_dim=base_dim, decoder_base_dim=None)
     vae = StreamingWanVAE(config, **{"encoder": False, **options})
     generator = torch.Generator().manual_seed(seed)
@@ -74,10 +84,10 @@ def random_vae(
 
 
 def plainly_fused(decoder: Any, bands: RowBands | None) -> FusedDecoder:
-    """The fused decoder with its passes in plain torch."""
+    """Return the fused decoder with its passes in plain torch."""
     return FusedDecoder(decoder, bands, FusedPasses(stack_frames, add_up))
 
 
 def plainly_fused_encoder(encoder: Any) -> FusedEncoder:
-    """The fused encoder with its passes in plain torch."""
+    """Return the fused encoder with its passes in plain torch."""
     return FusedEncoder(encoder, FusedPasses(stack_frames, add_up))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three tiny checkpoints, written once."""
+"""Fixtures that write the three tiny Wan 2.2 checkpoints once."""
 
 from pathlib import Path
 

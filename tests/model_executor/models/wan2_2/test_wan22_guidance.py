@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two branches of classifier-free guidance on two ranks (gloo, two processes) equal one
-rank.
+"""The two branches of classifier-free guidance on two ranks (gloo, two processes) equal those on
+one rank.
 """
 
 from pathlib import Path
@@ -15,13 +15,15 @@ from helpers.wan22_driver import NEGATIVE, Wan22, load_model, start, step
 from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 
 TOLERANCE = 5e-5
-"""fp32 latents of order 1 after four steps: products over one branch and over both are cut
-differently.
+"""Tolerance for fp32 latents of order 1 after four steps, because products over one branch and over
+both branches are split differently.
 """
 
 
 def _latents(model: Wan22) -> list[torch.Tensor]:
-    """Two guided requests and one without guidance, in one batch over both experts."""
+    """Return the latents of two guided requests and one without guidance, in one batch over both
+    experts.
+    """
     batch = [
         start(model, seed=1, negative_prompt=NEGATIVE, guidance_scale=3.0),
         start(model, seed=2, guidance_scale=1.0),

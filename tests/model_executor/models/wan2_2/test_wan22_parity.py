@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This pipeline against diffusers' `WanPipeline` and `WanImageToVideoPipeline`, on the same tiny
-weights and seed, fp32.
+"""This pipeline is compared with diffusers' `WanPipeline` and `WanImageToVideoPipeline` on the same
+tiny weights and seed in fp32.
 
-diffusers embeds timesteps and normalises in single precision or another order, and runs the two
-guidance branches one after the other. Measured: latents 9e-6 to 2e-5 apart, frames equal.
+diffusers embeds timesteps and normalises in single precision or in a different order, and runs the
+two guidance branches one after the other. The measured latents are 9e-6 to 2e-5 apart, and the
+frames are equal.
 """
 
 from pathlib import Path
@@ -25,7 +26,7 @@ from helpers.wan22_driver import (
 from PIL import Image
 
 LATENTS = 1e-4
-"""Largest difference of a latent (their standard deviation is about 1)."""
+"""Largest allowed difference of a latent (the standard deviation of latents is about 1)."""
 CASES = {
     "t2v": ("t2v", False),
     "i2v": ("i2v", True),
@@ -56,7 +57,9 @@ def diffusers_result(path: Path, with_image: bool, output_type: str, **call: Any
 
 @pytest.mark.parametrize("case", CASES)
 def test_latents_equal_those_of_diffusers(checkpoints: dict[str, Path], case: str) -> None:
-    """Twelve UniPC steps with guidance, over both experts if there are two."""
+    """The latents after twelve UniPC steps with guidance equal those of diffusers, over both
+    experts if there are two.
+    """
     layout, with_image = CASES[case]
     second = {} if layout == "ti2v" else {"guidance_scale_2": 3.0}
     expected = diffusers_result(
@@ -85,8 +88,8 @@ def test_latents_equal_those_of_diffusers(checkpoints: dict[str, Path], case: st
 
 @pytest.mark.parametrize("case", CASES)
 def test_frames_equal_those_of_diffusers(checkpoints: dict[str, Path], case: str) -> None:
-    """uint8 frames are equal except for values on a rounding boundary. Without guidance, there is
-    one branch.
+    """uint8 frames equal those of diffusers except for values on a rounding boundary. Without
+    guidance, only one branch runs.
     """
     layout, with_image = CASES[case]
     expected = diffusers_result(

@@ -17,13 +17,15 @@ from vllm_omni.model_executor.models.wan2_2.weights import load_transformer
 from vllm_omni.outputs import RequestFailed
 
 BATCH = 1e-4
-"""A batched product sums in another order than a single one; seen: 2e-5 over eight steps."""
+"""Tolerance for batched products, which sum in a different order than single ones. The observed
+difference is 2e-5 over eight steps.
+"""
 A14B = Wan22Checkpoint("t2v", 0.875, 16, 8, 4)
 
 
 def test_requests_at_different_steps_share_a_forward(checkpoints: dict[str, Path]) -> None:
-    """One request starts two steps later, with other guidance, prompt and schedule length. Each
-    equals its solo run.
+    """Requests that share a forward pass equal their solo runs, although one starts two steps later
+    with other guidance, prompt and schedule length.
     """
     model = load_model(checkpoints["t2v"])
     assert isinstance(model, SupportsStepExecution)
@@ -56,8 +58,8 @@ def test_requests_at_different_steps_share_a_forward(checkpoints: dict[str, Path
 
 
 def test_guidance_defaults_are_the_authors(checkpoints: dict[str, Path]) -> None:
-    """4 above the boundary and 3 below. One value in a request applies to both. The deployment's
-    defaults take precedence.
+    """Guidance defaults to 4 above the boundary and 3 below it. A single value in a request applies
+    above and below the boundary, and the deployment's defaults take precedence over the authors'.
     """
 
     def guidance(options: dict[str, Any] | None = None, **params: Any) -> tuple[float, float]:
@@ -102,7 +104,7 @@ def test_requests_that_cannot_be_served_are_refused(
 
 
 def test_images_are_checked(checkpoints: dict[str, Path]) -> None:
-    """i2v requires one, t2v refuses it, and it must have the video's size."""
+    """i2v requires a start image, t2v refuses one, and a start image must have the video's size."""
     with pytest.raises(RequestFailed, match="send the tensor 'image'"):
         start(load_model(checkpoints["i2v"]))
     with pytest.raises(RequestFailed, match="no tensors"):
@@ -115,7 +117,9 @@ def test_images_are_checked(checkpoints: dict[str, Path]) -> None:
 def test_the_warm_up_covers_every_kind_of_request(
     checkpoints: dict[str, Path], layout: str, clean_frames: list[int]
 ) -> None:
-    """TI2V compiles text requests and image requests separately."""
+    """The warm-up of TI2V covers text requests and image requests, because they are compiled
+    separately.
+    """
     model = load_model(checkpoints[layout])
     requests = [
         DiffusionRequest("warm-up", params, dict(tensors), model.new_session(params))
@@ -129,7 +133,9 @@ def test_the_warm_up_covers_every_kind_of_request(
 
 
 def test_kind_tasks_and_defaults_are_read_from_the_directory(checkpoints: dict[str, Path]) -> None:
-    """The family reads them from the configs, without weights."""
+    """The model family reads kind, tasks and defaults from the configs of a directory, without its
+    weights.
+    """
     facts = {
         layout: FAMILY.hf_config(path)["wan2_2"]["facts"] for layout, path in checkpoints.items()
     }
@@ -154,7 +160,7 @@ def test_kind_tasks_and_defaults_are_read_from_the_directory(checkpoints: dict[s
 
 
 def test_weights_are_loaded_strictly(checkpoints: dict[str, Path]) -> None:
-    """For example, a transformer with other input channels is refused."""
+    """A transformer with a different number of input channels, for example, is refused."""
     model = load_model(checkpoints["t2v"])
     with pytest.raises(ValueError, match="misshapen: 1"):
         load_transformer(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Videos that skip denoise steps (`options.step_cache`)."""
+"""Videos generated with skipped denoise steps (`options.step_cache`)."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ STEPS: dict[str, Any] = {"num_inference_steps": 10, "output": "latents"}
 
 @pytest.fixture
 def forwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The expert of each subsequent forward."""
+    """Record the expert of each subsequent forward pass."""
     from vllm_omni.model_executor.models.wan2_2.transformer import Wan22Transformer
 
     run, forward = [], Wan22Transformer.forward
@@ -33,8 +33,8 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_the_step_cache_saves_forwards_of_a_video(
     checkpoints: dict[str, Path], forwards: list[str], kind: str
 ) -> None:
-    """The first step of every expert and the last step are computed. A threshold below every change
-    skips no step.
+    """The step cache always computes the first step of every expert and the last step of the video.
+    A threshold below every change skips no step.
     """
     model = load_model(checkpoints[kind])
     whole = make_video(model, **STEPS)[1]["latents"]

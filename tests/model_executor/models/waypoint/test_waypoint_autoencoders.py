@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streaming autoencoder: splits, sizes and immutable caches."""
+"""The streaming autoencoder of Waypoint: splits, sizes and immutable caches."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows virtual-key codes as buttons, and the list of them in a refusal."""
+"""Windows virtual-key codes as buttons, and the list of them in error messages."""
 
 import pytest
 
@@ -24,7 +24,9 @@ def test_every_code_has_a_unique_name() -> None:
 
 
 def test_a_refusal_lists_common_keys_first() -> None:
-    """Letters, space and the mouse; then the number of the others and where they are listed."""
+    """An error message lists letters, space and the mouse first, followed by the number of the
+    other keys and where they are listed.
+    """
     with pytest.raises(RequestFailed, match="holds the button 'jump'") as refused:
         read_actions(KEYBOARD, [["jump"]], {}, 1)
     listed = refused.value.message.split("buttons ")[1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor parallel runs give the results of one rank (fp32, gloo, two processes)."""
+"""Tensor parallel runs give the same results as one rank (fp32, gloo, two processes)."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from vllm_omni.model_executor.layers.collectives.parallel import ParallelContext
 from vllm_omni.model_executor.models.waypoint.checkpoint import LAYOUTS
 
 TOLERANCE = 1e-4
-"""Six frames in fp32; ranks only change the order of sums."""
+"""Tolerance for six frames in fp32, because ranks change the order of sums."""
 CHUNKS: list[dict[str, Any]] = [
     {"tensors": {"image": start_image()}, "actions": [["w"]]},
     *({"actions": [["a", "space"]]} for _ in range(5)),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two kinds of K/V ring buffers, against a plain list of frames."""
+"""The two kinds of K/V ring buffers are compared with a plain list of frames."""
 
 import pytest
 import torch
@@ -56,7 +56,9 @@ def run(held: FrameRings, frames: range) -> None:
 
 @pytest.mark.parametrize(("window", "dilation"), [(8, 4), (6, 2), (4, 4), (3, 1), (16, 8)])
 def test_a_frame_sees_the_frames_of_the_plain_rule(window: int, dilation: int) -> None:
-    """Also with noisy values of the frame itself in its slot."""
+    """A frame sees the frames that the plain rule gives, even while its own slot contains noisy
+    values.
+    """
     config = replace(SMALL, global_window=window, global_pinned_dilation=dilation)
     held, stored = rings(config), list[int]()
     for frame in range(40):

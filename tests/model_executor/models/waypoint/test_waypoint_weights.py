@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of the network's tensors (the released 393, the engine's 361 and 366), and strict loading
-of each.
+"""Names of Waypoint's tensors (the released 393, and the engine's 361 and 366), and strict loading
+of each set.
 """
 
 import json
@@ -55,7 +55,7 @@ def load(tensors: Tensors, config: WaypointConfig, folder: Path) -> WaypointTran
 
 
 def as_engine(released: Tensors, config: WaypointConfig) -> Tensors:
-    """The released 1.5 tensors under the names of the engine's state dict."""
+    """Return the released 1.5 tensors under the names of the engine's state dict."""
     engine: Tensors = {}
     cells = config.patch[0] * config.patch[1]
     for name, tensor in released.items():
@@ -140,8 +140,8 @@ def test_each_bias_of_a_block_applies_to_its_half(tmp_path: Path) -> None:
 
 
 def test_full_size_networks_have_the_published_parameters() -> None:
-    """1.5 has 1,281,960,088, plus a second bias per block, minus the unused embedding; 1-Small
-    likewise.
+    """Waypoint 1.5 has the published 1,281,960,088 parameters, plus a second bias per block and
+    minus the unused embedding. 1-Small differs from its published number in the same way.
     """
     small = released_config("waypoint_1_small")
     released = WaypointConfig.from_checkpoint(RELEASED)
@@ -183,7 +183,9 @@ def test_an_autoencoder_is_loaded_strictly(tmp_path: Path) -> None:
 def test_a_missing_component_is_named_with_the_download_command(
     layout: str, tmp_path: Path
 ) -> None:
-    """A complete directory passes the check of `vllm-omni download`."""
+    """A missing component is named together with the download command, and a complete directory
+    passes the check of `vllm-omni download`.
+    """
     make_tiny(tmp_path, 0, layout)
     check_complete("waypoint", tmp_path)
     (

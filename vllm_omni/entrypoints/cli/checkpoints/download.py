@@ -3,7 +3,7 @@
 
 Weights with a restrictive licence are downloaded only with `--accept-license`. `huggingface_hub`
 resumes downloads and verifies checksums. If the hub cannot be reached, the command lists the
-required files, so that they can be copied from another machine.
+required files so you can copy them from another machine.
 """
 
 import argparse
@@ -93,10 +93,11 @@ def _check_disk(out: Path, gigabytes: float) -> None:
 
 
 def _fetch(repo: str, patterns: list[str], folder: Path) -> None:
-    """Fetch matching files. Files that are already complete are not downloaded again.
+    """Download the files of a repository that match the patterns, except files that are already
+    complete.
 
     Raises:
-        CommandError: The hub refused or could not be reached.
+        CommandError: The hub refused the download or could not be reached.
     """
     from vllm_omni.model_executor.checkpoint.hub import fetch
 

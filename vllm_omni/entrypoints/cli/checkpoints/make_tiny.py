@@ -51,7 +51,7 @@ def write_tiny(model: str, out: Path, seed: int = 0, layout: str | None = None) 
         model: Name of the model family.
         out: Directory to write.
         seed: Seed of the random weights.
-        layout: Layout of the checkpoint. Default: the family's first one.
+        layout: Layout of the checkpoint. Default: the first layout that the model family lists.
 
     Raises:
         CommandError: An argument is invalid.
@@ -75,7 +75,7 @@ def write_tiny(model: str, out: Path, seed: int = 0, layout: str | None = None) 
 
 
 def new_directory(out: Path) -> None:
-    """Create a directory, or use it if it is empty.
+    """Create a directory, or accept an existing one if it is empty.
 
     Raises:
         CommandError: The directory is not empty or cannot be created.

@@ -39,10 +39,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def write_world(out: Path) -> int:
-    """Copy the checkpoint. Return the size of the checkpoint in bytes.
+    """Copy the trained world to `out` and return the size of the checkpoint in bytes.
 
     Raises:
-        CommandError: The source or the directory cannot be used.
+        CommandError: The trained world cannot be read, or the directory cannot be used.
     """
     from vllm_omni.worlds import village_checkpoint
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-omni verify MODEL --golden DIR`: compare a model with tensors recorded from its original
-implementation.
+"""`vllm-omni verify MODEL --golden DIR`: compare a model's tensors with those recorded from its
+original implementation.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 if every scenario ran within its tolerances, otherwise 1."""
+    """Return 0 if every scenario stayed within its tolerances, otherwise 1."""
     from vllm_omni.model_executor.models.registry import get_family
     from vllm_omni.testing import parity
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Video jobs: routes, execution, storage."""
+"""Video jobs: their routes, execution and storage."""

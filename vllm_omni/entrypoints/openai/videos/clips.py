@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decodes clients' clips to arrays with the frame rate and length that the served model accepts."""
+"""Decode clips from clients to arrays with a frame rate and length that the served model accepts."""
 
 import base64
 import binascii
@@ -16,23 +16,28 @@ from vllm_omni.entrypoints.realtime.connection.images import format_name
 
 _MAX_CLIP_SECONDS: Final = 600.0
 _CLIP_SIDE: Final = 1024
-"""Longest side in pixels of frames that are sent to the engine. Models use smaller frames."""
+"""Maximum side length in pixels of frames that are sent to the engine. Models use smaller frames
+than this.
+"""
 
 _MAX_FRAMES: Final = 36_000
 _MAX_FRAME_PIXELS: Final = 4096 * 4096
 _MAX_PIXELS: Final = 1 << 32
-"""Maximum total number of pixels of all frames, for example 69 s of 1920x1080 at 30 frames per
-second. Decoding that many pixels takes about ten seconds on one core.
+"""Maximum number of pixels of all frames together. The limit corresponds to 69 s of 1920x1080 video
+at 30 frames per second, which takes about ten seconds to decode on one core.
 """
 
 _MP4_BOXES: Final = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
-"""First boxes of MP4 and QuickTime files. Older MOV files have no `ftyp`."""
+"""Types of the box with which an MP4 or QuickTime file can start. Older MOV files have no `ftyp`
+box.
+"""
 
 
 def is_clip(source: Any) -> bool:
-    """Return whether an upload is a video: a `data:video/` URL, or the first bytes of a container.
+    """Return whether an upload is a video, that is, a `data:video/` URL or a file that starts like
+    a video container.
 
-    AVIF and HEIC files start like MP4 files but are images.
+    AVIF and HEIC files also start like MP4 files, but they count as images.
     """
     if isinstance(source, str):
         return source.startswith("data:video/")
@@ -50,13 +55,13 @@ _CONTAINERS: Final = (
     b"\0\0\x01\xba",
     b"0&\xb2u\x8ef\xcf\x11",
 )
-"""Matroska and WebM, FLV, Ogg, MPEG program streams, ASF."""
+"""First bytes of Matroska and WebM, FLV, Ogg, MPEG program stream and ASF files."""
 _TS_PACKET, _TS_SYNC = 188, 0x47
-"""MPEG-TS: size of a packet in bytes, and the first byte of each packet."""
+"""Size of an MPEG-TS packet in bytes, and the first byte of each packet."""
 
 
 class ClientDisconnectedError(Exception):
-    """The client of a clip has disconnected."""
+    """Raised when the client that sent a clip has disconnected."""
 
 
 def read_clip(
@@ -66,20 +71,20 @@ def read_clip(
     param: str,
     has_left: Callable[[], bool] = lambda: False,
 ) -> np.ndarray:
-    """Decode a video file or `data:` URL with a limited frame rate and number of frames.
+    """Decode a video file or `data:` URL to frames, limited in frame rate and number.
 
-    Frames are evenly spaced and rotated as in a video player (`as_displayed`). The amount of work
-    is limited before decoding.
+    The frames are evenly spaced and oriented as in a video player (`as_displayed`). The size and
+    length of the clip are checked before it is decoded, to limit the work.
 
     Args:
         source: Bytes of a file, or a `data:` URL.
-        rate: Maximum frame rate.
-        most_frames: Maximum number of frames.
-        param: Name of the field, for errors.
-        has_left: Returns whether the client has disconnected. Called for every frame.
+        rate: Maximum frame rate of the result in frames per second.
+        most_frames: Maximum number of frames of the result.
+        param: Name of the request field, for error messages.
+        has_left: Function that returns whether the client has disconnected, called for every frame.
 
     Returns:
-        uint8 [T, H, W, 3], T >= 1.
+        Frames of the clip, uint8 [T, H, W, 3], T >= 1.
 
     Raises:
         ApiError: Status 400, because the file is not a video or is too large.
@@ -123,8 +128,8 @@ def read_clip(
 
 
 def _measure(data: bytes, param: str, has_left: Callable[[], bool]) -> tuple[int, float]:
-    """Return the number of frames of a clip, counted by packets without decoding, and its length in
-    seconds.
+    """Return the number of frames and the length in seconds of a clip. Frames are counted by
+    packets, without decoding them.
 
     Raises:
         ApiError: Status 400, because the clip is empty, too long or too large.

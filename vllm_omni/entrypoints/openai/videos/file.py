@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of one video: the MP4, a thumbnail (WebP) and a sprite sheet (JPEG), written incrementally.
+"""Write the files of one video incrementally: the MP4, a thumbnail (WebP) and a sprite sheet
+(JPEG).
 
-Calls block, so run them on a worker thread.
+All methods block, so call them on a worker thread.
 """
 
 from pathlib import Path
@@ -20,7 +21,7 @@ class VideoFile:
     """Writes `<stem>.mp4`, `<stem>.webp` and `<stem>.jpg`.
 
     Args:
-        stem: Path without suffix. The name may contain dots.
+        stem: Path of the files without suffix. The name may contain dots.
         fps: Frames per second.
         num_frames: Number of pixel frames of the whole video, which determines the frames of the
             sprite sheet.
@@ -37,7 +38,7 @@ class VideoFile:
         self.num_frames = 0
 
     def write_frames(self, frames_THWC: np.ndarray) -> None:
-        """Append uint8 RGB `[T, H, W, 3]`."""
+        """Append frames, uint8 RGB `[T, H, W, 3]`."""
         self._writer.write_frames(frames_THWC)
         for offset in range(len(frames_THWC)):
             if self.num_frames + offset in self._wanted:
@@ -45,14 +46,14 @@ class VideoFile:
         self.num_frames += len(frames_THWC)
 
     def finish(self) -> int:
-        """Complete the files. Return their size in bytes."""
+        """Complete the files, and return their total size in bytes."""
         self._writer.close()
         Image.fromarray(self._stills[0]).save(self._path(".webp"), "WEBP", quality=80)
         contact_sheet(np.stack(self._stills)).save(self._path(".jpg"), "JPEG", quality=85)
         return sum(self._path(suffix).stat().st_size for suffix in (".mp4", ".webp", ".jpg"))
 
     def abandon(self) -> None:
-        """Remove the written files. Idempotent."""
+        """Remove the files that have been written so far. Idempotent."""
         self._writer.abandon()
         for suffix in (".mp4", ".webp", ".jpg"):
             self._path(suffix).unlink(missing_ok=True)

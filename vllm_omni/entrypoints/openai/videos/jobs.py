@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`VideoJobs`: video jobs of this API server process, from acceptance to a terminal state.
 
-A job is accepted at once. A job waits for one of `max_running_videos` slots and then for capacity
-in the engine. Every job ends: it is completed with its files in the store, or it has failed with a
-reason. Jobs are independent of connections. Ending a job aborts its engine request before the next
-denoise step. Progress is reported by the workers, never decreases, and reaches 100 only when the
-file is complete. This module does not depend on HTTP.
+A job is accepted immediately, and then waits for one of `max_running_videos` slots and for capacity
+in the engine. A job either completes, and its files are in the store, or fails with a reason. Jobs
+continue when the client disconnects. Cancelling or deleting a job aborts its engine request before
+the next denoise step. The workers report the progress of a job. Progress never decreases, and it
+reaches 100 only when the file is complete. This module does not depend on HTTP.
 
-Why not a task queue (Celery, arq): a job is one request to the engine of this process and ends with
-it, so a broker would add a process without adding durability.
+A task queue such as Celery or arq is not used because a job runs in the engine of this process and
+cannot outlive it. A broker would add a process without adding durability.
 """
 
 import asyncio
@@ -60,15 +60,18 @@ class _Job:
     session_id: str
     """The engine's id of the job's session."""
     num_chunks: int
-    """Number of engine requests."""
+    """Number of engine requests that the job takes."""
     chunks_done: int = 0
-    """Number of finished engine requests."""
+    """Number of engine requests that have finished."""
     ending: Ending | None = None
-    """Whether a client has requested cancellation or deletion."""
+    """Action that a client has requested: cancellation or deletion. None: no action was requested.
+    """
     started_s: float | None = None
-    """Monotonic start time in seconds. None: still queued."""
+    """Monotonic time in seconds at which the job started. None: the job is still queued."""
     task: asyncio.Task[dict[str, str] | None] | None = None
-    """The task that runs the job. Its result is the error of the job."""
+    """Task that runs the job. The result of the task is the error of the job, or None if the job
+    succeeded.
+    """
 
 
 class VideoJobs:
@@ -98,7 +101,7 @@ class VideoJobs:
         """Check whether another job is accepted now.
 
         Raises:
-            ApiError: 429.
+            ApiError: Status 429, because there are too many jobs.
         """
         if self.is_full:
             endpoint_metrics().request_done(ENDPOINT, "refused", 0.0)
@@ -113,11 +116,11 @@ class VideoJobs:
     async def submit(
         self, plan: VideoPlan, arrays: dict[str, np.ndarray], principal: str = ANONYMOUS
     ) -> JobRecord:
-        """Accept a client's job.
+        """Accept a job of a client, and start to run it in the background.
 
         Args:
             plan: Parameters of the video.
-            arrays: `image`, the first frame, or `video`, the clip to edit.
+            arrays: Input arrays: `image` for the first frame, or `video` for the clip to edit.
             principal: The client.
 
         Returns:
@@ -163,7 +166,7 @@ class VideoJobs:
             principal: The client.
 
         Returns:
-            The last record of the job; None if this client has no such job.
+            Last record of the job, or None if the client has no job with this id.
         """
         record = self.store.read_record(media_id, principal)
         if record is None:
@@ -184,7 +187,7 @@ class VideoJobs:
     # -- one job -----------------------------------------------------------------------------------
 
     async def _run(self, job: _Job) -> dict[str, str] | None:
-        """Run a job. Return the error, or None if the files are complete."""
+        """Run a job. Return its error, or None if its files are complete."""
         try:
             async with self._semaphore:
                 await self._generate(job)
@@ -208,10 +211,10 @@ class VideoJobs:
         return None
 
     def _ended(self, job: _Job, task: "asyncio.Task[dict[str, str] | None]") -> None:
-        """Finish a job.
+        """Record the outcome of a job when its task has ended.
 
-        This is a done-callback, because a task that is cancelled before its first step never runs
-        its own cleanup.
+        This method is a done-callback of the task because a task that is cancelled before its first
+        step never runs its own cleanup.
         """
         if not task.cancelled():
             self._finish(job, task.result())
@@ -221,8 +224,8 @@ class VideoJobs:
             self._finish(job, {"code": "server_stopped", "message": "the server has stopped"})
 
     def _finish(self, job: _Job, error: dict[str, str] | None) -> None:
-        """Write the terminal state of a job. It never raises, because no caller would handle the
-        exception.
+        """Write the terminal state of a job. This method does not raise, because no caller would
+        handle an exception.
         """
         record = job.record
         record.completed_s = time.time()
@@ -339,7 +342,7 @@ class VideoJobs:
     async def _request(
         self, job: _Job, params: DiffusionParams, arrays: dict[str, np.ndarray]
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Run one engine request. The job waits while the engine has no capacity.
+        """Run one engine request of a job, and wait while the engine has no capacity.
 
         Raises:
             RequestFailed: The request failed.
@@ -367,8 +370,8 @@ class VideoJobs:
     # -- progress ----------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Update the progress of all jobs, and end jobs that clients have stopped through another
-        process.
+        """Update the progress of all jobs, and end jobs that a client has cancelled or deleted
+        through another process.
         """
         requested_s = 0.0
         while self._jobs:
@@ -408,7 +411,8 @@ class VideoJobs:
     async def _off_loop(self, function: Callable[..., T], *args: Any) -> T:
         """Run a function on the executor's threads.
 
-        Cancellation waits for the thread, because it cannot be interrupted.
+        If the call is cancelled, it still waits for the thread because a thread cannot be
+        interrupted.
         """
         future = asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
         try:

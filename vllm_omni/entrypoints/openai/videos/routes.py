@@ -99,7 +99,7 @@ class VideoRoutes:
         return _response(await self._jobs.submit(plan, arrays, owner_of(request)))
 
     def _check_names(self, sources: Mapping[str, Any]) -> None:
-        """Raise ApiError (400) unless the model takes named images with these names."""
+        """Raise ApiError (status 400) unless the model takes images with these names."""
         world = self._served.world
         try:
             (StreamInfo(actions=ActionSpace()) if world is None else world).check_images(sources)
@@ -181,7 +181,7 @@ class VideoRoutes:
         """Return the job `video_id`, if it belongs to the requesting client.
 
         Raises:
-            ApiError: 404: there is no such job of this client.
+            ApiError: Status 404, because the client has no job with this id.
         """
         record = await self._off_loop(self._jobs.store.read_record, video_id, owner_of(request))
         if record is None:
@@ -195,7 +195,7 @@ class VideoRoutes:
 
 
 def as_video(record: JobRecord) -> Video:
-    """Return a record as OpenAI's job object."""
+    """Convert a job record to OpenAI's video object."""
     return Video(
         id=record.id,
         model=record.model,
@@ -226,8 +226,8 @@ def _unknown() -> ApiError:
 
 
 def _named_images(body: ParsedBody) -> dict[str, Any]:
-    """Return the images of the field `images` by name, each as the bytes of a file or as a `data:`
-    URL. The field is removed from the body's fields.
+    """Return the named images of a body, each as the bytes of a file or as a `data:` URL. The field
+    `images` is removed from the body's fields.
     """
     given = body.fields.pop("images", {})
     if not isinstance(given, dict) or len(given) > MAX_IMAGES:
@@ -248,12 +248,12 @@ def _named_images(body: ParsedBody) -> dict[str, Any]:
 
 
 def _image_name(key: str) -> str:
-    """Return NAME of a form's key `images[NAME]`, or an empty string for other keys."""
+    """Return NAME for a form key `images[NAME]`, or an empty string for any other key."""
     return key[7:-1] if key.startswith("images[") and key.endswith("]") else ""
 
 
 def _reference(body: ParsedBody) -> Any:
-    """Return the start image or clip, and remove it from the fields.
+    """Return the start image or clip of a request, and remove it from the body's fields.
 
     Returns:
         Bytes of an uploaded file, a `data:` URL, or None.

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""msgpack messages with NumPy arrays, from untrusted clients.
+"""Read and write msgpack messages with NumPy arrays, for clients that are not trusted.
 
-This module reads and writes two encodings of arrays. Keys may arrive as bytes or str.
+This module supports two encodings of arrays. Map keys in received messages may be bytes or str.
 
     openpi   {b"__ndarray__": true, b"data": bin, b"dtype": str, b"shape": [...]}
              a scalar has b"__npgeneric__" instead, and no shape
     classic  {b"nd": true, b"type": str, b"kind": b"", b"shape": [...], b"data": bin}
              a scalar has b"nd": false, and no shape
 
-The structure of a message is checked before memory is allocated for it: nesting, number of entries,
-string sizes, no extension types, map keys of type str or bytes only. Arrays contain only numbers or
-booleans, and the size of their data must match their shape exactly. No data is unpickled. `decode`
-raises only `CodecError`; tests/entrypoints/realtime/test_codec.py fuzzes it.
+Before memory is allocated for a message, its structure is checked: the nesting depth, the number of
+entries and the sizes of strings are limited, extension types are not allowed, and map keys must be
+str or bytes. Arrays may contain only numbers or booleans, and the size of their data must match
+their shape exactly. No data is unpickled. `decode` raises only `CodecError`;
+tests/entrypoints/realtime/test_codec.py fuzzes it.
 
-Why not msgpack_numpy or openpi's copy of it: the former unpickles object arrays, and each reads
-only one encoding and has no limits.
+msgpack_numpy and openpi's copy of it are not used because msgpack_numpy unpickles object arrays,
+and both libraries read only one encoding and have no limits.
 """
 
 import math
@@ -30,20 +31,20 @@ MAX_DEPTH: Final = 32
 MAX_ENTRIES: Final = 8_192
 """Maximum number of entries in a list or map."""
 MAX_NODES: Final = 32_768
-"""Maximum number of values in a message. A decoded value takes about 60 bytes of memory. For
-example, a message with 1,200 camera poses as nested lists reaches the limit.
+"""Maximum number of values in a message. A decoded value takes up about 60 bytes of memory. For
+example, a message that contains 1,200 camera poses as nested lists reaches the limit.
 """
 MAX_STR_BYTES: Final = 1 << 20
 MAX_NDIM: Final = 8
 
 
 class CodecError(Exception):
-    """The bytes are not a valid message. The text names the fault and the limit."""
+    """Raised when bytes are not a valid message. The error message states the fault and the limit."""
 
 
 class TooManyValues(CodecError):
-    """The message has more than `MAX_NODES` values, so that decoding it is as expensive as the
-    limit allows.
+    """Raised when a message has more than `MAX_NODES` values. Refusing it costs as much time as the
+    largest valid message.
     """
 
 
@@ -58,14 +59,15 @@ class DecodedMessage(NamedTuple):
     dialect: MessageDialect | None
     """Array dialect of the message. None: the message contains no marked array."""
     num_values: int
-    """Number of values in the received message, which determines the cost of decoding it."""
+    """Number of values in the received message. The cost of decoding depends on this number."""
 
 
 # -- reading ---------------------------------------------------------------------------------------
 
 
 def decode(data: bytes) -> DecodedMessage:
-    """Decode one message. Arrays are NumPy arrays that own their bytes or share them read-only.
+    """Decode one message. Arrays in the message become NumPy arrays that own their data or share it
+    read-only.
 
     Raises:
         CodecError: The message is malformed or exceeds a limit.
@@ -75,8 +77,9 @@ def decode(data: bytes) -> DecodedMessage:
         value = _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise CodecError("not valid msgpack") from None
-    # Every marked array or scalar has one of these keys: `__ndarray__`, `__npgeneric__`, or `nd`
-    # after its length, in the shortest encoding or a longer one. Nearly all controls have none.
+    #     # Every marked array or scalar contains one of these keys: `__ndarray__`, `__npgeneric__`,
+    # or `nd` after its length, in the shortest encoding or a longer one. Nearly all control
+    # messages contain none.
     is_marked = b"__n" in data or b"\xa2nd" in data or b"\x02nd" in data
     if not is_marked and not has_byte_keys:
         return DecodedMessage(value, None, num_values)
@@ -88,7 +91,7 @@ _DECODER: Final = msgspec.msgpack.Decoder()
 
 
 def _lead_bytes() -> list[tuple[str, int, int]]:
-    """Return (kind, bytes of the length field, payload length or number of entries) of each lead
+    """Return `(kind, bytes of the length field, payload length or number of entries)` for each lead
     byte.
     """
     table = [("bad", 0, 0)] * 256
@@ -126,26 +129,30 @@ _LEADS: Final = _lead_bytes()
 _KEY_SIZES: Final = tuple(
     1 + length if kind == "str" and not width else 0 for kind, width, length in _LEADS
 )
-"""Size of a map key for each lead byte; 0 if the lead byte does not determine the size."""
+"""Size in bytes of a map key, indexed by lead byte. The size is 0 if the lead byte does not
+determine it.
+"""
 _VALUE_SIZES: Final = tuple(
     1 + length if kind == "scalar" else key_size
     for (kind, _, length), key_size in zip(_LEADS, _KEY_SIZES, strict=True)
 )
-"""Size of a list entry or of the value of a map key for each lead byte; 0 as in `_KEY_SIZES`."""
+"""Size in bytes of a list entry or map value, indexed by lead byte. The size is 0 if the lead byte
+does not determine it.
+"""
 
 
 def _check_structure(data: bytes) -> tuple[int, bool]:
     """Check the structure of a message without decoding it into objects.
 
-    Time is linear in the number of values, up to `MAX_NODES`; memory is constant.
+    The check takes time linear in the number of values (at most `MAX_NODES`) and constant memory.
 
     Returns:
-        `(number of values, whether a map key has type bin)`.
+        `(num_values, has_bin_key)`: the number of values, and whether any map key has type bin.
     """
     size, position, nodes, has_byte_keys = len(data), 0, 0, False
     left = 1  # remaining values of the innermost open container
     is_map = False  # whether that container is a map, in which keys and values alternate
-    outer: list[tuple[int, bool]] = []  # the same for the enclosing containers
+    outer: list[tuple[int, bool]] = []  # `(left, is_map)` of the enclosing containers
     while left or outer:
         if not left:
             left, is_map = outer.pop()
@@ -240,7 +247,7 @@ def _text(key: bytes) -> str:  # `_check_structure` allows only str and bytes
 
 
 def _dtypes() -> dict[str, np.dtype[Any]]:
-    """Return all accepted names of dtypes, for example "<f4", ">f4", "=f4", "f4" and "float32"."""
+    """Return the accepted dtypes by name, for example "<f4", ">f4", "=f4", "f4" and "float32"."""
     spellings = {}
     for code in ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"):
         plain = np.dtype(code)
@@ -255,7 +262,7 @@ _DTYPES: Final = _dtypes()
 
 
 def _array(dtype_name: Any, shape: Any, data: Any) -> np.ndarray:
-    """Return the array in native byte order.
+    """Build an array from its parts, in native byte order.
 
     Raises:
         CodecError: Dtype, shape and data do not match exactly.
@@ -281,11 +288,12 @@ def _array(dtype_name: Any, shape: Any, data: Any) -> np.ndarray:
     if nbytes == 0:
         try:
             return np.zeros(shape, dtype.newbyteorder("="))
-        # an empty array may have any length in its other dimensions
+        #         # The other dimensions of an empty array may have any length.
         except (ValueError, OverflowError):
             raise CodecError("array shape has an absurd dimension") from None
     if dtype.kind == "b":
-        # A message may contain any byte, but a boolean array only 0 and 1.
+        #         # A message may contain any byte value, but a boolean array must contain only 0
+        # and 1.
         return np.frombuffer(data, np.uint8).reshape(shape).astype(np.bool_)
     return np.frombuffer(data, dtype).reshape(shape).astype(dtype.newbyteorder("="), copy=False)
 
@@ -294,18 +302,18 @@ def _array(dtype_name: Any, shape: Any, data: Any) -> np.ndarray:
 
 
 def encode(message: Mapping[str, Any], dialect: MessageDialect | None = None) -> bytes:
-    """Return the message as msgpack.
+    """Encode a message as msgpack.
 
     Args:
-        message: JSON types, bytes, memoryviews, C-contiguous NumPy arrays, and maps and lists of
-            them.
+        message: Map with values of JSON types, bytes, memoryviews, C-contiguous NumPy arrays, and
+            maps and lists of these.
         dialect: Dialect of the arrays. Default: openpi.
     """
     return _ENCODERS[dialect or MessageDialect.OPENPI].encode(message)
 
 
 def _marked(array: Any, dialect: MessageDialect) -> dict[bytes, Any]:
-    """Return an array as a marked map, without a copy."""
+    """Return an array as a marked map without copying its data."""
     if not isinstance(array, np.ndarray):
         raise TypeError(f"a message cannot contain a {type(array).__name__}")
     if array.dtype.kind not in "biuf" or not array.flags.c_contiguous:

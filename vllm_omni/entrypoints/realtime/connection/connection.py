@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Connection`: one WebSocket of an endpoint, with deadlines and limits.
 
-Sends have a deadline. Receiving has an idle timeout and a rate limit. Undecodable messages are
-counted. Every connection ends with a close code and a reason. If a peer stops reading, the
-transport is aborted, because a close frame would only be queued after the unread data.
+Every send has a deadline, and receiving has an idle timeout and a rate limit. Messages that cannot
+be decoded are counted. Every connection ends with a close code and a reason. If a peer stops
+reading, the transport is aborted because a close frame would be queued behind the unread data.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ ANONYMOUS: Final = "anonymous"
 _DEFAULT_PORTS: Final = {"http": ":80", "https": ":443"}
 
 _STRIKES: Final = 3
-# The kernel buffers this much in addition to the bytes in transit. A larger buffer only hides a
-# slow peer.
+# # The kernel buffers this many bytes in addition to the bytes in transit. A larger buffer would
+# only hide a slow peer.
 _UNSENT_BYTES: Final = 64 * 1024
 _STRIKE_WINDOW_S: Final = 10.0
 _VALUES_BURST_S: Final = 2.0
@@ -46,12 +46,13 @@ _REASON_BYTES: Final = 123  # RFC 6455: a control frame has 125 bytes, of which 
 
 
 class Connection:
-    """An accepted WebSocket. One task receives. Any task may send.
+    """An accepted WebSocket. Only one task may receive messages, but any task may send them.
 
     Args:
-        websocket: The connection.
+        websocket: WebSocket of the client.
         limits: Timeouts and rates.
-        max_strikes: Number of undecodable messages within 10 s that closes the connection.
+        max_strikes: Number of undecodable messages within 10 s after which the connection is
+            closed.
     """
 
     def __init__(
@@ -68,27 +69,28 @@ class Connection:
         self._strikes: deque[float] = deque(maxlen=max_strikes)
         self._arrivals: deque[float] = deque(maxlen=limits.max_messages_per_s)
         self._ahead: deque[bytes | str] = deque()
-        """Messages that `read_ahead` has received but `receive` has not returned yet."""
+        """Messages that `read_ahead` has received and `receive` has not returned yet."""
         self._values = TokenBucket(
             limits.max_values_per_s, max(_VALUES_BURST_S * limits.max_values_per_s, MAX_NODES)
         )
         self.principal = principal_of(websocket)
-        """Identifies the owner of sessions. Derived from the API key. It is never the key
+        """Owner of the client's sessions, which is derived from the API key but is never the key
         itself.
         """
         self.client = client_of(websocket)
-        """Identifies the client for `sessions_per_client` and quotas."""
+        """Identity of the client for `sessions_per_client` and for quotas."""
 
     async def accept(self, subprotocol: str | None) -> None:
         await self._websocket.accept(subprotocol=subprotocol)
         transport = self._transport()
         if transport is not None:
-            # no buffer in the transport either: one message at a time waits for the kernel
+            #             # The transport does not buffer either: one message at a time waits for
+            # the kernel.
             transport.set_write_buffer_limits(high=0)
         raw = transport.get_extra_info("socket") if transport is not None else None
         if raw is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
-            # Pings queue after unread data, so the kernel must also drop a peer that acknowledges
-            # nothing.
+            #             # Pings are queued behind unread data, so the kernel must also drop a peer
+            # that acknowledges no data.
             with contextlib.suppress(OSError):  # not a TCP socket
                 timeout_ms = int(3 * self._limits.send_deadline_s * 1000)
                 raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
@@ -98,8 +100,8 @@ class Connection:
         """Return the next message.
 
         Args:
-            busy: Returns whether requests run. The idle timeout does not apply while requests of
-                the client are running.
+            busy: Returns whether requests of the client are running. The idle timeout does not
+                apply during this time.
 
         Raises:
             ClientDisconnected: The client disconnected.
@@ -109,10 +111,12 @@ class Connection:
         return self._ahead.popleft() if self._ahead else await self._receive(busy)
 
     async def read_ahead(self) -> None:
-        """Buffer messages for `receive`, to detect a disconnect while a request is waiting.
+        """Receive messages into a buffer for `receive`. Reading ahead detects a disconnect while a
+        request waits.
 
-        Runs until cancelled. Stops reading after `_AHEAD_MESSAGES` messages or `_AHEAD_BYTES`
-        bytes; further messages remain in the peer's buffers. Raises like `receive`.
+        The call runs until it is cancelled and raises the same errors as `receive`. After
+        `_AHEAD_MESSAGES` messages or `_AHEAD_BYTES` bytes, reading stops, and further messages stay
+        in the network buffers.
         """
         num_bytes = 0
         while len(self._ahead) < _AHEAD_MESSAGES and num_bytes < _AHEAD_BYTES:
@@ -149,16 +153,16 @@ class Connection:
         return data if data is not None else message["text"]
 
     def fail(self, error: EndpointError, patience_s: float) -> None:
-        """Make `receive` raise an error.
+        """Make `receive` raise an error, which ends the connection.
 
         Args:
-            error: Error with a close code.
-            patience_s: Time in seconds in which requests in flight may fail by themselves. Without
-                such requests, the error is raised at once.
+            error: Error to raise, with a close code.
+            patience_s: Time in seconds that requests in flight have to fail on their own. If there
+                are none, the error is raised immediately.
         """
         self._failure, self._fail_by_s = error, time.monotonic() + patience_s
         if self._idle_limit is not None:
-            with contextlib.suppress(RuntimeError):  # no message is awaited now
+            with contextlib.suppress(RuntimeError):  # no task is waiting for a message
                 self._idle_limit.reschedule(asyncio.get_running_loop().time())
 
     def _count_arrival(self) -> None:
@@ -172,7 +176,8 @@ class Connection:
         self._arrivals.append(now)
 
     def count_values(self, num_values: int) -> None:
-        """Count the values in a message, because they determine the cost of decoding it.
+        """Count the values of a message towards the rate limit, because they determine the cost of
+        decoding it.
 
         Raises:
             EndpointError: The rate limit is exceeded. The error has a close code.
@@ -186,16 +191,18 @@ class Connection:
             )
 
     def undecodable(self, error: CodecError) -> EndpointError:
-        """Return the error to send for an undecodable message.
+        """Return the error to send after a message that cannot be decoded.
 
-        The error has a close code after too many such messages, or if the message has too many
-        values.
+        The error has a close code if the client has sent too many undecodable messages, or if this
+        message contains too many values.
         """
         close = WebSocketCloseCode.POLICY if isinstance(error, TooManyValues) else None
         return self.strike(EndpointError("invalid_msgpack", str(error), close=close))
 
     def strike(self, error: EndpointError) -> EndpointError:
-        """Count an invalid message. Too many strikes within 10 s add a close code to the error."""
+        """Count an invalid message. If there are too many within 10 s, a close code is added to the
+        error.
+        """
         now = time.monotonic()
         self._strikes.append(now)
         if (
@@ -207,10 +214,10 @@ class Connection:
         return error
 
     async def send(self, *messages: Message) -> None:
-        """Send messages without interleaving them with messages of other tasks.
+        """Send messages without interleaving them with messages that other tasks send.
 
-        If the call is cancelled, either all or none of the messages are sent. The connection of a
-        peer that reads too slowly is closed with 4008.
+        If the call is cancelled, either all of the messages are sent or none. If the peer reads too
+        slowly, the connection is closed with 4008.
 
         Raises:
             ClientDisconnected: The connection is closed.
@@ -246,13 +253,16 @@ class Connection:
                 else:
                     await self._websocket.send_bytes(message)  # type: ignore[arg-type]  # any buffer is sent as it is
             except asyncio.CancelledError:
-                # The peer has received part of a message, so the next bytes must be its rest.
+                #                 # The peer has received part of a message, so the next bytes must
+                # be the rest of that message.
                 if number and not limit.expired():
                     await self._send_rest(messages[number:], limit)
                 raise
 
     async def _send_rest(self, messages: tuple[Message, ...], limit: asyncio.Timeout) -> None:
-        """Finish sending even if this task is cancelled. The send deadline still applies."""
+        """Send the remaining messages even if this task is cancelled. The send deadline still
+        applies.
+        """
         sending = asyncio.ensure_future(self._send_all(messages, limit))
         while not sending.done():
             with contextlib.suppress(asyncio.CancelledError):
@@ -271,7 +281,9 @@ class Connection:
         self.cut()
 
     async def close(self, code: WebSocketCloseCode, reason: str) -> None:
-        """Close with a code and a reason. Idempotent. Closing takes at most the send deadline."""
+        """Close the connection with a code and a reason. Closing takes at most the send deadline.
+        Idempotent.
+        """
         if self._closed or self._websocket.application_state is not WebSocketState.CONNECTED:
             return
         self._closed = True
@@ -283,14 +295,14 @@ class Connection:
             self.cut()
 
     def cut_soon(self) -> None:
-        """Abort the TCP connection after a short delay, so that a slow peer can receive its last
-        messages.
+        """Abort the TCP connection after a short delay, which allows a slow peer to receive the
+        last messages.
         """
         if (transport := self._transport()) is not None:
             asyncio.get_running_loop().call_later(_LAST_WORDS_S, transport.abort)
 
     def cut(self) -> None:
-        """Drop the TCP connection and all unsent data."""
+        """Abort the TCP connection, and discard all unsent data."""
         transport = self._transport()
         if transport is not None:
             transport.abort()
@@ -300,9 +312,9 @@ class Connection:
 
 
 def transport_of(connection: HTTPConnection) -> asyncio.Transport | None:
-    """Return the connection's transport in uvicorn.
+    """Return uvicorn's transport of a connection.
 
-    Returns None with another server or over a Unix socket.
+    Returns None if the server is not uvicorn or the connection uses a Unix socket.
     """
     server = getattr(connection.app.state, "server", None)
     if server is None or connection.client is None:
@@ -316,7 +328,7 @@ def transport_of(connection: HTTPConnection) -> asyncio.Transport | None:
 
 
 def principal_of(connection: HTTPConnection) -> str:
-    """Return a digest of the request's bearer token. vLLM's middleware has already checked the
+    """Return a digest of the bearer token of a request. vLLM's middleware has already verified the
     token.
     """
     scheme, _, token = connection.headers.get("authorization", "").partition(" ")
@@ -326,23 +338,25 @@ def principal_of(connection: HTTPConnection) -> str:
 
 
 def client_of(connection: HTTPConnection) -> str:
-    """Return the identity that limits apply to: the digest of the API key, or the address."""
+    """Return the identity to which limits apply: the digest of the API key, or the client's address
+    if there is no key.
+    """
     address = connection.client.host if connection.client is not None else "local"
     principal = principal_of(connection)
     return principal if principal != ANONYMOUS else f"address {address}"
 
 
 def origin_allowed(headers: Headers, allowed: Collection[str]) -> bool:
-    """Return whether a browser page may use this server, according to the request's `Origin` and
-    `Host`.
+    """Return whether the page that sent a request may use this server, based on the `Origin` and
+    `Host` headers.
 
     Clients other than browsers send no `Origin` and are always allowed, because the check protects
-    the user of a browser.
+    users of browsers.
 
     Args:
         headers: Headers of an HTTP request or a WebSocket handshake.
-        allowed: Origins, from `normalize_origin`, that are allowed in addition to the server's own.
-            "*" allows any.
+        allowed: Origins, as returned by `normalize_origin`, that are allowed in addition to the
+            server's own. "*" allows every origin.
     """
     if (origin := headers.get("origin")) is None:
         return True

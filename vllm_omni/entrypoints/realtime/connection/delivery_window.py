@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`DeliveryWindow`: detects clients that receive video more slowly than it plays.
 
-A client may be slow for a moment. A client that never reads exceeds the send deadline. This class
-detects the case in between: a client that always reads a little and would therefore occupy its
-session and the engine permanently.
+A client may be slow for a moment, and a client that never reads exceeds the send deadline. This
+class detects clients that keep reading but too slowly, because they would occupy a session and the
+engine permanently.
 """
 
 import asyncio
@@ -14,11 +14,12 @@ from typing import Final
 from vllm_omni.entrypoints.errors import EndpointError, WebSocketCloseCode
 
 _KEEPS_UP: Final = 0.9
-"""Fraction of the playback rate that a client must reach. It is below 1, because clocks and
-networks are not exact.
+"""Fraction of the playback rate at which a client must receive frames. The value is below 1 because
+clocks and networks are not exact.
 """
 _PAUSE: Final = 0.1
-"""Fraction of the timeout for which no reply may be waiting before earlier lateness is ignored.
+"""Fraction of the timeout after which earlier lateness is ignored if the client has not been late
+again.
 
 Clients read a socket's buffer in bursts, and the server's queue is empty for a moment after each
 burst.
@@ -28,14 +29,15 @@ burst.
 class DeliveryWindow:
     """Measures how fast one client reads the replies of a run.
 
-    A client is late if a later chunk is already waiting whenever it has received a reply. This
-    alone may only mean that the model is faster than real time. A client is too slow if it has also
-    received fewer frames than it plays in `timeout_s`. The measured window is one chunk longer,
-    because a client that plays in real time receives no data between two chunks.
+    A client is late if a later chunk is already waiting each time that it has received a reply.
+    Lateness may only mean that the model is faster than real time. A late client is too slow if it
+    has also received fewer frames than it plays in `timeout_s`. The measured window is one chunk
+    longer than `timeout_s` because a client that plays in real time receives no data between two
+    chunks.
 
     Args:
-        timeout_s: Time in seconds for which a client may be late without interruption; 0 for no
-            limit.
+        timeout_s: Time in seconds for which a client may be late without interruption. 0: the time
+            is not limited.
         fps: Playback rate in frames per second.
     """
 
@@ -53,12 +55,13 @@ class DeliveryWindow:
         """Await the delivery of a reply.
 
         Args:
-            delivery: Sends the reply.
-            num_frames: New frames of the reply.
-            is_more_waiting: Returns whether a later chunk is ready. Called after the delivery.
+            delivery: Awaitable that sends the reply.
+            num_frames: Number of new frames in the reply.
+            is_more_waiting: Function that returns whether a later chunk is ready. `deliver` calls
+                it after the delivery.
 
         Raises:
-            EndpointError: `slow_reader`.
+            EndpointError: `slow_reader`, because the client is too slow.
         """
         if self._timeout_s == 0:
             await delivery
@@ -69,7 +72,7 @@ class DeliveryWindow:
             self._window_s = self._timeout_s + num_frames / self._fps
         if started_s - self._last_late_s > _PAUSE * self._timeout_s:
             self._late_since_s = None
-        if self._late_since_s is None:  # the usual case, so without a timer
+        if self._late_since_s is None:  # the usual case, which requires no timer
             await delivery
         else:
             await self._within(self._too_slow_at_s(self._late_since_s) - started_s, delivery)
@@ -83,10 +86,10 @@ class DeliveryWindow:
             self._last_late_s = now_s
 
     def note_wait(self) -> None:
-        """Record that the server holds a reply back until its time, so that the client does not
-        count as late.
+        """Record that the server delays a reply until it is due. The client then does not count as
+        late.
 
-        The next chunk is then waiting for its time and not for the client.
+        During the delay, the next chunk waits until it is due and not for the client.
         """
         self._late_since_s = None
 
@@ -105,7 +108,9 @@ class DeliveryWindow:
             ) from None
 
     def _too_slow_at_s(self, late_since_s: float) -> float:
-        """Return the time at which a client becomes too slow if it receives no more frames."""
+        """Return the monotonic time in seconds at which a client becomes too slow if it receives no
+        more frames.
+        """
         at_s = late_since_s + self._window_s
         needed = _KEEPS_UP * self._fps * self._timeout_s
         left = self._num_taken

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SessionDrain`: graceful shutdown of the realtime endpoints.
 
-If `move_away` is set, sessions are first moved to other servers. Each session keeps running until
-it is moved. The rest is drained. While draining, no new chunk starts. Chunks in flight are
-finished, rendered and delivered. Then every incomplete request is ended with `draining` (close code
-1013). If `save_to` is set, each session is saved exactly once: at the end of its run, because
-closing a live connection frees its session, or otherwise when it is idle. This module does not
-depend on signals or on the engine.
+If `move_away` is set, sessions are first moved to other servers, and each session keeps running
+until it is moved. The remaining sessions are then drained. While the server drains, no new chunk
+starts, and chunks in flight are finished, rendered and delivered. Every incomplete request then
+ends with `draining` (close code 1013). If `save_to` is set, each session is saved exactly once. A
+session with a running request is saved at the end of its run because closing a live connection
+frees the session. All other sessions are saved while they are idle. This module does not depend on
+signals or on the engine.
 """
 
 import asyncio
@@ -26,14 +27,14 @@ _POLL_S = 0.02
 
 
 class DrainableSession(Protocol):
-    """The subset of a session that draining uses."""
+    """The part of a session's interface that draining uses."""
 
     engine_id: str
     """The engine's id of the session."""
     started: bool
     """Whether the session has a finished chunk."""
     delivery_log: DeliveryLog
-    """Requests of the session and their replies."""
+    """Log of the session's requests and their replies."""
 
     @property
     def session_id(self) -> str: ...
@@ -49,10 +50,10 @@ S_co = TypeVar("S_co", bound=DrainableSession, covariant=True)
 
 
 class SessionTable(Protocol[S_co]):
-    """The subset of the session manager that draining uses."""
+    """The part of the session manager's interface that draining uses."""
 
     guard: ConnectionGuard
-    """Admits connections."""
+    """Guard that admits connections."""
 
     def sessions(self) -> Iterable[S_co]: ...
 
@@ -63,8 +64,9 @@ class SessionTable(Protocol[S_co]):
 class SessionDrain(Generic[S]):
     """Drains the sessions of one API server process.
 
-    `save_to` writes a session to persistent storage. Default: sessions are discarded. `move_away`
-    moves as many sessions as possible to other servers. Default: no session is moved.
+    The attribute `save_to` is a function that writes a session to persistent storage. By default,
+    sessions are discarded. The attribute `move_away` is a function that moves as many sessions as
+    possible to other servers. By default, no session is moved.
     """
 
     def __init__(self) -> None:
@@ -81,7 +83,7 @@ class SessionDrain(Generic[S]):
         """Check whether a new session may start.
 
         Raises:
-            EndpointError: `draining`.
+            EndpointError: `draining`, because no new session may start.
         """
         self.check(is_refused=self.is_leaving or self.is_draining)
 
@@ -89,11 +91,12 @@ class SessionDrain(Generic[S]):
         """Check whether a session may start new work.
 
         Args:
-            is_refused: Whether new work is refused. Default: whether the server is draining.
+            is_refused: Whether new work is refused. Default: it is refused if the server is
+                draining.
             details: Additional fields of the error message.
 
         Raises:
-            EndpointError: `draining`.
+            EndpointError: `draining`, because new work is refused.
         """
         if self.is_draining if is_refused is None else is_refused:
             raise EndpointError(
@@ -113,11 +116,13 @@ class SessionDrain(Generic[S]):
                 task.cancel()
 
     async def save(self, session: S) -> None:
-        """Save a session once, if sessions are saved. A failure is only logged."""
+        """Save a session, unless it has already been saved or `save_to` is not set. A failure is
+        logged and not raised.
+        """
         if self.save_to is None or session.engine_id in self._saved or not session.started:
             return
         self._saved.add(session.engine_id)
-        # a separate task, because a disconnect must not interrupt it
+        #         # Save in a separate task because a disconnect must not interrupt it.
         saving = asyncio.ensure_future(self._save(self.save_to, session))
         self._saving.add(saving)
         saving.add_done_callback(self._saving.discard)
@@ -131,11 +136,12 @@ class SessionDrain(Generic[S]):
                 logger.warning("a session could not be saved: %s", error)
 
     async def drain_sessions(self, manager: SessionTable[S]) -> None:
-        """Drain: refuse new work, move sessions away, then finish and save the others.
+        """Drain the server: refuse new work, move sessions away, and finish and save the remaining
+        sessions.
 
-        Returns when all connections are closed. Connections of clients that receive `draining` are
-        closed with 1013 by their own tasks. Otherwise the server's shutdown would close them with
-        1012.
+        The call returns when all connections are closed. The wait is needed because the task of
+        each connection closes it with 1013 after `draining`, whereas the server's shutdown would
+        close it with 1012.
         """
         manager.guard.is_draining = True
         if self.move_away is not None:
@@ -155,5 +161,7 @@ class SessionDrain(Generic[S]):
 
 
 def _works(session: DrainableSession) -> bool:
-    """Return whether a request is running or a client is still receiving replies."""
+    """Return whether a request of the session is running or a client is still receiving its
+    replies.
+    """
     return session.is_busy or any(run.has_follower for run in session.delivery_log.runs.values())

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ConnectionGuard`: admits clients to the realtime endpoints before the WebSocket upgrade.
 
-Requests of a browser page from another origin are refused with 403. A connection over the limit is
-refused with
-503. The limit is shared by all endpoints of one API server process. vLLM's own middleware has
-  already checked API keys.
+Requests from browser pages of other origins are refused with 403. A connection that exceeds the
+limit is refused with 503. All endpoints of one API server process share the limit. vLLM's own
+middleware has already checked the API key of a request before it reaches this guard.
 """
 
 import logging
@@ -22,12 +21,12 @@ logger = logging.getLogger("vllm." + __name__)
 
 
 class ConnectionGuard:
-    """Admission of connections in one API server process.
+    """Admits connections to the realtime endpoints of one API server process.
 
     Args:
         limits: Maximum number of connections.
         origins: Origins (`scheme://host[:port]`) from which browsers may connect, in addition to
-            the server's own. "null" means local files, "*" for any origin.
+            the server's own. "null" stands for local files and "*" for any origin.
     """
 
     def __init__(self, limits: EndpointLimits, origins: Iterable[str] = ()) -> None:
@@ -39,8 +38,8 @@ class ConnectionGuard:
 
     @asynccontextmanager
     async def admit(self, websocket: WebSocket) -> AsyncIterator[bool]:
-        """Yield whether this client is admitted. A client that is not admitted has already received
-        its response.
+        """Yield whether a client is admitted. If it is not, it has already received an error
+        response.
         """
         refusal = self.refusal(websocket)
         if refusal is not None:
@@ -52,7 +51,7 @@ class ConnectionGuard:
 
     @contextmanager
     def occupy(self) -> Iterator[None]:
-        """Count an open connection."""
+        """Count a connection as open for the duration of the `with` block."""
         self.num_connections += 1
         try:
             yield
@@ -60,7 +59,7 @@ class ConnectionGuard:
             self.num_connections -= 1
 
     def refusal(self, connection: HTTPConnection) -> Response | None:
-        """Return the response to a client that is not admitted, or None if it is admitted."""
+        """Return None if a client is admitted, or else the error response to send."""
         if not origin_allowed(connection.headers, self._origins):
             logger.info(
                 "origin_refused origin=%.200r; pages of other origins may connect when "

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start images from clients: converts bytes or arrays to uint8 RGB of the session's size.
+"""Convert images from clients, sent as bytes or arrays, to uint8 RGB arrays.
 
-Format and size are read from the file's header before pixels are decoded. Clients never see
-Pillow's messages.
+The format and size of an image are read from the file header before any pixels are decoded.
+Pillow's error messages are never sent to clients.
 """
 
 import base64
@@ -30,15 +30,16 @@ _ALLOWED: Final = (
 def load_image(source: Any, height: int, width: int, limits: EndpointLimits) -> np.ndarray:
     """Return an image as a new uint8 RGB array `[height, width, 3]`.
 
-    It takes about 10 ms, so call it on a worker thread. The image is stretched (bicubic) to the
-    size instead of cropped, because intrinsics are scaled by width and height.
+    Loading an image takes about 10 ms, so call this function on a worker thread. The image is
+    stretched (bicubic) to the requested size and not cropped, because intrinsics are scaled by
+    width and height.
 
     Args:
         source: File as bytes, `data:image/...;base64,` text, or a uint8 array `[H, W, 3 or 4]`.
-            Transparent parts become white. Of an animation, the first frame is used.
+            Transparent areas become white. If the file is an animation, its first frame is used.
         height: Height of the result in pixels.
         width: Width of the result in pixels.
-        limits: Limits of the image's size.
+        limits: Limits on the size of the image.
 
     Raises:
         EndpointError: `invalid_image` or `image_too_large`.
@@ -50,16 +51,18 @@ def load_image(source: Any, height: int, width: int, limits: EndpointLimits) -> 
 
 
 def load_named_images(sources: Mapping[str, Any], limits: EndpointLimits) -> dict[str, np.ndarray]:
-    """Return named images as tensors of a request, uint8 RGB `[H, W, 3]` in their original sizes.
+    """Return named images as input tensors of a request, uint8 RGB `[H, W, 3]`, in their original
+    sizes.
 
-    It takes about 10 ms per image, so call it on a worker thread.
+    Loading takes about 10 ms per image, so call this function on a worker thread.
 
     Args:
         sources: Images by name, each as for `load_image`.
-        limits: Limits of the size of each image and of the total number of bytes.
+        limits: Limits on the size of each image and on the total number of bytes.
 
     Raises:
-        EndpointError: `invalid_image` or `image_too_large`; `param` names the image.
+        EndpointError: `invalid_image` or `image_too_large`. The `param` of the error names the
+            image.
     """
     _check_bytes(sum(len(x) for x in sources.values() if isinstance(x, bytes | str)), limits)
     loaded = {}
@@ -106,7 +109,7 @@ def _from_file(data: Any, limits: EndpointLimits) -> Image.Image:
     _check_bytes(len(data), limits)
     try:
         with warnings.catch_warnings():
-            # this package's limit is lower and an error
+            #             # This package's own limit is lower, and exceeding it is an error.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 _check_pixels(image.width, image.height, limits)
@@ -117,7 +120,8 @@ def _from_file(data: Any, limits: EndpointLimits) -> Image.Image:
         raise EndpointError(
             "image_too_large", "the image has far too many pixels", param="image"
         ) from None
-    # Pillow's parsers raise a dozen types, and their messages contain addresses and file names.
+    #     # Pillow's parsers raise a dozen exception types, and their messages contain addresses and
+    # file names.
     except Exception:
         name = format_name(data)
         reason = (
@@ -155,8 +159,8 @@ _SIGNATURES: Final = (
 
 
 def format_name(data: bytes) -> str | None:
-    """Return the name of an image format from the first bytes of a file, or None if it is
-    unknown.
+    """Return the name of the image format that the first bytes of a file indicate, or None if the
+    format is unknown.
     """
     return next(
         (name for at, magic, name in _SIGNATURES if data[at : at + len(magic)] == magic), None

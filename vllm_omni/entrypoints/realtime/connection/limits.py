@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`EndpointLimits`: limits of the realtime endpoints, read once from the environment.
+"""`EndpointLimits`: limits of the realtime endpoints, read once from environment variables.
 
 Each field is set by the environment variable `VLLM_OMNI_` followed by the field's name in upper
 case, for example `VLLM_OMNI_IDLE_TIMEOUT_S=60` (`engine/environment.py`).
@@ -24,58 +24,66 @@ class EndpointLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one API server process."""
 
     idle_timeout_s: Seconds = 300.0
-    """Time in seconds after which a connection without messages and running requests is closed with
-    4010. Default: 300.
+    """Time in seconds after which a connection that has neither sent messages nor has running
+    requests is closed with 4010. Default: 300.
     """
     pinged_session_idle_s: Seconds = 3600.0
-    """Idle time in seconds after which the session of a client that sends pings is closed, if
-    longer than `omni.session_idle_s`. After `omni.session_idle_s`, a new session may already evict
-    it. Default: 3600.
+    """Idle time in seconds after which a session is closed although its client sends pings. The
+    value has no effect if it is shorter than `omni.session_idle_s`. A new session may evict the
+    idle session after `omni.session_idle_s`. Default: 3600.
     """
     send_deadline_s: Seconds = 3.0
-    """Time in seconds within which the network must accept a reply. Otherwise the connection is
-    closed with
-    4008. Default: 3."""
+    """Time limit in seconds for the network to accept a reply. A connection that exceeds the limit
+    is closed with 4008. Default: 3.
+    """
     slow_reader_timeout_s: SecondsOrNever = 7.0
-    """Time in seconds for which a client may receive less video than it plays while more is
-    waiting. After that, the connection is closed with 4008. 0: no limit. The kernels' buffers hide
-    the first seconds. Default: 7.
+    """Time in seconds for which a client may receive less video than it plays while more video is
+    waiting. After this time, the connection is closed with 4008. 0 disables the limit. Network
+    buffers hide the first seconds of slow reading. Default: 7.
     """
     chunk_timeout_s: Seconds = 300.0
-    """Time in seconds after which a chunk is aborted with `timeout`. Default: 300."""
+    """Time in seconds after which a chunk that is not finished is aborted with `timeout`. Default:
+    300.
+    """
     max_connections: Count = 256
     """Maximum number of open WebSockets over all endpoints. Further connections are refused with
     HTTP 503. Default: 256.
     """
     max_requests_per_connection: Count = 8
-    """Maximum number of running and waiting requests of a connection. Further requests are refused
+    """Maximum number of requests of one connection that run or wait. Further requests are refused
     with `busy`. Default: 8.
     """
     max_messages_per_s: Count = 200
-    """Maximum number of messages per second. The connection of a client that sends more is closed
-    with 1008. Default: 200.
+    """Maximum number of messages per second on one connection. A connection that exceeds the limit
+    is closed with 1008. Default: 200.
     """
     max_small_frames_per_s: Count = 400
-    """Average number of WebSocket frames below 1 KiB (fragments, pings, pongs, short messages) per
-    second. Bursts of one second's worth are allowed; more closes the connection with 1008. At least
-    twice `max_messages_per_s`. Default: 400.
+    """Maximum average number of WebSocket frames below 1 KiB (fragments, pings, pongs, short
+    messages) per second on one connection. Bursts of one second's worth are allowed. A connection
+    that exceeds the limit is closed with 1008. The value must be at least twice
+    `max_messages_per_s`. Default: 400.
     """
     max_values_per_s: Count = 32_768
-    """Average number of values (numbers, strings, list entries, keys) in msgpack messages per
-    second. Bursts of two seconds' worth are allowed; more closes the connection with 1008. A NumPy
-    array counts as about ten values. Default: 32768.
+    """Maximum average number of values (numbers, strings, list entries, keys) per second in the
+    msgpack messages of one connection. Bursts of two seconds' worth are allowed. A connection that
+    exceeds the limit is closed with 1008. A NumPy array counts as about ten values. Default: 32768.
     """
     max_frames_per_request: Count = 9 + 12 * 40
-    """Maximum number of pixel frames of one `infer`. Default: 489."""
+    """Maximum number of pixel frames that one `infer` request may generate. Default: 489."""
     max_image_bytes: Bytes = 8 * MIB
-    """Maximum size of a start image file in bytes. Checked before decoding. Default: 8 MiB."""
+    """Maximum size in bytes of a start image file. The size is checked before decoding. Default: 8
+    MiB.
+    """
     max_image_pixels: Bytes = 16 * MIB
-    """Maximum number of pixels of a start image. Checked before decoding. Default: 16 Mi."""
+    """Maximum number of pixels of a start image. The number is checked before decoding. Default: 16
+    Mi.
+    """
     max_prompt_chars: Count = 8192
     """Maximum number of characters of a prompt. Default: 8192."""
     chunks_in_flight: Count = 2
-    """Maximum number of chunks of one session in the engine. With 2, the engine has no gap between
-    chunks. If `omni.chunks_in_flight` exceeds 1, at least one more than that is used. Default: 2.
+    """Maximum number of chunks of one session that are in the engine. With the value 2, the engine
+    does not idle between chunks. If `omni.chunks_in_flight` exceeds 1, at least one chunk more than
+    that is used. Default: 2.
     """
     unsent_chunks: Count = 2
     """Maximum number of finished chunks that wait for a slow client before the session pauses.
@@ -86,9 +94,9 @@ class EndpointLimits(msgspec.Struct, frozen=True, kw_only=True):
     32 MiB.
     """
     max_held_bytes: Bytes = 1024 * MIB
-    """Maximum total size in bytes of the replies that all sessions retain. Above it, delivered
-    replies are dropped, sessions pause until their clients have caught up, and new sessions are
-    refused with `capacity`. Default: 1 GiB.
+    """Maximum total size in bytes of the replies that all sessions retain. Above this size,
+    delivered replies are dropped, sessions pause until their clients have caught up, and new
+    sessions are refused with `capacity`. Default: 1 GiB.
     """
     sessions_per_client: Count = 64
     """Maximum number of sessions per API key, or per address if the server has no keys. Further
@@ -99,7 +107,9 @@ class EndpointLimits(msgspec.Struct, frozen=True, kw_only=True):
     Default: 10.
     """
     slot_wait_s: Seconds = 15.0
-    """Time in seconds for which a new stream waits if all sessions are in use. Default: 15."""
+    """Time in seconds for which a new stream waits for a free session if all sessions are in use.
+    Default: 15.
+    """
 
     gpu_encoders: bool = False
     """Whether live video is encoded on the GPU where possible. Default: false, because NVENC has

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Handlers of realtime connections: `ConnectionHandler`, and `LiveClient` for one live stream.
 
-The connection's main task receives messages, so that a disconnect is detected at once. A second
-task delivers chunks. When either task ends, the other is cancelled. On disconnect, the chunk in
-flight is aborted and the session is closed.
+The main task of a connection receives messages, so it detects a disconnect immediately. A second
+task delivers chunks. When either task ends, the other is cancelled. When the client disconnects,
+the chunk in flight is aborted and the session is closed.
 """
 
 import asyncio
@@ -34,23 +34,26 @@ UNSENT_CHUNKS: Final = 1
 A larger number would delay the effect of a client's controls.
 """
 
-# Clients of these protocols expect a reply to each mistake, so the limit is high. It still stops
-# floods.
+# # Clients of these protocols expect a reply to each invalid message, so the limit is high. It
+# still stops floods.
 _MAX_STRIKES: Final = 100
 _SLOT_POLL_S: Final = 0.1
 _MAX_TEXT_FRAMES: Final = 3
 
 
 class ConnectionHandler(ABC):
-    """One WebSocket connection: accept, receive messages, close with a code and a reason.
+    """Handles one WebSocket connection: accepts it, receives messages, and closes it with a code
+    and a reason.
 
-    Endpoints subclass it and define their messages.
+    Each endpoint subclasses this class and defines its messages.
     """
 
     endpoint: str
     """Name of the endpoint in log lines and metrics."""
     subprotocol = "omni.v1"
-    """Returned to a client that offers it, because browsers require a selected subprotocol."""
+    """Subprotocol that is selected if the client offers it. Browsers require the server to select
+    an offered subprotocol.
+    """
 
     def __init__(
         self, manager: SessionManager, websocket: WebSocket, max_strikes: int | None = None
@@ -59,9 +62,9 @@ class ConnectionHandler(ABC):
 
         Args:
             manager: Sessions of this process.
-            websocket: The connection, not accepted yet.
+            websocket: WebSocket that has not been accepted yet.
             max_strikes: Number of malformed messages after which the connection is closed. Default:
-                `Connection`'s.
+                the default of `Connection`.
         """
         self.manager, self.limits, self.info = manager, manager.limits, manager.info
         strikes = () if max_strikes is None else (max_strikes,)
@@ -74,8 +77,8 @@ class ConnectionHandler(ABC):
     @property
     @abstractmethod
     def is_active(self) -> bool:
-        """Whether work for this client is in progress. While this is False, time without messages
-        counts towards the idle timeout.
+        """Whether work for this client is in progress. While no work is in progress, time without
+        messages counts towards the idle timeout.
         """
 
     async def serve_connection(self) -> None:
@@ -90,7 +93,7 @@ class ConnectionHandler(ABC):
                 await self.handle_message(await self.receive())
         except ClientDisconnected:
             pass
-        except EndpointError as error:  # of the connection, not of one message
+        except EndpointError as error:  # an error of the connection, not of a single message
             await self.end_with(error)
         except Exception:
             logger.exception("%s connection failed", self.endpoint)
@@ -106,8 +109,8 @@ class ConnectionHandler(ABC):
         return False
 
     async def session_moved(self, session: Session) -> None:  # noqa: B027  (the end of a stream does)
-        """Notify the client where a session continues, unless the end of a request contains
-        this.
+        """Notify the client on which server a session continues, unless the reply that ends its
+        request contains this.
         """
 
     def _log_end(self, seconds: float) -> None:
@@ -117,13 +120,13 @@ class ConnectionHandler(ABC):
         return self.connection.receive(busy=lambda: self.is_active)
 
     async def receive_first(self, missing: str) -> bytes | str:
-        """Return the message with which a client must start.
+        """Wait for the first message that a client must send, and return it.
 
         Args:
-            missing: Error text if the message does not arrive.
+            missing: Text of the error if the message does not arrive.
 
         Raises:
-            EndpointError: `timeout`, after `start_timeout_s`.
+            EndpointError: `timeout`, because no message has arrived within `start_timeout_s`.
         """
         try:
             async with asyncio.timeout(self.limits.start_timeout_s):
@@ -132,7 +135,7 @@ class ConnectionHandler(ABC):
             raise EndpointError("timeout", missing, close=WebSocketCloseCode.POLICY) from None
 
     async def end_with(self, error: EndpointError) -> None:
-        """Send the error and close the connection with its close code and reason."""
+        """Send an error, and close the connection with the close code and reason of that error."""
         self._end = f"{error.code}: {error.message}"
         if error.close is WebSocketCloseCode.SLOW_CONSUMER:
             self.connection.cut_soon()
@@ -147,19 +150,25 @@ class ConnectionHandler(ABC):
     # -- for endpoints -----------------------------------------------------------------------------
 
     async def start_now(self) -> None:  # noqa: B027  (most endpoints do not send first)
-        """Do the work that precedes the first message of the receive loop."""
+        """Perform work that must happen before the receive loop starts. By default, this method
+        does nothing.
+        """
 
     @abstractmethod
     async def handle_message(self, data: bytes | str) -> None:
-        """Handle one message. If it raises an `EndpointError`, the connection ends."""
+        """Handle one message from the client. If this method raises an `EndpointError`, the
+        connection ends.
+        """
 
     @abstractmethod
     async def send_error(self, error: EndpointError) -> None:
-        """Send an error message."""
+        """Send an error message to the client."""
 
     @abstractmethod
     async def stop(self) -> None:
-        """Cancel the work for this client. Called once, at the end of the connection."""
+        """Cancel the work for this client. This method is called once, at the end of the
+        connection.
+        """
 
 
 class LiveClient(ConnectionHandler):
@@ -171,16 +180,16 @@ class LiveClient(ConnectionHandler):
         self._stream: asyncio.Task[None] | None = None
         self._num_messages = 0
         self.clock: MediaClock | None = None
-        """Spaces chunks by their playing time. None: chunks are sent at once."""
+        """Clock that paces chunks by their playing time. None: chunks are sent without delay."""
         self._window: DeliveryWindow | None = None
 
     async def wait_for_media_time(self, num_frames: int, skip: bool) -> float:
-        """If the client has requested pacing, wait until a chunk is due for playback. Return the
+        """Wait until a chunk is due for playback, if the client has requested pacing. Return the
         waiting time in milliseconds.
 
         Args:
             num_frames: Frames of the chunk.
-            skip: Whether to send this chunk at once.
+            skip: Whether to send this chunk without waiting.
         """
         waited_ms = 0.0 if self.clock is None else await self.clock.wait(num_frames, skip)
         if waited_ms and self._window is not None:
@@ -189,7 +198,7 @@ class LiveClient(ConnectionHandler):
 
     @property
     def is_active(self) -> bool:
-        """Whether chunks are generated for this client."""
+        """Whether chunks are being generated for this client."""
         return self._stream is not None and not self._stream.done()
 
     def _log_end(self, seconds: float) -> None:
@@ -203,11 +212,11 @@ class LiveClient(ConnectionHandler):
 
     @abstractmethod
     async def deliver(self, payload: Any) -> None:
-        """Send one reply, rendered by the job's `render`."""
+        """Send one reply, which the job's `render` function has produced."""
 
     @abstractmethod
     async def complete(self) -> None:
-        """Report the planned end of the stream and close."""
+        """Report the planned end of the stream, and close the connection."""
 
     # -- the stream --------------------------------------------------------------------------------
 
@@ -215,12 +224,12 @@ class LiveClient(ConnectionHandler):
         """Open a session for this connection. If all sessions are in use, wait for up to
         `slot_wait_s`.
 
-        Only `capacity` is retried, because waiting does not change the client's own limits or a
-        draining server.
+        Only `capacity` is retried because waiting cannot help if the client has reached its own
+        limit or the server is draining.
 
         Raises:
-            EndpointError: `capacity`, `session_limit`, `quota_exceeded` or `draining`. Counted once
-                in the metrics.
+            EndpointError: `capacity`, `session_limit`, `quota_exceeded` or `draining`. Each refused
+                session is counted once in the metrics.
             ClientDisconnected: The client disconnected while waiting.
         """
         key = (self.connection.principal, session_id or new_session_id(self.manager.server_name))
@@ -251,14 +260,14 @@ class LiveClient(ConnectionHandler):
                 await asyncio.wait([receive_task])
 
     def take_stream(self, session_id: str, kind: type[T]) -> tuple[Session, T]:
-        """Continue a session that was moved here together with its stream.
+        """Continue a session that was moved to this server together with its live stream.
 
         Args:
             session_id: Id of the session.
             kind: Class of the stream's controls.
 
         Returns:
-            `(session, controls)`.
+            `(session, controls)`: the session and the controls of its stream.
 
         Raises:
             EndpointError: `moved`, `session_evicted`, or `invalid_request` if the session was
@@ -268,7 +277,7 @@ class LiveClient(ConnectionHandler):
         log_context.bind(session_id=session_id)
         try:
             self.manager.check_moved(key)
-        except EndpointError as error:  # it has moved on before its client came
+        except EndpointError as error:  # the session was moved again before its client arrived
             error.details["session_id"] = session_id
             raise
         session = self.manager.find(key)
@@ -284,11 +293,11 @@ class LiveClient(ConnectionHandler):
 
     @contextlib.asynccontextmanager
     async def steering(self) -> AsyncIterator[bool]:
-        """Ensure that an input takes effect completely before or completely after a move of the
-        session.
+        """Hold the session's steering lock, so that an input takes effect either entirely before or
+        entirely after a move.
 
         Yields:
-            Whether the session is still here.
+            Whether the session is still on this server.
         """
         if (session := self.session) is None:
             yield True
@@ -297,7 +306,9 @@ class LiveClient(ConnectionHandler):
             yield session.destination is None
 
     def start_job(self, job: SessionJob) -> None:
-        """Start to generate and deliver a job's chunks. Requires `open_session`."""
+        """Start to generate and deliver the chunks of a job. `open_session` must have been called
+        before.
+        """
         assert self.session is not None
         self._stream = self.manager.spawn(self._deliver_all(self.session, job))
 
@@ -327,7 +338,7 @@ class LiveClient(ConnectionHandler):
         """Cancel the stream and free the session. Idempotent."""
         session, self.session = self.session, None
         if session is not None:
-            session.cancel()  # first, so that the engine stops at once
+            session.cancel()  # Cancel first, because this stops the engine immediately.
         if self._stream is not None:
             self._stream.cancel()
             await asyncio.wait([self._stream])
@@ -349,8 +360,8 @@ class RealtimeEndpoint:
         """Initialize the endpoint.
 
         Args:
-            manager: Sessions of this process. The guard of the sessions admits connections.
-            handler: Creates the handler of one connection.
+            manager: Session manager of this process, whose guard admits connections.
+            handler: Function that creates the handler of one connection.
         """
         self._manager, self._handler = manager, handler
 
@@ -358,14 +369,17 @@ class RealtimeEndpoint:
         """Serve one connection from handshake to close."""
         async with self._manager.guard.admit(websocket) as admitted:
             if admitted:
-                # The handler gets its own task: a message wakes every coroutine of the task that
-                # waits for it, and there are more than a dozen layers of middleware above this one.
+                #                 # The handler runs in its own task. A message wakes every
+                # coroutine of the task that waits for it, and there are more than a dozen layers of
+                # middleware above this coroutine.
                 handler = self._handler(self._manager, websocket)
                 await asyncio.create_task(handler.serve_connection())
 
 
 class TextFrames:
-    """Counts messages of the wrong frame type, text or binary. The third ends the connection."""
+    """Counts messages that are text instead of binary or vice versa. The third such message ends
+    the connection.
+    """
 
     def __init__(self) -> None:
         self._count = 0
@@ -380,7 +394,7 @@ class TextFrames:
 
 
 class MediaClock:
-    """Spaces chunks by their playing time."""
+    """Paces the chunks of a stream by their playing time."""
 
     def __init__(self, fps: float) -> None:
         self._fps = fps
@@ -391,10 +405,11 @@ class MediaClock:
 
         Args:
             num_frames: Number of frames of this chunk.
-            skip: Whether to send this chunk at once, because it responds to the client's input.
+            skip: Whether to send this chunk without waiting because it responds to the client's
+                input.
 
         Returns:
-            Time slept in milliseconds.
+            Time in milliseconds for which the call slept.
         """
         now_s = time.monotonic()
         if skip:
@@ -407,11 +422,13 @@ class MediaClock:
 
 
 class ChunkThrottle:
-    """Decides when the next chunk may start: not while paused, and not without credit."""
+    """Decides when the next chunk may start. No chunk starts while the stream is paused or has no
+    credit left.
+    """
 
     def __init__(self) -> None:
         self.credit: int | None = None
-        """Number of chunks that may start. None: unlimited."""
+        """Number of chunks that may still start. None: the number is not limited."""
         self.paused = False
         self._changed = asyncio.Event()
 

@@ -5,19 +5,19 @@ from typing import NamedTuple
 
 
 class PlayDeadline(NamedTuple):
-    """Deadline of a chunk."""
+    """Deadline of a chunk, relative to the current time."""
 
     in_s: float
-    """Time until the deadline in seconds."""
+    """Time in seconds until the deadline."""
     period_s: float
     """Playing time of the chunk in seconds."""
 
 
 class PlayClock:
-    """Deadlines of one stream.
+    """Computes the deadlines of one stream.
 
-    A chunk is due one playback time after the previous chunk. If the stream is late or was paused,
-    the next deadline is counted from the current time, so that delays do not accumulate.
+    A chunk is due when the previous chunk has finished playing. If the stream is late or was
+    paused, the next deadline is computed from the current time, so delays do not accumulate.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class PlayClock:
         """Return the deadline of a chunk that is requested now.
 
         Args:
-            num_frames: Pixel frames of the chunk.
+            num_frames: Number of pixel frames in the chunk.
             fps: Playback rate in frames per second.
             now_s: Monotonic time in seconds.
         """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionEngine`: engine requests of the realtime endpoints, with errors that are safe to send to
-clients.
+"""`SessionEngine`: runs engine requests for the realtime endpoints, with errors that are safe to
+send to clients.
 """
 
 import time
@@ -24,30 +24,31 @@ from vllm_omni.outputs import RequestFailed
 from vllm_omni.session_files.snapshot import SnapshotHeader
 
 WORLD_POSES: Final = "world_poses"
-"""Key of the world poses in a chunk's metadata and in replies."""
+"""Key under which a chunk's metadata and replies contain the world poses."""
 
 
 class ChunkResult(msgspec.Struct, frozen=True):
-    """One generated chunk."""
+    """A chunk that the engine has generated."""
 
     meta: dict[str, Any]
     """Metadata of the engine's result."""
     frames_THWC: np.ndarray
-    """Frames, uint8 RGB, a view of the engine's result. Without pixels if only latents were
-    requested."""
+    """Frames, uint8 RGB, as a view of the engine's result. The array contains no pixels if only
+    latents were requested.
+    """
     wall_ms: float
     """Time from the request to its result in milliseconds."""
     trace: ChunkTrace = NO_CHUNK
-    """Trace to which the chunk's spans belong."""
+    """Trace to which the spans of the chunk belong."""
     arrays: Mapping[str, np.ndarray] = MappingProxyType({})
     """All arrays of the engine's result by name, for example `frames` and `latents`."""
 
     @property
     def world_pose_fields(self) -> dict[str, Any]:
-        """Return the field `world_poses` of replies, with one pose per latent frame.
+        """Return the reply field `world_poses`, which contains one pose per latent frame.
 
-        A pose is [x_m, z_m, heading_degrees, pitch_degrees]. Empty if the camera's world pose is
-        unknown.
+        A pose is [x_m, z_m, heading_degrees, pitch_degrees]. The result is an empty dict if the
+        world pose of the camera is unknown.
         """
         poses = self.meta.get(WORLD_POSES)
         return {} if poses is None else {WORLD_POSES: poses}
@@ -70,7 +71,7 @@ class SessionEngine:
     async def generate(
         self, params: DiffusionParams, arrays: dict[str, np.ndarray], trace: ChunkTrace = NO_CHUNK
     ) -> ChunkResult:
-        """Run one chunk. Cancelling the call aborts the chunk at its next denoise step.
+        """Generate one chunk. Cancelling the call aborts the chunk at its next denoise step.
 
         Args:
             params: Parameters of the request.
@@ -81,7 +82,7 @@ class SessionEngine:
             EndpointError: The chunk was refused, was aborted or failed.
         """
         started_s = time.monotonic()
-        # a recording is replayed by comparing frames
+        #         # A replay compares frames, so chunks without frames are not recorded.
         recorder = None if params.output == "latents" else self._recorder
         try:
             meta, results = await self._engine.run_request(params, arrays)
@@ -103,14 +104,14 @@ class SessionEngine:
         return ChunkResult(meta, frames_THWC, wall_ms, trace, results)
 
     async def close_session(self, session_id: str) -> None:
-        """Free a session's state. Unknown ids are ignored."""
+        """Free the state of a session. An unknown id is ignored."""
         if self._recorder is not None:
             self._recorder.closed(session_id)
         with _endpoint_errors():
             await self._engine.close_session(session_id)
 
     async def fork_session(self, session_id: str, fork_to: str) -> None:
-        """Copy a session's committed state to a new id.
+        """Copy the committed state of a session to a new session id.
 
         Raises:
             EndpointError: The engine refused the copy.
@@ -139,7 +140,8 @@ class SessionEngine:
         """Write a session to a new file without pausing the engine.
 
         Returns:
-            The snapshot's header, and the engine time that it took in seconds.
+            `(header, seconds)`: the header of the snapshot, and the time in seconds that the engine
+            spent on it.
 
         Raises:
             EndpointError: The session could not be written.
@@ -150,7 +152,8 @@ class SessionEngine:
     async def copy_session(
         self, session_id: str, path: Path, owner: Mapping[str, str] | None, *, is_playing: bool
     ) -> tuple[SnapshotHeader, int]:
-        """Write the file of a session that will be moved, like `OmniEngine.copy_session`.
+        """Write or update the snapshot file of a session that is about to be moved, like
+        `OmniEngine.copy_session`.
 
         Raises:
             EndpointError: The session could not be written.
@@ -159,7 +162,8 @@ class SessionEngine:
             return await self._engine.copy_session(session_id, path, owner, is_playing=is_playing)
 
     async def end_copy(self, path: Path) -> None:
-        """Release the resources that the workers hold for a file of `copy_session`.
+        """Release the resources that the workers hold for a snapshot file written by
+        `copy_session`.
 
         Raises:
             EndpointError: The engine has stopped.
@@ -170,10 +174,10 @@ class SessionEngine:
     async def update_session(
         self, session_id: str, path: Path
     ) -> tuple[SnapshotHeader, dict[str, Any]]:
-        """Update a restored session from a later version of its file.
+        """Update a restored session from a later version of its snapshot file.
 
         Returns:
-            `(header, scalars)`.
+            `(header, scalars)`: the header and the scalar values of the snapshot.
 
         Raises:
             EndpointError: The session could not be updated and has been closed.
@@ -184,10 +188,10 @@ class SessionEngine:
     async def restore_session(
         self, session_id: str, path: Path
     ) -> tuple[SnapshotHeader, dict[str, Any]]:
-        """Restore a session from a file.
+        """Restore a session from a snapshot file.
 
         Returns:
-            `(header, scalars)`.
+            `(header, scalars)`: the header and the scalar values of the snapshot.
 
         Raises:
             EndpointError: The session could not be restored.

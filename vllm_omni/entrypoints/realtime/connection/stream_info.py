@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StreamInfo`: stream metadata of the served model, so that endpoints do not depend on the model.
+"""`StreamInfo`: stream metadata of the served model, which makes endpoints independent of the
+model.
 
-A family sets values that differ from the defaults in `ModelFamily.stream_info`. Sizes and session
-limits come from `OmniConfig`.
+A model family sets the values that differ from the defaults in `ModelFamily.stream_info`. Frame
+sizes and session limits come from `OmniConfig`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,7 +27,7 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Controls, geometry and rates of a causal world model."""
 
     actions: ActionSpace = CAMERA_SPACE
-    """Controls of the model, and whether it has prompts and start images."""
+    """Controls of the model, and whether it accepts prompts and start images."""
     patch_size: tuple[int, int, int] = (1, 2, 2)
     """Patch size of the transformer: (time, height, width)."""
     vae_stride: tuple[int, int, int] = (4, 8, 8)
@@ -34,53 +35,54 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     latent_channels: int = 16
     """Channels of a latent frame. Default: 16."""
     latent_size: tuple[int, int] | None = None
-    """Height and width of a latent frame, if they are independent of the frame size. Default: the
-    frames' size divided by `vae_stride`.
+    """Height and width of a latent frame, if they do not depend on the frame size. Default: the
+    frame size divided by `vae_stride`.
     """
     first_stride: int = 1
-    """Pixel frames of a session's first latent frame. Default: 1."""
+    """Number of pixel frames in a session's first latent frame. Default: 1."""
     latent_frames_per_chunk: int = 3
-    """Latent frames that are denoised together. Default: 3."""
+    """Number of latent frames that are denoised together as a chunk. Default: 3."""
     first_chunk_latent_frames: int | None = None
-    """Latent frames of a session's first chunk. Default: `latent_frames_per_chunk`."""
+    """Number of latent frames in a session's first chunk. Default: `latent_frames_per_chunk`."""
     fps: float = 16.0
     """Frame rate that the model was trained at. Default: 16."""
     intrinsics_reference_size: tuple[int, int] = (832, 480)
-    """(width, height) in pixels that intrinsics refer to."""
+    """(width, height) in pixels of the image to which intrinsics refer."""
     key_focal: float = 500.0
-    """Focal length that camera keys assume, in pixels of the video, unless the world description
-    has one."""
+    """Focal length in pixels of the video that is assumed for camera keys, unless the world
+    description specifies one.
+    """
     key_step: float = 0.05
-    """Step of a movement key in pose units. Default: 0.05."""
+    """Distance that a movement key covers in one step, in pose units. Default: 0.05."""
 
     height: int = DEFAULT_HEIGHT
     """Default height of the frames in pixels."""
     width: int = DEFAULT_WIDTH
     """Default width of the frames in pixels."""
     max_sessions: int = 8
-    """Maximum number of sessions over all data-parallel ranks."""
+    """Maximum number of sessions, summed over all data-parallel ranks."""
     session_idle_s: float = 300.0
     """Idle time in seconds after which a session is closed."""
     by_deadline: bool = False
     """Whether the engine schedules chunks by deadline (`OmniConfig.scheduling`)."""
     window_frames: int | None = None
-    """Attention window in latent frames, if sessions may choose a smaller window. None: sessions
-    cannot choose it.
+    """Attention window in latent frames, if sessions may choose a smaller one. None: sessions
+    cannot choose the window.
     """
     sink_frames: int | None = None
     """Number of sink frames of the attention window, if sessions may choose fewer. None: sessions
-    cannot choose them.
+    cannot choose the number.
     """
     chunks_in_flight: int = 1
     """Number of chunks of a session that the engine processes at the same time (`OmniConfig`)."""
     target_fps: float | None = None
-    """Frame rate of streams whose client does not request one. None: the model's rate."""
+    """Frame rate of a stream if the client does not request one. None: the model's frame rate."""
     model: str = ""
     """Name of the model that clients use."""
     preset: str | None = None
     """Preset of the server (`omni.model.preset`). None: the model has no presets."""
     card: WorldDescription | None = None
-    """World description of the checkpoint, if it has one."""
+    """World description of the checkpoint. None: the checkpoint has no world description."""
 
     @classmethod
     def from_vllm_config(cls, vllm_config: "VllmConfig", model: str) -> "StreamInfo":
@@ -88,7 +90,7 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
         Args:
             vllm_config: vLLM's configuration.
-            model: Name of the model that clients use.
+            model: Name that clients use for the model.
         """
         hf_config: dict[str, Any] = vllm_config.model_config.hf_config.to_dict()
         omni = OmniConfig.from_additional_config(vllm_config.additional_config)
@@ -122,7 +124,7 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Check a prompt.
 
         Raises:
-            EndpointError: `invalid_prompt`: the model has no prompts.
+            EndpointError: `invalid_prompt`, because the model takes no prompts.
         """
         if prompt and self.actions.prompt == "none":
             raise EndpointError(
@@ -132,7 +134,7 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             )
 
     def check_image(self, has_image: bool, param: str) -> None:
-        """Check whether a session may start with (or without) a start image.
+        """Check whether a session may start with, or without, a start image.
 
         Args:
             has_image: Whether the client sent a start image.
@@ -160,7 +162,7 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             param: Key of the images in the client's message.
 
         Raises:
-            EndpointError: `invalid_image` or `missing_image`; the message lists the allowed names.
+            EndpointError: `invalid_image` or `missing_image`. The message lists the allowed names.
         """
         sent, allowed = set(names), ", ".join(self.actions.image_names) or "no named images"
         if unknown := sorted(sent - set(self.actions.image_names)):
@@ -183,25 +185,25 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def size_multiple(self) -> tuple[int, int]:
-        """Width and height in pixels of which frame sizes must be multiples."""
+        """Frame widths and heights must be multiples of these two values, in pixels."""
         return self.patch_size[2] * self.vae_stride[2], self.patch_size[1] * self.vae_stride[1]
 
     @property
     def first_chunk_frames(self) -> int:
-        """Pixel frames of a session's first chunk."""
+        """Number of pixel frames in a session's first chunk."""
         return self.pixel_frames(
             self.first_chunk_latent_frames or self.latent_frames_per_chunk, starts_session=True
         )
 
     @property
     def chunk_frames(self) -> int:
-        """Pixel frames of every later chunk."""
+        """Number of pixel frames in every chunk after a session's first one."""
         return self.vae_stride[0] * self.latent_frames_per_chunk
 
     def key_intrinsics(self, width: int, height: int) -> list[float]:
-        """Return fx, fy, cx, cy of the view assumed for camera keys.
+        """Return the intrinsics fx, fy, cx, cy that are assumed for camera keys.
 
-        Units are pixels of the reference size, as for the intrinsics of poses.
+        The unit is pixels of the reference size, as for the intrinsics of poses.
 
         Args:
             width: Width of the video in pixels.
@@ -212,17 +214,21 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return [focal * wide / width, focal * high / height, wide / 2, high / 2]
 
     def focal_of_keys(self, width: int) -> float:
-        """Return the focal length assumed for camera keys, in pixels of a video of `width`."""
+        """Return the focal length that is assumed for camera keys, in pixels of a video with the
+        given width.
+        """
         own = None if self.card is None else self.card.focal
         return self.key_focal if own is None else own * width
 
     @property
     def pitch_limit_degrees(self) -> float:
-        """Return the largest angle of the view above or below the horizon in the served world."""
+        """Return the largest angle in degrees at which the camera may look above or below the
+        horizon.
+        """
         return PITCH_LIMIT_DEGREES if self.card is None else self.card.pitch_limit_degrees
 
     def pixel_frames(self, latent_frames: int, starts_session: bool) -> int:
-        """Return the number of pixel frames for a number of latent frames.
+        """Return the number of pixel frames that correspond to a number of latent frames.
 
         Args:
             latent_frames: Number of latent frames.
@@ -232,11 +238,11 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return max(0, self.vae_stride[0] * latent_frames - less)
 
     def latent_frames(self, pixel_frames: int) -> int:
-        """Return the number of latent frames of a chunk of `pixel_frames`."""
+        """Return the number of latent frames in a chunk with the given number of pixel frames."""
         return -(-pixel_frames // self.vae_stride[0])
 
     def chunk_sizes(self, first: bool) -> Iterator[int]:
-        """Yield the sizes of all following chunks in pixel frames, without end.
+        """Yield the number of pixel frames of each following chunk, without end.
 
         Args:
             first: Whether the session has not started.
@@ -250,7 +256,8 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Split a number of pixel frames into complete chunks.
 
         Returns:
-            `(sizes, remaining frames)`.
+            `(sizes, remaining)`: the number of frames in each complete chunk, and the number of
+            frames left over.
         """
         sizes: list[int] = []
         for size in self.chunk_sizes(first):
@@ -264,7 +271,8 @@ class StreamInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Check the size of frames.
 
         Raises:
-            EndpointError: `unsupported_size`: the model cannot generate frames of this size.
+            EndpointError: `unsupported_size`, because the model cannot generate frames of this
+                size.
         """
         wide, high = self.size_multiple
         if width % wide or height % high or height * width > self.max_area:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Actions and camera poses over time."""
+"""Controls of live streams: actions and camera poses over time."""

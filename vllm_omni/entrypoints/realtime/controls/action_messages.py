@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parses actions in clients' messages, for all endpoints.
+"""Parse the actions in clients' messages, for all endpoints.
 
-Frames are a list with one entry per latent frame: names of held buttons, or a map with `buttons`,
-`axes` and `scroll`. Transitions are `{"mode": "state", "transitions": [...]}`, a list of maps with
-the same keys; absent keys leave controls unchanged. An unknown control is refused with
-`invalid_action` and the list of the model's controls. Camera keys, which come
-from clients that support no other controls, press the corresponding buttons. Camera keys without a
-button, and other keys, are ignored.
+Actions are sent as frames or as transitions. Frames are a list with one entry per latent frame.
+Each entry lists the names of held buttons, or is a map with `buttons`, `axes` and `scroll`.
+Transitions are sent as `{"mode": "state", "transitions": [...]}`, where the list contains maps with
+the same keys. A key that is absent leaves its controls unchanged. An unknown control is refused
+with `invalid_action` and the list of the model's controls. Camera keys come from clients that
+support no other controls. Each camera key presses the corresponding button. Camera keys without a
+button are ignored, as are all other keys.
 """
 
 from collections.abc import Iterable, Sequence
@@ -41,27 +42,27 @@ _MAX_KEYS: Final = 16  # camera keys held at once
 
 class _Transition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     buttons: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_HELD)] | None = None
-    """Names of the held buttons. None: unchanged."""
+    """Names of the held buttons. None: the held buttons do not change."""
     axes: dict[Name, Value] = msgspec.field(default_factory=dict)
-    """Values of axes by name."""
+    """Values of axes, keyed by axis name."""
     scroll: Value = 0.0
-    """Notches of the wheel."""
+    """Number of notches that the wheel was turned."""
     client_ts_ms: float | None = None
-    """Accepted, not used."""
+    """This field is accepted for compatibility and has no effect."""
 
 
 class _States(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mode: Literal["state"]
-    """Only `state` is supported."""
+    """Mode of the message. The only supported mode is `state`."""
     transitions: Annotated[list[_Transition], msgspec.Meta(max_length=_MAX_TRANSITIONS)]
-    """Transitions, oldest first, at most 512."""
+    """Transitions, oldest first. A message may contain at most 512."""
 
 
 def read_actions_message(value: Any, space: ActionSpace) -> ControlScript | ControlStates:
     """Parse the frames or transitions of one message.
 
     Raises:
-        EndpointError: `invalid_action`.
+        EndpointError: `invalid_action`, because the message is malformed or names unknown controls.
     """
     if isinstance(value, dict):
         states: _States = _convert(value, _States, space)
@@ -78,10 +79,10 @@ def read_actions_message(value: Any, space: ActionSpace) -> ControlScript | Cont
 
 
 def convert_frames(value: Any, space: ActionSpace) -> list[ActionEntry]:
-    """Parse a list of frames. `read_script` checks the names of controls afterwards.
+    """Parse a list of frames without checking the names of controls, which `read_script` checks.
 
     Raises:
-        EndpointError: `invalid_action`.
+        EndpointError: `invalid_action`, because a frame is malformed.
     """
     frames: list[ActionEntry] = _convert(value, list[ActionEntry], space)
     return frames
@@ -91,7 +92,7 @@ def read_script(entries: Sequence[ActionEntry], space: ActionSpace) -> ControlSc
     """Check parsed frames against the model's controls.
 
     Raises:
-        EndpointError: `invalid_action`.
+        EndpointError: `invalid_action`, because a frame does not match the controls.
     """
     frames = tuple(_without_repeats(as_frame(entry)) for entry in entries)
     for index, frame in enumerate(frames):
@@ -100,19 +101,20 @@ def read_script(entries: Sequence[ActionEntry], space: ActionSpace) -> ControlSc
 
 
 def camera_frames(entries: Iterable[Any], space: ActionSpace) -> ControlScript:
-    """Parse frames of camera keys, one list per latent frame.
+    """Parse frames of camera keys, which are sent as one list of keys per latent frame.
 
     Raises:
-        EndpointError: `invalid_request`: an entry is not a list of strings.
+        EndpointError: `invalid_request`, because an entry is not a list of strings.
     """
     return ControlScript(tuple(ActionFrame(camera_buttons(keys, space)) for keys in entries))
 
 
 def camera_buttons(keys: Any, space: ActionSpace) -> Held:
-    """Return the buttons that held camera keys press. Unknown keys are ignored, as clients expect.
+    """Return the buttons that correspond to held camera keys. Unknown keys are ignored, as clients
+    expect.
 
     Raises:
-        EndpointError: `invalid_request`: the keys are not a list of strings.
+        EndpointError: `invalid_request`, because the keys are not a list of strings.
     """
     if not isinstance(keys, list) or len(keys) > _MAX_KEYS or not {str}.issuperset(map(type, keys)):
         raise EndpointError(

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`AnalogTrack`: values of a client's axes and wheel until they are sampled for the next chunk.
+"""`AnalogTrack`: holds the values of a client's axes and wheel until they are sampled for the next
+chunk.
 
 A `rate` axis keeps its value until it changes. Distances on a `motion` axis are summed until a
-chunk starts. The sum is spread evenly over the frames of the chunk and limited to the range of a
-frame, so that the motion ends when the user stops. Notches of the wheel are also summed. Each frame
-gets one notch, starting with the first frame; surplus notches are dropped. This module only holds
-data, which `stream_state.py` serializes.
+chunk starts. The sum is spread evenly over the frames of the chunk and clamped to the range that a
+frame allows, so the motion ends when the user stops. Notches of the wheel are summed in the same
+way. Each frame gets one notch, starting with the first frame, and surplus notches are dropped. This
+module contains only data, which `stream_state.py` serializes.
 """
 
 from collections.abc import Mapping
@@ -22,12 +23,12 @@ EventId = int | str
 
 
 class AnalogEvent(msgspec.Struct, frozen=True):
-    """One event of a client."""
+    """An input event of a client."""
 
     order: int
-    """Order of arrival within the session."""
+    """Position of the event in the order of arrival within the session."""
     event_id: EventId | None
-    """The client's id. None: the client sent no id."""
+    """Id that the client gave to the event. None: the client sent no id."""
 
 
 class _Rate(msgspec.Struct):
@@ -40,18 +41,18 @@ class _Rate(msgspec.Struct):
 
 
 class AnalogTrack(msgspec.Struct):
-    """Axes and wheel of one session."""
+    """State of the axes and the wheel of one session."""
 
     space: ActionSpace = CAMERA_SPACE
     """Controls of the model."""
     _rates: dict[str, _Rate] = msgspec.field(default_factory=dict)
-    """Value of each rate axis by name."""
+    """Current value of each rate axis, by name."""
     _moved: dict[str, float] = msgspec.field(default_factory=dict)
     """Distance on each motion axis since the last sample, by name."""
     _notches: float = 0.0
-    """Notches of the wheel since the last sample."""
+    """Number of notches that the wheel has been turned since the last sample."""
     _movers: dict[int, AnalogEvent] = msgspec.field(default_factory=dict)
-    """Events of these motions and notches, in order of arrival."""
+    """Events that contributed to `_moved` or `_notches`, in order of arrival."""
 
     @property
     def is_at_rest(self) -> bool:
@@ -65,7 +66,7 @@ class AnalogTrack(msgspec.Struct):
     def push(
         self, axes: Mapping[str, float], scroll: float, event: AnalogEvent
     ) -> list[AnalogEvent]:
-        """Apply one transition. The names must be in the action space.
+        """Apply one transition. The names of its axes must be in the action space.
 
         Returns:
             Events whose rates the transition replaces.
@@ -89,7 +90,7 @@ class AnalogTrack(msgspec.Struct):
         """Reset all values.
 
         Returns:
-            Events that are interrupted by this.
+            Events that the reset interrupts.
         """
         cut = [*self._movers.values(), *(rate.event for rate in self._rates.values())]
         self._rates.clear()
@@ -100,7 +101,7 @@ class AnalogTrack(msgspec.Struct):
 
     @property
     def waiting(self) -> list[AnalogEvent]:
-        """Events that have not taken full effect."""
+        """Events that have not yet taken full effect."""
         return [
             *self._movers.values(),
             *(rate.event for rate in self._rates.values() if rate.is_new),
@@ -121,7 +122,7 @@ class AnalogTrack(msgspec.Struct):
             events: Events that take effect are appended to this list.
 
         Returns:
-            `(axes, scroll)` of each frame.
+            `(axes, scroll)` for each latent frame.
         """
         events += [*self._movers.values(), *(rate.event for rate in self._rates.values())]
         steady = {name: rate.value for name, rate in self._rates.items() if rate.value}

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Camera paths from clients, checked and converted to exact float32 arrays.
+"""Check camera paths from clients, and convert them to float32 arrays with exact rotations.
 
-Poses are camera-to-world with OpenCV axes (x right, y down, z forward), one per pixel frame.
-Intrinsics are fx, fy, cx, cy in pixels of the model's reference size.
+Poses are camera-to-world matrices with OpenCV axes (x right, y down, z forward), one for each pixel
+frame. Intrinsics are fx, fy, cx, cy in pixels of the model's reference size.
 """
 
 from dataclasses import dataclass
@@ -17,20 +17,22 @@ from vllm_omni.entrypoints.realtime.connection.stream_info import StreamInfo
 
 PosePolicy = Literal["error", "trim", "hold_last"]
 
-# a larger deviation from a rotation is an error, a smaller one is rounding
+# # A larger deviation from a rotation is an error. A smaller one is due to rounding.
 _ROTATION_TOLERANCE: Final = 1e-2
 _LAST_ROW_TOLERANCE: Final = 1e-3
-_LARGEST: Final = 1e6  # a larger float32 position has no useful precision
+_LARGEST: Final = 1e6  # float32 positions above this have no useful precision
 
 
 @dataclass(frozen=True)
 class CameraPath:
-    """Poses and intrinsics of consecutive pixel frames. Arrays are C-contiguous and finite."""
+    """Poses and intrinsics of consecutive pixel frames. The arrays are C-contiguous and contain
+    finite values.
+    """
 
     poses_N44: np.ndarray
     """Camera-to-world matrices, float32."""
     intrinsics_N4: np.ndarray
-    """fx, fy, cx, cy in pixels of the reference size, float32."""
+    """Intrinsics fx, fy, cx, cy in pixels of the reference size, float32."""
 
     def __len__(self) -> int:
         return len(self.poses_N44)
@@ -44,22 +46,23 @@ class CameraPath:
         size: tuple[int, int],
         own_size: tuple[int, int] | None = None,
     ) -> "CameraPath":
-        """Check a client's arrays or nested lists.
+        """Check arrays or nested lists from a client, and convert them to a camera path.
 
-        Rotations are made exactly orthonormal.
+        Each rotation is replaced with the nearest orthonormal matrix.
 
         Args:
-            poses: `[N, 4, 4]`.
-            intrinsics: Intrinsics `[N, 4]`, `[N, 3, 3]` or `[N, 4, 4]`, or a single one for all
-                poses.
+            poses: Camera-to-world matrices `[N, 4, 4]`.
+            intrinsics: Intrinsics `[N, 4]`, `[N, 3, 3]` or `[N, 4, 4]`, or a single vector or
+                matrix for all poses.
             max_poses: Maximum number of poses.
             size: Width and height of the image to which the server's intrinsics refer.
             own_size: Width and height of the image to which the client's intrinsics refer.
-                Intrinsics are scaled from this size to `size`. Default: the same size.
+                Intrinsics are scaled from this size to `size`. Default: `size`, so they are not
+                scaled.
 
         Raises:
-            EndpointError: `invalid_camera` or `non_finite_pose`, with the received and the allowed
-                values.
+            EndpointError: `invalid_camera` or `non_finite_pose`. The message states the received
+                and the allowed values.
         """
         poses_N44 = _numbers(poses, "poses")
         if poses_N44.ndim != 3 or poses_N44.shape[1:] != (4, 4) or len(poses_N44) == 0:
@@ -118,7 +121,7 @@ class CameraPath:
 def plan_frames(
     num_poses: int, num_frames: int | None, policy: PosePolicy, info: StreamInfo, first: bool
 ) -> list[int]:
-    """Return the chunk sizes of one request in pixel frames.
+    """Return the number of pixel frames in each chunk of a request.
 
     Args:
         num_poses: Number of poses that the client sent.
@@ -129,7 +132,8 @@ def plan_frames(
         first: Whether this is the session's first request.
 
     Raises:
-        EndpointError: `invalid_camera`: the numbers do not match the policy.
+        EndpointError: `invalid_camera`, because the numbers of poses and frames do not match the
+            policy.
     """
     grid = f"{info.first_chunk_frames} + {info.chunk_frames}k" if first else f"{info.chunk_frames}k"
     where = "a session's first request" if first else "a later request"
@@ -168,7 +172,7 @@ def _numbers(value: Any, name: str) -> np.ndarray:
                 f"{name} must contain numbers, got dtype {value.dtype}",
                 param=name,
             )
-        with np.errstate(invalid="ignore"):  # NaN is refused later, with its own error
+        with np.errstate(invalid="ignore"):  # NaN is refused later with a separate error
             return value.astype(np.float64)
     if not isinstance(value, list) or not _check_numeric(value):
         raise EndpointError(
@@ -192,8 +196,8 @@ def _check_numeric(value: list[Any]) -> bool:
 
 
 def _per_frame(intrinsics: np.ndarray, count: int) -> np.ndarray:
-    """Return fx, fy, cx, cy per frame. A single vector of four or a single matrix applies to all
-    frames.
+    """Return fx, fy, cx, cy for each frame. A single vector of four values or a single matrix
+    applies to all frames.
     """
     shape = intrinsics.shape
     if shape in ((4,), (3, 3)) or (shape == (4, 4) and count != 4):
@@ -215,10 +219,10 @@ def _per_frame(intrinsics: np.ndarray, count: int) -> np.ndarray:
 
 
 def _with_exact_rotations(poses_N44: np.ndarray) -> np.ndarray:
-    """Replace each rotation by the nearest orthonormal one (SVD).
+    """Replace each rotation with the nearest orthonormal matrix (SVD).
 
     Raises:
-        EndpointError: A pose is not rigid.
+        EndpointError: A pose is not a rigid transform.
     """
     if np.abs(poses_N44[:, 3] - np.array([0.0, 0.0, 0.0, 1.0])).max() > _LAST_ROW_TOLERANCE:
         raise EndpointError(

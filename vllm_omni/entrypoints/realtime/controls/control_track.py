@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ControlTrack`: a client's pending controls, and the controls of the next chunk.
+"""`ControlTrack`: collects a client's controls, and samples them for the next chunk.
 
 Actions arrive as a script or as states. A script is a timeline with one frame of controls per
-latent frame; after its end no control is active. States are transitions, for example "these buttons
-are held". Held buttons remain held until they change, so there is never a backlog. A button that is
-pressed and released between two chunks is still held for one latent frame. `AnalogTrack` handles
-axes and wheel. A script replaces transitions, and transitions replace a script. Only the latest
-prompt and the latest LoRA adapters apply. All buffers are bounded.
+latent frame. No control is active after the end of the script. States are transitions, for example
+"these buttons are held". Held buttons remain held until they change, so no backlog can build up. A
+button that is pressed and released between two chunks is still held for one latent frame.
+`AnalogTrack` handles axes and the wheel. A script replaces pending transitions, and transitions
+replace a script. Only the latest prompt and the latest LoRA adapters apply. All buffers are
+bounded.
 
-This module only holds data, which `stream_state.py` serializes. It uses no sockets, clock or
-engine.
+This module contains only data, which `stream_state.py` serializes, and uses no sockets, no clock
+and no engine.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,66 +26,68 @@ MAX_SCRIPT_ENTRIES: Final = 512
 _REMEMBERED_IDS: Final = 1024
 
 Held = tuple[str, ...]
-"""Buttons held during one latent frame; () for none."""
+"""Buttons that are held during one latent frame. An empty tuple means none."""
 
 
 class TooManyEvents(Exception):
-    """Too many events are waiting for the next chunk."""
+    """Raised when too many events are waiting for the next chunk."""
 
 
 class ControlScript(msgspec.Struct, frozen=True):
-    """A timeline of controls."""
+    """A timeline of controls with one entry per latent frame."""
 
     entries: tuple[ActionFrame, ...]
-    """Controls of each latent frame."""
+    """Controls for each latent frame."""
 
 
 class ControlTransition(msgspec.Struct, frozen=True):
-    """A change of controls."""
+    """A change of the held buttons, axes or wheel."""
 
     buttons: Held | None = None
-    """Buttons that are now held. None: unchanged."""
+    """Buttons that are held after the change. None: the held buttons do not change."""
     axes: Mapping[str, float] = {}
     """New value of a rate axis, or distance on a motion axis, by axis name."""
     scroll: float = 0.0
-    """Notches of the wheel."""
+    """Number of notches that the wheel was turned."""
 
 
 class ControlStates(msgspec.Struct, frozen=True):
-    """Transitions in chronological order."""
+    """A sequence of transitions in chronological order."""
 
     transitions: tuple[ControlTransition, ...]
     """Transitions, oldest first."""
 
 
 class PromptChange(msgspec.Struct, frozen=True):
-    """A new prompt."""
+    """An update that sets a new prompt."""
 
     text: str
-    """The prompt."""
+    """Text of the prompt."""
 
 
 class AdapterChange(msgspec.Struct, frozen=True):
-    """New LoRA adapters."""
+    """An update that sets new LoRA adapters."""
 
     choices: tuple[Lora, ...]
-    """The adapters; () for none."""
+    """LoRA adapters to apply. An empty tuple means none."""
 
 
 Update = ControlScript | ControlStates | PromptChange | AdapterChange
 
 
 class ControlSample(msgspec.Struct, frozen=True):
-    """Controls of one chunk."""
+    """Controls that were sampled for one chunk."""
 
     actions: list[ActionEntry] | None = None
-    """One entry per latent frame. None: the client never sent actions."""
+    """Actions with one entry per latent frame. None: the client has never sent actions."""
     prompt: str | None = None
-    """New prompt. None: unchanged."""
+    """New prompt. None: the prompt does not change."""
     lora: tuple[Lora, ...] | None = None
-    """New LoRA adapters. None: unchanged."""
+    """New LoRA adapters. None: the adapters do not change."""
     event_id: EventId | None = None
-    """Id of the newest event that takes effect in this chunk."""
+    """Id of the newest event that takes effect in this chunk. None: no event with an id takes
+    effect.
+    """
     is_new: bool = False
     """Whether no earlier sample contained `event_id`."""
     applied: tuple[EventId, ...] = ()
@@ -94,16 +97,16 @@ class ControlSample(msgspec.Struct, frozen=True):
 
 
 class ControlTrack(msgspec.Struct):
-    """Controls of one session, in order of arrival. Call `apply` and `sample` on the same event
-    loop.
+    """Controls of one session, in order of arrival. This class is not thread-safe; call `apply` and
+    `sample` on the same event loop.
     """
 
     space: ActionSpace = CAMERA_SPACE
     """Controls of the model. Every control of an update must be in this action space."""
     _script: list[tuple[ActionFrame, AnalogEvent]] = []
-    """Remaining frames of the script, each with its event."""
+    """Remaining frames of the script, each with the event that sent it."""
     _transitions: list[tuple[Held, AnalogEvent]] = []
-    """Held buttons since the last sample, each with its event."""
+    """States of the held buttons since the last sample, each with the event that set it."""
     _held: Held = ()
     """Buttons that were held in the last frame of the last sample."""
     _held_by: AnalogEvent | None = None
@@ -111,39 +114,41 @@ class ControlTrack(msgspec.Struct):
     _any_actions: bool = False
     """Whether the client has ever sent actions."""
     _prompt: tuple[str, AnalogEvent] | None = None
-    """New prompt and its event."""
+    """New prompt and the event that set it. None: no prompt is waiting."""
     _lora: tuple[tuple[Lora, ...], AnalogEvent] | None = None
-    """New LoRA adapters and their event."""
+    """New LoRA adapters and the event that set them. None: no adapters are waiting."""
     _num_events: int = 0
-    """Number of events so far."""
+    """Number of events that have been applied so far."""
     _newest_sent: int = -1
-    """Largest order number of an event whose id was in a sample."""
+    """Largest order number among the events whose ids have been in a sample."""
     _acting: set[int] = msgspec.field(default_factory=set)
     """Order numbers of the events that were in effect in the last sample."""
     _seen: dict[EventId, None] = {}
     """Ids of the latest events, oldest first, to detect duplicates."""
     _analog: AnalogTrack = msgspec.field(default_factory=AnalogTrack)
-    """Axes and wheel."""
+    """State of the axes and the wheel."""
 
     def __post_init__(self) -> None:
         self._analog.space = self.space
 
     def is_repeated(self, event_id: EventId | None) -> bool:
-        """Whether an event with this id has been applied. A repetition has no effect."""
+        """Whether an event with this id has already been applied, so that a repetition must have no
+        effect.
+        """
         return event_id is not None and event_id in self._seen
 
     def apply(self, updates: Iterable[Update], event_id: EventId | None = None) -> list[EventId]:
         """Apply one event.
 
         Args:
-            updates: Parts of the event. The updates are applied together.
+            updates: Updates that the event consists of, which are applied together.
             event_id: The client's id of the event.
 
         Returns:
             Ids of earlier events that will never take effect.
 
         Raises:
-            TooManyEvents: Too many events are waiting. No part of this event is applied.
+            TooManyEvents: Too many events are waiting, so no update of the event is applied.
         """
         updates = list(updates)
         if self._analog.is_full and any(_moves(update) for update in updates):
@@ -180,7 +185,7 @@ class ControlTrack(msgspec.Struct):
         return [old_id for old_id in ids if old_id is not None]
 
     def _waiting(self) -> set[int]:
-        """Return the order numbers of events that have not taken full effect."""
+        """Return the order numbers of the events that have not yet taken full effect."""
         if (
             not (self._script or self._transitions or self._prompt or self._lora)
             and self._analog.is_at_rest
@@ -193,9 +198,9 @@ class ControlTrack(msgspec.Struct):
     def _push(
         self, transitions: tuple[ControlTransition, ...], event: AnalogEvent
     ) -> list[AnalogEvent]:
-        """Append transitions.
+        """Append transitions, and return the events that they replace.
 
-        Only the newest buttons and the newest non-empty buttons are retained.
+        Only the newest state of the buttons and the newest state with any held button are retained.
         """
         replaced = [old for _, old in self._transitions]
         for transition in transitions:
@@ -220,11 +225,11 @@ class ControlTrack(msgspec.Struct):
         return replaced + self._analog.clear()
 
     def sample(self, latent_frames: int, with_prompt: bool = True) -> ControlSample:
-        """Return and consume the next chunk's controls.
+        """Return and consume the controls of the next chunk.
 
         Args:
             latent_frames: Latent frames of the chunk.
-            with_prompt: Whether the prompt may change.
+            with_prompt: Whether the chunk may change the prompt.
         """
         events: list[AnalogEvent] = []
         actions = self._sample_actions(latent_frames, events) if self._any_actions else None
@@ -269,7 +274,7 @@ class ControlTrack(msgspec.Struct):
         )
 
     def _lasting(self) -> set[int]:
-        """Return the order numbers of events that remain in effect after this chunk."""
+        """Return the order numbers of the events that remain in effect after this chunk."""
         orders = self._waiting()
         if self._held_by is not None and self._held:
             orders.add(self._held_by.order)
@@ -286,7 +291,7 @@ class ControlTrack(msgspec.Struct):
                 *([] for _ in range(latent_frames - len(taken))),
             ]
         held = self._sample_buttons(latent_frames, events)
-        if self._analog.is_at_rest:  # always true for models that only have buttons
+        if self._analog.is_at_rest:  # always true for models that have only buttons
             return list(map(list, held))
         analog = self._analog.sample(latent_frames, events)
         return [

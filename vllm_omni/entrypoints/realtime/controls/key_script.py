@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Actions as a single line of text for command lines, for example `"w*6 wl*3 -"`.
+"""Parse actions that are written as one line of text on a command line, for example `"w*6 wl*3 -"`.
 
 The example clients import this module, so it must not import torch.
 """
@@ -12,7 +12,7 @@ from vllm_omni.camera_keys import CAMERA_KEYS
 def parse_keys(text: str) -> list[list[str]]:
     """Parse keys per latent frame: `"w*2 wl -"` gives `[["w"], ["w"], ["w", "l"], []]`.
 
-    w a s d move, i k j l look, `-` means no key, and `*N` repeats a token.
+    The keys w a s d move and i k j l look around, `-` means no key, and `*N` repeats a token.
 
     Raises:
         ValueError: A token is invalid.
@@ -30,10 +30,11 @@ def parse_keys(text: str) -> list[list[str]]:
 
 
 def parse_actions(text: str) -> list[dict[str, Any]]:
-    """Parse actions of any model per latent frame: `"jump+forward*2 yaw=-0.1 scroll=1 -"`.
+    """Parse actions for any model, for example `"jump+forward*2 yaw=-0.1 scroll=1 -"`.
 
-    Each token is a frame: names of held buttons and `axis=value`, joined by `+`. `scroll=1` turns
-    the wheel, `-` means no action, and `*N` repeats a token. The server checks the names.
+    Each token describes one latent frame: names of held buttons and `axis=value` terms, joined by
+    `+`. `scroll=1` turns the wheel, `-` means no action, and `*N` repeats a token. The server
+    checks the names.
 
     Raises:
         ValueError: A token is invalid.

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`PoseTrack`: converts camera commands to one pose per pixel frame.
 
-Commands use x right, y up and z forward, relative to the start of the session. Poses are
-camera-to-world with OpenCV axes (y down), as in `CameraPath`. A `target` is reached after a number
-of chunks: positions change linearly, and rotations follow the shortest arc at constant speed. A
-`velocity` is a step that is repeated in every latent frame until the next command. Poses of pixel
-frames between latent frames are interpolated in the same way.
+Commands use the axes x right, y up and z forward, relative to the pose at the start of the session.
+Poses are camera-to-world matrices with OpenCV axes (y down), as in `CameraPath`. The camera reaches
+a `target` after a given number of chunks. Until then, the position of the camera changes linearly,
+and its rotation follows the shortest arc at constant speed. A `velocity` is a step that is repeated
+in every latent frame until the next command. Poses of pixel frames between latent frames are
+interpolated in the same way.
 
 If the model has the axes `WALK_AXES`, a velocity is converted to their values instead
 (`walk_axes`). The model then moves the camera with the package's only integrator, which respects
-walls. This module only holds data, which `stream_state.py` serializes.
+walls. This module contains only data, which `stream_state.py` serializes.
 """
 
 import math
@@ -32,28 +33,32 @@ from vllm_omni.worlds.movement import (
 # N pixel frames
 
 MAX_PENDING: Final = 32
-"""Maximum number of commands that may wait for the next chunk. A command replaces its
-predecessor.
+"""Maximum number of commands that may wait for the next chunk. Each command replaces the one before
+it.
 """
 
 WALK_AXES: Final = ("forward", "right", "up", "yaw", "pitch")
-"""Rates of a walking camera: steps per latent frame, then degrees per latent frame."""
+"""Rate axes of a walking camera. `forward`, `right` and `up` are in steps per latent frame, `yaw`
+and `pitch` in degrees per latent frame.
+"""
 
 _UP_TO_DOWN_44: Final = np.diag([1.0, -1.0, 1.0, 1.0])
 
 
 @dataclass(frozen=True)
 class CameraCommand:
-    """One camera command."""
+    """A camera command of a client."""
 
     event_id: str
     """The client's id of the command."""
     mode: Literal["target", "velocity"]
-    """Whether to move to a pose or to keep moving."""
+    """Whether to move to a pose (`target`) or to keep moving (`velocity`)."""
     translation_3: np.ndarray
-    """Position of a target, or the step of a velocity."""
+    """Position of a target, or translation per latent frame of a velocity."""
     rotation_4: np.ndarray
-    """Rotation as a unit quaternion x, y, z, w."""
+    """Rotation of a target, or rotation per latent frame of a velocity, as a unit quaternion x, y,
+    z, w.
+    """
     transition_chunks: int = 1
     """Number of chunks until a target is reached, at least 0. Default: 1."""
 
@@ -67,7 +72,7 @@ class CameraCommand:
         return math.degrees(math.asin(min(1.0, max(-1.0, float(_rotation(self.rotation_4)[1, 2])))))
 
     def walk_axes(self, step: float) -> dict[str, float]:
-        """Return a velocity as values of `WALK_AXES`, without roll.
+        """Return a velocity as values of `WALK_AXES`. Roll is ignored.
 
         Args:
             step: Length of a step in pose units.
@@ -91,22 +96,21 @@ class CommandProgress:
     active: tuple[str, ...] = ()
     """Ids of commands that are active at the end of the chunk."""
     completed: tuple[str, ...] = ()
-    """Ids of commands that ended in the chunk because their target was reached or they were
-    replaced.
+    """Ids of commands that ended in the chunk because they reached their target or were replaced.
     """
 
 
 _Pose = tuple[np.ndarray, np.ndarray]
-"""(translation_3, rotation_4), in the axes of commands."""
+"""A pose `(translation_3, rotation_4)` in the axes that commands use."""
 
 
 class PoseTrack(msgspec.Struct):
-    """Camera of a session. It starts at the identity pose."""
+    """State of a session's camera, which starts at the identity pose."""
 
     walks: bool = False
     """Whether velocities are converted to `WALK_AXES`. Default: False."""
     pitch_limit_degrees: float = PITCH_LIMIT_DEGREES
-    """Largest angle of the view above or below the horizon that velocities reach."""
+    """Largest angle in degrees above or below the horizon to which velocities can turn the view."""
     _pending: list[CameraCommand] = []
     """Commands that take effect with the next chunk."""
     _active: CameraCommand | None = None
@@ -114,9 +118,9 @@ class PoseTrack(msgspec.Struct):
     _source: _Pose = msgspec.field(default_factory=lambda: _identity())
     """Pose at the start of the active command."""
     _pose: _Pose = msgspec.field(default_factory=lambda: _identity())
-    """Current pose."""
+    """Current pose of the camera."""
     _steps: int = 0
-    """Latent frames since the start of a target."""
+    """Number of latent frames since the active target command started."""
 
     def push(self, command: CameraCommand) -> None:
         self._pending.append(command)
@@ -124,18 +128,18 @@ class PoseTrack(msgspec.Struct):
 
     @property
     def velocity(self) -> CameraCommand | None:
-        """Return the velocity of the next chunk, if any."""
+        """Return the velocity command that applies to the next chunk, or None if there is none."""
         command = self._pending[-1] if self._pending else self._active
         return command if command is not None and command.mode == "velocity" else None
 
     @property
     def position_3(self) -> np.ndarray:
-        """Where the camera is, with OpenCV axes."""
+        """Position of the camera, in OpenCV axes."""
         return _matrix(self._pose)[:3, 3]
 
     def shift(self, by_3: np.ndarray) -> None:
-        """Correct the position of the camera, in OpenCV axes, after it was stopped by an
-        obstacle.
+        """Correct the position of the camera by `by_3`, in OpenCV axes, after an obstacle has
+        stopped it.
         """
         self._pose = (self._pose[0] + _UP_TO_DOWN_44[:3, :3] @ by_3, self._pose[1])
 
@@ -143,11 +147,12 @@ class PoseTrack(msgspec.Struct):
         """Return the poses of the next chunk.
 
         Args:
-            pixel_frames: Pixel frames of the chunk.
-            latent_frames: Latent frames of the chunk.
+            pixel_frames: Number of pixel frames in the chunk.
+            latent_frames: Number of latent frames in the chunk.
 
         Returns:
-            Float32 poses `[pixel_frames, 4, 4]` and the progress of the commands.
+            `(poses, progress)`: float32 poses `[pixel_frames, 4, 4]` and the progress of the
+            commands.
         """
         started = [command.event_id for command in self._pending]
         completed = []
@@ -159,8 +164,8 @@ class PoseTrack(msgspec.Struct):
         for _ in range(latent_frames):
             self._step(latent_frames, completed)
             knots.append(self._pose)
-        # Pixel frames are interpolated between latent frames. The last one of each group shows the
-        # latent frame itself.
+        #         # Pixel frames are interpolated between latent frames. The last pixel frame of
+        # each group shows the latent frame itself.
         ahead = np.arange(1, pixel_frames + 1) * latent_frames / pixel_frames
         if pixel_frames % latent_frames:  # a session's first latent frame is a single pixel frame
             rest = (pixel_frames - 1) // max(1, latent_frames - 1)
@@ -194,7 +199,7 @@ class PoseTrack(msgspec.Struct):
 
 
 def unit_quaternion(values: Sequence[float]) -> np.ndarray:
-    """Return x, y, z, w as a unit quaternion.
+    """Normalize the quaternion x, y, z, w to unit length.
 
     Raises:
         ValueError: The quaternion is zero or not finite.
@@ -207,7 +212,7 @@ def unit_quaternion(values: Sequence[float]) -> np.ndarray:
 
 
 def _walked(pose: _Pose, velocity: CameraCommand, pitch_limit_degrees: float) -> _Pose:
-    """Return the pose after moving with a velocity for one latent frame, ignoring obstacles."""
+    """Return the pose after one latent frame of motion with a velocity. Obstacles are ignored."""
     right, up, forward, yaw, pitch = (
         torch.tensor([value], dtype=torch.float64)
         for value in (
@@ -230,7 +235,9 @@ def _walked(pose: _Pose, velocity: CameraCommand, pitch_limit_degrees: float) ->
 
 
 def _quaternion(rotation_33: np.ndarray) -> np.ndarray:
-    """Return the quaternion of a rotation, computed from its largest component for accuracy."""
+    """Convert a rotation matrix to a quaternion. For accuracy, the largest component is computed
+    first.
+    """
     r = rotation_33
     squares_4 = 1.0 + np.array([[1, -1, -1], [-1, 1, -1], [-1, -1, 1], [1, 1, 1]]) @ np.diag(r)
     rows_44 = np.array(
@@ -275,7 +282,7 @@ def _normal(rotation_4: np.ndarray) -> np.ndarray:
 
 
 def _product(a_4: np.ndarray, b_4: np.ndarray) -> np.ndarray:
-    """Return the Hamilton product: rotation b followed by rotation a."""
+    """Return the Hamilton product of two quaternions, which applies rotation b and then rotation a."""
     vector_3 = a_4[3] * b_4[:3] + b_4[3] * a_4[:3] + np.cross(a_4[:3], b_4[:3])
     return np.append(vector_3, a_4[3] * b_4[3] - a_4[:3] @ b_4[:3])
 
@@ -292,7 +299,7 @@ def _rotation(rotation_4: np.ndarray) -> np.ndarray:
 
 
 def _matrix(pose: _Pose) -> np.ndarray:
-    """Return the camera-to-world matrix with OpenCV axes."""
+    """Return the camera-to-world matrix of a pose, with OpenCV axes."""
     matrix_44 = np.eye(4)
     matrix_44[:3, :3], matrix_44[:3, 3] = _rotation(pose[1]), pose[0]
     return _UP_TO_DOWN_44 @ matrix_44 @ _UP_TO_DOWN_44

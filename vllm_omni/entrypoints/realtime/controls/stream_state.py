@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serializes the controls of a live stream, so that another server can continue it.
+"""Serialize the controls of a live stream, so that another server can continue the stream.
 
-The bytes contain what a snapshot of the session does not: held buttons, the rest of a script, the
-camera of a command, and inputs that are waiting for the next chunk. The classes of this folder are
-serialized with their private fields. Only servers of the same fleet exchange these bytes.
+The serialized state contains data that a snapshot of the session lacks: held buttons, the rest of a
+script, the camera that commands move, and inputs that are waiting for the next chunk. The classes
+of this folder are serialized with their private fields. Only servers of the same fleet exchange
+this state.
 """
 
 from typing import Any, TypeVar
@@ -14,13 +15,15 @@ import numpy as np
 from vllm_omni.entrypoints.errors import EndpointError
 
 MAX_STATE_BYTES = 1 << 20
-"""Maximum size of the bytes. The buffers of all controls are bounded well below this size."""
+"""Maximum size of the serialized state in bytes. All buffers of controls are bounded well below
+this size.
+"""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 def encode_state(state: msgspec.Struct) -> bytes:
-    """Return the controls of a stream as bytes."""
+    """Serialize the controls of a stream."""
     return msgspec.msgpack.encode(state, enc_hook=_to_list)
 
 
@@ -32,7 +35,7 @@ def decode_state(data: bytes, kind: type[T]) -> T:
         kind: Class of the controls.
 
     Raises:
-        EndpointError: `invalid_request`: the bytes belong to another endpoint.
+        EndpointError: `invalid_request`, because the state belongs to another endpoint.
     """
     try:
         return msgspec.msgpack.decode(data, type=kind, dec_hook=_to_array)

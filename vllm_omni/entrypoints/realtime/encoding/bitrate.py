@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`BitrateControl`: lowers a session's bitrate while its client receives too slowly.
 
-The measured quantity is the client's backlog: the time for which a finished chunk still waited for
-the network. A chunk should be transferred in a fraction of its playback time, because the rest is
-needed to generate the next chunk. The target falls quickly and rises slowly, so that it settles
-below the rate of the network.
+The measured quantity is the client's backlog, that is, the time for which a finished chunk still
+waited for the network. A chunk should be transferred in a fraction of its playback time because the
+remaining time is needed to generate the next chunk. The target bitrate falls quickly and rises
+slowly, so it settles below the rate of the network.
 """
 
 from typing import Final
@@ -12,10 +12,10 @@ from typing import Final
 from vllm_omni.entrypoints.realtime.encoding.h264 import MAX_BITRATE, MIN_BITRATE
 
 _MOST_SHARE: Final = 0.5
-"""Fraction of its playback time that the transfer of a chunk may take."""
+"""Fraction of a chunk's playback time that its transfer may take."""
 _USED_SHARE: Final = 0.8
-"""Fraction of the estimated bandwidth that the video may use; retransmitted packets need
-the rest.
+"""Fraction of the estimated bandwidth that the video may use. Retransmitted packets need the rest
+of the bandwidth.
 """
 _LOWER: Final = 0.6
 _RAISE: Final = 1.08
@@ -26,17 +26,17 @@ class BitrateControl:
 
     def __init__(self) -> None:
         self.bits_per_s = MAX_BITRATE
-        """Current target."""
+        """Current target bitrate in bits per second."""
 
     def set_bandwidth(self, bits_per_s: int) -> None:
-        """Set the target from the client's own bandwidth estimate."""
+        """Set the target bitrate from the client's own bandwidth estimate."""
         self.bits_per_s = max(MIN_BITRATE, min(MAX_BITRATE, round(_USED_SHARE * bits_per_s)))
 
     def note_transfer(self, transfer_s: float, playing_s: float) -> None:
-        """Adapt the target to the transfer of one chunk.
+        """Adapt the target bitrate to the transfer time of one chunk.
 
         Args:
-            transfer_s: Time from the first to the last byte in seconds.
+            transfer_s: Time in seconds from the first to the last byte of the chunk.
             playing_s: Playing time of the chunk in seconds.
         """
         is_behind = transfer_s > _MOST_SHARE * playing_s

@@ -2,13 +2,13 @@
 """Fragmented MP4 for live streams: each chunk becomes one fragment that a browser can append.
 
 `FragmentEncoder` returns an initialization segment once and a media fragment (`moof` + `mdat`) for
-every chunk. Their concatenation is a playable file. Any sequence of consecutive fragments can be
-played after the initialization segment (Media Source Extensions), because each fragment starts with
-a key frame and has its own timestamp.
+every chunk. The concatenation of the segments is a playable file. With Media Source Extensions, any
+sequence of consecutive fragments can be played after the initialization segment, because each
+fragment starts with a key frame and has its own timestamp.
 
-Why not one FFmpeg muxer for the whole stream: a fragment would have to be flushed after each chunk,
-and PyAV has no function for that. Each chunk is therefore written as a separate file by FFmpeg, and
-its boxes are extracted here.
+A single FFmpeg muxer for the whole stream is not possible because it would have to flush a fragment
+after each chunk, and PyAV has no function for that. FFmpeg therefore writes each chunk as a
+separate file, and this module extracts its boxes.
 """
 
 import io
@@ -32,17 +32,17 @@ _ENCODER: Final = {
     "crf": "18",
     "preset": "veryfast",
     "tune": "zerolatency",  # no B-frames, which would delay frames
-    "threads": "4",  # one slice each; a fixed number, so that every machine produces the same bytes
+    "threads": "4",  # one slice each; fixed, so all machines produce the same bytes
 }
 
 
 class FragmentEncoder(StatelessEncoder):
-    """Encodes H.264, yuv420p. Odd sides are padded by repeating a row or column.
+    """Encodes H.264 (yuv420p) fragments. Odd sides are padded by repeating the last row or column.
 
-    A decoder can start at each fragment after the initialization segment.
+    After the initialization segment, a decoder can start at any fragment.
 
     Args:
-        fps: Frames per second, exact to 1/1001.
+        fps: Playback rate in frames per second, exact to 1/1001.
     """
 
     def __init__(self, fps: float) -> None:
@@ -51,7 +51,7 @@ class FragmentEncoder(StatelessEncoder):
         self._init_segment: bytes | None = None
 
     def encode(self, frames: StampedFrames) -> list[EncodedPart]:
-        """Return a single part: the bytes that continue the stream."""
+        """Return a single part, which contains the bytes that continue the stream."""
         is_first = self._init_segment is None
         data = self.encode_fragment(frames.frames_THWC, frames.stamps[0].frame)
         _, height, width, _ = frames.frames_THWC.shape
@@ -61,15 +61,16 @@ class FragmentEncoder(StatelessEncoder):
     def encode_fragment(self, frames_THWC: np.ndarray, first_frame: int) -> bytes:
         """Return the bytes that continue the stream.
 
-        The first call returns the initialization segment and a fragment, later calls only a
-        fragment. It takes some milliseconds per frame at 480x832, so call it on a worker thread.
+        The first call returns the initialization segment and a fragment. Later calls return only a
+        fragment. Encoding takes a few milliseconds per frame at 480x832, so call this method on a
+        worker thread.
 
         Args:
             frames_THWC: Frames, uint8 RGB, T >= 1, with the same H and W in every call.
             first_frame: Index of the first frame, which determines its timestamp.
 
         Raises:
-            ValueError: The frames have another size.
+            ValueError: The size of the frames differs from that of earlier frames.
         """
         check_frames(frames_THWC)
         self._num_fragments += 1
@@ -89,15 +90,15 @@ class FragmentEncoder(StatelessEncoder):
 
     @property
     def mime_type(self) -> str | None:
-        """MIME type for `MediaSource.addSourceBuffer`, or None before the first fragment."""
+        """MIME type to pass to `MediaSource.addSourceBuffer`, or None before the first fragment."""
         if self._init_segment is None:
             return None
         profile = self._init_segment.index(b"avcC") + 5
         return f'video/mp4; codecs="avc1.{self._init_segment[profile : profile + 3].hex()}"'
 
     def _mux(self, frames_THWC: np.ndarray, first_frame: int) -> bytes:
-        """Return a separate MP4 file whose timestamps and sequence numbers continue the previous
-        ones.
+        """Encode frames as a separate MP4 file, with timestamps and sequence numbers that continue
+        those of the previous fragment.
         """
         buffer = io.BytesIO()
         options = {"movflags": _MOVFLAGS, "fragment_index": str(self._num_fragments)}

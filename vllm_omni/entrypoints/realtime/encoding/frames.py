@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The encoder interface: converts stamped frames to encoded parts.
+"""The encoder interface, which converts stamped frames to encoded parts.
 
-A part is a unit that a client decodes at once: an image, an H.264 access unit, or a group of frames
-(raw frames, deltas, an MP4 file, a fragment). Encoding blocks, so it runs on a thread of
-`ServerContext.threads`, never on the event loop. Encoders hold at most one frame between calls.
+A part is a unit that a client decodes as a whole: an image, an H.264 access unit, or a group of
+frames (raw frames, deltas, an MP4 file, a fragment). Encoding blocks the caller, so it runs on a
+thread of `ServerContext.threads` and never on the event loop. Encoders hold at most one frame
+between calls.
 """
 
 from collections.abc import Sequence
@@ -16,30 +17,30 @@ import numpy as np
 # T frames, H height, W width, C = 3 channels (RGB)
 
 InputId = str | int
-"""A client's id of an input: of an event, an interaction or a request."""
+"""Id that a client gave to an input: an event, an interaction or a request."""
 
 
 class FrameStamp(msgspec.Struct, frozen=True):
     """Position of a frame, and the input that affected it."""
 
     chunk_index: int
-    """Index of the chunk within the session, from 0."""
+    """Index of the chunk within the session, starting at 0."""
     frame: int
-    """Index of the frame within the session, from 0."""
+    """Index of the frame within the session, starting at 0."""
     time_us: int
-    """Presentation time in microseconds after the session's first frame."""
+    """Presentation time in microseconds, relative to the session's first frame."""
     input_id: InputId | None = None
     """Newest input that affected the frame. None: no input affected it."""
 
 
 @dataclass(frozen=True)
 class StampedFrames:
-    """Consecutive frames of one chunk."""
+    """Consecutive frames of one chunk, and a stamp for each frame."""
 
     frames_THWC: np.ndarray
     """Frames, uint8 RGB, T >= 1."""
     stamps: Sequence[FrameStamp]
-    """One stamp per frame."""
+    """Stamps of the frames, one per frame."""
 
     def __post_init__(self) -> None:
         assert len(self.stamps) == len(self.frames_THWC), "one stamp per frame"
@@ -48,7 +49,9 @@ class StampedFrames:
         return len(self.stamps)
 
     def split(self, num_frames: int) -> "list[StampedFrames]":
-        """Return groups of `num_frames` frames. The last group may be smaller. No copies."""
+        """Split the frames into groups of `num_frames`. The last group may be smaller. The frames
+        are not copied.
+        """
         return [
             StampedFrames(
                 self.frames_THWC[start : start + num_frames],
@@ -84,27 +87,29 @@ def stamped_frames(
 
 @dataclass(frozen=True)
 class EncodedPart:
-    """One or more frames in encoded form."""
+    """An encoded part, which contains one or more frames."""
 
     data: bytes | memoryview
     """Encoded bytes. A memoryview shares the memory of the frames."""
     stamps: Sequence[FrameStamp]
-    """One stamp per frame."""
+    """Stamps of the frames in the part, one per frame."""
     width: int
     """Width of the encoded frames in pixels."""
     height: int
     """Height of the encoded frames in pixels."""
     is_key: bool = True
-    """Whether a decoder can start here."""
+    """Whether a decoder can start at this part."""
     mime_type: str | None = None
-    """MIME type of the stream, if the part starts with its initialization segment."""
+    """MIME type of the stream, if the part starts with the initialization segment of the stream;
+    otherwise None.
+    """
 
 
 class FrameEncoder(Protocol):
     """Encodes the frames of one stream in order. An encoder is used by one thread at a time."""
 
     def encode(self, frames: StampedFrames) -> list[EncodedPart]:
-        """Return the frames in encoded form.
+        """Encode frames, and return the encoded parts.
 
         Raises:
             ValueError: The frames have an invalid shape or dtype, or their size differs from
@@ -117,7 +122,7 @@ class FrameEncoder(Protocol):
         ...
 
     def set_bitrate(self, bits_per_s: int) -> None:
-        """Set the target from the next frame on. Codecs without rate control ignore the bitrate."""
+        """Set the target bitrate for all following frames. Codecs without rate control ignore it."""
         ...
 
 
@@ -125,7 +130,7 @@ class StatelessEncoder:
     """Base class of encoders whose parts are independent of each other."""
 
     def request_key_frame(self) -> None:
-        """Do nothing: a decoder can start at every part."""
+        """Do nothing, because a decoder can start at every part."""
 
     def set_bitrate(self, bits_per_s: int) -> None:
-        """Do nothing: the codec has no rate control."""
+        """Do nothing, because the codec has no rate control."""

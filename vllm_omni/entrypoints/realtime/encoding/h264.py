@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """H.264 access units for live streams: one Annex-B access unit per frame, without delay.
 
-Only the first frame and requested frames are key frames, so that a chunk boundary costs nothing. A
-key frame (IDR) contains its parameter sets, so that a decoder can start with it. The bitrate may
-change at any frame.
+Only the first frame and explicitly requested frames are key frames, so chunk boundaries take no
+additional bits. A key frame (IDR) contains its parameter sets, so a decoder can start at any key
+frame. The bitrate may change at any frame.
 
-The profile is Constrained Baseline, because it is the only profile that WebRTC requires all
+The profile is Constrained Baseline because it is the only H.264 profile that WebRTC requires all
 browsers to support, and one encoder serves all viewers of a session.
 """
 
@@ -25,9 +25,9 @@ from vllm_omni.entrypoints.realtime.encoding.frames import EncodedPart, FrameSta
 H264Implementation = Literal["h264_nvenc", "libx264"]
 
 MAX_BITRATE: Final = 8_000_000
-"""Bitrate in bits per second of a stream whose client keeps up."""
+"""Target bitrate in bits per second of a stream whose client keeps up."""
 MIN_BITRATE: Final = 150_000
-"""Lowest target in bits per second."""
+"""Lowest target bitrate in bits per second."""
 
 _TIME_BASE: Final = Fraction(1, 1_000_000)
 _NO_PERIODIC_KEY_FRAMES: Final = str((1 << 31) - 1)
@@ -55,20 +55,21 @@ _OPTIONS: Final[dict[H264Implementation, dict[str, str]]] = {
         "g": _NO_PERIODIC_KEY_FRAMES,
     },
 }
-# The frames are converted with the BT.601 matrix, which is what swscale does by default. Decoders
-# guess another one for large frames unless the stream says so.
+# # swscale converts the frames with the BT.601 matrix by default. Decoders assume another matrix
+# for large frames unless the stream declares BT.601.
 _SMPTE170M: Final = 6
 _LIMITED_RANGE: Final = 1
 
 
 class H264Encoder:
-    """Encodes the frames of one stream. Odd sides are padded by repeating a row or column.
+    """Encodes the frames of one stream as H.264. Odd sides are padded by repeating the last row or
+    column.
 
     Args:
-        implementation: FFmpeg's name of the encoder.
-        fps: Playback rate in frames per second. It is used for rate control; timestamps come from
-            the stamps.
-        bits_per_s: Initial target of rate control in bits per second.
+        implementation: Name of the encoder in FFmpeg.
+        fps: Playback rate in frames per second. Only rate control uses it, because timestamps come
+            from the stamps.
+        bits_per_s: Initial target bitrate in bits per second.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class H264Encoder:
 
     @property
     def bits_per_s(self) -> int:
-        """Target of rate control in bits per second."""
+        """Target bitrate in bits per second."""
         return self._bits_per_s
 
     def request_key_frame(self) -> None:
@@ -102,7 +103,8 @@ class H264Encoder:
         if self._context is None or size != self._size:
             self._size, self._needs_key, self._last_us = size, True, -1
             self._context = self._open(*size)
-        # x264 accepts a new bitrate at every frame; the size of its VBV buffer stays
+        #         # x264 accepts a new bitrate at every frame. The size of its VBV buffer does not
+        # change.
         self._context.bit_rate = self._bits_per_s
         return [
             self._encode_frame(self._context, frame_HWC, stamp)
@@ -120,7 +122,8 @@ class H264Encoder:
         context.color_range = _LIMITED_RANGE
         context.options = {
             **_OPTIONS[self._implementation],
-            # the same as the target: x264 changes the bitrate only of a stream that starts as CBR
+            #             # Equal to the target, because x264 can change the bitrate only of a
+            # stream that starts as CBR.
             "maxrate": str(self._bits_per_s),
             "bufsize": str(self._bits_per_s // _VBV_SHARE_OF_S),
         }
@@ -134,7 +137,7 @@ class H264Encoder:
         if height % 2 or width % 2:
             frame_HWC = np.pad(frame_HWC, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
         image = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame_HWC), format="rgb24")
-        # times must increase; after a restart of the session they start again
+        #         # Times must increase, although they restart when the session restarts.
         self._last_us = stamp.time_us if stamp.time_us > self._last_us else self._last_us + 1
         image.pts, image.time_base = self._last_us, _TIME_BASE
         if self._needs_key:
@@ -153,11 +156,11 @@ def access_unit_fields(unit: EncodedPart) -> dict[str, Any]:
 
 
 def codec_string(access_unit: bytes) -> str | None:
-    """Return the codec of a stream for WebCodecs, for example `avc1.42c01f`.
+    """Return the codec string of a stream for WebCodecs, for example `avc1.42c01f`.
 
     Args:
-        access_unit: Annex-B bytes. The codec is known only if they contain a sequence parameter
-            set.
+        access_unit: Access unit in Annex-B format. If it contains no sequence parameter set, the
+            result is None.
     """
     at = access_unit.find(b"\x00\x00\x01\x67")
     if at < 0:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encoders of separate frames: JPEG, WebP, raw frames, lossless deltas and MP4 files.
 
-JPEG has two implementations. `NvJpegEncoder` uses nvJPEG through torchvision, because data-centre
-GPUs have no NVENC but a JPEG engine or fast CUDA kernels for JPEG. `ImageEncoder` uses Pillow.
+JPEG has two implementations. `NvJpegEncoder` uses nvJPEG through torchvision. Unlike NVENC, a JPEG
+engine or fast CUDA kernels for JPEG exist on data-centre GPUs. `ImageEncoder` uses Pillow.
 """
 
 import io
@@ -26,7 +26,9 @@ _GZIP_WINDOW: Final = 31  # zlib's code for gzip framing
 
 
 def shown_size(width: int, height: int, max_width: int | None) -> tuple[int, int]:
-    """Return (width, height), scaled down to `max_width`. None or 0: not scaled."""
+    """Return (width, height), scaled down to `max_width`. If `max_width` is None or 0, the size is
+    not scaled.
+    """
     if not max_width or width <= max_width:
         return width, height
     return max_width, max(1, round(height * max_width / width))
@@ -37,9 +39,10 @@ class ImageEncoder(StatelessEncoder):
 
     Args:
         format: `jpeg` or `webp`.
-        quality: 1 to 100.
-        max_width: Maximum width in pixels; wider frames are scaled down. None or 0: no limit.
-        full_chroma: Whether JPEG retains the full colour resolution (4:4:4).
+        quality: Quality of the files, 1 to 100.
+        max_width: Maximum width in pixels. Wider frames are scaled down. None or 0: the width is
+            not limited.
+        full_chroma: Whether JPEG files retain the full colour resolution (4:4:4).
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class NvJpegEncoder(StatelessEncoder):
     """Encodes each frame as a JPEG file with nvJPEG, through torchvision. Requires CUDA.
 
     Args:
-        quality: 1 to 100.
+        quality: JPEG quality, 1 to 100.
     """
 
     def __init__(self, quality: int) -> None:
@@ -101,7 +104,7 @@ class NvJpegEncoder(StatelessEncoder):
 
 
 class RawEncoder(StatelessEncoder):
-    """Returns a group of frames unchanged, without a copy if they are contiguous."""
+    """Returns a group of frames as raw pixels. Contiguous frames are not copied."""
 
     def encode(self, frames: StampedFrames) -> list[EncodedPart]:
         _, height, width, _ = frames.frames_THWC.shape
@@ -110,9 +113,9 @@ class RawEncoder(StatelessEncoder):
 
 
 class DeltaEncoder:
-    """Compresses a group of frames, each XORed with its predecessor, as one gzip stream.
+    """Compresses a group of frames as one gzip stream. Each frame is XORed with its predecessor.
 
-    The first frame of a chunk is not differenced, so that each chunk can be decoded on its own.
+    The first frame of a chunk is not XORed, so each chunk can be decoded independently.
     """
 
     def __init__(self) -> None:
@@ -120,7 +123,7 @@ class DeltaEncoder:
         self._reference_HWC: np.ndarray | None = None
 
     def encode(self, frames: StampedFrames) -> list[EncodedPart]:
-        """Return one part. `is_key` means that its first frame is not differenced."""
+        """Return one part, whose `is_key` is True if its first frame is not XORed."""
         chunk_index = frames.stamps[0].chunk_index
         reference_HWC = self._reference_HWC if chunk_index == self._chunk_index else None
         is_key = reference_HWC is None
@@ -131,18 +134,18 @@ class DeltaEncoder:
             data.append(compressor.compress(delta_HWC.tobytes()))
             reference_HWC = frame_HWC
         assert reference_HWC is not None
-        # a copy, because a view would retain all frames of the chunk
+        #         # Copy the frame, because a view would keep all frames of the chunk in memory.
         self._chunk_index, self._reference_HWC = chunk_index, reference_HWC.copy()
         _, height, width, _ = frames.frames_THWC.shape
         payload = b"".join([*data, compressor.flush()])
         return [EncodedPart(payload, frames.stamps, width, height, is_key)]
 
     def request_key_frame(self) -> None:
-        """Do not difference the next frame."""
+        """Make the next frame independent of its predecessor."""
         self._chunk_index = None
 
     def set_bitrate(self, bits_per_s: int) -> None:
-        """Do nothing: deltas are lossless."""
+        """Do nothing, because the encoding is lossless."""
 
 
 class Mp4Encoder(StatelessEncoder):

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the implementation of each codec once at startup, based on what the machine supports.
+"""Choose an implementation of each codec once at startup, based on what the machine supports.
 
-Each candidate encodes a small test frame. The first one that succeeds is used. `doctor` and
-`/omni/ready` report the choice and the reason for not using a faster candidate.
+Candidates are tried in order by encoding a small test frame, and the first one that succeeds is
+used. `doctor` and `/omni/ready` report the chosen implementation and the reason for not using a
+faster one.
 
-NVENC has not been tested on a GPU: data-centre GPUs such as H100 and H200 have no NVENC. Its
-selection is tested with a substitute. nvJPEG was measured on an H200.
+NVENC has not been tested on a GPU, because data-centre GPUs such as H100 and H200 have no NVENC.
+The code that selects NVENC is tested with a substitute. nvJPEG was measured on an H200.
 """
 
 import functools
@@ -28,11 +29,13 @@ class EncoderChoice:
     """The chosen implementation of one codec."""
 
     codec: str
-    """`h264` or `jpeg`."""
+    """Name of the codec: `h264` or `jpeg`."""
     implementation: str
-    """`h264_nvenc` or `libx264`; `nvjpeg` or `pillow`."""
+    """Name of the implementation: `h264_nvenc` or `libx264` for H.264, `nvjpeg` or `pillow` for
+    JPEG.
+    """
     reason: str = ""
-    """Why a faster implementation is not used. Empty: the fastest one is used."""
+    """Reason why no faster implementation is used. Empty if the fastest implementation is used."""
 
     def __str__(self) -> str:
         return f"{self.codec}: {self.implementation}" + (f" ({self.reason})" * bool(self.reason))
@@ -47,7 +50,7 @@ class EncoderChoice:
 
 @dataclass(frozen=True)
 class Implementations:
-    """The chosen implementation of every codec that has several."""
+    """The chosen implementations of all codecs that have several."""
 
     h264: EncoderChoice
     """Implementation of H.264."""
@@ -64,12 +67,12 @@ class Implementations:
     def create_jpeg(
         self, quality: int, max_width: int | None = None, full_chroma: bool = False
     ) -> FrameEncoder:
-        """Return an encoder. Frames that must be scaled down are encoded by Pillow.
+        """Return a JPEG encoder. If frames must be scaled down, the encoder uses Pillow.
 
         Args:
-            quality: 1 to 100.
-            max_width: Maximum width in pixels. None or 0: no limit.
-            full_chroma: Whether to retain the full colour resolution. nvJPEG always does.
+            quality: JPEG quality, 1 to 100.
+            max_width: Maximum width in pixels. None or 0: the width is not limited.
+            full_chroma: Whether to retain the full colour resolution. nvJPEG always retains it.
         """
         if self.jpeg.implementation == "nvjpeg" and not max_width:
             return NvJpegEncoder(quality)
@@ -80,11 +83,12 @@ Candidate = tuple[str, Callable[[], FrameEncoder]]
 
 
 def choose(codec: str, candidates: Sequence[Candidate]) -> EncoderChoice:
-    """Return the first candidate that can encode a frame, or else the last one, which is not tried.
+    """Return the first candidate that can encode a frame. The last candidate is the fallback and is
+    not tried.
 
     Args:
         codec: Name of the codec.
-        candidates: Names and constructors, fastest first.
+        candidates: Names and constructors of the implementations, fastest first.
     """
     frames = stamped_frames(
         np.zeros((1, _PROBE_SIDE, _PROBE_SIDE, 3), np.uint8),
@@ -97,7 +101,8 @@ def choose(codec: str, candidates: Sequence[Candidate]) -> EncoderChoice:
     for name, create in candidates[:-1]:
         try:
             (part,) = create().encode(frames)
-        # PyAV, torch and torchvision raise many types if a driver or a device is missing
+        #         # PyAV, torch and torchvision raise many exception types if a driver or device is
+        # missing.
         except Exception as error:
             reasons.append(f"{name}: {_first_line(error)}")
             continue
@@ -109,7 +114,7 @@ def choose(codec: str, candidates: Sequence[Candidate]) -> EncoderChoice:
 
 @functools.cache
 def machine_implementations(use_gpu: bool = True) -> Implementations:
-    """Return the implementations of this machine. The first call may take seconds.
+    """Return the implementations that are used on this machine. The first call may take seconds.
 
     Args:
         use_gpu: Whether to try NVENC and nvJPEG.
@@ -146,7 +151,7 @@ def _nvjpeg() -> FrameEncoder:
 
 
 def _first_line(error: Exception) -> str:
-    # the text of an error of PyAV also has the call with all its arguments
+    #     # The message of a PyAV error also contains the call with all its arguments.
     text = (isinstance(error, OSError) and error.strerror) or str(error)
     lines = text.strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__

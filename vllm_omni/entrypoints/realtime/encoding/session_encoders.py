@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionEncoders`: the encoders of one session, one for each requested output format.
+"""`SessionEncoders`: owns the encoders of one session, one for each requested output format.
 
-A session's H.264 stream continues over chunks and requests, so the encoder belongs to the session
-and not to a request.
+The H.264 stream of a session spans chunks and requests, so the encoder belongs to the session and
+not to a request.
 """
 
 import time
@@ -36,43 +36,44 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Output format that a client requests."""
 
     codec: VideoCodec
-    """Codec."""
+    """Codec of the output."""
     fps: float
     """Playback rate in frames per second."""
     quality: int | None = None
-    """Quality of webp and jpeg, 1 to 100. Default: 90 and 95."""
+    """Quality of webp and jpeg files, 1 to 100. Default: 90 for webp and 95 for jpeg."""
     max_width: int | None = None
-    """Maximum width of webp and jpeg in pixels; wider frames are scaled down. Default or 0: no
-    limit."""
+    """Maximum width of webp and jpeg files in pixels. Wider frames are scaled down. Default or 0:
+    the width is not limited.
+    """
     full_chroma: bool = False
-    """Whether jpeg keeps the full resolution of colours. Default: False."""
+    """Whether jpeg files retain the full colour resolution. Default: False."""
 
 
 class SessionEncoders:
-    """Encoders of one session. `encode` is called by one thread at a time."""
+    """The encoders of one session. Only one thread at a time may call `encode`."""
 
     def __init__(self, implementations: Callable[[], Implementations]) -> None:
-        """Initialize without encoders.
+        """Initialize the object without any encoders.
 
         Args:
-            implementations: Returns the implementations of the codecs. Called on the thread that
-                encodes.
+            implementations: Function that returns the implementations of the codecs, called on the
+                thread that encodes.
         """
         self._implementations = implementations
         self._encoders: OrderedDict[EncoderSpec, FrameEncoder] = OrderedDict()
         self._bitrate = BitrateControl()
-        self._chunk_index: int | None = None  # of the newest chunk
-        self._units: list[EncodedPart] = []  # its access units
-        self._spent_s = 0.0  # time in which it was encoded
+        self._chunk_index: int | None = None  # index of the newest chunk
+        self._units: list[EncodedPart] = []  # access units of the newest chunk
+        self._spent_s = 0.0  # time spent on encoding the newest chunk
 
     def __len__(self) -> int:
         return len(self._encoders)
 
     def encode(self, spec: EncoderSpec, frames: StampedFrames) -> list[EncodedPart]:
-        """Return frames in the requested form.
+        """Encode frames in the requested format.
 
         Raises:
-            ValueError: Shape or dtype of the frames is wrong.
+            ValueError: The shape or dtype of the frames is wrong.
         """
         started_s = time.perf_counter()
         parts = self.get(spec).encode(frames)
@@ -85,7 +86,8 @@ class SessionEncoders:
         return parts
 
     def units_of(self, frames: StampedFrames) -> list[EncodedPart] | None:
-        """Return the access units of the newest chunk, if it was encoded as H.264.
+        """Return the access units of a chunk, or None if it is not the newest chunk or was not
+        encoded as H.264.
 
         Args:
             frames: Frames of the chunk.
@@ -95,7 +97,7 @@ class SessionEncoders:
         return units if encoded == [stamp.frame for stamp in frames.stamps] else None
 
     def get(self, spec: EncoderSpec) -> FrameEncoder:
-        """Return the encoder of a form. The encoder is created if it does not exist."""
+        """Return the encoder for an output format, and create it if it does not exist."""
         encoder = self._encoders.get(spec)
         if encoder is None:
             encoder = self._encoders[spec] = self._create(spec)
@@ -107,7 +109,7 @@ class SessionEncoders:
         return encoder
 
     def request_key_frame(self) -> None:
-        """Make the next frame of every stream a key frame, because a client needs one."""
+        """Make the next frame of every stream a key frame because a client requires one."""
         for encoder in list(self._encoders.values()):
             encoder.request_key_frame()
 
@@ -115,7 +117,7 @@ class SessionEncoders:
         """Adapt the bitrate to the time that the client took to receive a chunk.
 
         Args:
-            transfer_s: Time from the first to the last byte in seconds.
+            transfer_s: Time in seconds from the first to the last byte of the chunk.
             playing_s: Playing time of the chunk in seconds.
         """
         self._bitrate.note_transfer(transfer_s, playing_s)
@@ -124,11 +126,11 @@ class SessionEncoders:
     def note_arrival(self, arrival_s: float, playing_s: float) -> None:
         """Adapt the bitrate to the client's measurement of the newest chunk.
 
-        Its frames are sent while later frames are encoded, so encoding time must not be attributed
-        to the network.
+        The first frames of a chunk are sent while later frames are encoded. The encoding time is
+        therefore subtracted from the measured time.
 
         Args:
-            arrival_s: Time from the first to the last message in seconds.
+            arrival_s: Time in seconds from the first to the last message of the chunk.
             playing_s: Playing time of the chunk in seconds.
         """
         self.note_transfer(max(0.0, arrival_s - self._spent_s), playing_s)
@@ -143,7 +145,7 @@ class SessionEncoders:
             encoder.set_bitrate(self._bitrate.bits_per_s)
 
     def reset(self) -> None:
-        """Drop all encoders, because the session restarts. Streams restart with a key frame."""
+        """Drop all encoders because the session restarts. Each stream restarts with a key frame."""
         self._encoders = OrderedDict()
         self._chunk_index, self._units = None, []
 

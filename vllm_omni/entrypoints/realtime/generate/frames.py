@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frame messages of `/v1/realtime_video/generate`: converts a finished chunk to `FrameMessage`s.
+"""Convert a finished chunk to the `FrameMessage`s of `/v1/realtime_video/generate`.
 
-A message is a single msgpack map that contains the payload. Payloads of at least 64 KiB are sent as
-a separate WebSocket message after a header map. Encoding runs on the executor's threads, except for
-raw frames.
+A frame message is a single msgpack map that contains the payload. If the payload is 64 KiB or
+larger, it is sent as a separate WebSocket message after a header map. Frames are encoded on the
+executor's threads, except for raw frames.
 """
 
 import time
@@ -41,44 +41,44 @@ class ChunkReport(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of `chunk_stats` that are known before the chunk is sent."""
 
     session_id: str
-    """Session id."""
+    """Id of the session."""
     request_id: str
-    """Request id."""
+    """Id of the request."""
     chunk_index: int
     """Index of the chunk within the session."""
     sample: ControlSample
-    """Controls of the chunk."""
+    """Controls with which the chunk was generated."""
     forward_ms: float
-    """Time from the request to its result in milliseconds."""
+    """Time in milliseconds from the engine request to its result."""
     build_ms: float
-    """Time to encode the frames in milliseconds."""
+    """Time in milliseconds that was spent on encoding the frames."""
     num_batches: int
-    """Number of frame messages."""
+    """Number of frame messages in the chunk."""
     num_frames: int
-    """Number of pixel frames."""
+    """Number of pixel frames in the chunk."""
     raw_bytes: int
     """Size of the uncompressed frames in bytes."""
     content_type: str
     """MIME type of the payload."""
     world_pose_fields: dict[str, Any]
-    """As `ChunkResult.world_pose_fields`."""
+    """Value of `ChunkResult.world_pose_fields` for the chunk."""
 
 
 class FrameMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """WebSocket messages that must be sent together."""
+    """A frame message: one or two WebSocket messages that must be sent together."""
 
     parts: tuple[bytes | memoryview, ...]
-    """The messages."""
+    """WebSocket messages, in order."""
     num_bytes: int
-    """Their total size in bytes."""
+    """Total size of the messages in bytes."""
     chunk_frames: int
-    """Pixel frames of the whole chunk."""
+    """Number of pixel frames in the whole chunk."""
     is_first: bool
-    """Whether this is the chunk's first message."""
+    """Whether this is the first frame message of the chunk."""
     is_new_event: bool
     """Whether this is the first chunk in which an event takes effect."""
     report: ChunkReport | None
-    """Report of the chunk, for its last message only."""
+    """Report on the chunk. None: this is not the last frame message of the chunk."""
 
     def __len__(self) -> int:
         return self.num_bytes
@@ -86,13 +86,13 @@ class FrameMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class FrameBatcher:
-    """Encodes the frames of one session."""
+    """Encodes the frames of one session as frame messages."""
 
     spec: EncoderSpec
-    """Form of the frames. The codec of the spec is a key of `_CONTENT_TYPES`."""
+    """Output format of the frames, whose codec must be a key of `_CONTENT_TYPES`."""
 
     def __call__(self, chunk: FinishedChunk) -> Iterator[FrameMessage]:
-        """Yield the chunk's messages in order."""
+        """Yield the frame messages of a chunk, in order."""
         started_s = time.perf_counter()
         frames_THWC = chunk.result.frames_THWC
         sample: ControlSample = chunk.controls.mark
@@ -148,7 +148,7 @@ class FrameBatcher:
     def _payload(
         self, frames: StampedFrames, parts: list[EncodedPart]
     ) -> tuple[bytes | memoryview, dict[str, Any]]:
-        """Return one message's payload and its header fields. Raw frames are not copied."""
+        """Return the payload and the header fields of one frame message. Raw frames are not copied."""
         frames_THWC = frames.frames_THWC
         _, height, width, channels = frames_THWC.shape
         fields: dict[str, Any] = {

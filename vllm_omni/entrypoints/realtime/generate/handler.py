@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endpoint `/v1/realtime_video/generate`: SGLang's wire protocol for live, steered video.
+"""The endpoint `/v1/realtime_video/generate`, which implements SGLang's wire protocol for live,
+steered video.
 
-SGLang's clients and web UI work unchanged. A client that names `extensions` in `init` gets
-additional messages: receipts, credit, pause, reset and ping. Other clients never receive them,
-because they would interpret an unknown message as their next frame.
+SGLang's clients and web UI work without changes. A client that names `extensions` in `init` can use
+additional messages, for example receipts, credit, pause, reset and ping. Other clients never
+receive additional messages because they would interpret an unknown message as their next frame.
 
-Differences from the original that clients do not notice: multiple concurrent sessions, a close
-frame at every end, disconnection of slow readers, and abort of the running chunk on disconnect.
+The endpoint differs from the original in four ways that do not affect clients: it supports multiple
+concurrent sessions, sends a close frame at the end of every connection, disconnects slow readers,
+and aborts the running chunk when a client disconnects.
 """
 
 import time
@@ -52,16 +54,16 @@ _pack = msgspec.msgpack.Encoder().encode
 
 
 class _KeyedState(msgspec.Struct, kw_only=True, tag="keyed"):
-    """The controls of a stream, which move to another server together with its session."""
+    """Controls of a stream, which move to another server together with the session."""
 
     timed: PromptSchedule
-    """Timed prompts."""
+    """Prompts with the times at which they take effect."""
     track: ControlTrack
-    """Controls that are waiting for a chunk."""
+    """Controls that are waiting for the next chunk."""
     paused: bool = False
     """Whether the client has paused the stream."""
     input_id: EventId | None = None
-    """Newest event that has taken effect."""
+    """Id of the newest event that has taken effect. None: no event has taken effect."""
 
 
 class _KeyedSource(LiveChunks):
@@ -70,9 +72,9 @@ class _KeyedSource(LiveChunks):
     Args:
         state: Controls of the stream.
         init: The client's first message.
-        prompt: Prompt from `init`; None if the model takes no prompt.
-        throttle: Pause and credit.
-        session: The session for which the stream generates the next chunks.
+        prompt: Prompt from `init`. None: the model takes no prompt.
+        throttle: Pause and credit of the stream.
+        session: Session to which the stream's chunks belong.
     """
 
     def __init__(
@@ -158,7 +160,7 @@ class _Client(LiveClient):
             else:
                 event_id = _event_id(value)
                 async with self.steering() as is_here:
-                    if is_here:  # otherwise the client sends it to the other server
+                    if is_here:  # otherwise, the client sends the event to the new server
                         await self._take_event(self._events.read_event(value))
         except EndpointError as error:
             if error.close is not None or error.code == "moved":
@@ -184,7 +186,9 @@ class _Client(LiveClient):
         return "moves" in self._granted
 
     async def _start_now(self, value: Any) -> None:
-        """Start the session of an `init` message. After an error the client may send another."""
+        """Start the session that an `init` message describes. After an error, the client may send
+        another `init`.
+        """
         init = protocol.parse_init(value, self.limits, self.info.actions)
         continues = init.session_id is not None and "moves" in init.granted
         lora = self.manager.with_adapter(init.model, init.lora)
@@ -200,7 +204,7 @@ class _Client(LiveClient):
             self._image = await self.manager.off_loop(
                 load_image, init.first_frame, *size, self.limits
             )
-        self._granted = init.granted  # a refusal has the fields of the extensions
+        self._granted = init.granted  # a refusal contains the fields of the extensions
         if continues:
             assert init.session_id is not None
             session, state = self.take_stream(init.session_id, _KeyedState)
@@ -234,7 +238,7 @@ class _Client(LiveClient):
         self._start(session, state, init)
 
     async def _open(self, init: protocol.InitMessage) -> Session:
-        """Open a new session. A refusal closes the connection."""
+        """Open a new session. If it is refused, the connection is closed."""
         try:
             return await self.open_session(uuid.uuid4().hex)
         except EndpointError as error:
@@ -253,11 +257,11 @@ class _Client(LiveClient):
         return state
 
     def _start(self, session: Session, state: _KeyedState, init: protocol.InitMessage) -> None:
-        """Generate chunks, starting with the session's next one.
+        """Start to generate chunks, beginning with the session's next chunk.
 
         Args:
             session: The session.
-            state: What steers it.
+            state: Controls of the stream.
             init: The client's first message.
         """
         self._track, self._fps = state.track, init.fps or self.info.fps
@@ -360,10 +364,11 @@ class _Client(LiveClient):
         return messages
 
     def _stats(self, report: ChunkReport) -> bytes:
-        """Return `chunk_stats`, with non-negative integers only. Times are rounded to milliseconds.
+        """Return the message `chunk_stats`. All its numbers are non-negative integers, and times
+        are rounded to milliseconds.
 
-        The write time excludes the last messages of the chunk, because they are written together
-        with this message.
+        The write time excludes the last frame message of the chunk because it is sent in the same
+        write as this message.
         """
         forward_ms, build_ms, throttle_ms, write_ms = (
             report.forward_ms,
@@ -397,7 +402,8 @@ class _Client(LiveClient):
         await self.connection.close(WebSocketCloseCode.NORMAL, "generation complete")
 
     async def send_error(self, error: EndpointError) -> None:
-        # the close frame has the reason; these clients would show an error message permanently
+        #         # The close frame states the reason, and these clients would show an error message
+        # permanently.
         if error.close is WebSocketCloseCode.IDLE:
             return
         if error.code == "moved":
@@ -453,7 +459,9 @@ class _Client(LiveClient):
                 await self._restart(extra)
 
     async def _restart(self, control: protocol.ControlMessage) -> None:
-        """Restart with the same `init`. Controls are cleared, and the first prompt applies."""
+        """Restart the stream with the same `init`. The controls are cleared, and the first prompt
+        applies again.
+        """
         assert self._init is not None
         await self.stop()
         session = await self.open_session(uuid.uuid4().hex)
@@ -469,5 +477,5 @@ def _event_id(value: Any) -> int | None:
 
 
 def generate_endpoint(manager: SessionManager) -> RealtimeEndpoint:
-    """Return SGLang's endpoint."""
+    """Create the endpoint that implements SGLang's protocol."""
     return RealtimeEndpoint(manager, _Client)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The typed messages of `/v1/realtime_video/generate`, wire-compatible with SGLang 0.5.23.
+"""Typed messages of `/v1/realtime_video/generate`, which are wire-compatible with SGLang 0.5.23.
 
-This module parses client messages (decoded msgpack maps) and builds errors. The server's integers
-stay within 32 bits and its strings below 64 KiB, because the web UI's decoder supports no larger
-values.
+This module parses client messages (decoded msgpack maps) and builds error messages. In messages
+from the server, integers fit into 32 bits and strings are shorter than 64 KiB, because the decoder
+of the web UI supports no larger values.
 """
 
 import re
@@ -46,8 +46,8 @@ EXTENSIONS: Final = (
     "key_frame",
     "moves",
 )
-"""Extensions that a client may enable with `init.extensions`. Clients that enable none never
-receive other types of messages.
+"""Extensions that a client may enable with `init.extensions`. A client that enables none receives
+only message types of the original protocol.
 """
 
 INVALID_INIT: Final = "invalid generate request"
@@ -56,8 +56,8 @@ BUSY: Final = "another realtime session is already active"
 
 _MAX_TRANSITIONS: Final = 512
 _NOT_OFFERED: Final = ("enhance_prompt", "enable_frame_interpolation", "enable_upscaling")
-"""Options of SGLang that change the frames. They are refused, because the client would expect
-different frames.
+"""Options of SGLang that change the frames. A request with such an option is refused because the
+client would receive other frames than it expects.
 """
 _U32: Final = (1 << 32) - 1
 _SIZE: Final = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})", re.ASCII)
@@ -79,64 +79,70 @@ class InitMessage(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str
     """First prompt."""
     prompts: Annotated[list[TimedPrompt], msgspec.Meta(max_length=MAX_PROMPTS)] = []
-    """Extension: later prompts, each with the second or chunk at which it takes effect. Prompt
-    events may be sent in between.
+    """Extension. Later prompts, each with the second or chunk at which it takes effect. The client
+    may also send prompt events in between.
     """
     model: str | None = None
-    """Accepted and ignored."""
+    """Name of the served model or of a LoRA adapter. The name of an adapter selects the adapter.
+    Any other name is ignored.
+    """
     first_frame: Any = None
     """Start image: PNG, JPEG, WebP or GIF bytes, or a `data:` URL."""
     images: NamedSources = {}
-    """Extension: named images, for models that take them, each in one of the forms of
+    """Extension. Named images, for models that take them. Each image has one of the forms of
     `first_frame`.
     """
     size: str | None = None
-    """Size of the frames, for example `"832x480"`. Default: the deployment's."""
+    """Size of the frames, for example `"832x480"`. Default: the size set by the deployment."""
     fps: Annotated[int, msgspec.Meta(ge=1, le=240)] | None = None
-    """Playback rate in frames per second, 1 to 240. Default: the model's."""
+    """Playback rate in frames per second, 1 to 240. Default: the model's frame rate."""
     num_frames: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] | None = None
-    """Accepted and ignored, because the length of the first chunk is fixed by the model."""
+    """This field is accepted but ignored, because the model fixes the length of the first chunk."""
     max_chunks: Annotated[int, msgspec.Meta(ge=1, le=_U32)] | None = None
-    """Maximum number of chunks. Default: unlimited."""
+    """Maximum number of chunks. Default: the number is not limited."""
     seed: RequestedSeed = 42
     """Seed of the noise. Default: 42."""
     num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] | None = None
-    """Accepted and ignored."""
+    """This field is accepted for compatibility and ignored."""
     guidance_scale: Number | None = None
-    """Accepted and ignored."""
+    """This field is accepted for compatibility and ignored."""
     negative_prompt: str | None = None
-    """Accepted and ignored."""
+    """This field is accepted for compatibility and ignored."""
     enhance_prompt: bool = False
-    """Refused if True."""
+    """A request that sets this field to True is refused."""
     condition_inputs: dict[str, Any] | None = None
-    """Actions of the first chunks: `camera_actions`, or `actions` with that extension."""
+    """Actions for the first chunks: `camera_actions`, or `actions` if that extension is enabled."""
     realtime_output_format: OutputFormat | None = None
     """Encoding of the frames. Default: raw."""
     output_compression: Annotated[int, msgspec.Meta(ge=1, le=100)] | None = None
-    """Quality of webp and jpeg, 1 to 100. Default: 90 and 95."""
+    """Quality of webp and jpeg frames, 1 to 100. Default: 90 for webp and 95 for jpeg."""
     realtime_preview_max_width: Annotated[int, msgspec.Meta(ge=0, le=8192)] | None = None
-    """Maximum width in pixels; wider frames are scaled down before encoding. 0 or default: no
-    limit."""
+    """Maximum width of the frames in pixels. Wider frames are scaled down before encoding. 0 or
+    default: the width is not limited.
+    """
     realtime_output_pacing: bool = False
-    """Send each chunk no earlier than it is due for playback. Default: False."""
+    """Whether to send each chunk no earlier than it is due for playback. Default: False."""
     realtime_causal_kv_cache_num_frames: Annotated[int, msgspec.Meta(ge=1, le=4096)] | None = None
-    """Attention window of the session in latent frames, at most the server's. Default: the
-    server's."""
+    """Attention window of the session in latent frames, at most the server's window. Default: the
+    server's window.
+    """
     realtime_causal_sink_size: Annotated[int, msgspec.Meta(ge=0, le=4096)] | None = None
-    """Sink frames of the session, at most the server's. Default: the server's."""
+    """Number of sink frames of the session, at most the server's number. Default: the server's
+    number.
+    """
     enable_frame_interpolation: bool = False
-    """Refused if True."""
+    """A request that sets this field to True is refused."""
     enable_upscaling: bool = False
-    """Refused if True."""
+    """A request that sets this field to True is refused."""
     lora: Loras | None = None
-    """LoRA adapters, `[{"name", "scale"}]`."""
+    """LoRA adapters to apply, as `[{"name", "scale"}]`."""
     session_id: SessionId | None = None
-    """Extension `moves`: continue this session, which has been moved to this server. The other keys
-    are the same as at the start of the session; the images may be absent. Default: start a new
-    session.
+    """Extension `moves`. Id of a session that has been moved to this server and shall continue. The
+    other keys must be the same as at the start of the session, except that images may be absent.
+    Default: a new session is started.
     """
     start_pose: StartPose | None = None
-    """Extension: pose of the start image in the world."""
+    """Extension. World pose of the start image."""
     extensions: Annotated[list[str], msgspec.Meta(max_length=32)] | None = None
     """Names of the requested extensions."""
 
@@ -145,7 +151,7 @@ class InitMessage(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def granted(self) -> tuple[str, ...]:
-        """Requested extensions that the server supports."""
+        """Names of the requested extensions that the server supports."""
         return tuple(name for name in EXTENSIONS if name in (self.extensions or ()))
 
     @property
@@ -175,10 +181,11 @@ class InitMessage(msgspec.Struct, frozen=True, kw_only=True):
     def window(
         self, most_frames: int | None, most_sinks: int | None
     ) -> tuple[int | None, int | None]:
-        """Return the session's window and sink frames, or None for the server's values.
+        """Return the attention window and the number of sink frames of the session. None stands for
+        the server's value.
 
-        Larger values are reduced to the server's, because the original web page always sends 18 and
-        9.
+        Values above the server's are reduced to the server's values, because the original web page
+        always sends 18 and 9.
 
         Args:
             most_frames: The server's window. If None, clients cannot choose the window.
@@ -209,20 +216,20 @@ class EventMessage(msgspec.Struct, frozen=True):
     """A control event during the stream."""
 
     updates: tuple[Update, ...]
-    """Parts of the event. The updates are applied together."""
+    """Updates that the event consists of, which are applied together."""
     event_id: int | None
-    """The client's id of the event."""
+    """Id that the client gave to the event."""
 
 
 class ControlMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """Extension `control`: pause, resume, restart or stop the session."""
+    """Extension `control`: pauses, resumes, restarts or stops the session."""
 
     type: Literal["control"]
     """Type of the message."""
     op: Literal["pause", "resume", "reset", "stop"]
-    """Operation."""
+    """Operation to perform."""
     id: EventId | Annotated[str, msgspec.Meta(max_length=128)] | None = None
-    """Returned in `control_result`."""
+    """Id of the message, which the server returns in `control_result`."""
 
 
 class CreditMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -231,7 +238,7 @@ class CreditMessage(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["credit"]
     """Type of the message."""
     chunks: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
-    """Number of additional chunks."""
+    """Number of additional chunks that the server may send."""
 
 
 class PingMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -240,11 +247,11 @@ class PingMessage(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["ping"]
     """Type of the message."""
     t: float | None = None
-    """Returned in `pong`."""
+    """Time of the client, which the server returns in `pong`."""
 
 
 class KeyFrameMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """Extension `key_frame`: start the next `h264` chunk with a key frame."""
+    """Extension `key_frame`: makes the next `h264` chunk start with a key frame."""
 
     type: Literal["key_frame"]
     """Type of the message."""
@@ -262,7 +269,8 @@ _EXTRAS: Final[dict[str, tuple[str, type[Extra]]]] = {
 def named_extensions(value: Any) -> tuple[str, ...]:
     """Return the extensions that a message names, even if the message is invalid.
 
-    A client that names extensions can parse the details of a refusal.
+    The server sends the details of a refusal only to clients that name extensions, because only
+    they can parse the details.
     """
     names = value.get("extensions") if isinstance(value, dict) else None
     return tuple(name for name in EXTENSIONS if name in names) if isinstance(names, list) else ()
@@ -274,8 +282,8 @@ def parse_init(
     """Parse and check an `init` message.
 
     Raises:
-        EndpointError: The message is invalid. The text is written to the log and sent to clients
-            with extensions.
+        EndpointError: The message is invalid. The error text is logged, and sent to clients that
+            have extensions.
     """
     init = _convert(value, InitMessage)
     for name in _NOT_OFFERED:
@@ -313,17 +321,17 @@ class EventReader:
     """Parses the events of one client."""
 
     limits: EndpointLimits
-    """Limits of messages."""
+    """Limits on the contents of messages."""
     space: ActionSpace = CAMERA_SPACE
     """Controls of the model."""
     granted: tuple[str, ...] = ()
-    """Extensions of the client."""
+    """Extensions that the client has enabled."""
 
     def read_event(self, value: Any) -> EventMessage:
         """Parse and check one event.
 
         Raises:
-            EndpointError: A part of the event is invalid. The whole event is refused.
+            EndpointError: A part of the event is invalid, so the whole event is refused.
         """
         event_id = _event_id(value)
         kind, payload = value.get("kind"), value.get("payload")
@@ -382,7 +390,7 @@ def _event_id(value: Any) -> int | None:
     if not isinstance(value, dict) or value.get("type") != "event":
         raise EndpointError("invalid_request", "a message must be a map with type 'event'")
     event_id = value.get("event_id")
-    # JavaScript packs large integers as floats
+    #     # JavaScript encodes large integers as floats.
     if type(event_id) is float and event_id.is_integer():
         event_id = int(event_id)
     if event_id is not None and (type(event_id) is not int or not 0 <= event_id <= _U32):
@@ -393,7 +401,7 @@ def _event_id(value: Any) -> int | None:
 
 
 def parse_extra(value: Any, granted: tuple[str, ...]) -> Extra | None:
-    """Return the message of a granted extension, or None for any other message."""
+    """Return a parsed message of a granted extension, or None for any other message."""
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in _EXTRAS or _EXTRAS[kind][0] not in granted:
         return None
@@ -403,7 +411,7 @@ def parse_extra(value: Any, granted: tuple[str, ...]) -> Extra | None:
 def error_reply(
     error: EndpointError, content: str, granted: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Return an `error` message. Only clients with extensions receive details."""
+    """Return an `error` message, which contains details only for clients that have extensions."""
     reply: dict[str, Any] = {"type": "error", "content": content}
     if granted:
         reply |= {

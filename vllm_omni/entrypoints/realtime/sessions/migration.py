@@ -2,9 +2,9 @@
 """`SessionMigration`: writes sessions of this API server process to files and restores them.
 
 If a request is running, the snapshot contains the state after its last finished chunk. A restored
-session belongs to the client that restored it. The session continues at the same chunk, on every
-endpoint that can continue sessions. Snapshots in transit are in `staging`. Snapshots that outlive
-the server are stored in `persistent_dir`. Other users of the machine can read neither directory.
+session belongs to the client that restored it, and continues at the same chunk on every endpoint
+that can continue sessions. Snapshots in transit are stored in `staging`, and snapshots that outlive
+the server in `persistent_dir`. Other users of the machine cannot read either directory.
 """
 
 import asyncio
@@ -46,16 +46,16 @@ class SessionOwner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     session_id: SessionId
     """The client's id of the session."""
     client: Annotated[str, msgspec.Meta(max_length=256)]
-    """Client to which limits and quotas attribute the session."""
+    """Client whose limits and quotas apply to the session."""
 
 
 class SnapshotScalars(msgspec.Struct, frozen=True):
-    """Scalars in every snapshot of a world model. Other scalars are specific to the model."""
+    """Scalar values that every snapshot of a world model contains. A model may add other values."""
 
     prompt: str
     """Current prompt."""
     seed: int | None = None
-    """Seed of the session. None: unknown."""
+    """Seed of the session. None: the seed is unknown."""
 
 
 class SessionMigration:
@@ -67,7 +67,7 @@ class SessionMigration:
         persistent_dir: Directory of snapshots that outlive this server. None: sessions are
             discarded at shutdown.
         snapshot_period_s: Seconds between periodic snapshots of a live session. Default: sessions
-            are only saved at shutdown.
+            are saved only at shutdown.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class SessionMigration:
         if persistent_dir is None:
             return
         persistent_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # A periodic snapshot belongs to its process while that process lives. Other servers that
-        # use the directory check the process's lock there.
+        #         # A periodic snapshot belongs to its process while that process lives. Other
+        # servers that use the directory check the lock of the process there.
         self._persistent_staging = (
             staging if snapshot_period_s is None else StagingDirectory(persistent_dir)
         )
@@ -104,7 +104,7 @@ class SessionMigration:
         Args:
             session: The session.
             path: File to create.
-            owner: Session owner to write to the header. Default: none.
+            owner: Session owner to write to the header. Default: the snapshot has no owner.
 
         Raises:
             EndpointError: For example `unknown_session` or `session_busy`.
@@ -117,15 +117,15 @@ class SessionMigration:
     async def copy(
         self, session: Session, path: Path, *, is_playing: bool
     ) -> tuple[SnapshotHeader, int]:
-        """Write or update the file of a session that will be moved.
+        """Write or update the snapshot file of a session that is about to be moved.
 
         Args:
             session: The session.
-            path: The file.
-            is_playing: Whether the session may run chunks meanwhile.
+            path: Path of the snapshot file.
+            is_playing: Whether the session may run chunks during the copy.
 
         Returns:
-            `(header, bytes)`: the header of the file, and the number of bytes written.
+            `(header, num_bytes)`: the header of the file, and the number of bytes written.
 
         Raises:
             EndpointError: For example `unknown_session` or `session_busy`.
@@ -137,14 +137,15 @@ class SessionMigration:
         )
 
     async def _repeated(self, session: Session, save: Callable[[], Awaitable[T]]) -> T:
-        """Save a session, and save it again if one of its chunks has finished in the meantime."""
+        """Save a session, and repeat this if one of its chunks has finished in the meantime."""
         with session.keep_alive():
             for attempt in range(_ATTEMPTS):
                 if not session.started:
                     raise EndpointError("unknown_session", "the session has no finished chunk yet")
                 try:
                     return await save()
-                # a chunk finished between the two calls that a snapshot takes
+                #                 # A chunk finished between the two worker calls that a snapshot
+                # takes.
                 except EndpointError as error:
                     if error.code != "session_busy" or attempt == _ATTEMPTS - 1:
                         raise
@@ -152,16 +153,16 @@ class SessionMigration:
         raise AssertionError("unreachable")
 
     async def restore(self, key: SessionKey, client: str, path: Path, endpoint: str) -> Session:
-        """Restore a session from a file.
+        """Restore a session from a snapshot file.
 
         Args:
             key: Principal and id of the new session.
-            client: Client to which limits attribute the session.
+            client: Client whose limits apply to the session.
             path: Snapshot file.
-            endpoint: Name of the endpoint, for metrics.
+            endpoint: Name of the endpoint in metrics.
 
         Raises:
-            EndpointError: For example `session_exists`. The sessions are unchanged.
+            EndpointError: For example `session_exists`. Existing sessions do not change.
         """
         if self.manager.find(key) is not None:
             raise EndpointError(
@@ -181,7 +182,7 @@ class SessionMigration:
         return session
 
     async def update(self, session: Session, path: Path) -> SnapshotHeader:
-        """Update a restored session from a later version of its file.
+        """Update a restored session from a later version of its snapshot file.
 
         Raises:
             EndpointError: The session could not be updated, and its state in the engine has been
@@ -199,12 +200,12 @@ class SessionMigration:
     def _note_state(
         self, session: Session, header: SnapshotHeader, scalars: Mapping[str, Any]
     ) -> None:
-        """Copy a snapshot's size, prompt and seed into this process's `Session`.
+        """Copy the frame size, prompt and seed of a snapshot to the `Session` object.
 
-        If the snapshot is invalid, the engine's session is closed.
+        If the snapshot is invalid, the session is closed in the engine.
 
         Raises:
-            EndpointError: `invalid_snapshot`: the file is not a snapshot of a world model.
+            EndpointError: `invalid_snapshot`, because the file is not a snapshot of a world model.
         """
         try:
             world = msgspec.convert(dict(scalars), SnapshotScalars)
@@ -222,10 +223,10 @@ class SessionMigration:
         session.last_used_s = time.monotonic()
 
     async def _check(self, path: Path) -> None:
-        """Check a file before the workers read it.
+        """Check a snapshot file before the workers read it.
 
         Raises:
-            EndpointError: The file is damaged, or its prompt or seed is not valid on any endpoint.
+            EndpointError: The file is damaged, or its prompt or seed is invalid for every endpoint.
         """
         try:
             header = await asyncio.to_thread(read_header, path)
@@ -246,8 +247,8 @@ class SessionMigration:
     async def take_over(self) -> int:
         """Restore sessions of stopped servers from `persistent_dir`.
 
-        Sessions that cannot be restored, or that exceed the capacity, remain in the directory and
-        are logged.
+        If a session cannot be restored or exceeds the capacity, its snapshot remains in the
+        directory, and a message is logged.
 
         Returns:
             Number of restored sessions.
@@ -285,8 +286,8 @@ class SessionMigration:
         return count
 
     def sweep(self) -> None:
-        """Remove files of servers that were killed: staged snapshots and incomplete persistent
-        ones.
+        """Remove files that killed servers have left behind: staged snapshots and incomplete
+        persistent snapshots.
         """
         dead = self.staging.sweep()
         if self.persistent_dir is not None:
@@ -296,7 +297,8 @@ class SessionMigration:
         """Write a live session to a new file without pausing it.
 
         Returns:
-            `(header, seconds of engine time)`.
+            `(header, seconds)`: the header of the snapshot, and the time in seconds that the engine
+            spent on it.
 
         Raises:
             EndpointError: The engine could not save the session.
@@ -318,14 +320,14 @@ class SessionMigration:
 
 
 def owner_of_session(session: Session) -> dict[str, str]:
-    """Return the owner of a session in the form that the snapshot header contains."""
+    """Return the owner of a session in the form in which a snapshot header stores it."""
     principal, session_id = session.key
     owner: dict[str, str] = msgspec.to_builtins(SessionOwner(principal, session_id, session.client))
     return owner
 
 
 def frames_before(info: StreamInfo, chunk_index: int) -> int:
-    """Return the number of pixel frames before a chunk."""
+    """Return the number of pixel frames of a session that precede a chunk."""
     return (
         0 if chunk_index == 0 else info.first_chunk_frames + info.chunk_frames * (chunk_index - 1)
     )

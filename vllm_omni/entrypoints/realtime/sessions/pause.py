@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionPause` and `Destination`: work between two chunks of a session, and the session's new
-location.
+"""`SessionPause` runs work between two chunks of a session. `Destination` is the server to which a
+session has moved.
 
-While the work runs, no request of the session is in the engine, so the session's state does not
-change. A running request continues afterwards, unless the session has left this server.
+During a pause, no request of the session is in the engine, so the state of the session does not
+change. A running request continues after the pause, unless the session has left this server.
 """
 
 import asyncio
@@ -21,14 +21,16 @@ class Destination:
     server: str
     """Name of the server."""
     url: str | None
-    """Address of the server for clients. None: the address that clients have already used, together
-    with the name.
+    """URL at which clients reach the server. None: clients use the same address as before, together
+    with the server's name.
     """
     next_chunk_index: int
     """Index of the session's next chunk."""
 
     def as_error(self) -> EndpointError:
-        """Return the error that ends a request of the session. It is not sent as a failure."""
+        """Return the error that ends a request of a moved session. Endpoints do not report this
+        error to clients as a failure.
+        """
         return EndpointError(
             "moved",
             f"the session continues on the server {self.server!r}",
@@ -43,23 +45,24 @@ async def _at_once() -> None:
 
 
 class SessionPause:
-    """A pause of a session.
+    """A pause between two chunks of a session, during which some work runs.
 
     Args:
-        work: Runs during the pause. Returns the new location of the session, or None if it stays.
+        work: Coroutine function that runs during the pause, and returns the new server of the
+            session or None if the session stays.
     """
 
     def __init__(self, work: "Callable[[SessionPause], Awaitable[Destination | None]]") -> None:
         self._work = work
         self.is_started = False
         self.is_cancelled = False
-        """Whether the paused request has been cancelled, so that the session will end."""
+        """Whether the paused request has been cancelled. The session then ends after the pause."""
         self.wait_until_delivered: Callable[[], Awaitable[None]] = _at_once
-        """Waits until all finished chunks have been received by the clients."""
+        """Function that waits until the clients have received all finished chunks."""
         self.stream_state: Callable[[], bytes | None] = lambda: None
-        """Returns the controls of the paused request (`ChunkSource.state`)."""
+        """Function that returns the controls of the paused request (`ChunkSource.state`)."""
         self.done: asyncio.Future[Destination | None] = asyncio.get_running_loop().create_future()
-        """Result of the work."""
+        """Future with the result of the work."""
 
     async def run(self) -> None:
         """Run the work once. If the caller is cancelled, the work still runs to completion."""
@@ -79,7 +82,7 @@ class SessionPause:
             self.done.cancel()
         elif (error := work.exception()) is not None:
             self.done.set_exception(error)
-            self.done.exception()  # retrieved, even if nobody waits for the result
+            self.done.exception()  # retrieve it, so that asyncio does not report it
         else:
             self.done.set_result(work.result())
 
@@ -88,23 +91,23 @@ class PauseSlot:
     """Allows at most one pause of a session at a time.
 
     Args:
-        turn: Held by the running request, and during a pause.
+        turn: Lock that is held by the running request, and during a pause.
     """
 
     def __init__(self, turn: asyncio.Lock) -> None:
         self._turn = turn
         self.pending: SessionPause | None = None
-        """The pause that has been requested or is running."""
+        """Pause that has been requested or is running. None: there is no such pause."""
         self.requested = asyncio.Event()
-        """Set while a pause is requested or running."""
+        """Event that is set while a pause is requested or running."""
 
     def request(
         self, work: Callable[[SessionPause], Awaitable[Destination | None]]
     ) -> SessionPause:
-        """Request a pause. A running request executes it before its next chunk.
+        """Request a pause. If a request is running, it executes the pause before its next chunk.
 
         Raises:
-            EndpointError: `session_busy`.
+            EndpointError: `session_busy`, because a pause has already been requested.
         """
         if self.pending is not None:
             raise EndpointError("session_busy", "the session is being moved")
@@ -113,7 +116,7 @@ class PauseSlot:
         return self.pending
 
     async def wait(self, pause: SessionPause) -> Destination | None:
-        """Wait for the end of a pause, and run it if no request does so."""
+        """Wait until a pause has ended. If no request runs the pause, this call runs it."""
 
         async def pause_when_idle() -> None:
             async with self._turn:
@@ -123,11 +126,11 @@ class PauseSlot:
         first: list[asyncio.Future[Any]] = [idle, pause.done]
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         if not idle.done():
-            idle.cancel()  # a request that runs has taken the pause
+            idle.cancel()  # the running request has executed the pause
         return await pause.done
 
     async def run(self, pause: SessionPause) -> None:
-        """Run the work of a pause if it has not run yet. The caller has the turn."""
+        """Run the work of a pause if it has not run yet. The caller must hold `turn`."""
         if pause.is_started:
             return
         try:

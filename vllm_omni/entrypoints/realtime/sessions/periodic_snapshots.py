@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PeriodicSnapshots`: periodic snapshots of live sessions, which limit the loss after a crash.
+"""`PeriodicSnapshots`: saves live sessions periodically, which limits the loss after a crash.
 
-Only one session is saved at a time: the one with the oldest snapshot, if it has finished a chunk
-since then. After a snapshot, the engine is not interrupted until the cost is at most `_SHARE` of
-its time, so the interval adapts to the machine. If a snapshot cannot be written, the previous one
-is retained. When a session ends, its snapshot is removed. If the engine dies, the snapshots are
-retained for the next server.
+Sessions are saved one at a time. Among the sessions that have finished a chunk since their last
+snapshot, the one with the oldest snapshot is saved first. After a snapshot, the next one is delayed
+until snapshots take at most `_SHARE` of the engine's time, so the interval adapts to the machine.
+If a snapshot cannot be written, the previous one is retained. When a session ends, its snapshot is
+removed. If the engine dies, the snapshots are retained for the next server.
 """
 
 import asyncio
@@ -31,22 +31,22 @@ from vllm_omni.session_files.snapshot import SnapshotHeader
 logger = logging.getLogger("vllm." + __name__)
 
 _SHARE: Final = 0.015
-"""Maximum fraction of the engine's time for all periodic snapshots, because chunk times may grow by
-at most 2 %.
+"""Maximum fraction of the engine's time that all periodic snapshots may take. The limit ensures
+that chunk times grow by at most 2 %.
 """
 _LONGEST_TICK_S: Final = 0.25
 
 
 @dataclass
 class _Saved:
-    """The last snapshot of a session."""
+    """State of the last periodic snapshot of a session."""
 
     chunk: int
-    """Index of the next chunk in the file; 0 without a file."""
+    """Index of the session's next chunk according to the snapshot, or 0 if there is no snapshot."""
     tried_s: float
-    """Monotonic time of the last attempt in seconds."""
+    """Monotonic time in seconds of the last attempt to save the session."""
     path: Path | None = None
-    """The snapshot. None: the session has not been saved yet."""
+    """Path of the snapshot. None: the session has not been saved yet."""
 
 
 class PeriodicSnapshots:
@@ -55,8 +55,8 @@ class PeriodicSnapshots:
     Args:
         manager: Sessions of this process.
         persistent_dir: Directory of the snapshots.
-        write: Saves a session to a new file. Returns the header and the engine time that the
-            snapshot took in seconds.
+        write: Saves a session to a new file. Returns the header, and the time in seconds that the
+            engine spent on it.
         period_s: Seconds between two snapshots of a session.
     """
 
@@ -84,17 +84,17 @@ class PeriodicSnapshots:
         self.task = self._manager.spawn_background(self._run())
 
     def adopt(self, session: Session, path: Path, next_chunk: int) -> None:
-        """Take over the file from which a session was restored.
+        """Use the file from which a session was restored as its first periodic snapshot.
 
         Args:
             session: The session.
-            path: The file. It is moved.
+            path: Path of the file, which is moved into the directory of snapshots.
             next_chunk: Index of the session's next chunk in the file.
         """
         own = self._persistent_dir.periodic_path(session.key)
         try:
             path.rename(own)
-        except OSError:  # in another file system
+        except OSError:  # the file is in another file system
             partial = self._persistent_dir.partial_path(own)
             shutil.copyfile(path, partial)
             partial.rename(own)
@@ -109,16 +109,16 @@ class PeriodicSnapshots:
             saved.path.unlink(missing_ok=True)
 
     def withhold(self, session: Session) -> None:
-        """Hide a session's snapshot from other servers, and do not write a new one.
+        """Hide the snapshot of a session from other servers, and stop writing new ones.
 
-        If a server restored the snapshot of a session that is being moved, it would create a second
-        copy.
+        If another server restored the snapshot of a session that is being moved, there would be two
+        copies of the session.
         """
         self._withheld.add(session.engine_id)
         self._rename(session.engine_id, WITHHELD_SUFFIX)
 
     def release(self, engine_id: str) -> None:
-        """Undo `withhold`, because the session has not been moved."""
+        """Undo `withhold` after a session has not been moved."""
         self._withheld.discard(engine_id)
         self._rename(engine_id, SUFFIX)
 
@@ -144,7 +144,9 @@ class PeriodicSnapshots:
             await asyncio.sleep(cost_s / _SHARE)
 
     def _due(self) -> Session | None:
-        """Return the due session with the oldest snapshot, or None."""
+        """Return the session to save next, which is the due session with the oldest snapshot, or
+        None.
+        """
         now_s, due = time.monotonic(), []
         for session in self._manager.sessions():
             saved = self._saved.get(session.engine_id)
@@ -161,10 +163,10 @@ class PeriodicSnapshots:
         return min(due, key=lambda item: item[0], default=(0.0, None))[1]
 
     async def _save(self, session: Session) -> float:
-        """Write one snapshot.
+        """Write one snapshot of a session.
 
         Returns:
-            Engine time that the snapshot took in seconds.
+            Time in seconds that the engine spent on the snapshot.
         """
         engine_id, now_s = session.engine_id, time.monotonic()
         saved = self._saved.setdefault(engine_id, _Saved(0, now_s))
@@ -177,7 +179,7 @@ class PeriodicSnapshots:
         except (EndpointError, OSError) as error:
             self._note_trouble(session, error)
             return 0.0
-        # the session has ended, moves, or draining saves it
+        #         # The session has ended or is being moved, or draining saves it.
         if (
             session.engine_id != engine_id
             or engine_id in self._withheld
@@ -194,7 +196,9 @@ class PeriodicSnapshots:
         return cost_s
 
     def _note_trouble(self, session: Session, error: EndpointError | OSError) -> None:
-        """Log the reason why a snapshot could not be written, once per reason."""
+        """Log the reason why a snapshot could not be written. A repeated reason is logged only
+        once.
+        """
         if not session.started or self._manager.engine.is_dead:
             return  # the session has ended
         trouble = error.code if isinstance(error, EndpointError) else type(error).__name__

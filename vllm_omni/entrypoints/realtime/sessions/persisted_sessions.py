@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PersistedSessions`: the directory of snapshots that outlive their server process.
+"""`PersistedSessions`: manages the directory of snapshots that outlive their server process.
 
-It contains three kinds of files. `<digest>.session.safetensors` is a session saved by a server at
-shutdown. `<digest>.<owner>.session.safetensors` is a periodic snapshot that belongs to the process
-`owner` as long as it is alive. `<digest>.<owner>.withheld` is the last snapshot of a session that
-was being moved to another server. It is never restored automatically, because the session may be
-live there. If its server was killed, an operator may restore it. The digest is computed from the
-session's key. Files are renamed into place, so they are always complete. This module does not
-depend on sessions or the engine.
+The directory contains three kinds of files. `<digest>.session.safetensors` is a session that a
+server saved at shutdown. `<digest>.<owner>.session.safetensors` is a periodic snapshot that belongs
+to the process `owner` as long as it is alive. `<digest>.<owner>.withheld` is the last snapshot of a
+session that was being moved to another server. A withheld snapshot is never restored automatically
+because the session may be live on the other server. If that server was killed, an operator may
+restore the snapshot. The digest is computed from the session's key. Files are renamed into place,
+so they are always complete. This module does not depend on sessions or the engine.
 """
 
 import contextlib
@@ -29,18 +29,18 @@ SUFFIX: Final = ".session.safetensors"
 WITHHELD_SUFFIX: Final = ".withheld"
 _PARTIAL: Final = ".partial"
 _ABANDONED_S: Final = 600.0
-"""Age in seconds at which an incomplete file of another machine is considered abandoned."""
+"""Age in seconds above which an incomplete file from another machine is considered abandoned."""
 _LIFETIME_S: Final = 86_400.0
-"""Age in seconds at which a periodic snapshot that no server could restore is removed."""
+"""Age in seconds above which a periodic snapshot that no server could restore is removed."""
 
 
 class PersistedSessions:
     """Paths of snapshots in one directory.
 
     Args:
-        folder: The directory. Created if it does not exist.
-        owner: Name of this process, from `StagingDirectory.owner`. For periodic snapshots, it must
-            be the same as the name in the staging directory.
+        folder: Path of the directory. A missing directory is created.
+        owner: Name of this process (`StagingDirectory.owner`). For periodic snapshots, it must be
+            the name that the process uses in the staging directory.
     """
 
     def __init__(self, folder: Path, owner: str) -> None:
@@ -48,11 +48,11 @@ class PersistedSessions:
         self.folder, self._owner = folder, owner
 
     def final_path(self, key: SessionKey) -> Path:
-        """Return the path of a session that is saved at shutdown."""
+        """Return the path for a session that is saved at shutdown."""
         return self.folder / f"{_digest(key)}{SUFFIX}"
 
     def periodic_path(self, key: SessionKey) -> Path:
-        """Return the path of this process's periodic snapshot of a session."""
+        """Return the path for this process's periodic snapshot of a session."""
         return self.folder / f"{_digest(key)}.{self._owner}{SUFFIX}"
 
     def partial_path(self, final: Path) -> Path:
@@ -60,13 +60,13 @@ class PersistedSessions:
         return final.with_name(f"{final.name.removesuffix(SUFFIX)}.{self._owner}{_PARTIAL}")
 
     def lost_path(self, key: SessionKey) -> Path:
-        """Return the path of the last snapshot of a session that may be live elsewhere."""
+        """Return the path for the last snapshot of a session that may be live on another server."""
         return self.folder / f"{_digest(key)}.{self._owner}{WITHHELD_SUFFIX}"
 
     def left_by_others(self) -> list[Path]:
-        """Return the snapshots of ended processes, oldest first.
+        """Return the snapshots that processes have left behind when they ended, oldest first.
 
-        If a session has several snapshots, only the newest is returned.
+        If a session has several snapshots, only the newest is returned, and the others are removed.
         """
         newest: dict[str, tuple[float, Path]] = {}
         for path in self.folder.glob(f"*{SUFFIX}"):
@@ -80,7 +80,8 @@ class PersistedSessions:
                 newest[digest] = max(found, newest.get(digest, found))
                 if older != newest[digest]:
                     older[1].unlink()
-            # another server that starts at the same time may have restored it
+            #             # Another server that starts at the same time may have restored the
+            # snapshot.
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -88,10 +89,10 @@ class PersistedSessions:
         return [path for _, path in sorted(newest.values())]
 
     def sweep(self, dead: set[str]) -> None:
-        """Remove incomplete files of the processes `dead`, and expired periodic snapshots."""
+        """Remove expired snapshots, and the incomplete files of the dead processes named in `dead`."""
         now_s = time.time()
         for partial in self.folder.glob(f"*{_PARTIAL}"):
-            # another server that starts at the same time may have removed it
+            #             # Another server that starts at the same time may have removed the file.
             with contextlib.suppress(OSError):
                 if (
                     partial.name.split(".")[-2] in dead
@@ -123,12 +124,14 @@ class PersistedSessions:
 
 @contextlib.contextmanager
 def claimed(path: Path) -> Iterator[bool]:
-    """Lock a snapshot against other API server processes.
+    """Lock a snapshot for the duration of the `with` block, so that no other API server process
+    restores it.
 
-    If this process dies, the lock is released and the next server may restore the snapshot.
+    If this process dies, the lock is released, and the next server may restore the snapshot.
 
     Yields:
-        False if the file is locked or missing, or cannot be opened.
+        True if this process holds the lock. False if the file is locked or missing, or cannot be
+        opened.
     """
     try:
         file = open_regular(path)

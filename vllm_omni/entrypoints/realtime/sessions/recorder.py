@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SessionRecorder`: records every session that starts on this server, for later replay.
 
-The format is in `vllm_omni/session_files/recording.py`. A single thread computes digests and writes
-files in order while the engine works. If the thread falls behind, chunks wait for it. A session
-restored from a snapshot is not recorded. The recording of a branch starts with a copy of its
-parent's recording.
+The file format is defined in `vllm_omni/session_files/recording.py`. A single thread computes
+digests and writes files in order while the engine works. If the thread falls behind, chunks wait
+for it. A session that was restored from a snapshot is not recorded. The recording of a branch
+starts with a copy of its parent's recording.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class SessionRecorder:
     """Records sessions to files that only their owner can read.
 
     Args:
-        folder: Directory of the recordings. Created if it does not exist.
+        folder: Directory of the recordings. A missing directory is created.
         header: Configuration of the served model.
     """
 
@@ -58,7 +58,9 @@ class SessionRecorder:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="omni-recorder")
         self._pending: set[Future[None]] = set()
         self._ended: set[Path] = set()
-        """Recordings that could not be written completely. Accessed only on the writer's thread."""
+        """Paths of recordings that ended early because of a write error. The set is accessed only
+        on the writer thread.
+        """
 
     async def finished(
         self,
@@ -67,7 +69,7 @@ class SessionRecorder:
         meta: dict[str, Any],
         frames_THWC: np.ndarray,
     ) -> None:
-        """Record a finished chunk. It waits only if too many writes are pending."""
+        """Record a finished chunk. The call waits only if too many writes are pending."""
 
         def outcome() -> ChunkOutcome:
             return ChunkOutcome(
@@ -96,7 +98,7 @@ class SessionRecorder:
         self._paths.pop(session_id, None)
 
     def flush(self) -> None:
-        """Wait until everything is written."""
+        """Wait until all pending records have been written."""
         self._writer.submit(lambda: None).result()
 
     def _submit(
@@ -151,7 +153,9 @@ class SessionRecorder:
 
     @contextlib.contextmanager
     def _ending_on_failure(self, path: Path, whole_bytes: int) -> Iterator[None]:
-        """On a write error, keep only the complete records, or remove an empty recording."""
+        """End a recording if writing to it fails. Only complete records are retained, and an empty
+        recording is removed.
+        """
         try:
             yield
         except OSError:
@@ -168,7 +172,7 @@ def _new_file(path: Path) -> BinaryIO:
 
 
 def recording_header(vllm_config: "VllmConfig") -> RecordingHeader:
-    """Return the configuration of the served model, for a replay."""
+    """Return the configuration of the served model that a replay requires."""
     config, parallel = vllm_config.model_config, vllm_config.parallel_config
     additional = vllm_config.additional_config
     return RecordingHeader(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encodes a finished chunk as replies. Each reply is stored as soon as it is encoded."""
+"""Encode finished chunks as replies. Each reply is stored as soon as it is encoded."""
 
 import asyncio
 import time
@@ -10,7 +10,7 @@ from vllm_omni.entrypoints.realtime.sessions.run import FinishedChunk, ReplyOpti
 
 
 class StoreReply(Protocol):
-    """Stores one reply of a chunk. Called on the event loop."""
+    """Function that stores one reply of a chunk, called on the event loop."""
 
     def __call__(self, part: int, payload: Sized, is_last: bool) -> None: ...
 
@@ -21,22 +21,25 @@ async def render_replies(
     off_loop: Callable[..., Awaitable[Any]],
     store: StoreReply,
 ) -> None:
-    """Encode a chunk and store its replies.
+    """Encode a finished chunk, and store its replies.
 
-    The first frames are sent while the last ones are encoded. Cancellation waits for the encoder,
-    because the chunk is part of the session.
+    The first frames of a chunk can be sent while its last frames are being encoded. If the call is
+    cancelled, it still waits for the encoder because the chunk is already part of the session.
 
     Args:
-        replies: How the chunk becomes replies.
-        chunk: The chunk.
-        off_loop: Runs a function on a thread.
-        store: Stores one reply. The last reply is stored after the trace of the chunk has ended.
+        replies: Options that determine how the chunk is encoded.
+        chunk: Finished chunk to encode.
+        off_loop: Runs a function on a worker thread.
+        store: Function that stores one reply. The last reply is stored after the trace of the chunk
+            has ended.
     """
     started_ns = time.time_ns()
     loop = asyncio.get_running_loop()
 
     def encode(store_soon: Callable[[int, Sized], object]) -> tuple[int, Sized | None]:
-        """Return the last reply and its index, after all others have been stored."""
+        """Encode all replies, and store all but the last. Return the index of the last reply and
+        the reply itself.
+        """
         number, last = 0, None
         for payload in replies.render(chunk):
             if last is not None:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionJob`, `SessionRun`, `ChunksInFlight` and `DeliveryLog`: the inputs of a request, its
-replies, its chunks in the engine, and the requests of a session.
+"""The inputs of a request (`SessionJob`), its replies (`SessionRun`), its chunks in the engine
+(`ChunksInFlight`), and the recent requests of a session (`DeliveryLog`).
 
-A run outlives the connection that requested it. Its replies are numbered and retained by the
-session, so that a reconnecting client can receive them again or follow a run in progress. The
-`ChunkSource` of a job determines its chunks. This module does not depend on message formats or
-sockets.
+A run outlives the connection that requested it. The replies of a run are numbered, and the session
+retains them. A client that reconnects can therefore receive replies again or follow a run in
+progress. The `ChunkSource` of a job determines which chunks are generated. This module does not
+depend on message formats or sockets.
 """
 
 import asyncio
@@ -47,32 +47,32 @@ from vllm_omni.inputs import Output
 _REMEMBERED_RUNS: Final = 64
 
 Deliver = Callable[[Any], Awaitable[None]]
-"""Sends the payload of one reply to the client."""
+"""Function that sends the payload of one reply to the client."""
 
 
 class FinishedChunk(msgspec.Struct, frozen=True, kw_only=True):
     """A finished chunk with the metadata required for its replies."""
 
     session_id: str
-    """Session id that clients use."""
+    """Id of the session, as clients use it."""
     request_id: str
-    """Request id."""
+    """Id of the request."""
     sizes: tuple[int, ...]
-    """Pixel frames of each chunk of the request. For a live request, only the size of this
-    chunk.
+    """Number of pixel frames in each chunk of the request. For a live request, the tuple contains
+    only the size of this chunk.
     """
     number: int
-    """Index of this chunk within the request, from 0."""
+    """Index of this chunk within the request, starting at 0."""
     result: ChunkResult
     """Frames and metadata from the engine."""
     chunk_index: int
-    """Index of this chunk within the session, from 0."""
+    """Index of this chunk within the session, starting at 0."""
     first_frame: int
     """Index of the chunk's first pixel frame within the session."""
     seed: int | None
-    """Seed of the session. None: unknown."""
+    """Seed of the session. None: the seed is unknown."""
     prompt_applied: bool
-    """Whether the prompt changed with this chunk."""
+    """Whether a new prompt took effect with this chunk."""
     warnings: tuple[str, ...]
     """Warnings for the client. Only the first chunk of a request can have warnings."""
     controls: ChunkControls
@@ -100,40 +100,41 @@ class SessionStart:
     """Parameters with which a request starts its session, if the session has not started."""
 
     load_image: Callable[[int, int], np.ndarray] | None = None
-    """Returns the start image, uint8 `[H, W, 3]`, for a given `(height, width)`. Called on a
-    thread. None: no image.
+    """Function that returns the start image, uint8 `[H, W, 3]`, for a given `(height, width)`,
+    called on a worker thread. None: the session has no start image.
     """
     images: Mapping[str, Any] = field(default_factory=dict)
-    """Named images (`ActionSpace.images`), each as file, `data:` URL or array."""
+    """Named images (`ActionSpace.images`). Each image is a file, a `data:` URL or an array."""
     seed: int | None = None
-    """Seed of the noise; -1 selects a random seed. Default: that of the model."""
+    """Seed of the noise. The value -1 selects a random seed. Default: the model's default seed."""
     height: int | None = None
-    """Height of the frames in pixels. Default: the server's."""
+    """Height of the frames in pixels. Default: the server's height."""
     width: int | None = None
-    """Width of the frames in pixels. Default: the server's."""
+    """Width of the frames in pixels. Default: the server's width."""
     window_frames: int | None = None
-    """Attention window in latent frames. Default: the server's."""
+    """Attention window in latent frames. Default: the server's window."""
     sink_frames: int | None = None
-    """Sink frames of the attention window, in latent frames. Default: the server's."""
+    """Number of sink frames of the attention window. Default: the server's number."""
     restart: bool = False
-    """Discard the existing state and start again. Default: False."""
+    """Whether to discard the existing state of the session and start again. Default: False."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplyOptions:
-    """How finished chunks become replies."""
+    """Options that determine how finished chunks become replies."""
 
     render: Callable[[FinishedChunk], Iterable[Sized]]
-    """Encodes a chunk as replies that have a length in bytes. Called on a thread unless `inline`.
-    Each reply may be sent before the next reply is encoded.
+    """Function that encodes a chunk as replies. The `len` of a reply is its size in bytes. The
+    function is called on a worker thread unless `inline` is set. A reply may be sent before the
+    next reply is encoded.
     """
     inline: bool = False
-    """Call `render` on the event loop, because it takes less time than a thread switch. Default:
-    False.
+    """Whether to call `render` on the event loop because it takes less time than a thread switch.
+    Default: False.
     """
     keep: bool = True
-    """Retain delivered replies, so that a client that reconnects can receive them again. Default:
-    True.
+    """Whether to retain delivered replies, so that a client that reconnects can receive them again.
+    Default: True.
     """
     unsent_chunks: int | None = None
     """Maximum number of finished chunks that may wait for the client.
@@ -149,50 +150,52 @@ class SessionJob:
     """The validated inputs of one request."""
 
     request_id: str
-    """Id of the request, unique in the session."""
+    """Id of the request, which is unique within the session."""
     source: ChunkSource
-    """Determines the request's chunks and their controls."""
+    """Source of the request's chunks and their controls."""
     replies: ReplyOptions
-    """How finished chunks become replies."""
+    """Options that determine how finished chunks become replies."""
     start: SessionStart = SessionStart()
-    """How to start the session if it has not started."""
+    """Parameters that are used if the request starts the session."""
     digest: bytes = b""
-    """Digest of the request's content. It distinguishes a repeated request from a different request
-    with the same id.
+    """Digest of the request's content, which distinguishes a repetition of the request from a
+    different request with the same id.
     """
     chunk_index: int | None = None
-    """Required index of the session's next chunk. Default: any."""
+    """Index that the session's next chunk must have. Default: any index is accepted."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Options of the model, for every chunk."""
+    """Options of the model, which apply to every chunk."""
     output: Output = "rgb"
-    """Format of the results, which is the same for all requests of a session. Default: frames."""
+    """Kind of results to generate, which must be the same for all requests of a session. Default:
+    `rgb` frames.
+    """
     trajectory: bool = False
     """Whether results include the latents of each denoise step. Default: False."""
 
 
 class EncodedReply(msgspec.Struct, frozen=True):
-    """One encoded message."""
+    """An encoded message that belongs to a chunk."""
 
     chunk_index: int
     """Index of the chunk within the session."""
     part: int
-    """Index of the message within its chunk, from 0."""
+    """Index of the message within its chunk, starting at 0."""
     payload: Any
     """The encoded message."""
     num_bytes: int
     """Size of the message in bytes."""
     num_frames: int = 0
-    """Number of pixel frames of the whole chunk in its first message, otherwise 0."""
+    """Number of pixel frames in the whole chunk if this is its first message, otherwise 0."""
     trace: ChunkTrace | None = None
-    """Trace of the chunk, set only for its last message. The `transport` span ends when that
-    message has been delivered.
+    """Trace of the chunk, which is set only for the chunk's last message. The `transport` span ends
+    when that message has been delivered.
     """
 
 
 @dataclass(eq=False)
 class _Follower:
     owner: object
-    """The connection."""
+    """Connection that receives the replies."""
 
 
 class ChunksInFlight(deque[asyncio.Task[ChunkResult]]):
@@ -202,8 +205,8 @@ class ChunksInFlight(deque[asyncio.Task[ChunkResult]]):
         self.append(asyncio.get_running_loop().create_task(chunk))
 
     def take_finished(self) -> list[ChunkResult]:
-        """Remove and return the chunks that succeeded, up to the first one that is running or has
-        failed.
+        """Remove and return all leading chunks that succeeded, up to the first chunk that is
+        running or has failed.
         """
         finished = []
         while self and self[0].done() and not self[0].cancelled() and self[0].exception() is None:
@@ -223,20 +226,22 @@ class ChunksInFlight(deque[asyncio.Task[ChunkResult]]):
 
 @dataclass
 class HeldBytes:
-    """Total size of the retained replies of several runs."""
+    """Counter of the total size of the retained replies of several runs."""
 
     total: int = 0
-    """Size in bytes."""
+    """Total size of the replies in bytes."""
 
 
 @dataclass(eq=False)
 class SessionRun:
-    """One request: its plan, its replies and how it ended."""
+    """The execution of one request: its plan, its replies and its outcome."""
 
     job: SessionJob
     """Inputs of the request."""
     sizes: tuple[int, ...] = ()
-    """Number of pixel frames of each chunk, set before the first chunk. Empty for a live run."""
+    """Number of pixel frames in each chunk, set before the first chunk starts. The tuple is empty
+    for a live run.
+    """
     first_chunk: int = 0
     """Index of the run's first chunk within the session."""
     attempt: int = 1
@@ -246,7 +251,7 @@ class SessionRun:
     replies: deque[EncodedReply] = field(default_factory=deque)
     """Retained replies, oldest first."""
     num_replies: int = 0
-    """Number of replies so far, including dropped ones."""
+    """Number of replies so far, including dropped replies."""
     first_retained: int = 0
     """Index of the oldest retained reply."""
     delivered: int = 0
@@ -254,21 +259,23 @@ class SessionRun:
     finished: bool = False
     """Whether the run has ended."""
     error: EndpointError | None = None
-    """Why the run failed. None: the run did not fail."""
+    """Error with which the run failed. None: the run has not failed."""
     task: "asyncio.Task[EndpointError | None] | None" = None
-    """The task that generates the chunks."""
+    """Task that generates the chunks."""
     started_s: float = field(default_factory=time.monotonic)
-    """Monotonic time at which the last attempt started, in seconds."""
+    """Monotonic time in seconds at which the last attempt started."""
     controls: deque[ChunkControls] = field(default_factory=deque)
     """Controls of the chunks in flight."""
     retained_bytes: int = 0
     """Size of the retained replies in bytes."""
     held: HeldBytes = field(default_factory=HeldBytes)
-    """Total over several runs, which includes `retained_bytes`."""
+    """Counter over several runs, whose total includes `retained_bytes`."""
     dropped: Callable[[int], None] = lambda num_frames: None
-    """Called with the number of frames that are dropped without having been delivered."""
+    """Function that is called with the number of frames that are dropped before they were
+    delivered.
+    """
     _follower: "_Follower | None" = None
-    """The connection that currently receives the replies."""
+    """Connection that currently receives the replies. None: no connection receives them."""
     _waiting: list[asyncio.Future[None]] = field(default_factory=list)
     """Futures of tasks that are waiting for the next reply, delivery or end."""
 
@@ -277,12 +284,12 @@ class SessionRun:
         return self._follower is not None
 
     def is_followed_by(self, owner: object) -> bool:
-        """Return whether a connection receives the replies now."""
+        """Return whether the given connection currently receives the replies."""
         return self._follower is not None and self._follower.owner is owner
 
     @property
     def num_chunks(self) -> int | None:
-        """Number of chunks. None: unlimited until the run is cancelled."""
+        """Number of chunks of the run. None: the run continues until it is cancelled."""
         return len(self.sizes) or self.job.source.num_chunks
 
     def spans(self, info: StreamInfo) -> Iterator[ChunkSpan]:
@@ -317,16 +324,14 @@ class SessionRun:
         self.held.total += num_bytes
 
     def finish(self, error: EndpointError | None = None) -> None:
-        """Mark the run as ended and drop its inputs, because a repeated request sends them
-        again.
-        """
+        """Mark the run as ended, and drop its inputs. A repeated request sends the inputs again."""
         self.finished, self.error = True, error
         self.controls.clear()
         self.job = dataclasses.replace(self.job, source=PlannedChunks(), start=SessionStart())
         self._notify()
 
     def discard(self) -> None:
-        """Drop all replies, because no client can request them any more."""
+        """Drop all replies because no client can request them any more."""
         undelivered = islice(self.replies, max(0, self.delivered - self.first_retained), None)
         self.dropped(sum(reply.num_frames for reply in undelivered))
         self.first_retained = self.num_replies
@@ -344,20 +349,21 @@ class SessionRun:
     def follow(
         self, deliver: Deliver, owner: object, window: DeliveryWindow, start: int = 0
     ) -> Coroutine[Any, Any, bool]:
-        """Deliver replies until the run ends. An earlier follower is superseded at once.
+        """Deliver replies to a connection until the run ends. An earlier follower is superseded
+        immediately.
 
         Args:
-            deliver: Sends one reply.
-            owner: The connection.
-            window: Detects a client that reads too slowly.
+            deliver: Function that sends one reply.
+            owner: Connection that receives the replies.
+            window: Delivery window, which detects a client that reads too slowly.
             start: Index of the first reply to deliver.
 
         Returns:
             False if a later call of the same owner superseded this one, otherwise True.
 
         Raises:
-            EndpointError: The error of the run; `superseded` by another owner; `resync_required` if
-                replies have been dropped; or `slow_reader`.
+            EndpointError: The error with which the run failed, `superseded` if another owner
+                follows the run, `resync_required` if replies have been dropped, or `slow_reader`.
         """
         me = self._follower = _Follower(owner)
         self.delivered = start
@@ -414,7 +420,7 @@ class SessionRun:
         return bool(self.replies) and self.replies[-1].chunk_index != reply.chunk_index
 
     async def wait_for_reader(self, unsent_chunks: int) -> None:
-        """Wait until at most `unsent_chunks` chunks are waiting for delivery."""
+        """Wait until at most `unsent_chunks` finished chunks are waiting for delivery."""
         while self.num_unsent_chunks > unsent_chunks:
             await self._notify_waiters()
 
@@ -427,17 +433,17 @@ class SessionRun:
 
     @property
     def num_unsent_chunks(self) -> int:
-        """Number of chunks that are waiting for delivery."""
+        """Number of finished chunks that are waiting for delivery."""
         unsent = self.num_replies - max(self.delivered, self.first_retained)
         if unsent <= 1:
             return unsent
         return len({reply.chunk_index for reply in islice(reversed(self.replies), unsent)})
 
     def drop_oldest(self) -> int:
-        """Drop the oldest reply if it has been delivered.
+        """Drop the oldest reply, if it has been delivered or the run has ended.
 
         Returns:
-            Number of bytes freed; 0 if no reply can be dropped.
+            Number of bytes that were freed, or 0 if no reply can be dropped.
         """
         if not self.replies or (not self.finished and self.first_retained >= self.delivered):
             return 0
@@ -464,7 +470,7 @@ class SessionRun:
 class DeliveryLog:
     """The recent requests of a session and their replies, for replay and resume.
 
-    The number of requests and of bytes is bounded.
+    The number of requests and their total size in bytes are bounded.
     """
 
     def __init__(self) -> None:
@@ -472,17 +478,18 @@ class DeliveryLog:
         """Runs by request id, oldest first."""
 
     def missed_since(self, last_chunk: int | None, next_chunk: int) -> list[tuple[SessionRun, int]]:
-        """Return the replies to replay after a reconnect.
+        """Return the replies that must be replayed after a client reconnects.
 
         Args:
-            last_chunk: Index of the last chunk that the client has received. None: no chunk.
+            last_chunk: Index of the last chunk that the client has received. None: the client has
+                received no chunk.
             next_chunk: Index of the session's next chunk.
 
         Returns:
-            Runs, each with the index of its first reply to deliver.
+            List of `(run, index)`, where `index` is the first reply of the run to deliver.
 
         Raises:
-            EndpointError: `resync_required`: some replies have been dropped.
+            EndpointError: `resync_required`, because some of these replies have been dropped.
         """
         wanted = 0 if last_chunk is None else last_chunk + 1
         missed: list[tuple[SessionRun, int]] = []
@@ -508,9 +515,9 @@ class DeliveryLog:
             await run.wait_for_follower()
 
     def drop_delivered(self, keep_bytes: int) -> None:
-        """Drop delivered replies, oldest first, until at most `keep_bytes` remain."""
+        """Drop delivered replies, oldest first, until at most `keep_bytes` bytes remain."""
         total = 0
-        # runs after every chunk, so a generator expression would cost too much
+        #         # This runs after every chunk, so a generator expression would cost too much.
         for run in self.runs.values():
             total += run.retained_bytes
         for run in self.runs.values():
@@ -518,7 +525,7 @@ class DeliveryLog:
                 total -= freed
 
     def evict_old(self) -> None:
-        """Remove the oldest finished requests beyond the limit."""
+        """Remove the oldest finished requests that exceed the limit on their number."""
         num_old = len(self.runs) - _REMEMBERED_RUNS
         if num_old <= 0:
             return
@@ -532,7 +539,7 @@ class DeliveryLog:
                 self._evict(request_id, run)
 
     def discard(self) -> None:
-        """Drop every reply, because the session has ended."""
+        """Drop all replies because the session has ended."""
         for run in self.runs.values():
             run.discard()
 

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of one client's session: its requests, its position and its engine state.
+"""`Session`: the state of one client's session, that is, its requests, its position and its engine
+state.
 
-All endpoints share this module. The module does not depend on message formats or sockets. An
-endpoint submits a `SessionJob` to a `Session`, follows the `SessionRun` that it receives, and
-delivers the replies. The table of sessions is in `session_manager.py`.
+All endpoints share this module, which does not depend on message formats or sockets. An endpoint
+submits a `SessionJob` to a `Session`, follows the returned `SessionRun`, and delivers its replies.
+`session_manager.py` contains the table of sessions.
 
 Invariants:
-- At most one request of a session runs, and at most one waits.
+- At most one request of a session runs, and at most one more waits.
 - At most `chunks_in_flight` chunks of a session are in the engine.
-- A restarted session gets a new engine id, so that late results never reach it.
-- A session is in the manager's table exactly while it has engine state or a request.
+- A restarted session gets a new engine id, so late results of the old session never reach it.
+- A session is in the manager's table exactly as long as it has engine state or a request.
 """
 
 import asyncio
@@ -58,17 +59,18 @@ _MAX_WAITING: Final = 2  # one request runs, one waits
 
 
 def new_session_id(server_name: str | None = None) -> str:
-    """Return an unguessable id. Clients that know the id can continue the session.
+    """Return a new session id that cannot be guessed. A client that knows the id can continue the
+    session.
 
     Args:
-        server_name: `omni.server_name`, which is the prefix of the id.
+        server_name: Value of `omni.server_name`, which becomes the prefix of the id.
     """
     token = secrets.token_urlsafe(16)
     return token if server_name is None else f"{server_name}.{token}"
 
 
 class Session:
-    """One session of one client. The class is not thread-safe: use it from a single event loop."""
+    """A session of a client. This class is not thread-safe; use it from a single event loop."""
 
     def __init__(
         self, key: SessionKey, manager: "SessionHost[Session]", client: str, endpoint: str
@@ -77,7 +79,7 @@ class Session:
         self.meter = SessionMeter(endpoint)
         self.trace = tracing().session(key[1], endpoint)
         self.client = client
-        """Client to which `sessions_per_client` and quotas attribute the session."""
+        """Client whose `sessions_per_client` limit and quotas apply to the session."""
         self.allowance = manager.quotas.allowance_of(client)
         self.allowance.open_session()
         self._closed = False
@@ -90,36 +92,40 @@ class Session:
         self.prompt: str | None = None
         self.seed: int | None = None
         self.in_step = True
-        """Whether `next_chunk` is certain. After an abort, the engine may be one chunk ahead."""
+        """Whether `next_chunk` is known to match the engine. After an abort, the engine may be one
+        chunk ahead.
+        """
         self.connections: set[object] = set()
-        """Open connections that have used this session. Endpoints add and remove them."""
+        """Open connections that have used this session. The endpoints add and remove them."""
         self.last_used_s = time.monotonic()
         self.pinged_s = self.last_used_s
-        """Monotonic time of the client's last ping in seconds."""
+        """Monotonic time in seconds of the client's last ping."""
         self.delivery_log = DeliveryLog()
         self.encoders = SessionEncoders(manager.implementations)
-        """Encoders of the session's frames. They persist across requests."""
+        """Encoders of the session's frames, which persist across requests."""
         self.audience = Audience(manager)
         """Spectators of the session."""
         self._clock = PlayClock()
         self.steering = asyncio.Lock()
-        """Held while an input takes effect and while another server takes over the session, so that
-        the transferred controls are complete.
+        """Lock that is held while an input takes effect and while another server takes over the
+        session. The lock ensures that the transferred controls are complete.
         """
         self.stream_state: Callable[[], bytes | None] = lambda: None
-        """Returns the controls of a live stream that was moved here from another server, until the
-        client's request starts here.
+        """Function that returns the controls of a live stream that was moved to this server, until
+        the client's request starts on this server.
         """
         self.destination: Destination | None = None
-        """Server on which the session continues, if it has been moved. None: this one."""
+        """Server to which the session has been moved. None: the session is on this server."""
         self.is_visible = True
-        """Whether clients may use the session. False: the session is being moved to this server."""
+        """Whether clients may use the session. The value is False while the session is being moved
+        to this server.
+        """
         self.is_settled = True
-        """Whether it is certain that no other server holds the session. Until then it is neither
-        saved nor moved again, so that there are never two copies.
+        """Whether it is certain that no other server holds the session. A session that is not
+        settled is neither saved nor moved again, so there are never two copies of it.
         """
         self.protected_until_s = 0.0
-        """Monotonic time in seconds before which the session is neither evicted nor closed."""
+        """Monotonic time in seconds until which the session is neither evicted nor closed."""
         self._next_request = asyncio.Lock()
         self._pauses = PauseSlot(self._next_request)
         self._waiting = 0
@@ -135,10 +141,11 @@ class Session:
         return 0.0 if self.is_busy else time.monotonic() - self.last_used_s
 
     def on_removed(self, reason: str) -> None:
-        """End the session's audience, quota, metrics and trace spans. Idempotent.
+        """End the audience, the quota use, the metrics and the trace spans of the session.
+        Idempotent.
 
-        The manager calls this when it removes the session from its table. `free_engine_state` frees
-        the state in the engine.
+        The manager calls this method when it removes the session from its table. The method does
+        not free the state in the engine; `free_engine_state` does.
         """
         if self._closed:
             return
@@ -150,8 +157,8 @@ class Session:
 
     @contextlib.contextmanager
     def keep_alive(self) -> Iterator[None]:
-        """Protect the session from eviction during the block, and then remove it from the table if
-        it is empty.
+        """Protect the session from eviction for the duration of the `with` block, and then remove
+        it from the table if it is empty.
         """
         self._holds += 1
         try:
@@ -165,17 +172,18 @@ class Session:
     def pause(
         self, work: Callable[[SessionPause], Awaitable[Destination | None]]
     ) -> "asyncio.Task[Destination | None]":
-        """Run a task between two chunks of the session.
+        """Run work between two chunks of the session.
 
         Args:
-            work: Runs while no request of the session is in the engine. It returns the new location
-                of the session, or None if it stays. If it raises an exception, the session stays.
+            work: Coroutine function that runs while no request of the session is in the engine, and
+                returns the new server of the session or None if the session stays. If `work` raises
+                an exception, the session stays.
 
         Returns:
-            A task with the result of the work.
+            A task that returns the result of the work.
 
         Raises:
-            EndpointError: `session_busy`: the session is being paused already.
+            EndpointError: `session_busy`, because another pause is pending or running.
         """
         pause = self._pauses.request(work)
         pause.wait_until_delivered = self.delivery_log.wait_until_delivered
@@ -186,10 +194,11 @@ class Session:
             return await self._pauses.wait(pause)
 
     async def _pause_run(self, pause: SessionPause, run: SessionRun) -> None:
-        """Pause a running request.
+        """Pause a running request, and run the work of the pause.
 
         Raises:
-            EndpointError: `moved` or `session_lost`: the session is no longer on this server.
+            EndpointError: `moved` or `session_lost`, because the session is no longer on this
+                server.
         """
         pause.stream_state = run.job.source.state
         await self._pauses.run(pause)
@@ -202,15 +211,15 @@ class Session:
         """Check that the session is still on this server.
 
         Raises:
-            EndpointError: `moved`.
+            EndpointError: `moved`, because the session continues on another server.
         """
         if self.destination is not None:
             raise self.destination.as_error()
 
     def leave(self, destination: Destination) -> None:
-        """Free the state, because the session continues on another server.
+        """Free the session's state after the session has moved to another server.
 
-        Undelivered replies are retained for a client that reconnects here.
+        Undelivered replies are retained for a client that reconnects to this server.
         """
         self.destination = destination
         self._manager.session_left(self)
@@ -222,9 +231,11 @@ class Session:
     # -- requests ----------------------------------------------------------------------------------
 
     def submit(self, job: SessionJob) -> SessionRun:
-        """Start a request, or return the run of an earlier request with the same id.
+        """Start a request and return its run, or return the run of an earlier request with the same
+        id.
 
-        A finished run is returned unchanged. An interrupted run continues where it was interrupted.
+        A run that is in progress or has succeeded is returned unchanged. An interrupted run
+        continues where it was interrupted.
 
         Raises:
             EndpointError: `request_id_conflict`, `session_busy` or `draining`.
@@ -255,7 +266,7 @@ class Session:
             )
             self._trim_delivery_log()
             self.delivery_log.evict_old()
-        if self.stream_state() is not None:  # inputs may act before the request starts
+        if self.stream_state() is not None:  # inputs may take effect before the request starts
             self.stream_state = job.source.state
         self._waiting += 1
         run.task = self._manager.spawn(self._produce(run))
@@ -266,11 +277,11 @@ class Session:
         """Cancel runs with the error `cancelled` and abort their chunks in the engine.
 
         Args:
-            runs: Runs of this session. Default: all of them.
+            runs: Runs of this session to cancel. Default: all runs.
         """
         for run in list(self.delivery_log.runs.values()) if runs is None else runs:
             if not run.finished and run.task is not None and not run.task.cancelling():
-                run.task.cancel()  # only once, because a second cancel would interrupt the cleanup
+                run.task.cancel()  # a second cancel would interrupt the cleanup
 
     async def _produce(self, run: SessionRun) -> EndpointError | None:
         log_context.bind(session_id=self.session_id)
@@ -285,10 +296,10 @@ class Session:
         return None
 
     def _ended(self, run: SessionRun, task: "asyncio.Task[EndpointError | None]") -> None:
-        """Finish a run.
+        """Record the outcome of a run when its task has ended.
 
-        This is a done-callback, because a task that is cancelled before its first step never runs
-        its own cleanup.
+        This method is a done-callback of the task because a task that is cancelled before its first
+        step never runs its own cleanup.
         """
         if task.cancelled():
             error: EndpointError | None = EndpointError(
@@ -304,20 +315,20 @@ class Session:
     async def _generate(self, run: SessionRun) -> None:
         """Generate the chunks of a run and render their results in order.
 
-        Up to `chunks_in_flight` chunks are in the engine. A live run has only as many in flight as
-        are needed to keep the engine busy, so that controls are sampled as late as possible. The
-        next chunk is requested before the current one is rendered and sent.
+        Up to `chunks_in_flight` chunks are in the engine. A live run keeps only as many chunks in
+        flight as are needed to keep the engine busy, because controls should be sampled as late as
+        possible. The next chunk is requested before the current chunk is rendered and sent.
         """
         limits, info, drain = self._manager.limits, self._manager.info, self._manager.drain
         source, unsent_chunks = run.job.source, run.job.replies.unsent_chunks
         self._check_present()
-        self.stream_state = lambda: None  # from now on, the pause has it
-        drain.check()  # before a restart may discard the session's state
+        self.stream_state = lambda: None  # from now on, the pause provides the controls
+        drain.check()  # checked before a restart may discard the session's state
         self.allowance.check_chunk()
         self.meter.request_started()
         start_images, warnings = await self._start(run)
         planned, num_chunks = len(run.sizes), run.num_chunks
-        # a live run is charged for each chunk
+        #         # A live run is charged for each chunk separately.
         self.allowance.charge_chunks(max(0, planned - run.completed))
         in_flight = ChunksInFlight()
         spans = run.spans(info)
@@ -325,9 +336,11 @@ class Session:
         unsent_chunks = limits.unsent_chunks if unsent_chunks is None else unsent_chunks
 
         def fill() -> bool:
-            """Request chunks. Return whether a quota prevents the next chunk of a live run."""
-            # Until the position is certain, request one chunk at a time: its result contains the
-            # engine's position.
+            """Request as many chunks as allowed. Return True if a quota prevents the next chunk of
+            a live run.
+            """
+            #             # Until the position is certain, request one chunk at a time, because the
+            # result contains the engine's position.
             while (
                 len(in_flight) < (most_in_flight if self.in_step else 1)
                 and source.ready
@@ -388,15 +401,16 @@ class Session:
             await self._abort(run, in_flight, refused)
             raise
         if drain.is_draining and run.completed != num_chunks:
-            # immediately, because closing a live connection frees its session
+            #             # Save immediately, because closing a live connection frees its session.
             await drain.save(self)
             drain.check(next_chunk_index=self.next_chunk)
 
     async def _start(self, run: SessionRun) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-        """Prepare a run: check its position, plan its chunks and load its start images.
+        """Prepare a run: check the position of the session, plan the chunks and load the start
+        images.
 
         Returns:
-            `(images, warnings)`, with the images as tensors of a request. There are no images
+            `(images, warnings)`. The images are input tensors of a request, and there are none
             unless the session starts with this run.
         """
         job, start, info = run.job, run.job.start, self._manager.info
@@ -469,8 +483,8 @@ class Session:
         start_images: dict[str, np.ndarray],
         controls: ChunkControls,
     ) -> ChunkResult:
-        """Request one chunk of a run from the engine. `start_images` are the tensors for the first
-        chunk of the session.
+        """Request one chunk of a run from the engine. `start_images` contains the input tensors for
+        the session's first chunk.
 
         Raises:
             EndpointError: The engine refused or aborted the chunk.
@@ -485,8 +499,9 @@ class Session:
         is_start = not self.started and span.number == 0
         if is_start:
             arrays |= start_images
-        # After an abort only the engine knows its position. A new request then accepts any
-        # position; a resumed request and one that names its chunk require theirs.
+        #         # After an abort, the engine's position is unknown here. A new request then
+        # accepts any position. A resumed request, or a request that names its chunk, requires a
+        # certain position.
         insists = self.in_step or run.attempt > 1 or job.chunk_index is not None
         due = self._due(run, span) if self._manager.info.by_deadline else None
         params = DiffusionParams(
@@ -523,15 +538,15 @@ class Session:
         return result
 
     def _due(self, run: SessionRun, span: ChunkSpan) -> PlayDeadline:
-        """Return the deadline of a chunk, for engines with deadline scheduling."""
+        """Return the deadline of a chunk, for engines that schedule by deadline."""
         info = self._manager.info
         return self._clock.schedule_chunk(
             span.num_frames, run.job.replies.fps or info.target_fps or info.fps, time.monotonic()
         )
 
     def _lost(self, error: EndpointError) -> EndpointError:
-        """Return the error for a client if the engine has another position of the session, or no
-        such session.
+        """Return the error to send if the engine does not have the session, or has it at a
+        different position.
         """
         if error.code == "unknown_session":
             self.free_engine_state(in_engine=False)
@@ -547,7 +562,7 @@ class Session:
     def _advance(
         self, run: SessionRun, result: ChunkResult, warnings: tuple[str, ...]
     ) -> FinishedChunk:
-        """Update the session for a committed chunk."""
+        """Update the session after a chunk has been committed, and return the finished chunk."""
         job, number = run.job, run.completed
         index = int(result.meta.get("chunk_index", self.next_chunk))
         first_frame = int(result.meta.get("first_frame", self.next_frame))
@@ -581,15 +596,15 @@ class Session:
         )
 
     async def _render(self, run: SessionRun, chunk: FinishedChunk) -> None:
-        """Encode a chunk and store its replies."""
+        """Encode a finished chunk, and store its replies."""
         store = partial(self._keep, run, chunk)
         await render_replies(run.job.replies, chunk, self._manager.off_loop, store)
 
     def missed_since(self, last_chunk: int | None) -> list[tuple[SessionRun, int]]:
-        """Return the replies after `last_chunk`, as `DeliveryLog.missed_since`.
+        """Return the replies after `last_chunk` to replay, as `DeliveryLog.missed_since` does.
 
         Raises:
-            EndpointError: `resync_required`.
+            EndpointError: `resync_required`, because some of these replies have been dropped.
         """
         return self.delivery_log.missed_since(last_chunk, self.next_chunk)
 
@@ -602,7 +617,9 @@ class Session:
     def _keep(
         self, run: SessionRun, chunk: FinishedChunk, part: int, payload: Sized, is_last: bool
     ) -> None:
-        """Store one reply of a chunk. After the last reply, the chunk is sent to the spectators."""
+        """Store one reply of a chunk. If it is the last reply, also send the chunk to the
+        spectators.
+        """
         num_frames = len(chunk.result.frames_THWC) if part == 0 else 0
         trace = chunk.result.trace if is_last else None
         reply = EncodedReply(chunk.chunk_index, part, payload, len(payload), num_frames, trace)
@@ -618,13 +635,13 @@ class Session:
     async def _abort(
         self, run: SessionRun, in_flight: ChunksInFlight, refused: bool = False
     ) -> None:
-        """Process finished chunks, cancel the others, and determine whether the position is still
-        certain.
+        """Process the finished chunks of a run, cancel its other chunks, and update whether the
+        position is certain.
 
         Args:
             run: Run that ends.
-            in_flight: Chunks of the run in the engine, oldest first.
-            refused: Whether the engine refused an earlier chunk. In this case no chunk of
+            in_flight: Chunks of the run that are in the engine, oldest first.
+            refused: Whether the engine refused an earlier chunk, in which case no chunk of
                 `in_flight` was committed.
         """
         responded = in_flight.take_finished()
@@ -637,12 +654,12 @@ class Session:
             await in_flight.wait_for_end()
             self.in_step = self.in_step and refused
         if not self.started and not refused and self.destination is None:
-            self.free_engine_state()  # the first chunk may still have been committed
+            self.free_engine_state()  # the first chunk may have been committed
 
     # -- the engine's state ------------------------------------------------------------------------
 
     def free_engine_state(self, in_engine: bool = True) -> None:
-        """Free the session's state in the engine. The next request needs an image.
+        """Free the session's state in the engine. The next request must start the session again.
 
         Args:
             in_engine: Whether the engine may still hold the state.
@@ -660,14 +677,14 @@ class Session:
         self.delivery_log.evict_finished()
 
     async def stop(self) -> None:
-        """Cancel all requests. The state of the session is retained."""
+        """Cancel all requests, but retain the state of the session."""
         with self.keep_alive():
             self.cancel()
             async with self._next_request:
                 pass
 
     async def reset(self) -> None:
-        """Cancel all requests and free the session's state.
+        """Cancel all requests, and free the state of the session.
 
         The session is removed from the table unless another request is waiting.
         """
@@ -678,10 +695,10 @@ class Session:
                     self.free_engine_state()
 
     async def fork(self, new: "Session") -> None:
-        """Copy the state into `new`, between two chunks.
+        """Copy the state of the session into `new`, between two chunks.
 
         Raises:
-            EndpointError: `missing_image`: the session has no state yet.
+            EndpointError: `missing_image`, because the session has no state yet.
         """
         with self.keep_alive(), new.keep_alive():
             async with self._next_request:

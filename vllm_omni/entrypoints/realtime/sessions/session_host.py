@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionHost`: the interface of the session manager for sessions."""
+"""`SessionHost`: the part of the session manager's interface that sessions use."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -14,29 +14,31 @@ from vllm_omni.entrypoints.realtime.encoding.implementations import Implementati
 from vllm_omni.entrypoints.realtime.sessions.run import HeldBytes
 
 SessionKey = tuple[str, str]
-"""(principal, session id). The same id denotes different sessions for different principals."""
+"""Key of a session: `(principal, session id)`. The same id denotes different sessions for different
+principals.
+"""
 
 T = TypeVar("T")
 S = TypeVar("S", bound=DrainableSession)
 
 
 class SessionHost(Protocol[S]):
-    """The interface of the session manager for sessions. See `SessionManager`."""
+    """The part of the interface of `SessionManager` that sessions use."""
 
     engine: SessionEngine
-    """Requests to the engine."""
+    """Interface for engine requests."""
     info: StreamInfo
     """Stream metadata of the served model."""
     limits: EndpointLimits
     """Limits of connections and sessions."""
     quotas: Quotas
-    """Quotas of clients."""
+    """Quotas of the clients."""
     drain: SessionDrain[S]
-    """Graceful shutdown of the sessions."""
+    """State of the graceful shutdown."""
     held: HeldBytes
-    """Size of the retained replies of all sessions."""
+    """Counter of the total size of the replies that all sessions retain."""
     implementations: Callable[[], Implementations]
-    """Returns the implementations of the codecs."""
+    """Function that returns the implementations of the codecs."""
 
     @property
     def is_over_budget(self) -> bool: ...

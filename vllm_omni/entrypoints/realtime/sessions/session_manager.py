@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SessionManager`: the table of sessions in one API server process, and their eviction.
+"""`SessionManager`: manages the table of sessions in one API server process, and evicts sessions.
 
-It also owns the connection guard, the background tasks and the threads that decode images and
-encode frames.
+The manager also owns the connection guard, the background tasks and the threads that decode images
+and encode frames.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ T = TypeVar("T")
 _REMEMBERED_EVICTIONS: Final = 4096
 _REMEMBERED_MOVES: Final = 4096
 _OWN_ERRORS_S: Final = 0.5
-"""Time in seconds in which requests in flight may fail with their own ids before the connection is
+"""Time in seconds that requests in flight have to fail with their own ids before the connection is
 closed.
 """
 _FAREWELL_S: Final = 1.5
@@ -55,12 +55,12 @@ class FollowsSession(Protocol):
 
     @property
     def follows_moves(self) -> bool:
-        """Whether the client does so."""
+        """Whether the client continues its session on another server after a move."""
         ...
 
     async def session_moved(self, session: Session) -> None:
-        """Notify the client where a session continues, unless the end of a request contains
-        this.
+        """Notify the client on which server a session continues, unless the reply that ends its
+        request contains this.
         """
         ...
 
@@ -68,17 +68,17 @@ class FollowsSession(Protocol):
 class SessionManager:
     """All sessions of one API server process.
 
-    Sessions idle for `session_idle_s` are closed. For clients that send pings, the limit is
-    `pinged_session_idle_s`. A new session may evict the least recently used session that has no
-    connection or is kept open only by pings.
+    A session that has been idle for `session_idle_s` is closed. If its client sends pings, the
+    limit is `pinged_session_idle_s` instead. A new session may evict the least recently used
+    session that has no connection or is kept open only by pings.
 
     Args:
-        engine: Requests to the engine.
+        engine: Interface for engine requests.
         info: Stream metadata of the served model.
         limits: Limits of connections and sessions.
         executor: Threads that decode images and encode frames.
-        origins: Allowed browser origins; see `ConnectionGuard`.
-        quotas: Quotas of clients. Default: none.
+        origins: Allowed browser origins, as for `ConnectionGuard`.
+        quotas: Quotas of the clients. Default: no client has a quota.
     """
 
     def __init__(
@@ -103,20 +103,20 @@ class SessionManager:
         self._closing: set[asyncio.Task[None]] = set()
         self._sweeper: asyncio.Task[None] | None = None
         self.on_engine_session_end: list[Callable[[str], None]] = []
-        """Called with the engine id of a session when its state is discarded."""
+        """Functions that are called with the engine id of a session when its state is discarded."""
         self.connections: weakref.WeakSet[Connection] = weakref.WeakSet()
         self.adapters: Callable[[], Collection[str]] = tuple
-        """Names of the LoRA adapters that are currently loaded; the `model` of a stream may be one
-        of them.
+        """Function that returns the names of the loaded LoRA adapters. The `model` of a stream may
+        name one of them.
         """
         self.implementations: Callable[[], Implementations] = partial(
             machine_implementations, limits.gpu_encoders
         )
-        """Returns the implementations of the codecs. The first call blocks."""
+        """Function that returns the implementations of the codecs. The first call blocks."""
         self.server_name: str | None = None
-        """`omni.server_name`, which is the prefix of new session ids."""
+        """Value of `omni.server_name`, which is the prefix of new session ids."""
         self.held = HeldBytes()
-        """Total size of the undelivered and retained replies of all sessions."""
+        """Counter of the total size of the undelivered and retained replies of all sessions."""
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -131,21 +131,25 @@ class SessionManager:
     # -- sessions that move ------------------------------------------------------------------------
 
     def find_moved(self, key: SessionKey) -> Session | None:
-        """Return a session that has been moved to another server, with its undelivered replies."""
+        """Return a session that has been moved to another server and may still have undelivered
+        replies.
+        """
         return self._moved.get(key)
 
     def check_moved(self, key: SessionKey) -> None:
-        """Check that a session has not moved to another server.
+        """Check that a session has not been moved to another server.
 
         Raises:
-            EndpointError: `moved`.
+            EndpointError: `moved`, because the session continues on another server.
         """
         session = self._moved.get(key)
         if session is not None and session.destination is not None:
             raise session.destination.as_error()
 
     def session_left(self, session: Session) -> None:
-        """Record where a session was moved, and notify clients that are not waiting for a reply."""
+        """Record that a session has been moved, and notify those of its clients that are not
+        waiting for a reply.
+        """
         self._moved[session.key] = session
         while len(self._moved) > _REMEMBERED_MOVES:
             self._moved.popitem(last=False)[1].delivery_log.discard()
@@ -154,10 +158,10 @@ class SessionManager:
                 self.spawn(connection.session_moved(session))
 
     def admit_moved(self, session: Session, key: SessionKey) -> None:
-        """Assign a session that was moved here from another server its final key.
+        """Assign the final key to a session that was moved to this server.
 
         Raises:
-            EndpointError: `session_exists`.
+            EndpointError: `session_exists`, because a session with this key is live.
         """
         if key in self._sessions:
             raise EndpointError("session_exists", "a session with this id is live here")
@@ -175,8 +179,8 @@ class SessionManager:
         self._evict(session, "lost")
 
     def with_adapter(self, model: str | None, lora: list[Lora] | None) -> list[Lora] | None:
-        """Return the adapters of a stream: those in its `lora`, and the adapter selected by its
-        `model`.
+        """Return the adapters of a stream: the adapters in its `lora`, and the adapter that its
+        `model` names.
         """
         if model not in self.adapters() or any(adapter.name == model for adapter in lora or ()):
             return lora
@@ -188,13 +192,13 @@ class SessionManager:
     def open(
         self, key: SessionKey, client: str | None = None, endpoint: str = "realtime"
     ) -> Session:
-        """Return the session of a key. The session is created if it does not exist.
+        """Return the session with a key, and create it if it does not exist.
 
         Args:
             key: Principal and session id.
             client: Client whose limit `sessions_per_client` the session counts against. Default:
                 the principal.
-            endpoint: Name of the endpoint, for metrics.
+            endpoint: Name of the endpoint in metrics.
 
         Raises:
             EndpointError: `capacity`, `session_limit`, `quota_exceeded` or `draining`.
@@ -242,11 +246,11 @@ class SessionManager:
         return self.held.total > self.limits.max_held_bytes
 
     def trim(self) -> None:
-        """While over budget, drop the oldest delivered replies.
+        """Drop the oldest delivered replies until the total size is within the budget.
 
-        Unread replies are retained, and their session pauses.
+        Replies that have not been delivered are retained, and their session pauses.
         """
-        for session in (*self._moved.values(), *self._sessions.values()):  # least recent first
+        for session in (*self._moved.values(), *self._sessions.values()):  # oldest first
             if not self.is_over_budget:
                 return
             session.delivery_log.drop_delivered(0)
@@ -255,14 +259,14 @@ class SessionManager:
 
     @property
     def has_room(self) -> bool:
-        """Whether a new session would be accepted now."""
+        """Whether the manager would accept a new session now."""
         return not self.is_over_budget and (
             len(self._sessions) < self.info.max_sessions or self.can_make_room
         )
 
     @property
     def can_make_room(self) -> bool:
-        """Whether an unused session could be evicted."""
+        """Whether there is an unused session that could be evicted."""
         return any(self._is_unused(session) for session in self._sessions.values())
 
     def _is_unused(self, session: Session) -> bool:
@@ -282,7 +286,7 @@ class SessionManager:
         )
 
     def _evict(self, session: Session, reason: str) -> None:
-        """Free a session that is not busy, and record that the server has closed it."""
+        """Close a session that is not busy, and record that it was closed by the server."""
         with log_context.bound(session_id=session.session_id):
             session.free_engine_state()
             session.on_removed(reason)
@@ -292,10 +296,10 @@ class SessionManager:
             self._evicted.popitem(last=False)
 
     async def branch(self, source: Session, key: SessionKey) -> Session:
-        """Copy a session under a new key.
+        """Copy a session to a new session with the given key.
 
         Raises:
-            EndpointError: `invalid_request` or `capacity`.
+            EndpointError: `invalid_request` if the key is in use, or `capacity`.
         """
         if key in self._sessions:
             raise EndpointError(
@@ -308,7 +312,9 @@ class SessionManager:
         return new
 
     def remove_if_empty(self, session: Session) -> None:
-        """Remove a session that has neither state nor requests, so that its id can be reused."""
+        """Remove a session from the table if it has neither state nor requests, so that its id can
+        be reused.
+        """
         if (
             not session.started
             and not session.is_busy
@@ -341,13 +347,13 @@ class SessionManager:
     async def wait_for_closed_sessions(self) -> None:
         """Wait until the engine has freed all closed sessions.
 
-        A new session may need their memory.
+        The wait is needed because a new session may require the memory of the closed sessions.
         """
         if self._closing:
             await asyncio.wait(set(self._closing))
 
     async def _sweep(self) -> None:
-        """Close idle sessions."""
+        """Close idle sessions periodically."""
         idle_s = self.info.session_idle_s
         pinged_idle_s = max(idle_s, self.limits.pinged_session_idle_s)
         while True:
@@ -362,7 +368,8 @@ class SessionManager:
                     session.delivery_log.discard()
 
     def delivery_window(self, fps: float | None) -> DeliveryWindow:
-        """Return the minimum pace at which a client must read a run.
+        """Return a delivery window, which enforces the minimum rate at which a client must read a
+        run.
 
         Args:
             fps: Playback rate of the client in frames per second. Default: the server's rate.
@@ -375,11 +382,13 @@ class SessionManager:
     def spawn(
         self, work: Coroutine[Any, Any, T], context: contextvars.Context | None = None
     ) -> asyncio.Task[T]:
-        """Run a task and hold a reference to it, so that it is not garbage-collected.
+        """Run a coroutine as a task, and hold a reference to the task so that it is not
+        garbage-collected.
 
         Args:
-            work: The coroutine.
-            context: Logging context of the task. Default: the caller's.
+            work: Coroutine to run.
+            context: Context of the task, which contains its logging ids. Default: the caller's
+                context.
         """
         task = asyncio.get_running_loop().create_task(work, context=context)
         self._tasks.add(task)
@@ -387,27 +396,27 @@ class SessionManager:
         return task
 
     def spawn_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run a task that lasts as long as the manager and does not belong to a request."""
+        """Run a coroutine as a task that lasts as long as the manager and belongs to no request."""
         task = self.spawn(work, contextvars.Context())
         self._background.add(task)
         return task
 
     @property
     def is_working(self) -> bool:
-        """Whether a task is running that will end by itself."""
+        """Whether any task other than a background task is running."""
         return bool(self._tasks - self._background)
 
     async def off_loop(self, function: Any, *args: Any) -> Any:
-        """Run a CPU-bound function on the executor's threads."""
+        """Run a CPU-bound function on a thread of the executor."""
         run = contextvars.copy_context().run
         return await asyncio.get_running_loop().run_in_executor(
             self._executor, run, function, *args
         )
 
     async def engine_died(self) -> None:
-        """Send an error to every connection and close it with 1011.
+        """Send an error to every connection, and close it with 1011.
 
-        Returns when all connections are closed, or after a time limit.
+        The call returns when all connections are closed, or after a time limit.
         """
         for connection in list(self.connections):
             connection.fail(
@@ -421,7 +430,7 @@ class SessionManager:
             await asyncio.sleep(0.02)
 
     async def shutdown(self) -> None:
-        """Cancel all tasks, for tests and at the end of the process."""
+        """Cancel all tasks. This method is called by tests and at the end of the process."""
         for task in list(self._tasks):
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -1,2 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read-only viewers of a session, admitted by a token that its owner shares."""
+"""Spectators: read-only viewers of a session, who are admitted by a token that the owner of the
+session shares.
+"""

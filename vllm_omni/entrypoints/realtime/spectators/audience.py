@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Audience`: the spectators of one session. They receive H.264 that is encoded once for all
-spectators.
+"""`Audience`: sends a session's video to its spectators, as H.264 that is encoded once for all of
+them.
 
-If the player receives H.264, spectators receive the same access units. Otherwise the audience has
-its own encoder, which runs after the player's frames have been encoded. If a spectator does not
-keep up, it loses chunks and continues at a key frame. No code here waits for a spectator, so that
-no spectator can delay the player or other spectators.
+If the player receives H.264, spectators receive the same access units. Otherwise, the audience has
+a separate encoder, which runs after the player's frames have been encoded. A spectator that does
+not keep up misses chunks and continues at a key frame. No code of this module waits for a
+spectator, so a spectator cannot delay the player or other spectators.
 """
 
 import asyncio
@@ -22,20 +22,20 @@ from vllm_omni.entrypoints.realtime.encoding.session_encoders import EncoderSpec
 MAX_SPECTATORS: Final = 64
 """Maximum number of spectators of a session."""
 _MAX_UNSENT_CHUNKS: Final = 2
-"""Maximum number of chunks that wait for a spectator or for the audience's encoder. Older chunks
-are dropped.
+"""Maximum number of chunks that may wait for a spectator or for the encoder of the audience. If
+there are more, older chunks are dropped.
 """
 _KEY_FRAMES_APART_S: Final = 1.0
-"""Minimum time in seconds between key frames for spectators, because key frames cost the player
-bitrate.
+"""Minimum time in seconds between key frames for spectators. Key frames take up bitrate of the
+player's stream, so they must not be frequent.
 """
 
 
 class AudienceHost(Protocol):
-    """The interface of the session manager for an audience."""
+    """The part of the session manager's interface that an audience uses."""
 
     implementations: Callable[[], Implementations]
-    """Returns the implementations of the codecs."""
+    """Function that returns the implementations of the codecs."""
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]": ...
 
@@ -43,7 +43,7 @@ class AudienceHost(Protocol):
 
 
 class Spectator:
-    """Queue of access units for one spectator."""
+    """A spectator of a session, with a queue of access units to send."""
 
     def __init__(self) -> None:
         self.needs_key = True
@@ -55,7 +55,7 @@ class Spectator:
         self._ended = False
 
     async def next_units(self) -> list[EncodedPart] | None:
-        """Return the access units of the next chunk, or None at the end of the session."""
+        """Wait for the access units of the next chunk. Return None when the session has ended."""
         while not self._chunks:
             if self._ended:
                 return None
@@ -64,7 +64,9 @@ class Spectator:
         return self._chunks.popleft()
 
     def put(self, units: list[EncodedPart]) -> None:
-        """Queue access units, starting with the first one that can be decoded. Never waits."""
+        """Queue access units, starting with the first one that the spectator can decode. This
+        method never waits.
+        """
         if len(self._chunks) >= _MAX_UNSENT_CHUNKS:
             self.num_dropped += len(self._chunks)
             self._chunks.clear()
@@ -83,7 +85,9 @@ class Spectator:
 
 
 class Audience:
-    """Spectators of one session. Use it from a single event loop."""
+    """The spectators of one session. This class is not thread-safe; use it from a single event
+    loop.
+    """
 
     def __init__(self, host: AudienceHost) -> None:
         self._host = host
@@ -100,7 +104,7 @@ class Audience:
         """Add a spectator.
 
         Raises:
-            EndpointError: `capacity`.
+            EndpointError: `capacity`, because the session has too many spectators.
         """
         if len(self._spectators) >= MAX_SPECTATORS:
             raise EndpointError("capacity", f"the session has {MAX_SPECTATORS} spectators")
@@ -115,7 +119,7 @@ class Audience:
             self._waiting.clear()
 
     def publish(self, frames: StampedFrames, fps: float, player: SessionEncoders) -> None:
-        """Send a chunk to the spectators. Returns at once.
+        """Send a chunk to the spectators without waiting for them.
 
         Args:
             frames: Frames of the chunk.
@@ -134,13 +138,13 @@ class Audience:
             self._encoding = self._host.spawn(self._encode())
 
     def reset(self) -> None:
-        """Continue with a key frame, because the session restarts."""
+        """Make all spectators continue with a key frame because the session restarts."""
         for spectator in self._spectators:
             spectator.needs_key = True
         self._key_frame_s = float("-inf")
 
     def end(self) -> None:
-        """End the streams, because the session has ended."""
+        """End the streams of all spectators because the session has ended."""
         for spectator in self._spectators:
             spectator.end()
 
@@ -159,7 +163,9 @@ class Audience:
             spectator.put(units)
 
     def _request_key_frame(self, encoders: SessionEncoders) -> None:
-        """Request a key frame if a spectator needs one, with a minimum interval."""
+        """Request a key frame if a spectator requires one and the last one was not requested too
+        recently.
+        """
         now_s = time.monotonic()
         if now_s - self._key_frame_s < _KEY_FRAMES_APART_S:
             return

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The WebSocket `/omni/watch`: receives a token and sends the H.264 frames of its session."""
+"""The WebSocket `/omni/watch`, which receives a token and sends the H.264 frames of the token's
+session.
+"""
 
 import asyncio
 import contextlib
@@ -32,7 +34,7 @@ class WatchMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", 
 
 
 class WatchClient(ConnectionHandler):
-    """One spectator."""
+    """Handler of one spectator's connection."""
 
     endpoint = "watch"
 
@@ -50,7 +52,7 @@ class WatchClient(ConnectionHandler):
         return self._sending is not None and not self._sending.done()
 
     async def start_now(self) -> None:
-        """Wait for the token and join the session's audience."""
+        """Wait for the spectator's token, and add the spectator to the audience of the session."""
         data = await self.receive_first("no token arrived")
         session = self.manager.find(self._tokens.session_of(_token(data)))
         if session is None:
@@ -79,14 +81,16 @@ class WatchClient(ConnectionHandler):
             pass
 
     async def handle_message(self, data: bytes | str) -> None:
-        """Ignore messages, because a spectator has no controls. A flood ends the connection."""
+        """Ignore messages because a spectator has no controls. A spectator that sends too many
+        messages is disconnected.
+        """
 
     async def send_error(self, error: EndpointError) -> None:
         message = {"type": "error", "code": error.code, "message": error.message}
         await self.connection.send(encode(message))
 
     async def stop(self) -> None:
-        """Leave the audience."""
+        """Remove the spectator from the audience."""
         if self._session is not None and self._spectator is not None:
             self._session.audience.leave(self._spectator)
         if self._sending is not None:

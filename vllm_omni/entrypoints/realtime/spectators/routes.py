@@ -4,7 +4,7 @@
         POST /v1/sessions/{session_id}/spectators   a token for spectators, from the owner
         WebSocket /omni/watch                       the frames of a token's session
 
-The second path needs no API key, because the token grants read-only access to a single session.
+`/omni/watch` requires no API key because the token grants read-only access to a single session.
 """
 
 from collections.abc import Iterable
@@ -36,18 +36,22 @@ _MAX_LIFETIME_S: Final = 86_400
 
 
 class SpectatorReply(BaseModel):
-    """A token for spectators."""
+    """Reply that contains a token for spectators."""
 
     object: str = "spectator_token"
     """Type of the object."""
     token: str
     """Token that admits any number of spectators until it expires."""
     expires_in_s: int
-    """Seconds until the token expires. Spectators that have already joined are not disconnected."""
+    """Time in seconds until the token expires. The expiry does not disconnect spectators that have
+    already joined.
+    """
 
 
 class SpectatorRoutes:
-    """The endpoint in one API server process. Without sessions, every path returns 404."""
+    """The spectator endpoint of one API server process. Every path returns 404 if the model has no
+    sessions.
+    """
 
     def __init__(self) -> None:
         self._manager: SessionManager | None = None

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SpectatorTokens`: random tokens with an expiry time, each for one session."""
+"""`SpectatorTokens`: issues random tokens, each of which admits spectators to one session until it
+expires.
+"""
 
 import hashlib
 import secrets
@@ -12,7 +14,7 @@ from vllm_omni.entrypoints.errors import EndpointError, WebSocketCloseCode
 from vllm_omni.entrypoints.realtime.sessions.session_host import SessionKey
 
 MAX_TOKENS: Final = 4096
-"""Maximum number of tokens of a process. A further token replaces the oldest one."""
+"""Maximum number of tokens per process. A further token replaces the oldest one."""
 MAX_TOKEN_CHARS: Final = 128
 
 
@@ -22,10 +24,10 @@ class _Grant(NamedTuple):
 
 
 class SpectatorTokens:
-    """Tokens of one API server process. Only their digests are stored.
+    """Tokens of one API server process. Only the digests of the tokens are stored.
 
     Args:
-        clock: Returns monotonic time in seconds.
+        clock: Function that returns a monotonic time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -44,7 +46,7 @@ class SpectatorTokens:
         """Return the session of a token.
 
         Raises:
-            EndpointError: `invalid_token`: the token is unknown or has expired.
+            EndpointError: `invalid_token`, because the token is unknown or has expired.
         """
         digest = _digest(token[: MAX_TOKEN_CHARS + 1])
         grant = self._grants.get(digest)

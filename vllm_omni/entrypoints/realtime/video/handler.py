@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endpoint `/v1/realtime/video`: receives JSON control messages and sends fragmented MP4 for
-browsers.
+"""The endpoint `/v1/realtime/video`, which receives JSON control messages and sends fragmented MP4
+for browsers.
 
-It implements the protocol of vLLM-Omni 0.30. Differences that clients of the original do not
-notice: streams of unlimited length, start images up to the server's limit, prompts and camera for
-every model that accepts them, and a close frame at every end. The controls are not blocked by
-binary messages or slow readers.
+The endpoint implements the protocol of vLLM-Omni 0.30. The endpoint extends the original in ways
+that do not affect existing clients: streams may have any length, start images may be as large as
+the server allows, prompts and camera commands work for every model that accepts them, and every
+connection ends with a close frame. Binary messages and slow readers do not block the controls.
 """
 
 import uuid
@@ -69,15 +69,15 @@ _REMEMBERED_IDS: Final = 1024
 
 @dataclass(frozen=True)
 class _Media:
-    """One chunk to send: a metadata message and the media bytes that follow it."""
+    """A chunk to send, which consists of a metadata message and the media bytes that follow it."""
 
     metadata: dict[str, Any]
-    """The message `video.chunk_metadata`."""
+    """Content of the message `video.chunk_metadata`."""
     data: bytes | memoryview
-    """MP4 fragment."""
+    """MP4 fragment with the frames of the chunk."""
     is_response: bool
-    """Whether an interaction takes effect first in this chunk, which should then be sent at
-    once.
+    """Whether an interaction takes effect for the first time in this chunk, which should then be
+    sent immediately.
     """
 
     def __len__(self) -> int:
@@ -85,7 +85,7 @@ class _Media:
 
 
 class _FragmentRenderer:
-    """Encodes a session's chunks as MP4 fragments, in order."""
+    """Encodes the chunks of a session as MP4 fragments, in order."""
 
     def __init__(self, fps: float, request_id: str) -> None:
         self._spec = EncoderSpec(codec="fmp4", fps=fps)
@@ -108,8 +108,8 @@ def chunk_metadata(
     Args:
         chunk: The chunk.
         request_id: Id of the stream.
-        stamps: Stamps of its frames.
-        num_bytes: Size of its encoded frames in bytes.
+        stamps: Stamps of the chunk's frames.
+        num_bytes: Size of the encoded frames in bytes.
     """
     progress: CommandProgress = chunk.controls.mark
     metadata: dict[str, Any] = {
@@ -132,19 +132,21 @@ def chunk_metadata(
 
 
 class SessionFrame(msgspec.Struct):
-    """Coordinate system of a session that may have known world poses.
+    """Coordinate system of a session, whose world poses may be known.
 
-    Commands are relative to the start image. If a session starts with poses from its client, it
-    uses the client's coordinates. If it starts with actions and its world pose is known, it uses
-    the world's coordinates, scaled to pose units.
+    Camera commands are relative to the start image. If a session starts with poses from its client,
+    the model receives poses in the client's coordinates. If it starts with actions and its world
+    pose is known, the model receives poses in the world's coordinates, scaled to pose units.
     """
 
     unit_m: float
-    """Metres of a pose unit."""
+    """Length of a pose unit in metres."""
     start_44: np.ndarray | None = None
-    """World pose of the start image in pose units. None: unknown."""
+    """World pose of the start image in pose units. None: the pose is unknown."""
     first_44: np.ndarray | None = None
-    """First pose of a session that starts with poses from its client. None for other sessions."""
+    """First pose of a session that starts with poses from its client. None: the session starts with
+    actions.
+    """
 
     def of_session(self, poses_N44: np.ndarray, *, starts: bool) -> np.ndarray:
         """Return poses in the session's coordinates.
@@ -160,14 +162,14 @@ class SessionFrame(msgspec.Struct):
         return (self.start_44 @ poses_N44).astype(np.float32)
 
     def note(self, world_poses: Sequence[Sequence[float]]) -> None:
-        """Read a chunk's world poses. The first pose of the session is the pose of the
-        start image.
+        """Read the world poses of a chunk. The first pose that the session receives becomes the
+        pose of the start image.
         """
         if self.start_44 is None:
             self.start_44 = self._pose_44(world_poses[0])
 
     def position_3(self, row: Sequence[float]) -> np.ndarray:
-        """Return the position of a world pose in the coordinates of commands."""
+        """Return the position of a world pose, converted to the coordinates of commands."""
         assert self.start_44 is not None
         relative_44 = np.linalg.inv(self.start_44) @ self._pose_44(row)
         return (relative_44 if self.first_44 is None else self.first_44 @ relative_44)[:3, 3]
@@ -179,30 +181,34 @@ class SessionFrame(msgspec.Struct):
 
 
 class CommandedState(msgspec.Struct, kw_only=True, tag="commanded"):
-    """The controls of a stream, which move to another server together with its session."""
+    """Controls of a stream, which move to another server together with the session."""
 
     timed: PromptSchedule
-    """Timed prompts."""
+    """Prompts with the times at which they take effect."""
     track: ControlTrack
-    """Actions."""
+    """Actions that are waiting for the next chunk."""
     poses: PoseTrack
-    """Camera commands."""
+    """Camera poses that result from the commands."""
     frame: SessionFrame
-    """Coordinates of camera commands."""
+    """Coordinate system of the camera commands."""
     new_prompt: tuple[str, str] | None = None
-    """Prompt of an interaction and the interaction's id, for the next chunk."""
+    """New prompt for the next chunk, and the id of the interaction that set it. None: there is no
+    new prompt.
+    """
     new_lora: tuple[list[Lora], str] | None = None
-    """LoRA adapters of an interaction and the interaction's id, for the next chunk."""
+    """New LoRA adapters for the next chunk, and the id of the interaction that set them. None:
+    there are none.
+    """
     acting: tuple[str, ...] = ()
     """Ids of the interactions that were in effect in the last chunk."""
     replaced: list[str] = []
-    """Ids of interactions that have been replaced since then."""
+    """Ids of interactions that have been replaced since the last chunk."""
     has_actions: bool = False
-    """Whether actions steer the session."""
+    """Whether the client has sent actions."""
     uses_poses: bool = False
-    """Whether camera commands steer the session."""
+    """Whether the client has sent camera commands."""
     input_id: str | None = None
-    """Newest interaction that has taken effect."""
+    """Id of the newest interaction that has taken effect. None: no interaction has taken effect."""
 
     @classmethod
     def of_start(
@@ -211,11 +217,11 @@ class CommandedState(msgspec.Struct, kw_only=True, tag="commanded"):
         script: ControlScript | ControlStates | None,
         info: StreamInfo,
     ) -> "CommandedState":
-        """Return the state of a new stream.
+        """Return the initial controls of a new stream.
 
         Args:
             start: The client's first message.
-            script: Actions of the first chunks, if any.
+            script: Actions of the first chunks. None: the client sent no actions.
             info: Stream metadata.
         """
         state = cls(
@@ -238,8 +244,8 @@ class CommandedSource(LiveChunks):
         start: The client's first message.
         info: Stream metadata.
         size: Height and width of the frames in pixels.
-        num_chunks: Number of remaining chunks. None: unlimited.
-        first_frame: Index of the first of these frames within the session.
+        num_chunks: Number of remaining chunks. None: the number is not limited.
+        first_frame: Index within the session of the first frame that this source generates.
     """
 
     def __init__(
@@ -255,7 +261,7 @@ class CommandedSource(LiveChunks):
         self._prompt: str | None = None if info.actions.prompt == "none" else start.prompt
         self._lora = start.lora
         self._info, self.num_chunks, self._first_frame = info, num_chunks, first_frame
-        # commands do not change the field of view
+        #         # Commands do not change the field of view.
         self._intrinsics_4 = np.array(info.key_intrinsics(size[1], size[0]), np.float32)
         self._expected: deque[np.ndarray | None] = deque()
 
@@ -283,7 +289,7 @@ class CommandedSource(LiveChunks):
         """Apply an interaction to the next chunk.
 
         Raises:
-            EndpointError: `too_many_events`. No part of the interaction is applied.
+            EndpointError: `too_many_events`, in which case no part of the interaction is applied.
         """
         if interaction.actions is not None:
             try:
@@ -304,7 +310,7 @@ class CommandedSource(LiveChunks):
             self.steered.uses_poses = True
 
     def _sample_actions(self, num_latents: int) -> tuple[list[ActionEntry], CommandProgress]:
-        """Return the actions of each latent frame and the progress of the corresponding events."""
+        """Return the actions for each latent frame, and the progress of the events that sent them."""
         sample = self.steered.track.sample(num_latents)
         started, active = (
             [str(event_id) for event_id in ids] for ids in (sample.applied, sample.active)
@@ -359,7 +365,7 @@ class CommandedSource(LiveChunks):
         )
 
     def note_result(self, meta: Mapping[str, Any]) -> None:
-        """Correct the position if a wall in the world has stopped a velocity command."""
+        """Correct the camera position if a wall of the world has stopped a velocity command."""
         expected_3 = self._expected.popleft()
         world_poses = meta.get(WORLD_POSES)
         if world_poses is None:
@@ -375,13 +381,13 @@ class CommandedSource(LiveChunks):
 
 
 class VideoClient(LiveClient):
-    """A client of the protocol. Subclasses replace how frames are encoded and sent."""
+    """Handler of one client. Subclasses change how frames are encoded and sent."""
 
     endpoint = "realtime/video"
     format: str = protocol.FORMAT
     """Format of the frames, as reported in `video.start`."""
     source_class: type[CommandedSource] = CommandedSource
-    """Samples the client's interactions."""
+    """Class of the source that samples the client's interactions."""
 
     def __init__(self, manager: SessionManager, websocket: WebSocket) -> None:
         super().__init__(manager, websocket)
@@ -395,8 +401,8 @@ class VideoClient(LiveClient):
     # -- messages in -------------------------------------------------------------------------------
 
     async def start_now(self) -> None:
-        """Wait for `session.start` and start the session. An invalid message ends the
-        connection.
+        """Wait for `session.start`, and start the session. If the message is invalid, the
+        connection ends.
         """
         data = await self.receive_first("Timeout waiting for session.start")
         try:
@@ -492,7 +498,7 @@ class VideoClient(LiveClient):
         )
 
     async def _first(self, start: protocol.StartMessage) -> SessionStart:
-        """Return how a new session starts."""
+        """Return the parameters with which a new session starts."""
         info, size = self.info, (start.height or self.info.height, start.width or self.info.width)
         info.check_size(*size)
         info.check_image(start.image_reference is not None, "image_reference")
@@ -543,7 +549,7 @@ class VideoClient(LiveClient):
                 interaction = protocol.parse_interaction(value, self.limits, self.info.actions)
                 event_id = interaction.event_id
                 async with self.steering() as is_here:
-                    if is_here:  # otherwise the client sends it to the other server
+                    if is_here:  # otherwise, the client sends it to the new server
                         await self._interact(interaction)
             else:
                 raise EndpointError("invalid_request", "Unknown message type", param="type")
@@ -579,7 +585,7 @@ class VideoClient(LiveClient):
             self._event_ids.popitem(last=False)
         reply = {"type": "session.interaction.queued", "request_id": self._request_id}
         await self._send({**reply, "event_id": interaction.event_id})
-        # after the receipt, because clients expect `queued` before any effect
+        #         # This follows the receipt, because clients expect `queued` before any effect.
         self.source.take_interaction(interaction)
 
     async def _stop(self) -> None:
@@ -651,5 +657,5 @@ def _json(message: dict[str, Any]) -> str:
 
 
 def video_endpoint(manager: SessionManager) -> RealtimeEndpoint:
-    """Return vLLM-Omni's realtime video endpoint."""
+    """Create the endpoint that implements vLLM-Omni's realtime video protocol."""
     return RealtimeEndpoint(manager, VideoClient)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The typed messages of `/v1/realtime/video`: JSON control messages of vLLM-Omni 0.30.
+"""Typed messages of `/v1/realtime/video`, which are the JSON control messages of vLLM-Omni 0.30.
 
-The first message is `session.start`. Interactions (a prompt, a camera command, actions),
-`session.stop` and `session.ping` follow.
+The first message of a client is `session.start`, followed by interactions (a prompt, a camera
+command, actions), `session.stop` and `session.ping`.
 """
 
 import uuid
@@ -43,7 +43,7 @@ Coordinate = Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
 
 class ImageReference(msgspec.Struct, frozen=True):
     image_url: str
-    """A `data:` URL."""
+    """Image as a `data:` URL."""
 
 
 class ExtraParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,29 +52,30 @@ class ExtraParams(msgspec.Struct, frozen=True, kw_only=True):
     camera_action_script: (
         Annotated[list[list[str] | str], msgspec.Meta(max_length=MAX_SCRIPT_ENTRIES)] | None
     ) = None
-    """Camera keys held in each latent frame."""
+    """Camera keys that are held in each latent frame."""
     action_script: Any = None
-    """Actions of each latent frame, checked against the model. Extension of this server."""
+    """Extension. Actions for each latent frame, which are checked against the model's controls."""
     prompts: Annotated[list[TimedPrompt], msgspec.Meta(max_length=MAX_PROMPTS)] = []
-    """Later prompts, each with the second or chunk at which it takes effect. Interactions may be
-    sent in between.
+    """Later prompts, each with the second or chunk at which it takes effect. The client may also
+    send interactions in between.
     """
     start_pose: StartPose | None = None
-    """Pose of the start image in the world. Default: recognized automatically for the world's own
-    start images.
+    """World pose of the start image. Default: the pose is recognized automatically if the image is
+    one of the world's own start images.
     """
     follow_moves: bool = False
-    """Extension: the client continues its session on another server after it has received
+    """Extension. Whether the client continues its session on another server after it has received
     `session.moved`. Default: False.
     """
     session_id: SessionId | None = None
-    """Extension: continue this session, which has been moved to this server. The other keys are the
-    same as at the start of the session; the images may be absent. Default: start a new session.
+    """Extension. Id of a session that has been moved to this server and shall continue. The other
+    keys must be the same as at the start of the session, except that images may be absent. Default:
+    a new session is started.
     """
     pace_to_media_time: bool = False
-    """Send each chunk no earlier than it is due for playback. Default: False."""
+    """Whether to send each chunk no earlier than it is due for playback. Default: False."""
     preencode_mp4: bool = False
-    """Refused if True."""
+    """A request that sets this field to True is refused."""
 
 
 class StartMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,28 +87,31 @@ class StartMessage(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str = ""
     """First prompt."""
     model: str | None = None
-    """Name of the served model. Another name is refused. Default: not checked."""
+    """Name of the served model or of a loaded LoRA adapter. Any other name is refused. Default: the
+    name is not checked.
+    """
     format: str = FORMAT
-    """Container format. Only `m4s` is supported."""
+    """Container format. The only supported format is `m4s`."""
     width: Pixels | None = None
-    """Width of the frames in pixels. Default: the server's."""
+    """Width of the frames in pixels. Default: the server's width."""
     height: Pixels | None = None
-    """Height of the frames in pixels. Default: the server's."""
+    """Height of the frames in pixels. Default: the server's height."""
     fps: Annotated[float, msgspec.Meta(ge=1, le=240)] | None = None
-    """Playback rate in frames per second, 1 to 240. Default: the model's."""
+    """Playback rate in frames per second, 1 to 240. Default: the model's frame rate."""
     num_frames: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)] | None = None
-    """Length of the stream in pixel frames: the first chunk plus k chunks. Default: until
-    `session.stop`."""
+    """Length of the stream in pixel frames, which must be the length of the first chunk plus that
+    of k later chunks. Default: the stream continues until `session.stop`.
+    """
     seed: RequestedSeed | None = None
-    """Seed of the noise. Default: drawn."""
+    """Seed of the noise. Default: the server draws a random seed."""
     image_reference: ImageReference | None = None
     """Start image."""
     images: Annotated[dict[str, ImageReference], msgspec.Meta(max_length=MAX_IMAGES)] = {}
-    """Extension: named images, for models that take them."""
+    """Extension. Named images, for models that take them."""
     lora: Loras | None = None
-    """LoRA adapters, `[{"name", "scale"}]`."""
+    """LoRA adapters to apply, as `[{"name", "scale"}]`."""
     extra_params: ExtraParams = ExtraParams()
-    """Additional parameters."""
+    """Additional parameters of the session."""
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
@@ -129,46 +133,48 @@ class StartMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InteractionMessage(msgspec.Struct, frozen=True):
-    """A prompt, LoRA adapters, and either a camera command or actions."""
+    """An interaction: a prompt, LoRA adapters, and either a camera command or actions, any of which
+    may be absent.
+    """
 
     event_id: str
-    """The client's id of the interaction."""
+    """Id that the client gave to the interaction."""
     prompt: str | None
-    """New prompt. None: unchanged."""
+    """New prompt. None: the prompt does not change."""
     lora: list[Lora] | None
-    """New LoRA adapters. None: unchanged."""
+    """New LoRA adapters. None: the adapters do not change."""
     command: CameraCommand | None
-    """Camera command. None: unchanged."""
+    """Camera command. None: the interaction contains no command."""
     actions: ControlScript | ControlStates | None
-    """Actions. None: unchanged."""
+    """Actions. None: the interaction contains no actions."""
 
 
 class _CameraData(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     translation: tuple[Coordinate, Coordinate, Coordinate] = (0.0, 0.0, 0.0)
-    """x, y, z in pose units."""
+    """Translation x, y, z in pose units."""
     rotation: tuple[Coordinate, Coordinate, Coordinate, Coordinate] = (0.0, 0.0, 0.0, 1.0)
-    """Quaternion x, y, z, w."""
+    """Rotation as a quaternion x, y, z, w."""
 
 
 class _Camera(msgspec.Struct, frozen=True):
     data: _CameraData
-    """Pose of a target, or the step of a velocity."""
+    """Pose of a target, or step per latent frame of a velocity."""
     mode: Literal["target", "velocity"] = "target"
-    """Whether to move to a pose or to keep moving."""
+    """Whether to move to a pose (`target`) or to keep moving (`velocity`)."""
 
 
 class _MultiModal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     camera: _Camera | None = None
     """Camera command."""
     actions: Any = None
-    """Actions, checked against the model."""
+    """Actions, which are checked against the model's controls."""
 
 
 class _InteractionEvent(msgspec.Struct, frozen=True):
     prompt: str | None = None
-    """New prompt. None: unchanged."""
+    """New prompt. None: the prompt does not change."""
     lora: Loras | None = None
-    """New LoRA adapters. None: unchanged."""
+    """New LoRA adapters. None: the adapters do not change."""
     multi_modal_data: _MultiModal | None = None
     """Camera command or actions."""
 
@@ -177,23 +183,25 @@ class _Interaction(msgspec.Struct, frozen=True):
     event: _InteractionEvent
     """Content of the interaction."""
     event_id: Annotated[str, msgspec.Meta(min_length=1, max_length=128)] | None = None
-    """The client's id, 1 to 128 characters. Default: drawn."""
+    """Id that the client gives to the interaction, 1 to 128 characters. Default: the server
+    generates an id.
+    """
     transition_chunks: Annotated[int, msgspec.Meta(ge=0, le=_MAX_TRANSITION_CHUNKS)] | None = None
     """Number of chunks until a target is reached, 0 to 10000. Default: 1."""
 
 
 def max_start_bytes(limits: EndpointLimits) -> int:
-    """Return the maximum size of `session.start`, with its start image as base64 text."""
+    """Return the maximum size of `session.start`, which contains the start image as base64 text."""
     return limits.max_image_bytes * 4 // 3 + MIB // 4
 
 
 def decode(text: str, max_bytes: int, name: str) -> dict[str, Any]:
-    """Return the JSON object of one message.
+    """Decode one message, which must be a JSON object.
 
     Args:
         text: The message.
         max_bytes: Maximum number of characters.
-        name: Name of the expected message, for errors.
+        name: Name of the expected message, for error messages.
 
     Raises:
         EndpointError: The message is invalid.
@@ -256,7 +264,7 @@ def parse_interaction(
     """Parse and check an interaction.
 
     Raises:
-        EndpointError: The message is invalid. No part of the message takes effect.
+        EndpointError: The message is invalid, so no part of it takes effect.
     """
     wanted: _Interaction = _convert(
         value.get("interaction"), _Interaction, "Invalid session.interaction"

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The handler of one WebRTC client: the protocol of `/v1/realtime/video`, with a video track.
+"""Handler of a WebRTC client, which uses the protocol of `/v1/realtime/video` with a video track
+for the frames.
 
-Messages of the data channel are the same as those of the WebSocket. Only the frames differ: they
-are sent on the track, and `video.chunk_metadata` is not followed by a binary message.
+The data channel carries the same messages as the WebSocket. Only the frames differ: they are sent
+on the track, so no binary message follows `video.chunk_metadata`.
 """
 
 import time
@@ -33,15 +34,15 @@ delivered.
 
 
 class UnitTrack(Protocol):
-    """Sends access units at their playback times."""
+    """Interface of a video track that sends access units at their playback times."""
 
     @property
     def buffered_s(self) -> float:
-        """Time in seconds until playback needs another access unit."""
+        """Time in seconds until playback requires another access unit."""
         ...
 
     async def put(self, units: Sequence[EncodedPart], ahead: int) -> None:
-        """Queue access units. Return when at most `ahead` units are waiting to be sent."""
+        """Queue access units. The call returns when at most `ahead` units are waiting to be sent."""
         ...
 
 
@@ -50,9 +51,9 @@ class ChunkUnits:
     """The access units of one chunk."""
 
     metadata: dict[str, Any]
-    """The message `video.chunk_metadata`."""
+    """Content of the message `video.chunk_metadata`."""
     units: list[EncodedPart]
-    """One access unit per frame."""
+    """Access units of the chunk, one per frame."""
     ready_s: float
     """Monotonic time in seconds at which the last unit was encoded."""
 
@@ -61,7 +62,7 @@ class ChunkUnits:
 
 
 class _UnitRenderer:
-    """Encodes a session's chunks as access units, in order."""
+    """Encodes the chunks of a session as H.264 access units, in order."""
 
     def __init__(self, fps: float, request_id: str) -> None:
         self._spec = EncoderSpec(codec="h264", fps=fps)
@@ -76,7 +77,7 @@ class _UnitRenderer:
 
 
 class _PacedSource(CommandedSource):
-    """Samples controls when the stream needs its next chunk, and no earlier."""
+    """Source that samples the controls of a chunk only when the stream requires the chunk."""
 
     pacer: ChunkPacer
 
@@ -93,12 +94,12 @@ class _PacedSource(CommandedSource):
 
 
 class WebRtcClient(VideoClient):
-    """One client.
+    """Handler of one WebRTC client.
 
     Args:
         manager: Sessions of this process.
-        websocket: The data channel.
-        track: Sends the frames.
+        websocket: Data channel, presented as a WebSocket.
+        track: Video track that sends the frames.
     """
 
     endpoint = "realtime/webrtc"
@@ -117,7 +118,7 @@ class WebRtcClient(VideoClient):
         return _UnitRenderer(fps, request_id)
 
     async def deliver(self, payload: ChunkUnits) -> None:
-        """Send the metadata, and then the frames at their playback times."""
+        """Send the metadata of a chunk, and then its frames at their playback times."""
         await self.connection.send(self.next_metadata(payload.metadata))
         assert self._pacer is not None
         self._pacer.note_chunk(payload.ready_s)
@@ -125,11 +126,11 @@ class WebRtcClient(VideoClient):
 
     async def send_error(self, error: EndpointError) -> None:
         if error.code == "moved":
-            await self._track.put((), 0)  # the last frames leave before the connection ends
+            await self._track.put((), 0)  # send the last frames before the connection ends
         await super().send_error(error)
 
     def request_key_frame(self) -> None:
-        """Start the next chunk with a key frame."""
+        """Make the next chunk start with a key frame."""
         if self.session is not None:
             self.session.encoders.request_key_frame()
 

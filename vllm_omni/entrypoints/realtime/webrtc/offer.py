@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks SDP offers from untrusted clients before a library parses them.
+"""Check SDP offers from untrusted clients before a library parses them.
 
-The text is limited in bytes, lines, media sections and candidates, because each section costs
-sockets, and each candidate costs packets to an address chosen by the client.
+The number of bytes, lines, media sections and candidates of an offer is limited. Each media section
+takes up sockets, and each candidate makes the server send packets to an address that the client has
+chosen.
 """
 
 import re
@@ -25,17 +26,17 @@ class Offer:
     """An offer of bounded size that requests a single video track."""
 
     sdp: str
-    """The session description."""
+    """Session description of the offer."""
     has_channel: bool
-    """Whether the client opens a data channel. A client without a data channel only watches."""
+    """Whether the client opens a data channel. A client without one can only watch."""
 
 
 def read_offer(body: bytes) -> Offer:
     """Check an offer.
 
     Raises:
-        EndpointError: `invalid_offer`: the text is not a valid offer or is too large;
-            `unsupported_codec`: the client does not receive H.264.
+        EndpointError: `invalid_offer` if the text is not a valid offer or is too large, or
+            `unsupported_codec` if the client cannot receive H.264.
     """
     if len(body) > MAX_OFFER_BYTES:
         raise _invalid(f"the offer has more than {MAX_OFFER_BYTES} bytes")

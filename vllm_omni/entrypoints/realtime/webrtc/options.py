@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`WebRtcOptions`: settings of the WebRTC endpoint, read once from the environment."""
+"""`WebRtcOptions`: settings of the WebRTC endpoint, read once from environment variables."""
 
 from typing import Annotated, Final
 from urllib.parse import unquote, urlsplit
@@ -13,30 +13,31 @@ class IceServer(msgspec.Struct, frozen=True):
     """A STUN or TURN server."""
 
     url: str
-    """For example `turn:turn.example:3478?transport=tcp`."""
+    """URL of the server, for example `turn:turn.example:3478?transport=tcp`."""
     username: str | None = None
-    """User of a TURN server."""
+    """User name for a TURN server."""
     credential: str | None = None
-    """Password of a TURN server."""
+    """Password for a TURN server."""
 
 
 class WebRtcOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of one API server process."""
+    """Settings of the WebRTC endpoint in one API server process."""
 
     ice_servers: str = ""
     """STUN and TURN servers, separated by commas: `stun:HOST:PORT`, `turn:USER:PASSWORD@HOST:PORT`.
     Default: none, which is sufficient if clients can reach the server's UDP ports.
     """
     webrtc_connect_timeout_s: Annotated[float, msgspec.Meta(gt=0, le=600)] = 20.0
-    """Time in seconds within which a client must connect after its offer was answered.
+    """Time in seconds within which a client must connect after the server has answered its offer.
     Default: 20.
     """
 
     def servers(self) -> list[IceServer]:
-        """Return the servers.
+        """Parse and return the STUN and TURN servers.
 
         Raises:
-            ValueError: An entry has another form. The error message does not contain the password.
+            ValueError: An entry does not have one of these forms. The error message does not
+                contain the password.
         """
         return [_server(entry.strip()) for entry in self.ice_servers.split(",") if entry.strip()]
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ChunkPacer`: requests chunks as late as playback allows, so that their controls are fresh.
+"""`ChunkPacer`: delays chunk requests for as long as playback allows, so that each chunk uses
+recent controls.
 
-A client of the world camera's WebSocket requests each chunk on its own. With WebRTC the server
-requests chunks by the same rule as the web page (`webui/static/js/pacer.js`): when the buffered
-video is as long as a chunk usually takes, plus three mean deviations, plus a margin.
+On the world camera's WebSocket, the client itself requests each chunk. With WebRTC, the server
+requests chunks by the same rule as the web page (`webui/static/js/pacer.js`): a chunk is requested
+when the buffered video is only as long as the usual time for a chunk, plus three mean deviations,
+plus a margin.
 """
 
 import asyncio
@@ -16,7 +18,7 @@ from typing import Final
 _KEPT: Final = 8
 _SPREAD: Final = 3
 _OUTLIER: Final = 2.5
-"""A single waiting time of more than this many medians is ignored."""
+"""Factor of the median above which the longest waiting time is ignored as an outlier."""
 _MARGIN_S: Final = 0.02
 
 
@@ -24,10 +26,10 @@ class ChunkPacer:
     """Paces the chunk requests of one stream.
 
     Args:
-        buffered_s: Returns the remaining playback time in seconds of the frames that have been
-            delivered.
+        buffered_s: Function that returns the remaining playback time in seconds of the frames that
+            have been delivered.
         fps: Playback rate in frames per second.
-        clock: Returns monotonic time in seconds.
+        clock: Function that returns a monotonic time in seconds.
     """
 
     def __init__(
@@ -37,14 +39,14 @@ class ChunkPacer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._buffered_s, self._fps, self._clock = buffered_s, fps, clock
-        self._requests: deque[tuple[float, int]] = deque()  # (time, frames), not handed over
+        self._requests: deque[tuple[float, int]] = deque()  # (time, frames)
         self._waits_s: deque[float] = deque(maxlen=_KEPT)
         self._num_chunks = 0
 
     @property
     def needed_s(self) -> float | None:
-        """Playback time in seconds that must be buffered when a chunk is requested. None: it is not
-        known yet.
+        """Playback time in seconds that must still be buffered when a chunk is requested. None: no
+        chunk has been measured yet.
         """
         if not self._waits_s:
             return None
@@ -57,8 +59,8 @@ class ChunkPacer:
 
     @property
     def _excess_s(self) -> float:
-        """Seconds until the next chunk should be requested. Frames of chunks in the engine count as
-        buffered.
+        """Time in seconds until the next chunk should be requested. The frames of chunks in the
+        engine count as buffered.
         """
         if self.needed_s is None:
             return 0.0
@@ -67,7 +69,7 @@ class ChunkPacer:
 
     @property
     def is_time(self) -> bool:
-        """Whether to request the next chunk."""
+        """Whether the next chunk should be requested now."""
         return self._excess_s <= 0
 
     async def wait_until_time(self) -> None:
@@ -75,17 +77,17 @@ class ChunkPacer:
             await asyncio.sleep(excess_s)
 
     def note_request(self, num_frames: int) -> None:
-        """Record that a chunk is requested now."""
+        """Record that a chunk with `num_frames` frames is requested now."""
         self._requests.append((self._clock(), num_frames))
 
     def note_chunk(self, ready_s: float) -> None:
-        """Record that the oldest requested chunk is delivered.
+        """Record that the chunk that was requested first is delivered now.
 
         Args:
-            ready_s: Monotonic time in seconds at which the frames were encoded.
+            ready_s: Monotonic time in seconds at which the chunk's frames were encoded.
         """
         requested_s, _ = self._requests.popleft()
         if self._num_chunks == 1:
-            self._waits_s.clear()  # the first chunk compiles and encodes the start image
+            self._waits_s.clear()  # the first chunk includes compilation and the start image
         self._waits_s.append(max(0.0, ready_s - requested_s))
         self._num_chunks += 1

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Peer`: a WebRTC connection of aiortc, presented to the handlers as a WebSocket and a video
-track.
+"""`Peer`: a WebRTC connection of aiortc, which handlers use as a WebSocket and a video track.
 
-The messages of the data channel are the same as those of `/v1/realtime/video`. `Peer.websocket`
-presents the data channel as an ASGI WebSocket, so that the same handler serves it with the same
-limits. The track sends the access units of the session's encoder unchanged, so that an additional
-viewer requires no additional encoding.
+The data channel carries the same messages as `/v1/realtime/video`. `Peer.websocket` presents the
+channel as an ASGI WebSocket, so the same handler serves it with the same limits. The track sends
+the access units of the session's encoder unchanged, so an additional viewer requires no additional
+encoding.
 
-aiortc encrypts and sends on the event loop; encoding runs elsewhere.
+aiortc encrypts and sends on the event loop. Encoding runs on other threads.
 """
 
 import asyncio
@@ -48,18 +47,20 @@ _NEGOTIATION_S: Final = 10.0
 _LAST_WORDS_S: Final = 1.0
 _MAX_WAITING_MESSAGES: Final = 256
 MAX_MESSAGE_BYTES: Final = 512 * 1024
-"""Maximum size of a client's message, for example of `session.start` with its start image.
+"""Maximum size in bytes of a client's message, for example of `session.start` with a start image.
 
-aiortc announces 64 KiB. aiortc reassembles messages within its receive window of 1 MiB."""
+aiortc announces a maximum of 64 KiB, but it reassembles any message that fits into its receive
+window of 1 MiB.
+"""
 _MAX_UNSENT_BYTES: Final = 1024 * 1024
 _PLI, _FIR, _APPLICATION = 1, 4, 15  # formats of RTCP payload-specific feedback (RFC 4585, 5104)
 
 
 class PacketTrack(MediaStreamTrack):
-    """Sends access units at their playback times.
+    """Video track that sends access units at their playback times.
 
-    A chunk arrives at once. Sending a chunk at once would look like jitter, and browsers would
-    enlarge their buffers.
+    All frames of a chunk arrive at the same time. If they were also sent at the same time, browsers
+    would interpret this as jitter and enlarge their buffers.
     """
 
     kind = "video"
@@ -70,16 +71,16 @@ class PacketTrack(MediaStreamTrack):
         self._changed = asyncio.Event()
         self._start: tuple[float, int] | None = None  # (monotonic s, time_us) of a frame
         self._last_us = -1
-        self._offset_us = 0  # added to the stamps, because times of a track must increase
-        self._newest: tuple[int, int] | None = None  # (time, playing time) of the last one
+        self._offset_us = 0  # added to the stamps, because the times of a track must increase
+        self._newest: tuple[int, int] | None = None  # (time, playing time) of the last unit
 
     @property
     def buffered_s(self) -> float:
-        """Time in seconds until playback needs another access unit."""
+        """Time in seconds until playback requires another access unit."""
         if self._newest is None:
             return 0.0
         time_us, period_us = self._newest
-        if self._start is None:  # none of them has been sent
+        if self._start is None:  # no unit has been sent yet
             return len(self._units) * period_us / 1e6
         ends_s = self._start[0] + (time_us + period_us - self._start[1]) / 1e6
         return max(0.0, ends_s - time.monotonic())
@@ -144,12 +145,13 @@ class PacketTrack(MediaStreamTrack):
 
 
 class Peer:
-    """One connection.
+    """A WebRTC connection with one client.
 
     Args:
-        request: The HTTP request of the offer. Its headers and address identify the client.
+        request: HTTP request that contained the offer, whose headers and address identify the
+            client.
         ice_servers: STUN and TURN servers.
-        start: First message of a client without a data channel.
+        start: Message that takes the place of the first message if the client has no data channel.
     """
 
     def __init__(
@@ -165,9 +167,9 @@ class Peer:
             )
         )
         self.on_key_frame: Callable[[], None] = lambda: None
-        """Called when the client needs a key frame."""
+        """Function that is called when the client requests a key frame."""
         self.on_bandwidth: Callable[[int], None] = lambda bits_per_s: None
-        """Called with the client's bandwidth estimate in bits per second."""
+        """Function that is called with the client's bandwidth estimate in bits per second."""
         self._channel: RTCDataChannel | None = None
         self._is_open = asyncio.Event()
         self._messages: asyncio.Queue[Message] = asyncio.Queue(_MAX_WAITING_MESSAGES)
@@ -178,16 +180,16 @@ class Peer:
         self._closed = False
         self._ended = asyncio.Event()
         self.websocket = WebSocket(self._scope(request), self._messages.get, self._send)
-        """The data channel, for handlers of WebSockets."""
+        """Data channel, presented as a WebSocket."""
         self._connection.on("datachannel", self._take_channel)
         self._connection.on("connectionstatechange", self._note_state)
 
     async def answer(self, offer: Offer) -> str:
-        """Return the answer to an offer, including all candidates of this server.
+        """Return the SDP answer to an offer, including all candidates of this server.
 
         Raises:
-            EndpointError: `invalid_offer`, or `unsupported_codec` if the peers have no H.264 format
-                in common.
+            EndpointError: `invalid_offer` if aiortc cannot use the offer, or `unsupported_codec` if
+                the peers have no H.264 format in common.
         """
         try:
             async with asyncio.timeout(_NEGOTIATION_S):
@@ -202,7 +204,8 @@ class Peer:
                 await self._connection.setLocalDescription(await self._connection.createAnswer())
         except TimeoutError:
             raise EndpointError("timeout", "no candidates within 10 s") from None
-        # aiortc parses with asserts, regular expressions and conversions, which raise many types
+        #         # aiortc parses with asserts, regular expressions and conversions, which raise
+        # many exception types.
         except Exception as error:
             logger.info("offer_refused reason=%.200r", error)
             if "send parameters" in str(error):
@@ -220,7 +223,7 @@ class Peer:
             await self.close()
 
     async def wait_until_closed(self) -> None:
-        """Give the client a moment to close the connection, so that it receives the last
+        """Wait a moment for the client to close the connection, so that it can receive the last
         messages.
         """
         with contextlib.suppress(TimeoutError):
@@ -245,12 +248,13 @@ class Peer:
             "type": "websocket",
             "query_string": b"",
             "subprotocols": [],
-            # Port 0, because the transport of the HTTP request must not be found by the address.
+            #             # Port 0, because a lookup by address must not find the transport of the
+            # HTTP request.
             "client": (host, 0),
         }
 
     async def _send(self, message: Message) -> None:
-        """Send one ASGI message. Waits while the client does not read."""
+        """Send one ASGI message. The call waits while the client does not read."""
         if self._closed:
             raise OSError("the connection is closed")
         if self._watches or message["type"] == "websocket.accept":
@@ -266,7 +270,7 @@ class Peer:
         self._channel.send(data if data is not None else bytes(message["bytes"]))
 
     def _take_channel(self, channel: RTCDataChannel) -> None:
-        if self._channel is not None:  # one is enough
+        if self._channel is not None:  # a client may open only one channel
             channel.close()
             return
         self._channel = channel
@@ -301,11 +305,11 @@ class Peer:
     # -- feedback ----------------------------------------------------------------------------------
 
     def _watch_feedback(self, sender: RTCRtpSender) -> None:
-        """Read key-frame requests and bandwidth estimates, which aiortc reserves for its own
+        """Read key-frame requests and bandwidth estimates, which aiortc passes only to its own
         encoder.
 
-        aiortc has no hook for tracks of packets. tests/seams/test_aiortc.py detects changes to the
-        method that is wrapped here.
+        aiortc has no such hook for tracks that yield packets, so this method wraps a private method
+        of aiortc. tests/seams/test_aiortc.py detects changes to it.
         """
         handle = sender._handle_rtcp_packet
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/v1/realtime/webrtc`: WHEP's HTTP exchange.
+"""`/v1/realtime/webrtc`: the HTTP exchange of WHEP, which sets up and ends WebRTC connections.
 
         POST   /v1/realtime/webrtc         the SDP offer; 201 with the answer and a Location
         DELETE /v1/realtime/webrtc/{id}    end the connection
 
-A client with a data channel sends `session.start` through it. A client without one, for example a
-WHEP player, gets a session with the settings of the query: `prompt`, `seed`, `width`, `height`.
+A client with a data channel sends `session.start` through the channel. A client without one, for
+example a WHEP player, gets a session with settings from the query: `prompt`, `seed`, `width` and
+`height`.
 """
 
 import asyncio
@@ -43,7 +44,9 @@ _QUERY_NUMBERS: Final = ("seed", "width", "height")
 
 
 class WebRtcRoutes:
-    """The endpoint in one API server process. Without sessions, every route returns 404."""
+    """The WebRTC endpoint of one API server process. Every route returns 404 if the model has no
+    sessions.
+    """
 
     def __init__(self) -> None:
         self._manager: SessionManager | None = None
@@ -52,7 +55,7 @@ class WebRtcRoutes:
 
     def add_routes(self, app: FastAPI) -> Iterable[str]:
         self._options = read_struct(WebRtcOptions)
-        self._options.servers()  # fail at start, not at the first client
+        self._options.servers()  # invalid settings must fail at startup and not at the first client
         errors: dict[int | str, dict[str, Any]] = {
             "4XX": {"model": ErrorReply, "description": "The offer was refused."},
             "5XX": {"model": ErrorReply, "description": "The server failed."},
@@ -122,9 +125,9 @@ class WebRtcRoutes:
         """Serve one client until either side ends the connection.
 
         Args:
-            peer: The connection.
-            client: Its handler.
-            stack: Closes the connection on exit.
+            peer: WebRTC connection of the client.
+            client: Handler of the client.
+            stack: Exit stack that closes the connection.
         """
         async with stack:
             connecting = asyncio.create_task(
@@ -138,7 +141,7 @@ class WebRtcRoutes:
 
     @respond_to_errors
     async def _delete(self, request: Request, connection_id: str) -> Response:
-        """End a connection."""
+        """End a WebRTC connection."""
         peer = self._peers.pop((principal_of(request), connection_id), None)
         if peer is None:
             raise not_found("there is no such connection")
@@ -146,8 +149,8 @@ class WebRtcRoutes:
         return Response(status_code=204)
 
     def _start_message(self, manager: SessionManager, request: Request) -> str:
-        """Build, from the query parameters, the `session.start` message of a client that opened no
-        data channel.
+        """Build the `session.start` message of a client without a data channel from the query
+        parameters.
 
         Raises:
             EndpointError: A number is invalid, or the model requires a start image.
@@ -166,10 +169,10 @@ class WebRtcRoutes:
 
 
 async def _body(request: Request) -> bytes:
-    """Return the body of an offer. Reads no more than an offer may have.
+    """Read the body of an offer, up to the maximum size of an offer.
 
     Raises:
-        ApiError: The type of the body is wrong.
+        ApiError: The content type of the body is wrong.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != CONTENT_TYPE:

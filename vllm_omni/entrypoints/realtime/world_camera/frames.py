@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frame replies of `/v1/realtime/world/camera`: encodes a finished chunk as one or more messages.
+"""Encode a finished chunk as one or more reply messages of `/v1/realtime/world/camera`.
 
 Encoding takes tens of milliseconds per chunk, so it runs on the executor's threads.
 """
@@ -29,32 +29,37 @@ class FrameRenderer:
     """Encodes the frames of one request."""
 
     codec: str
-    """`mp4` (a file in each message), `jpeg` (a list of files), `h264` (one access unit in each
-    message), `ndarray_u8` (one array `[T, H, W, 3]`) or `ndarray_f32` (a list of arrays `[H, W, 3]`
-    in [0, 1])."""
+    """Encoding of the frames in a message: `mp4` (a file), `jpeg` (a list of files), `h264` (one
+    access unit), `ndarray_u8` (one array `[T, H, W, 3]`) or `ndarray_f32` (a list of arrays `[H, W,
+    3]` with values in [0, 1]).
+    """
     fps: float
     """Playback rate in frames per second."""
     quality: int
     """JPEG quality, 1 to 100."""
     frames_per_message: int | None
-    """Frames per message. None: a whole chunk, except 4 for `ndarray_f32`, as clients of that codec
-    expect.
+    """Number of frames in each message. None: a whole chunk, except for `ndarray_f32`, where
+    clients expect 4 frames.
     """
     dialect: MessageDialect
-    """Array dialect of the client."""
+    """Array dialect that the client uses."""
     with_mp4: bool = False
-    """Add an MP4 file of the frames as `mp4`, for clients that display images and record video.
-    Default: False.
+    """Whether to add an MP4 file of the frames as `mp4`, for clients that display images and record
+    video. Default: False.
     """
     mp4_scale: int = 1
     """Scale factor of the MP4 file. Default: 1."""
     key_frame: bool = False
-    """Start the first chunk of the request with a key frame. Default: False."""
+    """Whether the first chunk of the request must start with a key frame. Default: False."""
     transfer_ms: float | None = None
-    """Time in milliseconds in which the client received its previous chunk. Default: unknown."""
+    """Time in milliseconds that the client took to receive its previous chunk. None: the time is
+    unknown.
+    """
 
     def __call__(self, chunk: FinishedChunk) -> Iterator[bytes]:
-        """Yield the chunk's messages. `index` and `total` refer to all messages of the request."""
+        """Yield the messages of a chunk. In each message, `index` and `total` refer to all messages
+        of the request.
+        """
         frames = chunk.stamped_frames(self.fps)
         if len(frames) != chunk.sizes[chunk.number]:
             raise RuntimeError(
@@ -154,9 +159,9 @@ class FrameRenderer:
 
 
 def _timing(chunk: FinishedChunk, mux_ms: float) -> dict[str, float]:
-    """Return the times in milliseconds.
+    """Return the time in milliseconds that each stage of a chunk took.
 
-    `queue_ms` is the time spent in the engine's queue and in transit.
+    `queue_ms` is the time that the request spent in the engine's queue and in transit.
     """
     stages: dict[str, list[float]] = chunk.result.meta.get("timings_ms", {})
     spent_ms = {name: sum(times) for name, times in stages.items()}

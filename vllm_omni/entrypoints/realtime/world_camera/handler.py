@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The endpoint `/v1/realtime/world/camera`: receives msgpack messages and sends video chunks.
+"""The endpoint `/v1/realtime/world/camera`, which receives msgpack messages and sends video chunks.
 
-It sends `hello`, converts messages to `SessionJob`s, follows their runs, and replies in the
-client's array encoding. Each connection has one task that receives messages and one task per
-request, so that a disconnect, a `reset` or a `ping` is processed at once.
+The endpoint sends `hello`, converts messages to `SessionJob`s, follows their runs, and replies in
+the client's array encoding. Each connection has one task that receives messages and one task per
+request, so a disconnect, a `reset` or a `ping` is processed immediately.
 """
 
 import asyncio
@@ -51,23 +51,24 @@ from vllm_omni.runtime import log_context
 logger = logging.getLogger("vllm." + __name__)
 
 PATHS: Final = ("/v1/realtime/world/camera", "/v1/realtime/world/camera/")
-"""Both paths are routed, because WebSocket clients do not follow redirects."""
+"""Paths of the endpoint. Both paths are routed because WebSocket clients do not follow redirects.
+"""
 
 _OFF_LOOP_BYTES: Final = 64 * 1024  # messages of this size and above are decoded on a thread
 
 
 def world_camera_endpoint(manager: SessionManager, max_message_bytes: int) -> RealtimeEndpoint:
-    """Return the world camera endpoint.
+    """Create the world camera endpoint.
 
     Args:
         manager: Sessions of this process.
-        max_message_bytes: The server's limit of a WebSocket message in bytes, reported in `hello`.
+        max_message_bytes: Maximum size of a WebSocket message in bytes, which `hello` reports.
     """
     return RealtimeEndpoint(manager, partial(_Client, max_message_bytes=max_message_bytes))
 
 
 class _Client(ConnectionHandler):
-    """A connection that runs each request in its own task."""
+    """Handler of one connection, which runs each request in a separate task."""
 
     endpoint = "realtime/world/camera"
     subprotocol = protocol.SUBPROTOCOL
@@ -81,7 +82,7 @@ class _Client(ConnectionHandler):
         self._used: set[SessionKey] = set()
         self._requests: set[asyncio.Task[None]] = set()
         self._endings: weakref.WeakSet[asyncio.Task[None]] = weakref.WeakSet()
-        """Tasks of `_requests` that free a session. They outlive the connection."""
+        """Tasks of `_requests` that free a session and may therefore outlive the connection."""
 
     @property
     def is_active(self) -> bool:
@@ -94,7 +95,7 @@ class _Client(ConnectionHandler):
             super()._log_end(seconds)
 
     async def start_now(self) -> None:
-        """Send `hello`."""
+        """Send `hello`, the first message to every client."""
         info = self.info
         if not info.actions.is_steered:
             raise EndpointError(
@@ -109,7 +110,7 @@ class _Client(ConnectionHandler):
         await self._send(protocol.error_message(error))
 
     async def stop(self) -> None:
-        """Cancel this client's runs. Its sessions are retained, so that it can reconnect."""
+        """Cancel the runs of this client, but retain its sessions so that it can reconnect."""
         requests = list(self._requests)
         for task in self._requests.difference(self._endings):
             task.cancel()
@@ -125,14 +126,14 @@ class _Client(ConnectionHandler):
         return True
 
     async def session_moved(self, session: Session) -> None:
-        """Send `moved`, unless a request of this client ends with this message."""
+        """Send `moved`, unless a request of this client ends with that message."""
         if any(run.is_followed_by(self) for run in session.delivery_log.runs.values()):
             return
         assert session.destination is not None
         await self._refuse(session.destination.as_error(), session_id=session.session_id)
 
     async def superseded(self) -> None:
-        """Close this connection, because another connection has resumed one of its sessions."""
+        """Close this connection because another connection has resumed one of its sessions."""
         await self.connection.close(
             WebSocketCloseCode.SUPERSEDED, "another connection took this session over"
         )
@@ -140,7 +141,9 @@ class _Client(ConnectionHandler):
     # -- messages in -------------------------------------------------------------------------------
 
     async def handle_message(self, data: bytes | str) -> None:
-        """Decode a message and start the corresponding work. An invalid message is only refused."""
+        """Decode a message, and start the corresponding work. An invalid message is refused but
+        does not end the connection.
+        """
         request_id: str | None = None
         try:
             if isinstance(data, str):
@@ -154,7 +157,9 @@ class _Client(ConnectionHandler):
             await self._refuse(error, request_id)
 
     async def _decode(self, data: bytes) -> tuple[DecodedMessage, bytes]:
-        """Return the message and a digest of its bytes. Large messages are decoded on a thread."""
+        """Decode a message, and return it with a digest of its bytes. Large messages are decoded on
+        a worker thread.
+        """
 
         def work() -> tuple[DecodedMessage, bytes]:
             return decode(data), hashlib.blake2b(data, digest_size=16).digest()
@@ -203,7 +208,9 @@ class _Client(ConnectionHandler):
     async def _response(
         self, message: protocol.ClientMessage, work: Callable[[], Awaitable[None]]
     ) -> None:
-        """Run the work of one message. Every failure is reported as an error for this message."""
+        """Run the work of one message. A failure is reported to the client as an error of this
+        message.
+        """
         log_context.bind(session_id=self._session_id(message))
         try:
             await work()
@@ -277,7 +284,7 @@ class _Client(ConnectionHandler):
             )
 
     async def _follow(self, session: Session, run: SessionRun, start: int = 0) -> bool:
-        """Deliver a run's replies.
+        """Deliver the replies of a run to this connection.
 
         If this connection ends and no other connection follows the run, the run is cancelled.
         """
@@ -301,8 +308,9 @@ class _Client(ConnectionHandler):
             message.image,
             self.limits,
         )
-        # Clients of the protocol's first version send `camera` with array markers, expect lists of
-        # float frames, and request numbers of frames that do not fill chunks.
+        #         # Clients of the protocol's first version send `camera` with array markers, expect
+        # lists of float frames, and may request a number of frames that does not fill complete
+        # chunks.
         first_version = (
             message.camera is not None and dialect is not None and message.protocol_version is None
         )
@@ -362,7 +370,7 @@ class _Client(ConnectionHandler):
         """Return a session, or None if the server has no session with this id.
 
         Raises:
-            EndpointError: `moved`.
+            EndpointError: `moved`, because the session continues on another server.
         """
         session = self.manager.find(self._key(session_id))
         if session is None:
@@ -420,7 +428,7 @@ class _Client(ConnectionHandler):
 
     async def _resume(self, message: protocol.ResumeMessage) -> None:
         session_id = self._session_id(message)
-        # a session that has moved still has the replies that its client has not received
+        #         # A session that was moved still has the replies that its client has not received.
         moved = self.manager.find_moved(self._key(session_id))
         session = self._known(session_id) if moved is None else moved
         try:

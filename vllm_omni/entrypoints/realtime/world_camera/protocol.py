@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The typed messages of `/v1/realtime/world/camera`: the client's requests and the server's
-replies.
+"""Typed messages of `/v1/realtime/world/camera`: the requests of clients and the replies of the
+server.
 
-A message is a map with the key `endpoint` (default `infer`). Unknown keys are ignored, because
-other clients of this protocol send additional keys. If a known key has a wrong type or value, the
-message is refused with an error that names the key. Arrays remain `Any` here;
+A message is a map with the key `endpoint` (default `infer`). Unknown keys are ignored because other
+clients of this protocol send additional keys. If a known key has a wrong type or value, the message
+is refused with an error that names the key. Fields with arrays have the type `Any` here;
 `../controls/camera.py` and `../connection/images.py` check them.
 """
 
@@ -37,43 +37,46 @@ class ExtraBody(msgspec.Struct, frozen=True, kw_only=True):
     """Generation settings of one `infer`."""
 
     height: Annotated[int, msgspec.Meta(ge=8, le=8192)] | None = None
-    """Height of the frames in pixels, 8 to 8192. Default: the server's."""
+    """Height of the frames in pixels, 8 to 8192. Default: the server's height."""
     width: Annotated[int, msgspec.Meta(ge=8, le=8192)] | None = None
-    """Width of the frames in pixels, 8 to 8192. Default: the server's."""
+    """Width of the frames in pixels, 8 to 8192. Default: the server's width."""
     num_frames: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] | None = None
-    """Pixel frames to generate. Default: as many as poses."""
+    """Number of pixel frames to generate. Default: one frame per pose."""
     fps: Annotated[float, msgspec.Meta(ge=1, le=240)] | None = None
-    """Playback rate in frames per second, 1 to 240. Default: the model's."""
+    """Playback rate in frames per second, 1 to 240. Default: the model's frame rate."""
     seed: RequestedSeed | None = None
-    """Seed of the noise. Default: drawn."""
+    """Seed of the noise. Default: the server draws a random seed."""
     frames_per_chunk: Annotated[int, msgspec.Meta(ge=1, le=1024)] | None = None
     """Number of frames in one reply. Default: a whole chunk, except 4 for `ndarray_f32` and 1 for
     `h264`.
     """
     session_id: SessionId | None = None
-    """Same as `session_id` of the message."""
+    """Session of the message. This key has the same meaning as `session_id` of the message itself.
+    """
     num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] | None = None
-    """Passed to the model. Default: the model's."""
+    """Number of denoise steps, which is passed to the model. Default: the model's default."""
     guidance_scale: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
-    """Passed to the model. Default: the model's."""
+    """Scale of classifier-free guidance, which is passed to the model. Default: the model's
+    default.
+    """
     negative_prompt: Annotated[str, msgspec.Meta(max_length=16384)] | None = None
-    """Passed to the model. Default: the model's."""
+    """Negative prompt, which is passed to the model. Default: the model's default."""
     video_format: str | None = None
     """Encoding of the frames, one of `CODECS`.
 
     Default: `mp4`, except `ndarray_f32` for clients of the protocol's first version.
     """
     with_mp4: bool = False
-    """Add an MP4 file of the frames to each reply, as `mp4`. Default: False."""
+    """Whether to add an MP4 file of the frames to each reply, as `mp4`. Default: False."""
     mp4_scale: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1
     """Integer scale factor of the `mp4` file, up to a side of 1280 pixels. Default: 1."""
     key_frame: bool = False
-    """Start the frames of `h264` with a key frame, because the client has joined or lost frames.
-    Default: False. The first frame of a session is always a key frame.
+    """Whether `h264` frames must start with a key frame, because the client has joined or has lost
+    frames. The first frame of a session is always a key frame. Default: False.
     """
     transfer_ms: Annotated[float, msgspec.Meta(ge=0, le=600_000)] | None = None
-    """Time in milliseconds from the first to the last message of the client's previous chunk. The
-    bitrate of `h264` is adapted to this time. Default: the bitrate does not change.
+    """Time in milliseconds from the first to the last message of the previous chunk, as measured by
+    the client. The bitrate of `h264` is adapted to this time. Default: the bitrate does not change.
     """
     quality: Annotated[int, msgspec.Meta(ge=1, le=100)] = 90
     """JPEG quality, 1 to 100. Default: 90."""
@@ -83,20 +86,21 @@ class ExtraBody(msgspec.Struct, frozen=True, kw_only=True):
     Default: `error`, except `trim` for clients of the protocol's first version.
     """
     start_pose: StartPose | None = None
-    """Pose of the start image in the world. Default: recognized automatically for the world's own
-    start images.
+    """World pose of the start image. Default: the pose is recognized automatically if the image is
+    one of the world's own start images.
     """
     lora: Loras | None = None
-    """LoRA adapters from this request on, `[{"name", "scale"}]`; [] for none. Default: unchanged.
+    """LoRA adapters that apply from this request onwards, as `[{"name", "scale"}]`. An empty list
+    removes all adapters. Default: the adapters do not change.
     """
     options: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Options of the model (JSON types). The model validates them."""
+    """Options of the model, as JSON types. The model validates them."""
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
 
     def model_options(self) -> dict[str, Any]:
-        """Return the options that are passed to the model unchanged, if the client sent them."""
+        """Return the options that the client sent and that are passed to the model unchanged."""
         named = {
             name: getattr(self, name)
             for name in ("num_inference_steps", "guidance_scale", "negative_prompt")
@@ -110,7 +114,7 @@ class ExtraBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClientMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """Keys that every message may have."""
+    """Keys that every message may contain."""
 
     endpoint: ClassVar[str]
     """Value of the key `endpoint` that selects this message type."""
@@ -118,42 +122,44 @@ class ClientMessage(msgspec.Struct, frozen=True, kw_only=True):
     session_id: SessionId | None = None
     """Session of the message. Default: the connection's own session."""
     request_id: RequestId | None = None
-    """The client's id of the request, 1 to 128 characters. Default: drawn."""
+    """Id that the client gives to the request, 1 to 128 characters. Default: the server generates
+    an id.
+    """
     protocol_version: int | None = None
-    """Version of the protocol. Clients that send this key receive additional messages of this
-    server.
+    """Version of the protocol. A client that sends this key receives additional messages, which are
+    specific to this server.
     """
 
 
 class InferMessage(ClientMessage, frozen=True, kw_only=True):
-    """Generate the frames of a camera path or of a sequence of actions."""
+    """Request to generate the frames of a camera path or of a sequence of actions."""
 
     endpoint: ClassVar[str] = "infer"
     """See `ClientMessage`."""
 
     chunk_index: Index | None = None
-    """Required index of the session's next chunk. Default: any."""
+    """Index that the session's next chunk must have. Default: any index is accepted."""
     image: Any = None
     """Start image."""
     images: NamedSources = {}
-    """Named images, for models that take them (`actions.images` of `hello`), each in a form that is
-    allowed for `image`.
+    """Named images, for models that take them (`actions.images` of `hello`). Each image may have
+    any form that is allowed for `image`.
     """
     prompt: str | None = None
-    """Prompt. Default: unchanged."""
+    """Prompt. Default: the prompt does not change."""
     camera: dict[str, Any] | None = None
     """Camera path with `poses` and `intrinsics`."""
     cameras: dict[str, Any] | None = None
     """Alternative name of `camera`."""
     actions: Annotated[list[ActionEntry], msgspec.Meta(max_length=4096)] | None = None
-    """Actions, one entry per latent frame."""
+    """Actions with one entry per latent frame."""
     restart: bool = False
-    """Discard the existing session state and start again. Default: False."""
+    """Whether to discard the existing state of the session and start again. Default: False."""
     extra_body: ExtraBody = ExtraBody()
-    """Further settings."""
+    """Generation settings of the request."""
 
     def camera_path(self, max_poses: int, size: tuple[int, int]) -> CameraPath | None:
-        """Return the checked camera path, or None for actions.
+        """Return the camera path after checking it, or None if the message contains actions.
 
         Args:
             max_poses: Maximum number of poses.
@@ -192,7 +198,7 @@ class InferMessage(ClientMessage, frozen=True, kw_only=True):
         return paths[0]
 
     def script(self, space: ActionSpace) -> list[ActionEntry] | None:
-        """Return the actions, checked against the model.
+        """Return the actions after checking them against the model's controls.
 
         Raises:
             EndpointError: `invalid_action`.
@@ -203,27 +209,29 @@ class InferMessage(ClientMessage, frozen=True, kw_only=True):
 
 
 class ResetMessage(ClientMessage, frozen=True, kw_only=True):
-    """Cancel a session's requests and discard its state. The session id remains valid."""
+    """Request to cancel a session's requests and discard its state. The session id remains valid."""
 
     endpoint: ClassVar[str] = "reset"
 
 
 class StopMessage(ClientMessage, frozen=True, kw_only=True):
-    """Cancel a session's requests. Without `session_id`, also close the connection."""
+    """Request to cancel a session's requests. If `session_id` is absent, the connection is also
+    closed.
+    """
 
     endpoint: ClassVar[str] = "stop"
 
 
 class CloseSession(ClientMessage, frozen=True, kw_only=True):
-    """Free a session. Without `session_id`, free the connection's own session and close the
-    connection.
+    """Request to free a session. If `session_id` is absent, the connection's own session is freed
+    and the connection is closed.
     """
 
     endpoint: ClassVar[str] = "close"
 
 
 class PingMessage(ClientMessage, frozen=True, kw_only=True):
-    """The server replies with `pong` at once. Keeps the connection and its sessions open."""
+    """Request for an immediate `pong`. Pings keep the connection and its sessions open."""
 
     endpoint: ClassVar[str] = "ping"
 
@@ -232,24 +240,27 @@ class PingMessage(ClientMessage, frozen=True, kw_only=True):
 
 
 class BranchMessage(ClientMessage, frozen=True, kw_only=True):
-    """Copy the current state of a session to a new session."""
+    """Request to copy the current state of a session to a new session."""
 
     endpoint: ClassVar[str] = "branch"
     """See `ClientMessage`."""
 
     new_session_id: SessionId | None = None
-    """Id of the new session. Default: drawn."""
+    """Id of the new session. Default: the server generates an id."""
     disposable: bool = False
-    """Whether a new session may evict the copy although its client is connected. Default: False."""
+    """Whether a new session may evict the copy even while its client is connected. Default: False.
+    """
 
 
 class ResumeMessage(ClientMessage, frozen=True, kw_only=True):
-    """Continue a session on this connection and replay missed replies."""
+    """Request to continue a session on this connection and to replay missed replies."""
 
     endpoint: ClassVar[str] = "resume"
 
     last_chunk_id: Index | None = None
-    """Index of the last chunk that the client has received. Default: no chunk."""
+    """Index of the last chunk that the client has received. Default: the client has received no
+    chunk.
+    """
 
 
 _MESSAGES: Final[dict[str, type[ClientMessage]]] = {
@@ -326,9 +337,9 @@ def check_prompt(
 
     Args:
         prompt: The prompt.
-        limits: Maximum length.
+        limits: Limits that contain the maximum length.
         empty_ok: Whether the prompt may be empty.
-        name: Name of the prompt in the error.
+        name: Name of the prompt in the error message.
 
     Raises:
         EndpointError: The prompt is too long or empty.
@@ -344,10 +355,10 @@ def check_prompt(
 
 
 def with_integers(fields: dict[str, Any]) -> dict[str, Any]:
-    """Convert floats with integer values to ints, because JavaScript packs large integers as
+    """Convert floats with integer values to ints, because JavaScript encodes large integers as
     floats.
 
-    Fields of type float accept ints.
+    Fields of type float also accept ints.
     """
     return {
         key: int(value) if type(value) is float and value.is_integer() else value
@@ -358,7 +369,8 @@ def with_integers(fields: dict[str, Any]) -> dict[str, Any]:
 def _is_json(value: Any) -> bool:
     """Return whether a value consists of JSON types only.
 
-    Other values in `PoolingParams.extra_kwargs`, for example arrays, would crash the engine.
+    The check is needed because other values in `PoolingParams.extra_kwargs`, for example arrays,
+    would crash the engine.
     """
     if isinstance(value, dict):
         return all(_is_json(item) for item in value.values())
@@ -402,7 +414,9 @@ def _kind(value: Any) -> str:
 def hello(
     info: StreamInfo, limits: EndpointLimits, session_id: str, max_message_bytes: int
 ) -> dict[str, Any]:
-    """Return the first message to every client: the model's geometry, formats and limits."""
+    """Return `hello`, the first message to every client, which contains the model's geometry,
+    formats and limits.
+    """
     return {
         "patch_size": list(info.patch_size),
         "vae_stride": list(info.vae_stride),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unmasked attention of one sequence, with the fastest kernel of the device.
+"""Unmasked attention for one sequence, using the fastest kernel that the device supports.
 
-On CUDA devices that vLLM's FlashAttention 3 supports, that kernel is used. On other devices,
-torch's scaled-dot-product attention chooses cuDNN, flash or a CPU kernel. The caller makes
+vLLM's FlashAttention 3 is used on the CUDA devices that it supports. On other devices, torch's
+scaled-dot-product attention selects cuDNN, flash attention or a CPU kernel. The caller makes
 attention causal between chunks by passing only the visible keys. Text attention adds the usual
 triangular mask, aligned to the last key.
 """
@@ -21,8 +21,8 @@ from vllm_omni.model_executor.layers.fast_path import FastPath, Lack, lacks_gpu,
 
 @cache
 def _flash_attention(*versions: int) -> Callable[..., torch.Tensor] | None:
-    """Return the first `flash_attn_varlen_func` of vLLM, in order of version, that the CUDA device
-    supports, or None.
+    """Return vLLM's `flash_attn_varlen_func` for the first of `versions` that the CUDA device
+    supports, or None if it supports none of them.
     """
     found = [version for version in versions if not _lacks_flash_attention(version)]
     if not found:
@@ -33,7 +33,7 @@ def _flash_attention(*versions: int) -> Callable[..., torch.Tensor] | None:
 
 
 def _lacks_flash_attention(version: int) -> Lack:
-    """Return whether vLLM has no version of FlashAttention for the current CUDA device."""
+    """Return whether vLLM lacks this version of FlashAttention for the current CUDA device."""
     try:
         from vllm.vllm_flash_attn.flash_attn_interface import fa_version_unsupported_reason
     except ImportError as error:
@@ -75,13 +75,13 @@ def attention(
 
     Args:
         q_TNH: Queries.
-        k_SNH: Keys. The number of their heads may be a divisor of that of the queries
+        k_SNH: Keys. The number of key heads may be a divisor of the number of query heads
             (grouped-query attention).
         v_SNH: Values, with as many heads as the keys.
-        causal: Query t attends only to the first S - T + t + 1 keys. Requires S >= T.
+        causal: Whether query t attends only to the first S - T + t + 1 keys. Requires S >= T.
         key_range: int32 [2] on the device of `q_TNH`: 0 and the number of leading keys to attend
-            to. The host does not read this value, so that one CUDA graph works for all lengths.
-            Excludes `causal`. Default: all keys.
+            to. The host does not read this value, so one CUDA graph works for all lengths. Cannot
+            be combined with `causal`. Default: attend to all keys.
     """
     if key_range is not None:
         return _attention_to_first(q_TNH, k_SNH, v_SNH, key_range)
@@ -109,8 +109,9 @@ def cross_attention(q_TNH: torch.Tensor, k_SNH: torch.Tensor, v_SNH: torch.Tenso
     """Return the `attention` of many queries to the few keys of a prompt.
 
     Hopper GPUs use cuDNN, because it is faster than FlashAttention 3 for so few keys. cuDNN builds
-    a plan for each new size, which pays off because prompts have few different sizes. vLLM disables
-    cuDNN in torch's automatic choice of kernels, so this function calls it explicitly.
+    an execution plan for each new size. The cost of building plans is small, because few different
+    prompt sizes occur. vLLM disables cuDNN in torch's automatic choice of kernels, so this function
+    calls it explicitly.
     """
     if cudnn_cross_attention(q_TNH.device, q_TNH.dtype).is_on:
         q, k, v = _batch_of_one(q_TNH, k_SNH, v_SNH)
@@ -166,7 +167,8 @@ def in_words(x: torch.Tensor) -> torch.Tensor:
     """View `x` as 8-byte elements if its last dimension allows it, because strided copies of
     narrower elements are slow.
 
-    Compiled code receives `x` itself, because its loops already use the widest loads.
+    In compiled code, this function returns `x` itself, because compiled loops already use the
+    widest loads.
     """
     if torch.compiler.is_compiling() or x.shape[-1] * x.itemsize % torch.int64.itemsize:
         return x

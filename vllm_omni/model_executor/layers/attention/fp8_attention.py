@@ -3,11 +3,13 @@
 
 Queries and the result are also quantized to e4m3; softmax runs in fp32. cuDNN accepts one scale per
 tensor, but a K/V window has one per head. The per-head scales are therefore applied where this is
-exact: the scales of keys to the queries before they are quantized, and the scales of values to the
-result. All scales are powers of two, and none depends on the queries.
+exact: the queries are multiplied by the scales of the keys before they are quantized, and the
+result is multiplied by the scales of the values. All scales are powers of two, and none depends on
+the queries.
 
-The graphs come from cuDNN's Python package, which vLLM's CUDA builds require. Results are bitwise
-reproducible for calls with the same sizes. `benchmarks/attention_kernels.py` measures the speed.
+The cuDNN graphs are built with cuDNN's Python package, which vLLM's CUDA builds require. Results
+are bitwise reproducible for calls with the same sizes. `benchmarks/attention_kernels.py` measures
+the speed.
 """
 
 # T query tokens, S stored tokens, N heads, H head dim
@@ -26,21 +28,23 @@ from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8, dequan
 logger = logging.getLogger("vllm." + __name__)
 
 _QUERY_SCALE = 8.0
-"""Factor of the queries. Queries times the scales of their keys are around 1/4. With this factor,
-few of them are subnormal in e4m3.
+"""Factor applied to the queries before they are quantized. Queries multiplied by the scales of
+their keys are around 1/4. With this factor, few of these products are subnormal in e4m3.
 """
 _PROBABILITY_SCALE = 256.0
 """Factor for the attention probabilities, which are at most 1 before normalisation."""
 _RESULT_SCALE = 4.0
-"""Factor of the result. The result is a mean of values. Those of the first chunk are below 448 /
-16, and later ones may be four times as large.
+"""Factor applied to the result before it is quantized. The result is a mean of the scaled values,
+which are below 448 / 16 in the first chunk. With this factor, values of later chunks may be four
+times as large without exceeding the e4m3 maximum of 448.
 """
 _FEWEST_KEYS = 2
-"""Minimum ratio of keys to queries. With fewer keys, the bf16 product is equally fast."""
+"""Minimum ratio of keys to queries for which FP8 is used. With fewer keys, the bf16 product is
+equally fast."""
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Maps queries [T, N, H], keys [S, N, H] and values [S, N, H] to the result [T, N, H]. All are
-e4m3; queries and result are scaled."""
+"""Maps queries [T, N, H], keys [S, N, H] and values [S, N, H] to the result [T, N, H]. All of these
+tensors are e4m3. The queries and the result are scaled."""
 
 
 def fp8_attention(
@@ -72,7 +76,8 @@ def fp8_attention(
 def fp8_product(
     num_queries: int, stored_2SNH: torch.Tensor, tokens_S: torch.Tensor | None = None
 ) -> Product | None:
-    """Return the FP8 product that `fp8_attention` uses for this number of queries, or None."""
+    """Return the FP8 product that `fp8_attention` uses for this number of queries, or None if it
+    uses none."""
     _, keys, *head = stored_2SNH.shape
     keys = keys if tokens_S is None else len(tokens_S)
     if keys < _FEWEST_KEYS * num_queries or not cudnn_fp8_attention(stored_2SNH.device).is_on:
@@ -91,7 +96,7 @@ def fp8_product(
 def by_product(
     product: Product, q_TNH: torch.Tensor, stored_2SNH: torch.Tensor, scales_2N: torch.Tensor
 ) -> torch.Tensor:
-    """Quantize the queries, call the product and dequantize its result."""
+    """Quantize the queries, call `product` and return its dequantized result."""
     quantized_1TNH = torch.empty((1, *q_TNH.shape), dtype=FP8, device=q_TNH.device)
     quantize((q_TNH,), query_scales(scales_2N[:1]), quantized_1TNH)
     out_TNH = product(quantized_1TNH[0], *stored_2SNH)
@@ -104,7 +109,7 @@ def quantized_attention(
     """Return the result of `fp8_attention` in e4m3, for queries in e4m3.
 
     The caller has divided the queries by `query_scales` and must multiply the result by
-    `result_scales`. Requires that `fp8_product` returns a product.
+    `result_scales`. Call this function only if `fp8_product` returns a product.
     """
     product = fp8_product(len(q_TNH), stored_2SNH, tokens_S)
     assert product is not None, "queries are rounded for a product"
@@ -134,7 +139,7 @@ def _chosen(stored_2SNH: torch.Tensor, tokens_S: torch.Tensor | None) -> torch.T
 
 @cache
 def cudnn_fp8_attention(device: torch.device) -> FastPath:
-    """Return whether this is a Hopper GPU with cuDNN's Python package installed."""
+    """Return whether `device` is a Hopper GPU and cuDNN's Python package is installed."""
     lack = lacks_hopper(device) or lacks_package("cudnn", "nvidia-cudnn-frontend")
     return lack.of("cudnn_fp8_attention", "FP8 keys and values are dequantized before attention")
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embedding over (frame, row, column), for video transformers of the Wan family.
 
-A head of size H has H/2 complex channels, made of interleaved pairs (2i, 2i+1) and split over the
-three axes. Channel j of an axis with n real dimensions rotates by position * theta^(-2j/n). Angles
-are computed in fp64 from absolute positions, and their cosines and sines are rounded once to fp32.
-There is no precomputed table, so frame indices are not limited.
+A head of size H has H/2 complex channels, which consist of the interleaved pairs (2i, 2i+1) and are
+divided among the three axes. Channel j of an axis with n real dimensions rotates by position *
+theta^(-2j/n). Angles are computed in fp64 from absolute positions, and their cosines and sines are
+rounded once to fp32. There is no precomputed table, so frame indices are not limited.
 """
 
 # L tokens of a chunk in (frame, row, column) order, N heads, H head dim, C = H/2 complex channels
@@ -12,18 +12,19 @@ There is no precomputed table, so frame indices are not limited.
 import torch
 
 THETA = 10000.0
-"""theta of all networks of the family."""
+"""Value of theta in all networks of the Wan family."""
 
 
 def axis_dims(head_dim: int) -> tuple[int, int, int]:
-    """Return the real dimensions per head for (frame, row, column): 44/42/42 for a head of 128."""
+    """Return the number of real dimensions of a head for (frame, row, column), for example (44, 42,
+    42) for a head of 128."""
     spatial = 2 * (head_dim // 6)
     return head_dim - 2 * spatial, spatial, spatial
 
 
 def temporal_frequencies(head_dim: int) -> torch.Tensor:
-    """Return the angle per frame of the temporal channels, which come first in a head: fp64, on the
-    CPU."""
+    """Return the rotation angle per frame of each temporal channel, fp64 on the CPU. The temporal
+    channels come first in a head."""
     return _frequencies(axis_dims(head_dim)[0], THETA)
 
 
@@ -50,7 +51,8 @@ def rope_tables(
     cos_pairs: list[torch.Tensor] = []
     sin_pairs: list[torch.Tensor] = []
     for axis, (dim, size, start) in enumerate(zip(axis_dims(head_dim), sizes, starts, strict=True)):
-        # computed per axis, which has far fewer positions than there are tokens
+        # Tables are computed per axis, because an axis has far fewer positions than there are
+        # tokens.
         cos, sin = axis_tables(range(start, start + size), dim, THETA)
         shape = [1, 1, 1, dim // 2]
         shape[axis] = size
@@ -60,8 +62,8 @@ def rope_tables(
 
 
 def apply_rope(x_LNH: torch.Tensor, cos_LC: torch.Tensor, sin_LC: torch.Tensor) -> torch.Tensor:
-    """Rotate each interleaved pair of `x_LNH` (with any leading dimensions before L). Computes in
-    fp32, returns fp32.
+    """Rotate each interleaved pair of `x_LNH`, which may have more dimensions before L. The
+    computation and the result are fp32.
     """
     even, odd = x_LNH.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos_LC.unsqueeze(-2), sin_LC.unsqueeze(-2)

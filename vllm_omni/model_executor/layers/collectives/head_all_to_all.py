@@ -27,13 +27,12 @@ def tokens_to_heads(
     num_tokens, N_r, H] (this rank's heads).
 
     Args:
-        parallel: This rank.
+        parallel: Parallel layout of this rank.
         parts: Tensors of the same shape.
-        num_tokens: Tokens of all ranks.
+        num_tokens: Total number of tokens of all ranks.
 
     Returns:
-        The resharded tensors. The tensors are valid until the next call, which may reuse their
-        memory.
+        The resharded tensors, valid until the next call, which may reuse their memory.
     """
     if not parallel.sequence_parallel:
         return list(parts)
@@ -56,10 +55,11 @@ def heads_to_tokens(parallel: ParallelContext, x_BTNH: torch.Tensor) -> torch.Te
 
 
 def heads_apart(parallel: ParallelContext, x_BTNH: torch.Tensor) -> torch.Tensor:
-    """Return `heads_to_tokens` in the received layout, one slice per rank: [B, T_r, size, N_r, H].
+    """Return the result of `heads_to_tokens` in the layout in which it is received, with one slice
+    per sending rank: [B, T_r, size, N_r, H].
 
-    Requires sequence parallelism. The result is valid until the next call, which may reuse its
-    memory.
+    This function requires sequence parallelism. The result is valid until the next call, which may
+    reuse its memory.
     """
     if parallel.peers is not None:
         return _heads_written(parallel, parallel.peers, x_BTNH)
@@ -95,7 +95,10 @@ def head_all_to_all(
     parts: Sequence[tuple[torch.dtype, int]],
     num_tokens: int,
 ) -> "HeadAllToAll":
-    """Start an all-to-all from tokens to heads. For the arguments see `HeadAllToAll`."""
+    """Return an all-to-all from tokens to heads that writes to peer memory if it is available.
+
+    For the arguments, see `HeadAllToAll`.
+    """
     kind = CollectiveHeadAllToAll if parallel.peers is None else PeerHeadAllToAll
     return kind(parallel, like_BTNH, parts, num_tokens)
 
@@ -103,13 +106,15 @@ def head_all_to_all(
 class HeadAllToAll:
     """One all-to-all from this rank's tokens to the ranks that own their heads.
 
-    All bytes of a token are contiguous, and the tokens of consecutive ranks are adjacent.
+    All bytes of a token are contiguous. In the received data, the tokens of consecutive ranks are
+    adjacent.
 
     Args:
-        parallel: This rank.
-        like_BTNH: A tensor with this rank's shape [B, T_r, N, H] and device.
-        parts: Dtype and number of the tensors with that shape, widest dtype first.
-        num_tokens: Tokens of all ranks.
+        parallel: Parallel layout of this rank.
+        like_BTNH: A tensor of shape [B, T_r, N, H] on the device of this rank's tensors.
+        parts: (dtype, number of tensors) of each part, widest dtype first. Each tensor has the
+            shape of `like_BTNH`.
+        num_tokens: Total number of tokens of all ranks.
     """
 
     def __init__(
@@ -133,18 +138,19 @@ class HeadAllToAll:
         raise NotImplementedError
 
     def send_buffer(self, part: int, rank: int) -> torch.Tensor:
-        """Return the buffer for the heads of `rank`: [K, B, T_r, N_r, H] in the dtype of the
-        part.
+        """Return the buffer to write one part of the heads of `rank` to: [K, B, T_r, N_r, H] in the
+        dtype of the part.
         """
         raise NotImplementedError
 
     def send(self, part: int, x_BTNH: torch.Tensor) -> None:
-        """Write a part that consists of a single tensor, for all ranks."""
+        """Write a part that consists of a single tensor into the send buffers of all ranks."""
         for rank, x in enumerate(x_BTNH.unflatten(-2, (self._parallel.size, -1)).unbind(-3)):
             in_words(self.send_buffer(part, rank)[0]).copy_(in_words(x))
 
     def exchange(self) -> list[torch.Tensor]:
-        """Return the received tensors of this rank's heads per part: [K, B, num_tokens, N_r, H]."""
+        """Exchange all parts and return, for each part, the tensors of this rank's heads: [K, B,
+        num_tokens, N_r, H]."""
         raise NotImplementedError
 
     def _typed(self, bytes_: torch.Tensor) -> list[torch.Tensor]:
@@ -161,7 +167,7 @@ class HeadAllToAll:
 
 
 class CollectiveHeadAllToAll(HeadAllToAll):
-    """Packs the data for each rank and sends it in one all-to-all of bytes."""
+    """A `HeadAllToAll` that packs the data for each rank and sends it in one all-to-all of bytes."""
 
     def _start(self, like_BTNH: torch.Tensor) -> None:
         self._sent = persistent_buffer(
@@ -173,7 +179,7 @@ class CollectiveHeadAllToAll(HeadAllToAll):
         return self._send_buffers[part][:, :, :, rank]
 
     def send(self, part: int, x_BTNH: torch.Tensor) -> None:
-        """Write the part for all ranks in one pass."""
+        """Write a part into the send buffers of all ranks in one copy."""
         in_words(self._send_buffers[part][0]).copy_(
             in_words(x_BTNH.unflatten(-2, (self._parallel.size, -1)))
         )
@@ -187,7 +193,7 @@ class CollectiveHeadAllToAll(HeadAllToAll):
 
 
 class PeerHeadAllToAll(HeadAllToAll):
-    """Writes directly into the memory that the other ranks read."""
+    """A `HeadAllToAll` that writes directly into the memory from which the other ranks read."""
 
     def _start(self, like_BTNH: torch.Tensor) -> None:
         peers, (tokens, batch, row) = self._parallel.peers, self._received_shape
@@ -206,6 +212,6 @@ class PeerHeadAllToAll(HeadAllToAll):
 
 
 def _of_shape(buffer: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """View the first bytes of a buffer as a tensor."""
+    """View the first bytes of a buffer as a tensor of this shape and dtype."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     return buffer[:nbytes].view(dtype).view(shape)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """`HeadExchange`: self-attention to K/V windows, with the Ulysses all-to-all around it.
 
-A rank computes queries, keys and values of all heads for its own tokens. Its windows hold all
-tokens of its own heads. An all-to-all therefore reshards from tokens to heads before attention, and
-back after it.
+A rank computes queries, keys and values of all heads for its own tokens. The K/V windows of the
+rank hold all tokens of the rank's own heads. An all-to-all therefore reshards from tokens to heads
+before attention, and back after it.
 
 If windows store FP8, `QuantizedExchange` quantizes keys and values before the all-to-all instead of
 after it, directly into the send buffer. If attention also multiplies in FP8,
-`QuantizedQueriesExchange` does the same with queries, and dequantizes the result after its
-all-to-all. This halves the number of bytes sent, while windows and results remain bitwise equal.
-The scales of a head exist only on the rank of this head, so ranks gather them once per forward
-pass; the windows remain their only owner. The first chunk of a session uses the plain
-`HeadExchange`, because its keys and values determine the scales.
+`QuantizedQueriesExchange` also quantizes the queries, and dequantizes the result after its
+all-to-all. Quantizing before the all-to-all halves the number of bytes sent and leaves windows and
+results bitwise equal. The scales of a head exist only on the rank that holds this head, so ranks
+gather them once per forward pass. The windows remain the only owner of the scales. The first chunk
+of a session uses the plain `HeadExchange`, because its keys and values determine the scales.
 """
 
 # B batch entries (one chunk of one session each), L layers, T_r tokens of this rank, T tokens of
@@ -43,11 +43,11 @@ from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8, dequan
 def head_exchange(
     parallel: ParallelContext, items: Sequence[WindowItem], num_tokens: int
 ) -> "HeadExchange":
-    """Return the exchange for one forward pass. The call is collective, and all ranks make the same
-    choice.
+    """Return the `HeadExchange` for one forward pass. The call is collective, and all ranks choose
+    the same class.
 
     Args:
-        parallel: This rank.
+        parallel: Parallel layout of this rank.
         items: The chunks of the batch.
         num_tokens: Number of tokens of one chunk, over all ranks.
     """
@@ -65,7 +65,8 @@ def head_exchange(
 
 
 class HeadExchange(WindowAttention):
-    """Reshard unquantized tensors. Without sequence parallelism, no data moves."""
+    """Attention with an all-to-all of unquantized tensors. Without sequence parallelism, no data
+    moves."""
 
     def __init__(self, parallel: ParallelContext, num_tokens: int) -> None:
         self.parallel = parallel
@@ -89,9 +90,9 @@ class HeadExchange(WindowAttention):
             items: The chunks of the batch.
             layer: Index of the layer on this rank.
             q_BTNH: Queries of this rank's tokens, [B, T_r, N, H].
-            k_BTNH: Keys, of the same shape.
-            v_BTNH: Values, of the same shape.
-            write_only: Return None after writing.
+            k_BTNH: Keys, of the same shape as the queries.
+            v_BTNH: Values, of the same shape as the queries.
+            write_only: Whether to return None after writing, without attending.
 
         Returns:
             The attention output, [B, T_r, N, H], valid until the next call. None if `write_only`.
@@ -106,7 +107,8 @@ class HeadExchange(WindowAttention):
 
 
 class QuantizedExchange(HeadExchange):
-    """Quantize keys and values before the all-to-all. Send queries unquantized."""
+    """A `HeadExchange` that quantizes keys and values before the all-to-all and sends queries
+    unquantized."""
 
     def __init__(
         self, parallel: ParallelContext, num_tokens: int, windows: Sequence[KVWindow]
@@ -114,7 +116,7 @@ class QuantizedExchange(HeadExchange):
         super().__init__(parallel, num_tokens)
         self.windows = tuple(windows)
         own_BL2N = stack([window.scales for window in windows])
-        # [B, L, rank, 2, N_r], of keys and values
+        # scales of keys and values, [B, L, rank, 2, N_r]
         self.scales = torch.stack(parallel.all_gather(own_BL2N), dim=2)
 
     def attend(
@@ -161,7 +163,8 @@ class QuantizedExchange(HeadExchange):
 
 
 class QuantizedQueriesExchange(QuantizedExchange):
-    """Quantizes queries too, and dequantizes the result of FP8 attention after its all-to-all."""
+    """A `QuantizedExchange` that also quantizes queries, and dequantizes the result of FP8
+    attention after its all-to-all."""
 
     def __init__(
         self, parallel: ParallelContext, num_tokens: int, windows: Sequence[KVWindow]

@@ -11,8 +11,8 @@ one of two ways:
   whole sequence.
 
 Pipeline stages split the layers; hidden states are sent between stages by the runner, not by this
-module. With a VAE stage (`omni.vae_stage`), the pipeline's last rank holds no layer and decodes for
-the others.
+module. With a VAE stage (`omni.vae_stage`), the last rank of the pipeline holds no layers and
+decodes the latents of the other stages.
 
 `StageNetwork` is the base class of networks whose blocks are partitioned over stages and can move
 between them.
@@ -48,7 +48,7 @@ class ParallelContext:
     rank: int = 0
     """Index of this rank in `group`."""
     size: int = 1
-    """Ranks in `group`."""
+    """Number of ranks in `group`."""
     group: dist.ProcessGroup | None = None
     """Process group of the tensor-parallel or sequence-parallel ranks. None if and only if `size`
     is 1.
@@ -62,23 +62,23 @@ class ParallelContext:
     vae_stage: bool = False
     """Whether the last stage of the pipeline only decodes."""
     partition: tuple[int, ...] = ()
-    """Layers of each stage. Default: as even as possible."""
+    """Number of layers of each stage. Default: the layers are distributed as evenly as possible."""
     decode_group: dist.ProcessGroup | None = None
-    """A second group of the same ranks for decoding together (`omni.vae_parallel`). It is separate
-    because a decode may run on another CUDA stream concurrently with denoise steps, and collectives
-    of two streams in the same group wait for each other in the order in which they are issued.
-    None: the first rank decodes alone.
+    """A second process group of the same ranks, used when they decode together
+    (`omni.vae_parallel`). The group is separate because a decode may run on another CUDA stream
+    concurrently with denoise steps, and collectives of two streams in the same group wait for each
+    other in the order in which they are issued. None: only the first rank decodes.
     """
     encodes: bool = True
-    """Whether this rank holds the text encoder. Only one rank of an engine does; the others receive
-    its text embeddings.
+    """Whether this rank holds the text encoder. Only one rank of an engine holds it, and the other
+    ranks receive its text embeddings.
     """
     peers: PeerMemory | None = None
     """Symmetric memory of sequence-parallel ranks, through which they write into each other's
-    buffers. None: use collectives.
+    buffers. None: the ranks call collectives instead.
     """
     peer_path: FastPath = NOT_SHARDED
-    """Whether `peers` exists, and why not."""
+    """Whether `peers` exists, and the reason if it does not."""
 
     @classmethod
     def from_vllm(
@@ -92,11 +92,13 @@ class ParallelContext:
         worker has initialised.
 
         Args:
-            sequence_parallel: Shard tokens instead of channels.
-            vae_stage: The last pipeline stage only decodes.
-            partition: Layers of each stage. Default: as even as possible.
-            vae_parallel: Ranks decode together. This creates a process group, so the call is
-                collective over all ranks of the engine.
+            sequence_parallel: Whether the ranks shard tokens instead of channels.
+            vae_stage: Whether the last pipeline stage only decodes.
+            partition: Number of layers of each stage. Default: the layers are distributed as evenly
+                as possible.
+            vae_parallel: Whether the ranks of a stage decode together. Decoding together needs an
+                additional process group, so the call is then collective over all ranks of the
+                engine.
         """
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
@@ -164,13 +166,13 @@ class ParallelContext:
             )
 
     def layers(self, num_layers: int) -> range:
-        """Return the consecutive layers of this stage, or an empty result on the VAE stage.
+        """Return the consecutive layers of this stage, or an empty range on the VAE stage.
 
         The layers follow `partition`, or are distributed as evenly as possible with longer stages
         first.
 
         Raises:
-            ValueError: `partition` does not fit.
+            ValueError: `partition` does not match the number of layers or stages.
         """
         lengths = self.lengths(num_layers)
         if len(lengths) != self.num_stages or sum(lengths) != num_layers or min(lengths) < 1:
@@ -187,8 +189,8 @@ class ParallelContext:
         return list(self.partition) or split_evenly(num_layers, self.num_stages)
 
     def token_slice(self, num_tokens: int) -> slice:
-        """Return the tokens of this rank outside attention (all tokens, unless sequence
-        parallel).
+        """Return the slice of tokens that this rank processes outside attention. Without sequence
+        parallelism, these are all tokens.
         """
         if not self.sequence_parallel:
             return slice(0, num_tokens)
@@ -197,8 +199,8 @@ class ParallelContext:
         return slice(start, start + lengths[self.rank])
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over tensor-parallel ranks in place. Without tensor parallelism, this is the
-        identity.
+        """Sum over tensor-parallel ranks in place. Without tensor parallelism, `x` is returned
+        unchanged.
 
         Use the result before the next all-reduce of the same shape, because both use the same
         memory in a CUDA graph.
@@ -224,8 +226,10 @@ class ParallelContext:
         return parts
 
     def barrier(self) -> None:
-        """Barrier for ranks that write into each other's memory: no rank writes again before all
-        ranks have read.
+        """Make later kernels wait for the other ranks if the ranks write into each other's memory
+        (`peers`).
+
+        Without this barrier, a rank could overwrite a buffer that another rank has not read yet.
         """
         if self.peers is not None:
             self.peers.barrier()
@@ -240,8 +244,8 @@ class ParallelContext:
         """All-to-all of slices along the first dimension.
 
         Args:
-            received: Receive buffer. It must have the same address in each call.
-            sent: Send buffer. It must have the same address in each call.
+            received: Receive buffer. The buffer must have the same address in each call.
+            sent: Send buffer. The buffer must have the same address in each call.
             received_lengths: Length received from each rank.
             sent_lengths: Length sent to each rank.
         """
@@ -300,17 +304,18 @@ class CheckpointSlot:
     shape: tuple[int, ...]
     """Shape of the full tensor."""
     target: torch.Tensor
-    """View into a parameter."""
+    """View into the parameter that receives this rank's part."""
     part: tuple[int, int] | None = None
     """(dimension, start) of this rank's part of the full tensor. None: the whole tensor."""
     loader: Callable[[torch.Tensor], None] | None = None
-    """Extracts this rank's part and fills `target`. None: a plain copy."""
+    """Function that extracts this rank's part of a full tensor and fills `target`. None: this
+    rank's part is copied."""
 
     def load(self, full: torch.Tensor) -> None:
         """Copy this rank's part of the tensor.
 
         Raises:
-            ValueError: `full` has another shape.
+            ValueError: The shape of `full` is not `shape`.
         """
         if tuple(full.shape) != self.shape:
             raise ValueError(f"has shape {tuple(full.shape)}, expected {self.shape}")
@@ -366,20 +371,20 @@ class ChannelWeight(ShardedModule):
 
 
 class StageNetwork(nn.Module):
-    """Base of a network of equal blocks."""
+    """Base class of a network of identical blocks that are partitioned over pipeline stages."""
 
     parallel: ParallelContext
-    """Position of the rank."""
+    """Parallel layout of this rank."""
     blocks: nn.ModuleDict
     """The blocks of this rank, by their index in the whole network."""
     graphs: ForwardGraphs | None = None
-    """CUDA graphs of the network. None: disabled."""
+    """CUDA graphs of the network. None: CUDA graphs are disabled."""
 
     # -- of each network ---------------------------------------------------------------------------
 
     @property
     def typed_weight(self) -> torch.Tensor:
-        """A parameter whose dtype and device are always those of the network."""
+        """A parameter that always has the dtype and the device of the network."""
         raise NotImplementedError
 
     def empty_block(self, layer: int) -> nn.Module:
@@ -400,8 +405,8 @@ class StageNetwork(nn.Module):
 
     @property
     def rings(self) -> MemoryPool[Ring] | None:
-        """The pool of K/V memory, or None without CUDA graphs, because reused memory only benefits
-        graphs.
+        """The pool of K/V memory, or None without CUDA graphs, because only CUDA graphs benefit
+        from reused memory.
         """
         return None if self.graphs is None else self.graphs.pool
 
@@ -413,7 +418,8 @@ class StageNetwork(nn.Module):
             self.graphs.clear_graphs()
 
     def move_layers(self, move: LayerMove) -> None:
-        """Receive and send blocks so that this stage holds its blocks of `move` (collective)."""
+        """Exchange blocks with other stages, so that this stage holds the blocks that `move`
+        assigns to it. The call is collective."""
 
         def empty(layer: int) -> nn.Module:
             with torch.device(self.device):

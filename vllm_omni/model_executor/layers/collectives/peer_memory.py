@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PeerMemory`: Lets GPUs of one machine write into each other's memory instead of calling a
+"""`PeerMemory`: memory through which GPUs of one machine write to each other instead of calling a
 collective.
 
-This uses torch's symmetric memory: each rank of a group has a buffer of the same size, mapped into
-all ranks, and barriers run on the device. A rank writes data directly to the location where another
-rank reads it. No data is packed, staged or unpacked, and the whole exchange can be part of a CUDA
-graph. It is faster than NCCL's all-to-all, even if packing is not counted
-(docs/architecture/speed_log.md).
+`PeerMemory` uses torch's symmetric memory: each rank of a group has a buffer of the same size,
+mapped into all ranks, and barriers run on the device. A rank writes data directly to the location
+where another rank reads it. No data is packed, staged or unpacked, and the whole exchange can be
+part of a CUDA graph. Peer memory is faster than NCCL's all-to-all, even if the time for packing is
+not counted (docs/architecture/speed_log.md).
 
-The protocol is: write, `meet`, read. All ranks must have read a buffer before a rank writes to it
-again, which a second `meet` ensures.
+The protocol is: write, call `barrier`, read. All ranks must have read a buffer before a rank writes
+to it again. A second `barrier` ensures this.
 """
 
 from typing import TYPE_CHECKING, Any, Final
@@ -28,7 +28,7 @@ def _path(lack: Lack) -> FastPath:
 
 
 NOT_SHARDED: Final = _path(Lack("no ranks shard tokens (omni.model.sequence_parallel)"))
-"""`peer_memory` of ranks without sequence parallelism."""
+"""The fast path that ranks without sequence parallelism report."""
 
 
 class PeerMemory:
@@ -37,13 +37,13 @@ class PeerMemory:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._handles: dict[str, Any] = {}
-        # replaced by larger buffers, but CUDA graphs may still write to them
+        # Buffers that larger ones replaced. CUDA graphs may still write to them.
         self._replaced: list[Any] = []
 
     @classmethod
     def of_group(cls, group: "GroupCoordinator") -> "tuple[PeerMemory | None, FastPath]":
-        """Return the memory of one of vLLM's groups, or None with the reason if its ranks cannot
-        write into each other's memory."""
+        """Return the memory of one of vLLM's groups, or None if its ranks cannot write into each
+        other's memory. The `FastPath` contains the reason."""
         from vllm.distributed.parallel_state import in_the_same_node_as
 
         here = (
@@ -55,8 +55,8 @@ class PeerMemory:
         dist.all_gather_object(devices, here, group=group.cpu_group)
         same_machine = all(in_the_same_node_as(group.cpu_group))
         others = [device for device in devices if device is not None and device != here]
-        # Ranks that each see one device all number it 0, and torch then finds no peer access
-        # between them.
+        # If each rank sees only its own device, all ranks number their device 0, and torch finds no
+        # peer access between them.
         named_apart = here is not None and len(others) == group.world_size - 1
         reaches = named_apart and all(
             torch.cuda.can_device_access_peer(here, device) for device in others
@@ -74,8 +74,8 @@ class PeerMemory:
         return None if lack else cls(group.device_group), _path(lack)
 
     def buffers(self, name: str, nbytes: int) -> list[torch.Tensor]:
-        """Return each rank's buffer of this name, uint8 [nbytes]. The buffer of the last call is
-        reused if it is large enough.
+        """Return each rank's buffer of this name, uint8 [nbytes]. The buffer of an earlier call
+        with this name is reused if it is large enough.
         """
         handle = self._handles.get(name)
         if handle is None or handle.buffer_size < nbytes:
@@ -96,7 +96,7 @@ class PeerMemory:
         return symmetric_memory.rendezvous(buffer, self._group.group_name)
 
     def barrier(self) -> None:
-        """Device barrier: later kernels on this stream wait for earlier kernels on the streams of
+        """Make later kernels on this CUDA stream wait for earlier kernels on the CUDA streams of
         the other ranks.
         """
         handle = next(iter(self._handles.values()))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`CudaPages`: device memory that is mapped into a reserved address range on demand.
 
-It uses the driver's virtual memory management through `cuda.bindings`, NVIDIA's package, which CUDA
-builds of torch require. vLLM's `cumem_allocator` (sleep mode) makes the same calls, but maps a
-whole range at once. torch's expandable segments can only grow at their end, whereas a K/V window
-grows in each of its rows.
+`CudaPages` uses the driver's virtual memory management through `cuda.bindings`, NVIDIA's package,
+which CUDA builds of torch require. vLLM's `cumem_allocator` (sleep mode) makes the same calls, but
+maps a whole range at once. torch's expandable segments can only grow at their end, whereas a K/V
+window grows in each of its rows.
 """
 
 import sys
@@ -25,7 +25,7 @@ def _call(result: tuple[Any, ...]) -> Any:
     """Return the value of a driver call.
 
     Raises:
-        torch.OutOfMemoryError: The device has not enough memory.
+        torch.OutOfMemoryError: The device does not have enough memory.
         RuntimeError: Any other error.
     """
     driver, (error, *values) = _driver(), result
@@ -63,7 +63,7 @@ class CudaPages:
 
     Args:
         nbytes: Length of the range, a multiple of the page size.
-        device: The device.
+        device: CUDA device of the memory.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:

@@ -31,7 +31,7 @@ class Pages(Protocol):
         """
 
     def allocate(self, runs: Sequence[range]) -> None:
-        """Allocate runs of pages that have no memory.
+        """Allocate memory for runs of pages that have none.
 
         Raises:
             torch.OutOfMemoryError: There is not enough memory. In this case nothing has been
@@ -63,7 +63,7 @@ class HostPages:
 
 
 def page_bytes(device: torch.device) -> int:
-    """Return the size of a page of `device`."""
+    """Return the page size of `device` in bytes."""
     if device.type == "cuda":
         from vllm_omni.model_executor.layers.kv_cache.cuda_pages import cuda_page_bytes
 
@@ -72,7 +72,7 @@ def page_bytes(device: torch.device) -> int:
 
 
 def reserve_pages(nbytes: int, device: torch.device) -> Pages:
-    """Reserve an address range of `nbytes`, a multiple of the page size."""
+    """Reserve an address range of `nbytes` bytes, which must be a multiple of the page size."""
     if device.type == "cuda":
         from vllm_omni.model_executor.layers.kv_cache.cuda_pages import CudaPages
 
@@ -85,9 +85,9 @@ def needed_pages(rows: int, row_bytes: int, used_bytes: int, page: int) -> list[
 
     Args:
         rows: Number of rows.
-        row_bytes: Length of a row.
+        row_bytes: Length of a row in bytes.
         used_bytes: Number of bytes at the start of each row that need memory.
-        page: Size of a page.
+        page: Page size in bytes.
 
     Returns:
         Runs of pages in ascending order, separated by gaps.
@@ -104,7 +104,7 @@ def needed_pages(rows: int, row_bytes: int, used_bytes: int, page: int) -> list[
 
 
 def grown_nbytes(shape: Sequence[int], itemsize: int, num_tokens: int, page: int) -> int:
-    """Return the bytes of a `GrowingBuffer` with memory for `num_tokens`."""
+    """Return the size in bytes of a `GrowingBuffer` that has memory for `num_tokens` token slots."""
     layers, kv, tokens, heads, head_dim = shape
     token_bytes = heads * head_dim * itemsize
     runs = needed_pages(layers * kv, tokens * token_bytes, num_tokens * token_bytes, page)
@@ -119,8 +119,8 @@ class GrowingBuffer:
         dtype: Type of the tensor.
         device: Device of the tensor.
         num_tokens: Number of token slots that have memory initially; at least 1.
-        page: Size of a page.
-        reserve: Reserves addresses.
+        page: Page size in bytes.
+        reserve: Function that reserves the address range.
     """
 
     def __init__(
@@ -141,15 +141,15 @@ class GrowingBuffer:
         """Number of token slots that have memory."""
         self.grow(num_tokens)
         self.tensor = self._pages.tensor()[:nbytes].view(dtype).view(*shape)
-        """The buffer."""
+        """The whole buffer, of which only the slots with memory may be accessed."""
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the allocated pages."""
+        """Return the size of the allocated pages in bytes."""
         return self.nbytes_with(self.num_tokens)
 
     def nbytes_with(self, num_tokens: int) -> int:
-        """Return the bytes of the pages that `num_tokens` need."""
+        """Return the size in bytes of the pages that `num_tokens` token slots need."""
         return grown_nbytes(self._shape, self._itemsize, num_tokens, self._page)
 
     def grow(self, num_tokens: int) -> None:
@@ -162,7 +162,7 @@ class GrowingBuffer:
             return
         held, new = self._runs(self.num_tokens), []
         for run in self._runs(num_tokens):
-            # the gaps between the held parts of this run
+            # Allocate only the gaps between those parts of this run that already have memory.
             inside = [part for part in held if run.start <= part.start < run.stop]
             edges = [run.start, *(edge for part in inside for edge in (part.start, part.stop))]
             pairs = list(pairwise([*edges, run.stop]))[::2]
@@ -171,7 +171,7 @@ class GrowingBuffer:
         self.num_tokens = num_tokens
 
     def free(self) -> None:
-        """Free all memory. The address range is retained. `grow` before the next access."""
+        """Free all memory, but retain the address range. Call `grow` before the next access."""
         self._pages.free(self._runs(self.num_tokens))
         self.num_tokens = 0
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MemoryPool`: a pool of memory of closed requests and sessions, which new ones of the same sizes
-reuse.
+"""`MemoryPool`: memory of closed requests and sessions that new requests and sessions of the same
+sizes reuse.
 
 A CUDA graph reads and writes the tensors that were used for its capture. If a new session takes a
 pooled ring buffer, the graphs captured for that buffer serve the session from its first pass on.
@@ -45,12 +45,12 @@ class Ring:
     """The memory of one K/V window."""
 
     buffer: torch.Tensor
-    """Keys and values, as `format` stores them."""
+    """Keys and values in the storage format `format`."""
     format: "KVFormat"
     """Storage format of the buffer, with its scales."""
     orders: dict[Hashable, torch.Tensor] = field(default_factory=dict)
-    """Cached token positions in the buffer, by the values that determine them. They live as long as
-    the buffer, so that CUDA graphs can read them.
+    """Cached token positions in the buffer, by the values that determine them. The positions live
+    as long as the buffer, so that CUDA graphs can read them.
     """
     memory: GrowingBuffer | None = None
     """Memory object of the buffer if the buffer grows with its session. None: the buffer is fully
@@ -76,7 +76,7 @@ class Ring:
 
     @property
     def num_tokens(self) -> int:
-        """Return the token slots that have memory."""
+        """Return the number of token slots that have memory."""
         return self.buffer.shape[2] if self.memory is None else self.memory.num_tokens
 
     def missing_nbytes(self, num_tokens: int) -> int:
@@ -86,8 +86,8 @@ class Ring:
         return self.memory.nbytes_with(num_tokens) - self.memory.nbytes
 
     def grow(self, num_tokens: int) -> None:
-        """Allocate memory for the first `num_tokens` slots. No effect if they are already
-        allocated.
+        """Allocate memory for the first `num_tokens` slots. The call has no effect if these slots
+        already have memory.
 
         Raises:
             torch.OutOfMemoryError: There is not enough memory. The ring buffer is unchanged.
@@ -107,7 +107,7 @@ class Ring:
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
-        """Return all tensors, which a forward pass reads and writes in place."""
+        """Return all tensors that a forward pass reads and writes in place."""
         return (self.buffer, *self.format.buffers)
 
     def clear(self) -> None:
@@ -138,7 +138,7 @@ class Ring:
         return other
 
     def to(self, device: torch.device | str) -> Self:
-        """Return a copy on `device`. The format moves along."""
+        """Return a copy on `device`. The format itself is moved, not copied."""
         self.format.to(device)
         other = self._on(torch.device(device), self.format)
         other._copy_tokens(self)
@@ -163,7 +163,8 @@ Pooled = TypeVar("Pooled", bound=Reusable)
 
 
 class MemoryPool(Generic[Pooled]):
-    """First-in-first-out pool, so that the buffers of one session are reused in their order."""
+    """A first-in-first-out pool, so that a new session reuses the buffers of a closed session in
+    the same order."""
 
     def __init__(self) -> None:
         self._pooled: deque[Pooled] = deque()
@@ -187,17 +188,15 @@ class MemoryPool(Generic[Pooled]):
         return part
 
     def return_memory(self, part: Pooled) -> None:
-        """Clear `part` and return it to the pool. The caller must not use any other reference to
-        it.
-        """
-        # matches how its tensors were created; sessions close between forward passes
+        """Clear `part` and return it to the pool. The caller must no longer use `part`."""
+        # The tensors were created in inference mode, but sessions close between forward passes.
         with torch.inference_mode():
             part.clear()
         self._pooled.append(part)
 
     def trim(self, nbytes: int) -> None:
-        """Free the oldest pooled memory until at most `nbytes` remain; with 0, also free the
-        address ranges.
+        """Free the oldest pooled memory until at most `nbytes` remain. If `nbytes` is 0, also free
+        the address ranges of growing windows.
         """
         while self._pooled and (nbytes == 0 or self.nbytes > nbytes):
             self._pooled.popleft()

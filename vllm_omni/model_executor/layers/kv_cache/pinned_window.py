@@ -4,9 +4,9 @@ and the frames.
 
 Pinned tokens, for example of reference images, are visible to every chunk. The keys of frames are
 rotated by absolute positions, so the distance to the pinned keys would grow without bound, whereas
-the network was trained on short distances. To give frame f the position f - base, the keys of the
-frames need not change: the pinned keys are rotated forward by the base instead. Attention depends
-only on distances, so the result is the same, and the keys of frames are never modified.
+the network was trained on short distances. To give frame f the position f - base, the pinned keys
+are rotated forward by the base, and the keys of the frames remain unchanged. The result is the
+same, because attention depends only on distances.
 
 The pinned keys of the first chunk are stored separately. The pinned part of the buffer is a copy
 that `place_pinned` computes from them, so an abandoned chunk needs no cleanup, and rounding errors
@@ -47,7 +47,7 @@ class PinnedWindow(KVWindow):
     def place_pinned(self, base: int) -> None:
         """Rotate the pinned keys so that frame f appears at position f - `base`.
 
-        Call before a chunk's first forward pass. The first chunk has base 0.
+        Call this before the first forward pass of a chunk. The first chunk has base 0.
         """
         if base == self.base or not self.committed_frames:
             return
@@ -105,7 +105,6 @@ def pinned_extra_nbytes(
     dtype: torch.dtype,
     storage: torch.dtype | None = None,
 ) -> int:
-    """Return the bytes that a `PinnedWindow` holds in addition to a `KVWindow` of the same
-    sizes."""
+    """Return how many bytes more a `PinnedWindow` uses than a `KVWindow` of the same sizes."""
     itemsize = (storage or dtype).itemsize
     return num_layers * pinned_tokens * num_heads * head_dim * itemsize

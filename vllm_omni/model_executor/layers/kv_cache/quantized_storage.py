@@ -35,7 +35,7 @@ from vllm_omni.model_executor.layers.quantization.fp8_kernels import (
 )
 
 _quantize = torch.compiler.disable(quantize)
-"""Excluded from compiled code, which has no e4m3 on CPUs."""
+"""`quantize`, excluded from compilation because compiled code does not support e4m3 on CPUs."""
 _HEADROOM = 16.0
 """Minimum factor by which later values of a head may exceed those of the first chunk before they
 are clamped.
@@ -49,16 +49,17 @@ class KVSlot:
     """Memory for the keys and values of one chunk in one layer."""
 
     stored_2TNH: torch.Tensor
-    """Part of the window's buffer, keys then values."""
+    """Part of the window's buffer: first the keys, then the values."""
     scales_2N: torch.Tensor | None
-    """fp32 powers of two that divide keys and values before quantization to FP8. None: they are
-    stored unquantized."""
+    """fp32 powers of two that divide keys and values before quantization to FP8. None: keys and
+    values are stored unquantized."""
 
 
 def store(
     parts: tuple[torch.Tensor, ...], scales_KN: torch.Tensor | None, target_KTNH: torch.Tensor
 ) -> None:
-    """Write one or two tensors [T, N, H] into a window's memory; `scales_KN` as in `KVSlot`."""
+    """Write one or two tensors [T, N, H] into a window's memory. `scales_KN` contains scales as
+    described in `KVSlot`."""
     if scales_KN is not None:
         _quantize(parts, scales_KN, target_KTNH)
         return
@@ -67,15 +68,16 @@ def store(
 
 
 class KVFormat:
-    """Unquantized storage."""
+    """Unquantized storage of keys and values. Base class of the other formats."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        """Type of keys and values outside the buffer."""
+        """Dtype of keys and values outside the buffer."""
         self.storage = dtype
-        """Type of the buffer."""
+        """Dtype of the values in the buffer."""
         self.scales: torch.Tensor | None = None
-        """Factors of the stored values for dequantization, [L, 2, N] fp32. None: all 1."""
+        """Factors by which dequantization multiplies stored values, [L, 2, N] fp32. None: all
+        factors are 1."""
 
     @property
     def nbytes(self) -> int:
@@ -103,13 +105,13 @@ class KVFormat:
     def load(
         self, layer: int, stored_2SNH: torch.Tensor, tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the keys and values of a part of the buffer in `dtype`, [2, S, N, H]; possibly a
-        view.
+        """Return the keys and values of a part of the buffer in `dtype`, [2, S, N, H]. The result
+        may be a view.
 
         Args:
             layer: Index of the layer on this rank.
             stored_2SNH: The part of the buffer.
-            tokens: int64 positions of the wanted tokens, in order. Default: all.
+            tokens: int64 positions of the tokens to return, in order. Default: all.
         """
         return stored_2SNH if tokens is None else stored_2SNH.index_select(1, tokens)
 
@@ -121,7 +123,8 @@ class KVFormat:
         tokens: torch.Tensor | None = None,
         key_range: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return `attention` of queries to a part of the buffer; `tokens` as in `load`."""
+        """Return `attention` of queries to a part of the buffer. `tokens` has the same meaning as
+        in `load`."""
         k_SNH, v_SNH = self.load(layer, stored_2SNH, tokens)
         return attention(q_TNH, k_SNH, v_SNH, key_range=key_range)
 
@@ -135,12 +138,12 @@ class KVFormat:
     def attend_quantized(
         self, q_TNH: torch.Tensor, stored_2SNH: torch.Tensor, tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the result of `attend` in e4m3, for queries in e4m3. Requires `quantizes_queries`;
-        see `fp8_attention.quantized_attention`."""
+        """Return the result of `attend` in e4m3, for queries in e4m3. Call this only if
+        `quantizes_queries` returns True; see `fp8_attention.quantized_attention`."""
         raise NotImplementedError
 
     def quantized(self, stored: torch.Tensor) -> torch.Tensor:
-        """Return scaled float values with the precision of the buffer."""
+        """Convert scaled floating-point values to the type of the buffer."""
         return stored.to(self.storage)
 
     def layer_scales(self, layer: int) -> torch.Tensor | None:
@@ -148,18 +151,19 @@ class KVFormat:
         return None if self.scales is None else self.scales[layer]
 
     def take_scales(self, other: Self) -> None:
-        """Copy the scales of another window whose buffer is copied into the buffer of this one."""
+        """Copy the scales of another window. The caller also copies that window's buffer into the
+        buffer of this window."""
 
     def clear(self) -> None:
         """Reset the scales for a new session."""
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors besides the buffer that are read and written in place."""
+        """Return the tensors, other than the buffer, that forward passes read and write in place."""
         return ()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors besides the buffer that a snapshot contains, by name."""
+        """Return, by name, the tensors other than the buffer that a snapshot contains."""
         return {}
 
     def fork(self) -> Self:
@@ -173,7 +177,7 @@ class ScaledFP8(KVFormat):
     """Scaled e4m3 storage; see the module docstring.
 
     Attention multiplies in FP8 where that is faster (`../attention/fp8_attention.py`). Otherwise, a
-    first pass dequantizes everything that a chunk sees to `dtype`.
+    first pass dequantizes all keys and values that a chunk sees to `dtype`.
     """
 
     scales: torch.Tensor
@@ -263,7 +267,7 @@ def kv_format(
     num_heads: int,
     device: torch.device | str,
 ) -> KVFormat:
-    """Return the format of a window.
+    """Return the storage format of a window.
 
     Args:
         dtype: Type of keys and values outside the window.
@@ -285,7 +289,8 @@ def kv_format(
 def kv_nbytes(
     dtype: torch.dtype, storage: torch.dtype | None, *, num_layers: int, num_heads: int, numel: int
 ) -> int:
-    """Return the bytes of `numel` stored elements and their scales in the format of `kv_format`."""
+    """Return the size in bytes of `numel` elements and their scales, stored in the format that
+    `kv_format` returns."""
     if storage is None or storage == dtype:
         return numel * dtype.itemsize
     return numel * storage.itemsize + num_layers * 2 * num_heads * torch.float32.itemsize

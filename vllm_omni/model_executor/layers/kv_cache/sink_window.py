@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SinkWindow`: a `KVWindow` for endless streams, whose sink frames move along and may be renewed.
+"""`SinkWindow`: a `KVWindow` for endless streams. The sink frames move along with the stream and
+may be renewed.
 
-Permanent sink frames cause two problems in a long stream. First, their rotary distance grows
-without bound, whereas the network was trained on short distances. Second, the scene changes until
-the current frames no longer resemble the sink frames.
+Permanent sink frames cause two problems in a long stream. First, the rotary distance between sink
+frames and current frames grows without bound, whereas the network was trained on short distances.
+Second, the scene changes until the current frames no longer resemble the sink frames.
 
 - Moving: a chunk sees sink frames as if they were directly before the oldest frame in its window.
   Keys are stored rotated for their original frame, so moving them is a further rotation of the
   temporal channels. As long as the stream fits into its window, the rotation is zero and nothing
   changes.
 - Renewing: a frame that is about to leave the ring buffer may replace the sink frame that it
-  resembles least, separately in each layer. It does so if the similarity (mean over K and V of the
-  cosine of token means) is below a threshold. No frame is ever visible twice, sink frames that have
-  not been written are not compared, and the decision is not read back by the host.
+  resembles least, separately in each layer. The sink frame is replaced if the similarity of the two
+  frames (mean over K and V of the cosine of token means) is below a threshold. No frame is ever
+  visible twice, sink frames that have not been written are not compared, and the decision is not
+  read back by the host.
 
 The original sink frames are stored separately (`sinks`). The sink slots of the buffer are a copy
 that `open` computes for each chunk, so an abandoned chunk needs no cleanup. Renewals by uncommitted
@@ -35,9 +37,9 @@ class SinkWindow(KVWindow):
     """A `KVWindow` with moving or renewed sink frames; see the module docstring.
 
     Args:
-        moving: Move sink frames along with the window.
-        refresh_threshold: A sink frame is renewed below this similarity. Requires chunks of one
-            frame. None: never.
+        moving: Whether sink frames move along with the window.
+        refresh_threshold: Similarity below which a sink frame is renewed. Requires chunks of one
+            frame. None: sink frames are never renewed.
         window: Arguments of `KVWindow`.
     """
 
@@ -52,13 +54,13 @@ class SinkWindow(KVWindow):
         self.sinks = self.buffer.new_zeros(layers, kv, retained, heads, head_dim)
         frames = torch.arange(self.sink_frames, device=self.buffer.device)
         self.sink_at = frames.expand(layers, -1).contiguous()
-        """[L, S]: the original frame of each sink."""
+        """Index of the frame from which each sink frame was taken, [L, S]."""
         self._frequencies = temporal_frequencies(head_dim).to(self.buffer.device)
         self._slot_order = False
         """Whether the sink slots of the buffer differ from the original sink frames."""
         self._renewals: tuple[tuple[int, torch.Tensor], ...] = ()
-        """(end_frame, [L, S] sinks to renew) of uncommitted chunks. There is one decision for each
-        frame.
+        """Decisions of uncommitted chunks, one per frame: (end_frame, mask [L, S] of the sink
+        frames to renew).
         """
 
     @property
@@ -66,8 +68,8 @@ class SinkWindow(KVWindow):
         return super().nbytes + self.sinks.nbytes
 
     def open(self, frames: range) -> None:
-        """Write the sink slots for chunk `frames`. Call it once per chunk before its first forward
-        pass; no-op without sinks.
+        """Write the sink slots for chunk `frames`. Call this once per chunk, before the first
+        forward pass of the chunk. Without sink frames, the call has no effect.
         """
         if frames.start < self.sink_frames:
             if self._slot_order:  # by a later chunk; this one restarts
@@ -109,11 +111,13 @@ class SinkWindow(KVWindow):
             turned.copy_(self.format.quantized(placed))
 
     def resemblance(self, end_frame: int) -> torch.Tensor | None:
-        """Return sums [L, S, 2, 3] (dot product and both squares, of K and V) over this rank's
-        heads, or None.
+        """Return the sums that compare every sink frame with the frame that is about to leave the
+        window, or None if no frames are compared.
 
-        They compare every sink frame with the frame that leaves the window after a chunk that ends
-        at `end_frame`. Ranks that shard the heads sum their results before `decide`.
+        The leaving frame is the one that leaves after a chunk that ends at `end_frame`. The result
+        is [L, S, 2, 3]: for K and for V, the dot product of the two frames and the square of each
+        frame, summed over this rank's heads. Ranks that shard the heads sum their results before
+        `decide`.
         """
         leaving = end_frame - self.ring_frames
         if self.refresh_threshold is None or leaving < self.sink_frames:
@@ -158,7 +162,7 @@ class SinkWindow(KVWindow):
         super().commit(end_frame)
 
     def retain_sinks(self, frames: range) -> None:
-        """Store the sink frames contained in `frames` from their current values in the buffer."""
+        """Store the current values in the buffer of those sink frames that `frames` contains."""
         part = slice(
             frames.start * self.tokens_per_frame,
             min(frames.stop, self.sink_frames) * self.tokens_per_frame,
@@ -196,7 +200,7 @@ class SinkWindow(KVWindow):
     def restore(self, saved: SavedTensors, committed_frames: int, next_frames: int) -> None:
         super().restore(saved, committed_frames, next_frames)
         saved.read_tensors()
-        # if `open` does nothing, sinks are read here
+        # Attention reads the sink frames from here if `open` does nothing.
         self.buffer[:, :, : self.sinks.shape[2]].copy_(self.sinks)
 
     def fork(self) -> Self:
@@ -228,6 +232,6 @@ def sink_window_extra_nbytes(
     dtype: torch.dtype,
     storage: torch.dtype | None = None,
 ) -> int:
-    """Return the bytes that a `SinkWindow` holds in addition to a `KVWindow` of the same sizes."""
+    """Return how many bytes more a `SinkWindow` uses than a `KVWindow` of the same sizes."""
     itemsize = (storage or dtype).itemsize
     return 2 * num_layers * sink_frames * tokens_per_frame * num_heads * head_dim * itemsize

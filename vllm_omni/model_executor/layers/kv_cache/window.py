@@ -7,24 +7,25 @@ the `window_frames - sink_frames` slots of a ring buffer. Frame f is in slot f i
 otherwise in slot sink + (f - sink) % (window - sink). Everything else follows from frame indices,
 so the only state is the number of committed frames:
 
-- A chunk writes into its own slots at every denoise step. These slots held frames that neither this
-  chunk nor a later chunk may see, so an abandoned chunk needs no cleanup.
+- A chunk writes into its own slots at every denoise step. The slots of a chunk held frames that
+  neither this chunk nor a later chunk may see, so an abandoned chunk needs no cleanup.
 - `spare_frames` makes the ring buffer longer than the visible window by the number of frames that
-  chunks may write ahead of the oldest uncommitted chunk. The frames that this chunk sees are then
-  still present if the chunk is run again.
+  chunks may write ahead of the oldest uncommitted chunk. The frames that the oldest uncommitted
+  chunk sees are then still present if it is run again.
 - A chunk [a, b) sees slots [0, b) while b <= window, and all slots afterwards. Attention does not
   depend on the order of keys, because positions are encoded by rotating the keys. The ring buffer
   can therefore be read in place: nothing is copied, moved or masked. With spare frames, a full
   window is copied into the order that it would have without them, so that results remain bitwise
   equal.
 
-Each chunk sees exactly the keys that it would see in the buffer of the original code, which rolls
-to the left; `chronological` rebuilds that buffer for comparison. `sink_frames == window_frames`
-means global attention: nothing is evicted, and a session that outgrows its buffer is refused.
+Each chunk sees exactly the keys that it would see in the original code, in which the buffer rolls
+to the left. For comparison, `chronological` (`testing/parity/rollouts.py`) rebuilds that buffer.
+`sink_frames == window_frames` means global attention: nothing is evicted, and a session that
+outgrows its buffer is refused.
 
 Pinned tokens, for example of reference images, precede the slots of the frames. The first chunk of
-the session provides them before the tokens of its frames, and every chunk sees them
-(`PinnedWindow`).
+the session provides the pinned tokens before the tokens of its frames, and every chunk sees the
+pinned tokens (`PinnedWindow`).
 
 `quantized_storage.py` defines how the buffer stores keys and values.
 """
@@ -64,17 +65,17 @@ class KVWindow:
         dtype: Type of keys and values in `write` and `visible`.
         device: Device of the buffer.
         storage: Type of the buffer. Default: `dtype`.
-        max_attention_tokens: A chunk sees only this number of the newest visible tokens, in
-            chronological order. Sink frames are dropped first, as in the original code when its
-            attention size is below its cache size. Default: no limit.
+        max_attention_tokens: Maximum number of tokens that a chunk sees: the newest visible ones,
+            in chronological order. Sink frames are dropped first, as in the original code when its
+            attention size is smaller than its cache size. Default: no limit.
         spare_frames: Number of additional slots for chunks that are written ahead of the oldest
             uncommitted chunk.
-        rings: Pool from which the memory is taken and to which `close` returns it. Default:
-            allocate and free.
+        rings: Pool from which the memory is taken and to which `close` returns it. Default: the
+            window allocates and frees its own memory.
         first_frames: Number of frames that have memory initially. `grow` allocates more memory, and
             `stop_growing` shortens the window to the allocated frames. Requires a window that
-            evicts frames, without spare frames. Default: all frames.
-        pinned_tokens: Number of tokens before the first frame. Every chunk sees them.
+            evicts frames and has no spare frames. Default: all frames.
+        pinned_tokens: Number of tokens before the first frame. Every chunk sees these tokens.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class KVWindow:
 
     @property
     def growing_nbytes(self) -> int:
-        """Return the number of bytes in `nbytes` that were allocated while the window grew."""
+        """Return the number of allocated bytes if the window grows with its session, otherwise 0."""
         return 0 if self._ring.memory is None else self._ring.memory.nbytes
 
     @property
@@ -159,7 +160,7 @@ class KVWindow:
 
     def _num_tokens(self, num_frames: int | None) -> int:
         """Return the number of token slots for the first `num_frames` frames of the stream, at most
-        the whole window. None: all.
+        those of the whole window. None stands for the whole window.
         """
         slots = self.window_frames + self.spare_frames
         frames = slots if num_frames is None else min(num_frames, slots)
@@ -179,14 +180,15 @@ class KVWindow:
 
     @property
     def held_frames(self) -> int:
-        """Return the frames that have memory."""
+        """Return the number of frames that have memory."""
         return (self._ring.num_tokens - self.pinned_tokens) // self.tokens_per_frame
 
     def stop_growing(self, window_frames: int, sink_frames: int) -> None:
-        """Shorten the window to `window_frames` frames, all of which have memory and `sink_frames`
-        of which are sinks.
+        """Shorten the window to `window_frames` frames, including `sink_frames` sink frames. All of
+        these frames must have memory.
 
-        No frame has left the window yet, so frame f is in slot f, as in a window of these sizes.
+        No frame has left the window yet, so frame f is in slot f, as in a window that was created
+        with these sizes.
         """
         assert self.committed_frames <= window_frames <= self.held_frames
         self.window_frames, self.sink_frames = window_frames, sink_frames
@@ -225,8 +227,8 @@ class KVWindow:
             )
 
     def write(self, layer: int, frames: range, k_TNH: torch.Tensor, v_TNH: torch.Tensor) -> None:
-        """Write the keys and values of a chunk into its slots, overwriting those of its earlier
-        denoise steps.
+        """Write the keys and values of a chunk into its slots, overwriting the results of its
+        earlier denoise steps.
         """
         if frames.start == 0:
             self.format.fit_scales(layer, k_TNH, v_TNH)
@@ -234,8 +236,8 @@ class KVWindow:
             self.format.store(layer, k_TNH[source], v_TNH[source], self.buffer[layer, :, target])
 
     def write_slot(self, layer: int, frames: range) -> KVSlot | None:
-        """Return the memory that `write` would fill, if it is contiguous and `write` has no other
-        effect; otherwise None.
+        """Return the memory that `write` would fill, or None if that memory is not contiguous or
+        `write` would also compute the scales.
         """
         runs, scales = self._token_runs(frames), self.format.layer_scales(layer)
         if len(runs) > 1 or (frames.start == 0 and scales is not None):
@@ -247,7 +249,8 @@ class KVWindow:
         """Return this window if the keys and values of chunk `frames` may be quantized before
         `write_quantized`, otherwise None.
 
-        For the first chunk of a session the result is None, because `scales` are computed from it.
+        The result is None for the first chunk of a session, because `scales` are computed from that
+        chunk.
         """
         return self if frames.start > 0 and self.format.scales is not None else None
 
@@ -263,8 +266,8 @@ class KVWindow:
             self.format.store_quantized(quantized_2TNH[:, source], self.buffer[layer, :, target])
 
     def visible(self, layer: int, frames: range) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `(k_SNH, v_SNH)` that chunk `frames` attends to, in slot order. The chunk must
-        have been written.
+        """Return the keys and values `(k_SNH, v_SNH)` that chunk `frames` attends to, in slot
+        order. The chunk must have been written.
 
         The tensors are views if the buffer stores them contiguously and in `dtype`.
         """
@@ -272,8 +275,8 @@ class KVWindow:
         return k, v
 
     def attend(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor:
-        """Return the attention of the queries of chunk `frames` to everything `visible` to it. The
-        chunk must have been written."""
+        """Return the attention of the queries of chunk `frames` to all keys that are `visible` to
+        it. The chunk must have been written."""
         stored_2SNH, tokens = self._seen_by(layer, frames)
         return self.format.attend(layer, q_TNH, stored_2SNH, tokens)
 
@@ -285,12 +288,13 @@ class KVWindow:
     def attend_quantized(self, layer: int, frames: range, q_TNH: torch.Tensor) -> torch.Tensor:
         """Return the result of `attend` in e4m3, for queries in e4m3.
 
-        Requires `quantizes_queries`; see `fp8_attention.quantized_attention`.
+        Call this only if `quantizes_queries` returns True; see `fp8_attention.quantized_attention`.
         """
         return self.format.attend_quantized(q_TNH, *self._seen_by(layer, frames))
 
     def _seen_by(self, layer: int, frames: range) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return a part of the buffer, and its tokens that chunk `frames` sees (None: all)."""
+        """Return a part of the buffer, and the positions of the tokens in it that chunk `frames`
+        sees (None: all positions)."""
         span = self._span(frames)
         if span is not None:
             return self.buffer[layer, :, span], None
@@ -308,7 +312,7 @@ class KVWindow:
             return None
         if limit is None or limit >= valid:
             return slice(0, valid)
-        # In slot order, which is chronological until the ring buffer wraps around.
+        # The slice is in slot order, which is chronological until the ring buffer wraps around.
         return slice(valid - limit, valid) if frames.stop <= self.window_frames else None
 
     @property
@@ -336,8 +340,8 @@ class KVWindow:
         return tuple(count for _, _, count in self._runs(frames)), seen, frames.start == 0
 
     def commit(self, end_frame: int, *, retained_sinks: bool = False) -> None:
-        """Make frames up to `end_frame` part of the session. Their latest keys and values must come
-        from the clean-context pass.
+        """Make frames up to `end_frame` part of the session. The latest keys and values of these
+        frames must come from the clean-context pass.
 
         Args:
             end_frame: Index of the first frame that is not committed.
@@ -347,10 +351,10 @@ class KVWindow:
         self.committed_frames = end_frame
 
     def tensors(self, next_frames: int) -> dict[str, torch.Tensor]:
-        """Return views `[layers, 2, tokens, N, H]` of all frames that a next chunk of `next_frames`
-        can see, by name.
+        """Return, by name, views `[layers, 2, tokens, N, H]` of all frames that the next chunk, of
+        `next_frames` frames, can see.
 
-        No later result depends on other slots.
+        The other slots have no effect on later results.
         """
         end = self.committed_frames + next_frames
         size = self.tokens_per_frame
@@ -363,8 +367,10 @@ class KVWindow:
         return {**named, **self.format.tensors()} if live else named
 
     def hide_before(self, frame: int) -> None:
-        """Set `valid_from`: frames starting with `frame` are written again, and frames before it
-        have left the ring buffer.
+        """Set `valid_from`, so that later chunks see no frames of the ring buffer before `frame`.
+
+        The frames before `frame` are no longer in the ring buffer. Frames from `frame` on are
+        written again.
         """
         self.valid_from, self._seen = frame, None
 
@@ -378,14 +384,14 @@ class KVWindow:
         """Fill a new window with the tensors of another window's `tensors(next_frames)`.
 
         Raises:
-            RequestFailed: The tensors do not fit.
+            RequestFailed: The tensors do not match this window.
         """
         self.committed_frames = committed_frames
         self.grow(committed_frames)
         saved.fill(self.tensors(next_frames))
 
     def fork(self) -> Self:
-        """Return an independent copy."""
+        """Return an independent copy of this window."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         held, rings = self._ring, self._rings
@@ -398,8 +404,8 @@ class KVWindow:
     def to(self, device: torch.device | str) -> None:
         """Move the keys and values.
 
-        While the keys and values are on the host, the memory on the device is in the pool, so that
-        another session can use it with its CUDA graphs.
+        While the keys and values are on the host, their device memory is in the pool, so that
+        another session can use it and replay the CUDA graphs captured with it.
         """
         held, rings, device = self._ring, self._rings, torch.device(device)
         same_type = held.buffer.device.type == device.type
@@ -407,7 +413,7 @@ class KVWindow:
             self._ring = held.to(device)
             self._rings = None  # no CUDA graph was captured with the new memory
             return
-        with torch.inference_mode():  # as its memory was made
+        with torch.inference_mode():  # as when its memory was allocated
             if device.type == "cpu":
                 self._ring = held.copy_on(device)
                 rings.return_memory(held)
@@ -416,7 +422,7 @@ class KVWindow:
                 self._ring.copy_from(held)
 
     def close(self) -> None:
-        """Return the memory to the pool. Idempotent."""
+        """Return the memory to the pool. This method is idempotent."""
         is_at_home = self.buffer.device.type == self._device_type
         if self._rings is not None and is_at_home and self.buffer.numel():
             self._rings.return_memory(self._ring)
@@ -474,8 +480,8 @@ class KVWindow:
     def _seen_slots(self, end_frame: int) -> tuple[int, ...]:
         """Return the slots that a chunk ending at `end_frame` sees, oldest first.
 
-        With spare frames, the order is that of the slots in a window without spare frames. The
-        result is cached for one chunk, because every layer needs it.
+        With spare frames, the slots are in the order that a window without spare frames would have.
+        The result is cached for one chunk, because every layer needs it.
         """
         if self._seen is None or self._seen[0] != end_frame:
             frames = self.visible_frames(end_frame)
@@ -507,9 +513,9 @@ def kv_window_nbytes(
     pinned_tokens: int = 0,
     device: torch.device | str = "cpu",
 ) -> int:
-    """Return the bytes of a new `KVWindow` of these sizes.
+    """Return the size in bytes of a new `KVWindow` with these sizes.
 
-    `window_frames` includes its spare frames. `device` determines the page size of a window that
+    `window_frames` includes the spare frames. `device` determines the page size of a window that
     grows.
     """
     tokens = pinned_tokens + window_frames * tokens_per_frame
@@ -543,7 +549,7 @@ class KVView(Protocol):
 
 
 class WindowItem(Protocol):
-    """One batch entry: a chunk at absolute `frames`, and its window."""
+    """One batch entry: a chunk with the absolute frame indices `frames`, and its window."""
 
     @property
     def frames(self) -> range: ...
@@ -594,9 +600,9 @@ class WindowAttention:
             items: The chunks of the batch.
             layer: Index of the layer on this rank.
             q_BTNH: Queries of this rank's tokens, [B, T_r, N, H].
-            k_BTNH: Keys, of the same shape.
-            v_BTNH: Values, of the same shape.
-            write_only: Return None after writing.
+            k_BTNH: Keys, of the same shape as the queries.
+            v_BTNH: Values, of the same shape as the queries.
+            write_only: Whether to return None after writing, without attending.
 
         Returns:
             The attention output, [B, T_r, N, H], valid until the next call. None if `write_only`.

@@ -39,12 +39,12 @@ class WindowSet:
 
     @property
     def growing_nbytes(self) -> int:
-        """Return the number of bytes in `nbytes` that were allocated while the windows grew."""
+        """Return the number of allocated bytes of those windows that grow with their session."""
         return sum(window.growing_nbytes for window in self.windows)
 
     @property
     def held_frames(self) -> int:
-        """Return the frames that have memory in every window."""
+        """Return the number of frames that have memory in every window."""
         return min(window.held_frames for window in self.windows)
 
     def missing_nbytes(self, end_frame: int) -> int:
@@ -83,7 +83,8 @@ class WindowSet:
             window.commit(end_frame)
 
     def tensors(self, next_frames: int) -> dict[str, torch.Tensor]:
-        """Return every tensor that a next chunk of `next_frames` can see, by a stable name."""
+        """Return, by a stable name, every tensor that the next chunk, of `next_frames` frames, can
+        see."""
         return {
             f"{prefix}{name}": tensor
             for prefix, window in self.by_name.items()
@@ -94,7 +95,7 @@ class WindowSet:
         """Fill new windows with the tensors of another set's `tensors(next_frames)`.
 
         Raises:
-            RequestFailed: The tensors do not fit.
+            RequestFailed: The tensors do not match these windows.
         """
         for prefix, window in self.by_name.items():
             window.restore(saved.under(prefix), committed_frames, next_frames)
@@ -105,7 +106,8 @@ class WindowSet:
         return tuple(position for window in self.windows for position in window.buffers)
 
     def __copy__(self) -> Self:
-        """Return a set that refers to the same memory, even after this set has been closed."""
+        """Return a set of windows that refers to the same memory, even after this set has been
+        closed."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other.by_name = {prefix: copy.copy(window) for prefix, window in self.by_name.items()}

@@ -2,8 +2,8 @@
 """FP8 matrix products with a scale per token and per output channel. cuBLAS is used where it is
 faster than CUTLASS.
 
-On NVIDIA GPUs, vLLM chooses its CUTLASS kernel. On Hopper, cuBLAS (called by torch from CUDA 12.9
-on) is faster for the wide layers of large video models, with the same errors; see
+On NVIDIA GPUs, vLLM chooses its CUTLASS kernel. On Hopper, cuBLAS (which torch calls with CUDA 12.9
+and newer) is faster for the wide layers of large video models, with the same errors; see
 docs/architecture/speed_log.md.
 """
 
@@ -21,8 +21,8 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from vllm_omni.model_executor.layers.fast_path import FastPath, Lack, lacks_hopper, this_device
 
 _LEAST_WIDTH = 4096
-"""Minimum number of input and output channels. cuBLAS was not faster with 1536 channels, nor with
-the 2048 of Lance.
+"""Minimum number of input and output channels for which cuBLAS is used. cuBLAS was not faster with
+1536 channels, nor with Lance's 2048 channels.
 """
 
 
@@ -85,13 +85,13 @@ def cublas_fp8(device: torch.device) -> FastPath:
 
 
 def cublas_fp8_layers(network: nn.Module) -> FastPath:
-    """Return whether layers of a network use cuBLAS."""
+    """Return whether the layers with FP8 weights of a network use cuBLAS."""
     layers = [layer for layer in network.modules() if fp8_kernel(layer) is not None]
     if not layers:
         return _of_cublas(Lack("no layer has FP8 weights (--quantization)"))
     if any(isinstance(fp8_kernel(layer), RowwiseFP8Kernel) for layer in layers):
         return _of_cublas(Lack())
-    # of the layers that could use cuBLAS, if something is missing
+    # Layers may lack different requirements. Report one that has a remedy, if there is one.
     return _of_cublas(max(map(_lacks_cublas, layers), key=lambda lack: bool(lack.remedy)))
 
 
@@ -116,7 +116,7 @@ def _lacks_cublas(layer: nn.Module) -> Lack:
 
 
 def _lacks_rowwise_cublas(device: torch.device) -> Lack:
-    """Return whether torch lacks cuBLAS for operands with a scale per row on this device."""
+    """Return whether torch cannot call cuBLAS on this device for operands with a scale per row."""
     version = torch.version.cuda
     lack = lacks_hopper(device) or Lack("" if version else "torch is not built for CUDA")
     if lack or tuple(int(part) for part in str(version).split(".")[:2]) >= (12, 9):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Int8WeightMethod`: int8 weights for layers whose quality FP8 would degrade.
+"""`Int8WeightMethod`: int8 weights for layers in which FP8 weights would degrade quality.
 
 vLLM quantizes the weights of experts to int8 while it loads a model
-(`int8_per_channel_weight_only`), but not those of linear layers. Its int8 products are intended for
-checkpoints stored in int8; this module uses the same kernel.
+(`int8_per_channel_weight_only`), but not those of linear layers. vLLM's int8 matrix products are
+intended for checkpoints stored in int8. This module uses the same kernel.
 """
 
 from functools import cache
@@ -32,7 +32,7 @@ _DONE = "_already_called_process_weights_after_loading"
 def int8_products(device: torch.device, dtype: torch.dtype) -> FastPath:
     """Return whether layers with int8 weights multiply in int8 for inputs of this dtype.
 
-    vLLM has such a kernel for GPUs from Turing to Hopper; only Hopper was measured.
+    vLLM has an int8 kernel for GPUs from Turing to Hopper, but it was only measured on Hopper.
     """
     lack = (
         lacks_hopper(device)
@@ -54,9 +54,9 @@ def int8_layers(network: nn.Module, device: torch.device, dtype: torch.dtype) ->
 class Int8WeightMethod(OnlineLinearBase):
     """Quantize weights to int8 per output channel while the model loads.
 
-    On a Hopper GPU the products are int8, with inputs quantized per token. On other devices the
-    weight is dequantized before each product, and the inputs are not quantized. For normally
-    distributed values the quantization error is a third of that of e4m3.
+    On a Hopper GPU the matrix products are computed in int8, with inputs quantized per token. On
+    other devices the weight is dequantized before each product, and the inputs are not quantized.
+    For normally distributed values the quantization error is a third of that of e4m3.
     """
 
     activation_quant_key = None

@@ -4,7 +4,7 @@ weights.
 
 A layer takes its rank and the number of ranks from the `ParallelContext` with which the model was
 built, not from vLLM's tensor-parallel group. With sequence parallelism, or if guidance branches run
-on separate ranks, every rank of that group holds whole layers. All-reduces also go through the
+on separate ranks, every rank of vLLM's group holds whole layers. All-reduces also go through the
 context, so that CUDA graphs end before them.
 
 `slots` returns the checkpoint names of a layer's tensors. The `weight_loader` that vLLM sets on the
@@ -54,8 +54,9 @@ class PlainLinearMethod(UnquantizedLinearMethod):
     """Unquantized weights that are not repacked after loading, because they move between pipeline
     stages and are reloaded in place.
 
-    vLLM's own method packs a weight for its CPU kernel and drops the original. Its parameters also
-    require a tensor-parallel group at creation, but models are also built in processes without one.
+    vLLM's own method packs a weight for its CPU kernel and drops the original. The parameters of
+    that method also require a tensor-parallel group when they are created, but this project also
+    builds models in processes without such a group.
     """
 
     def __init__(self) -> None:
@@ -99,9 +100,9 @@ class LinearPrecision(QuantizationConfig):
     Args:
         quantization: vLLM's config for `--quantization`. None: nothing is quantized.
         retained: `fnmatch` patterns of the names of layers that are not quantized.
-        int8: `fnmatch` patterns of layer names with int8 weights and unquantized inputs. They apply
-            if the engine quantizes while loading; a quantized checkpoint already determines its
-            formats.
+        int8: `fnmatch` patterns of the names of layers with int8 weights (`Int8WeightMethod`). The
+            patterns apply if the engine quantizes weights while it loads them. A quantized
+            checkpoint already determines the formats of its weights.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class _QuantizedInput(LinearBase):
 
 
 class ColumnLinear(_QuantizedInput, ColumnParallelLinear, ShardedModule):
-    """A linear layer of which this rank holds a part of the output channels."""
+    """A linear layer that is sharded over its output channels."""
 
     def __init__(
         self,
@@ -208,10 +209,11 @@ class ColumnLinear(_QuantizedInput, ColumnParallelLinear, ShardedModule):
 
 
 class MergedLinear(_QuantizedInput, MergedColumnParallelLinear, ShardedModule):
-    """Several linear layers with the same input, merged into one matrix product. This rank holds a
-    part of the output channels.
+    """Several linear layers with the same input, merged into one matrix product and sharded over
+    the output channels.
 
-    `names` are the layers' names in the checkpoint, as siblings of this module.
+    `names` are the names of the merged layers in the checkpoint, relative to the parent of this
+    module.
     """
 
     def __init__(
@@ -227,8 +229,8 @@ class MergedLinear(_QuantizedInput, MergedColumnParallelLinear, ShardedModule):
     ) -> None:
         self.names = tuple(names)
         self.output_sizes = list(out_features)
-        # Skips the constructor between, because it reads rank and size from vLLM's tensor-parallel
-        # group.
+        # Skips the constructor of `MergedColumnParallelLinear`, because it reads rank and size from
+        # vLLM's tensor-parallel group.
         ColumnParallelLinear.__init__(
             self,
             in_features,
@@ -247,7 +249,7 @@ class MergedLinear(_QuantizedInput, MergedColumnParallelLinear, ShardedModule):
         return self.named_slots([f"{parent}.{name}" for name in self.names])
 
     def named_slots(self, names: Sequence[str]) -> Iterator[tuple[str, CheckpointSlot]]:
-        """Yield `slots` for merged layers with these full names."""
+        """Yield the `slots` of the merged layers, which have these full names."""
         row = 0
         for index, (name, full) in enumerate(zip(names, self.output_sizes, strict=True)):
             rows = _Rows(self, row, full // self.tp_size, full, self.tp_rank, index)
@@ -287,8 +289,8 @@ class StackedLinear(MergedLinear):
 
 
 class QKVLinear(_QuantizedInput, QKVParallelLinear, ShardedModule):
-    """Query, key and value projections as one matrix product. This rank has the outputs for its
-    heads, in this order.
+    """Query, key and value projections as one matrix product. This rank holds the outputs of its
+    own heads, in the order query, key, value.
 
     If there are more ranks than K/V heads, a K/V head is replicated on all ranks whose query heads
     use it.
@@ -315,7 +317,7 @@ class QKVLinear(_QuantizedInput, QKVParallelLinear, ShardedModule):
             heads * head_dim * ranks
             for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         ]
-        # Skips the constructor between, as in `MergedLinear`.
+        # Skips the constructor of `QKVParallelLinear`, as in `MergedLinear`.
         ColumnParallelLinear.__init__(
             self,
             in_features,
@@ -382,7 +384,8 @@ class RowLinear(_QuantizedInput, RowParallelLinear, ShardedModule):
         _await_bias(self)
 
     def forward(self, input_: Input, alone: bool = False) -> torch.Tensor:
-        """Multiply, and all-reduce unless `alone` is set. See `own_part`."""
+        """Return the matrix product, all-reduced over the ranks unless `alone` is set; see
+        `own_part`."""
         part = super().forward(input_)
         assert isinstance(part, torch.Tensor)
         if alone or self.tp_size == 1:
@@ -391,10 +394,10 @@ class RowLinear(_QuantizedInput, RowParallelLinear, ShardedModule):
         return summed if self.bias is None else summed + self.bias
 
     def own_part(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's summand before the all-reduce, without the bias if there are other
-        ranks.
+        """Return this rank's summand of the result before the all-reduce. The bias is included only
+        if there are no other ranks.
 
-        This calls the module, so that its hooks fetch offloaded weights.
+        This method calls the module, so that the module's hooks fetch offloaded weights.
         """
         part: torch.Tensor = self(x, alone=True)
         return part
@@ -421,9 +424,9 @@ class _Rows:
     row: int
     """Index of the first output channel of the layer in the module."""
     own: int
-    """Output channels of the layer that this rank holds."""
+    """Number of output channels of the layer that this rank holds."""
     full: int
-    """Output channels of the layer in the checkpoint."""
+    """Number of output channels of the layer in the checkpoint."""
     rank: int
     """Index of this rank among the ranks that shard the layer."""
     index: int = 0
@@ -449,7 +452,7 @@ def _named(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _await_bias(layer: LinearBase) -> None:
-    """Make a layer that is quantized when it is fully loaded also wait for its bias.
+    """Make a layer wait for its bias if it is quantized as soon as it is fully loaded.
 
     vLLM registers the bias when the weight arrives, but in a file the bias comes before the weight.
     """
@@ -458,10 +461,10 @@ def _await_bias(layer: LinearBase) -> None:
 
 
 def gelu_of(layer: ColumnLinear, x: Input) -> torch.Tensor:
-    """Return the tanh approximation of GELU of a layer's result, fused into cuBLAS's product on
-    CUDA.
+    """Return the tanh approximation of GELU, applied to a layer's result. On CUDA it is fused into
+    cuBLAS's matrix product.
 
-    The fused kernel applies GELU to the fp32 sum, before it is rounded.
+    The fused kernel applies GELU to the fp32 sum, before the sum is rounded.
     """
     weight, bias = layer.weight, layer.bias
     if (
@@ -478,8 +481,8 @@ def gelu_of(layer: ColumnLinear, x: Input) -> torch.Tensor:
 
 
 def quantized_layers(network: nn.Module) -> nn.ModuleList:
-    """Return the linear layers that a quantization method of vLLM manages. Their tensors differ
-    from the checkpoint's."""
+    """Return the linear layers that a quantization method of vLLM manages. The tensors of these
+    layers differ from the checkpoint's tensors."""
     layers = (module for module in network.modules() if isinstance(module, LinearBase))
     return nn.ModuleList(
         layer for layer in layers if not isinstance(layer.quant_method, PlainLinearMethod)

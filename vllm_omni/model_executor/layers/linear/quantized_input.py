@@ -2,9 +2,9 @@
 """FP8 inputs of linear layers: the op that produces an input also quantizes it in the same pass
 over memory.
 
-vLLM's layers quantize their input per token in a separate pass before the product. Its kernels
-accept quantized inputs (`QuantizedActivation`), but on NVIDIA GPUs this is only advertised for
-inputs with a single static scale. The product itself supports a scale per token.
+vLLM's layers quantize their input per token in a separate pass before the product. vLLM's kernels
+accept quantized inputs (`QuantizedActivation`), but on NVIDIA GPUs they declare this only for
+inputs with a single static scale. The matrix product itself also supports a scale per token.
 """
 
 # T tokens, D channels
@@ -23,7 +23,7 @@ from vllm_omni.model_executor.layers.linear.fp8_linear import fp8_kernel
 from vllm_omni.model_executor.layers.quantization.fp8_kernels import FP8, LARGEST
 
 LEAST_SCALE = 1 / (LARGEST * 512)
-"""vLLM's lower bound for scales, for tokens that are close to zero."""
+"""vLLM's lower bound for scales. The bound takes effect for tokens that are close to zero."""
 Input = torch.Tensor | QuantizedActivation
 """Input of a linear layer, [..., D]."""
 
@@ -31,13 +31,14 @@ Input = torch.Tensor | QuantizedActivation
 def takes_quantized(layer: nn.Module) -> bool:
     """Return whether `layer` accepts e4m3 inputs with a scale per token.
 
-    A layer with a LoRA adapter does not, because the adapter needs the unquantized input.
+    A layer with a LoRA adapter does not accept them, because the adapter needs the unquantized
+    input.
     """
     return fp8_kernel(layer) is not None and not _refuses_quantized(layer)
 
 
 def quantized_input_layers(network: nn.Module) -> FastPath:
-    """Return whether layers of a network accept quantized inputs."""
+    """Return whether the layers of a network accept quantized inputs."""
     layers = [layer for layer in network.modules() if fp8_kernel(layer) is not None]
     lacks = [_refuses_quantized(layer) for layer in layers]
     lack = next(filter(None, lacks), Lack())
@@ -89,7 +90,7 @@ def quantized(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Qu
 
 def quantize_tokens(x: torch.Tensor, dtype: torch.dtype) -> QuantizedActivation:
     """Quantize [..., D] like vLLM's layers: the largest value of each token is mapped to the e4m3
-    maximum. `dtype` is as in `quantized`.
+    maximum. `dtype` is the type of the input before quantization.
     """
     x = x.float()
     scale = (x.abs().amax(-1, keepdim=True) / LARGEST).clamp_(min=LEAST_SCALE)

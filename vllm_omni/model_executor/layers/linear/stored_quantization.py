@@ -21,8 +21,8 @@ class StoredQuantization(QuantizationConfig):
 
     Args:
         config: vLLM's config of the format.
-        layers: Names of the quantized layers; for a merged layer, the names of its parts. None: all
-            layers that support quantization.
+        layers: Names of the quantized layers. A merged layer is listed by the names of the layers
+            it consists of. None: all layers that support quantization are quantized.
     """
 
     def __init__(self, config: QuantizationConfig, layers: Collection[str] | None) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapters of the current forward pass. It is global to the process, because forward passes run
-one after another on one thread.
+"""The adapters of the current forward pass. The adapters are stored in a global variable, because a
+process runs one forward pass at a time, on one thread.
 
-`AdapterStore.applied` sets them. It is read by the LoRA sites and by every cache of a result that
-depends on weights.
+`AdapterStore.applied` sets the active adapters. The adapted layers read them, and so does every
+cache of results that depend on weights.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -16,23 +16,23 @@ class ActiveAdapter:
     """One adapter of the current forward pass."""
 
     slot: int
-    """Index of its slot."""
+    """Index of the slot that holds the adapter."""
     layout: int
     """A value that is equal for adapters that change the same modules with the same ranks and
     therefore occupy the same memory in a slot.
     """
     version: int
-    """Identifies the weights, independent of the slot."""
+    """Version number that identifies the adapter's weights, independent of the slot."""
     scale: float
-    """Strength."""
+    """Strength of the adapter."""
 
 
 _active: tuple[ActiveAdapter, ...] = ()
 
 
 def active_adapters() -> tuple[ActiveAdapter, ...]:
-    """Return the adapters of the current forward pass, or () if only the checkpoint's weights are
-    used.
+    """Return the adapters of the current forward pass, or () if the forward pass uses only the
+    checkpoint's weights.
     """
     return _active
 

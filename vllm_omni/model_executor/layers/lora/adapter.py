@@ -3,9 +3,10 @@
 that this rank needs.
 
 Every rank validates all names, LoRA ranks and shapes before it reads data. Modules that do not
-match the model are skipped and listed, because adapters are shared between models: those for Wan
-2.1 I2V have layers for the start image that Wan 2.2 lacks, and others include layers of a text
-encoder. A file is refused if it is malformed or no module in it matches the model.
+match the model are skipped and listed, because adapters are shared between models. For example,
+adapters for Wan 2.1 I2V contain layers for the start image that Wan 2.2 lacks, and other adapters
+contain layers of a text encoder. A file is refused if it is malformed or no module in it matches
+the model.
 """
 
 # r rank, I inputs, O outputs of a module
@@ -33,7 +34,7 @@ from vllm_omni.model_executor.layers.lora.target import AdapterTarget
 
 _DIGESTING_THREADS = 4
 TargetName = tuple[str, str]
-"""(network, name of a module or tensor)."""
+"""Name of an adapter's target: (network, name of a module or tensor)."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,12 @@ class LowRank:
     """The deltas of one module: `up @ down` for the weight, and `bias` for the bias."""
 
     down: torch.Tensor | None = None
-    """[r, I]. None: the weight does not change."""
+    """Down projection, [r, I]. None: the weight does not change."""
     up: torch.Tensor | None = None
-    """[O, r], already multiplied by the adapter's alpha. None: the weight does not change."""
+    """Up projection, [O, r], already multiplied by the adapter's scaling factor. None: the weight
+    does not change."""
     bias: torch.Tensor | None = None
-    """[O]. None: the bias does not change."""
+    """Delta of the bias, [O]. None: the bias does not change."""
 
     @property
     def rank(self) -> int:
@@ -58,14 +60,15 @@ class LowRank:
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """Full tensors in host memory, for the modules of which this rank holds a part."""
+    """The full tensors of an adapter in host memory, for the modules of which this rank holds a
+    part."""
 
     matrices: Mapping[TargetName, LowRank]
     """Deltas of linear layers."""
     vectors: Mapping[TargetName, torch.Tensor]
     """Deltas of gains, norm biases and modulation, fp32."""
     digest: str
-    """See `UsedLora.digest`."""
+    """Digest of the weights; see `UsedLora.digest`."""
     skipped: tuple[str, ...] = ()
     """Stored names of tensors that do not match the model."""
 
@@ -85,14 +88,15 @@ def load_adapter(
     dtype: torch.dtype,
     own: "TargetNames",
 ) -> AdapterWeights:
-    """Read the adapter at `path`.
+    """Read and validate the adapter at `path`.
 
     Args:
-        path: File or directory.
+        path: File or directory of the adapter.
         targets: Networks of the model, by name.
         max_rank: Maximum LoRA rank.
-        dtype: Type of the weights.
-        own: Modules and tensors of which this rank holds a part. All others are only validated.
+        dtype: Type of the returned weights of linear layers.
+        own: Modules and tensors of which this rank holds a part. All other modules and tensors are
+            only validated.
 
     Raises:
         AdapterError: The adapter does not fit the model. The message is one line.
@@ -157,7 +161,7 @@ def _read(
     Args:
         file: The file.
         wanted: Stored names of the tensors to return.
-        alongside: Computes the digests concurrently.
+        alongside: Executor that computes the digests concurrently.
 
     Returns:
         The tensors in `wanted`, and the digests of all tensors in the order of the file.
@@ -230,8 +234,8 @@ def _used_tensors(
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Check for finite values with one pass over memory: a sum is NaN or Inf if any element is, and
-    rarely otherwise.
+    """Return whether all elements are finite. One pass over memory is usually enough, because the
+    sum is NaN or Inf if any element is, and rarely otherwise.
     """
     return bool(torch.isfinite(tensor.sum(dtype=torch.float32))) or bool(
         torch.isfinite(tensor.float()).all()
@@ -239,7 +243,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _factors(whole_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Factor a full delta exactly as (down, up), with the rank of its smaller side."""
+    """Factor a full delta exactly into (down, up). The rank is the smaller dimension of the delta."""
     outputs, inputs = whole_OI.shape
     if outputs <= inputs:
         return whole_OI, torch.eye(outputs)
@@ -252,11 +256,12 @@ def _check(
     targets: Mapping[str, AdapterTarget],
     max_rank: int,
 ) -> list[str]:
-    """Remove modules with shapes of another model from `contents` and return their stored names.
+    """Remove modules with the shapes of another model from `contents`, and return the stored names
+    of their tensors.
 
     Raises:
-        AdapterError: The file is malformed or no module in it matches the model. The message has
-            counts and three examples of each kind.
+        AdapterError: The file is malformed or no module in it matches the model. The message
+            contains a count and three examples of each kind of problem.
     """
     shapes = file.source.shapes
     if not shapes:
@@ -297,8 +302,8 @@ def _check(
 def _take_misfits(
     contents: AdapterFileContents, shapes: Mapping[str, Shape], targets: Mapping[str, AdapterTarget]
 ) -> tuple[list[str], list[str]]:
-    """Remove all deltas with shapes of another model, and return (a line for each, the stored
-    names).
+    """Remove all deltas with the shapes of another model. Return one line for each of them, and the
+    stored names of their tensors.
     """
     lines: list[str] = []
     names: list[str] = []
@@ -338,7 +343,8 @@ def _misfit(
 def _check_matrix(
     keys: MatrixKeys, shapes: Mapping[str, Shape], halves: list[str], misshapen: list[str]
 ) -> int:
-    """Append the inconsistencies of one module's delta to the lists, and return its rank."""
+    """Append inconsistencies of one module's delta to `halves` and `misshapen`, and return the rank
+    of the delta."""
     names, rank = keys.names, 0
     if "down" in names and "up" in names:
         up, rank = shapes[names["up"]], shapes[names["down"]][0]

@@ -11,10 +11,11 @@ Wan community's.
     ... .diff, .diff_b, .diff_m
         whole differences: a weight's, a bias's, modulation's
 
-Names are parsed and compared with a model before any data is read (`adapter.py`). A file is
-untrusted: `tensor_files.py`. Why not diffusers' converters (for musubi and ComfyUI): they require
-every block and all data, drop deltas of norms, and fail for layers that Wan lacks, such as LingBot
-World's camera layers. Held by tests/model_executor/layers/lora/test_adapter_files.py.
+Names are parsed and compared with a model before any data is read (`adapter.py`). Adapter files are
+untrusted and are therefore opened through `tensor_files.py`. Diffusers' converters for musubi and
+ComfyUI are not used, because they require every block and all data, drop deltas of norms, and fail
+for layers that Wan lacks, such as LingBot World's camera layers.
+tests/model_executor/layers/lora/test_adapter_files.py covers the naming styles.
 """
 
 import json
@@ -57,8 +58,8 @@ _KINDS: tuple[tuple[str, Kind], ...] = (
 
 
 class AdapterError(ValueError):
-    """An adapter does not fit. The message is one line: the kinds of tensors in its files, the
-    kinds that the model accepts, three examples.
+    """An adapter does not fit the model. The message is one line. The message lists the kinds of
+    tensors in the adapter's files, the kinds that the model accepts, and three examples.
     """
 
 
@@ -81,8 +82,8 @@ class AdapterFile:
     network: str | None
     """The network to which the file applies. None: it is determined by the tensor names."""
     scaling: Callable[[str], float] | None
-    """Returns PEFT's strength for the stored name of a module. None: the strength is stored in
-    tensors.
+    """Function that returns PEFT's strength for the stored name of a module. None: the strength is
+    stored in tensors.
     """
 
 
@@ -97,7 +98,7 @@ class AdapterFileContents:
     strange: list[str] = field(default_factory=list)
     """Stored names of modules or networks that the model lacks or that adapters may not change."""
     unread: list[str] = field(default_factory=list)
-    """Stored names with an unsupported suffix, of modules that the model has."""
+    """Stored names with an unsupported suffix that belong to modules of the model."""
 
 
 def open_adapter(path: str, targets: Mapping[str, AdapterTarget]) -> list[AdapterFile]:
@@ -136,7 +137,8 @@ def _opened(file: Path) -> UnmappedSource:
 
 
 def read_names(file: AdapterFile, targets: Mapping[str, AdapterTarget]) -> AdapterFileContents:
-    """Group the names of a file by network, module and kind. Misfits are recorded, not raised."""
+    """Group the tensor names of a file by network, module and kind. Names that do not match the
+    model are recorded in the result and raise no error."""
     contents = AdapterFileContents()
     kohya = {name: _flat_names(target) for name, target in targets.items()}
     for stored in file.source.shapes:
@@ -176,7 +178,7 @@ def _target_of(
     *,
     modulation: bool,
 ) -> bool:
-    """Record one name. Return False if the network has no such module."""
+    """Record one tensor name in `contents`. Return False if the network lacks its module."""
     stored, named, kind = key
     module = target.module_named(named)
     if modulation:
@@ -205,8 +207,8 @@ def _has_module(name: str, target: AdapterTarget, flat_names: Mapping[str, str])
 def _networks(
     stored: str, marked: str | None, targets: Mapping[str, AdapterTarget]
 ) -> tuple[str, list[str]]:
-    """Strip the prefixes of a name and return the rest and its networks (all networks if none is
-    named).
+    """Strip the prefixes of a tensor name. Return the rest, and the networks to which the name
+    applies (all networks if the name contains none).
     """
     name, networks = stored, list(targets) if marked is None else [marked]
     while prefix := next((prefix for prefix in _PREFIXES if name.startswith(prefix)), None):
@@ -218,14 +220,14 @@ def _networks(
 
 
 def _flat_names(target: AdapterTarget) -> dict[str, str]:
-    """Return kohya's names of the modules. They have underscores instead of dots, so a name alone
-    does not show where the dots were.
+    """Return the modules by kohya's names. Kohya replaces dots with underscores, so a name by
+    itself does not show where the dots were.
     """
     return {module.replace(".", "_"): module for module in target.matrices()}
 
 
 def _files_in(folder: Path, targets: Mapping[str, AdapterTarget]) -> list[Path]:
-    """Return the file in a directory, or the files of its networks."""
+    """Return the adapter file in a directory, or one file per network."""
     if (folder / _DIFFUSERS_WEIGHTS).is_file():
         return [folder / _DIFFUSERS_WEIGHTS]
     files = sorted(folder.glob("*.safetensors"))
@@ -239,7 +241,7 @@ def _files_in(folder: Path, targets: Mapping[str, AdapterTarget]) -> list[Path]:
 
 
 def _marked_network(file: Path, targets: Mapping[str, AdapterTarget]) -> str | None:
-    """Return the network denoted by the file name, if the model has several."""
+    """Return the network that the file name denotes, or None if it denotes none."""
     name = file.name.lower()
     return next(
         (
@@ -281,7 +283,8 @@ def _helper(settings: dict[str, Any], where: str) -> PEFTHelper:
         )
     except Exception as error:  # vLLM's reader raises arbitrary errors on malformed settings
         raise AdapterError(f"{where}: its settings cannot be read ({error})") from error
-    # The part of `validate_legal` that does not concern the rank, which the tensors determine.
+    # This is the part of `validate_legal` that does not check the rank. The tensors determine the
+    # rank.
     if problems := helper._validate_features():
         raise AdapterError(f"{where}: {' '.join(problems)}")
     return helper
@@ -291,7 +294,7 @@ def _scaling(helper: PEFTHelper, where: str) -> Callable[[str], float]:
     def scaling(module: str) -> float:
         try:
             found = float(helper.get_rank_and_scaling(module)[1])
-        # as above: patterns are regular expressions from the file, and numbers may be anything
+        # The patterns are regular expressions from the file, and its numbers may be arbitrary.
         except Exception as error:
             raise AdapterError(
                 f"{where}: its settings of {module} cannot be read ({error})"

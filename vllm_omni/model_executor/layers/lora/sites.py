@@ -2,13 +2,13 @@
 """`AdaptedLayers`: the modules of a network on this rank that adapters change, and how they are
 applied.
 
-A linear layer adds `scale * up(down(x))` to its result. vLLM's layers do so after their
-quantization method and before an all-reduce, so that it also works with quantized weights; other
-layers do so after their `forward`. Gains, norm biases and modulation are small, so they are
-overwritten in place (`AdaptedVectors`) and restored bitwise. Without an active adapter, a layer
-computes exactly the same result as without sites.
+A linear layer adds `scale * up(down(x))` to its result. vLLM's layers add the deltas after their
+quantization method and before an all-reduce, so adapters also work with quantized weights. Other
+layers add the deltas after their `forward`. Gains, norm biases and modulation are small, so they
+are overwritten in place (`AdaptedVectors`) and restored bitwise. If no adapter is active, a layer
+returns exactly the same result as a layer without adapter slots.
 
-All memory is allocated once: every layer has slots for `slots` adapters of rank `max_rank`, so that
+All memory is allocated once. Every layer has room for `slots` adapters of rank `max_rank`, so
 loading an adapter does not change addresses.
 """
 
@@ -51,33 +51,35 @@ class NamesLinears(Protocol):
 
 @dataclass(frozen=True)
 class CheckpointLayerPart:
-    """One checkpoint layer within a site."""
+    """One checkpoint layer within an adapted layer."""
 
     name: str
-    """Name in the checkpoint."""
+    """Name of the layer in the checkpoint."""
     rows: range
-    """Outputs held by this rank."""
+    """Outputs of the layer that this rank holds."""
     columns: range
-    """Inputs held by this rank."""
+    """Inputs of the layer that this rank holds."""
     adds_bias: bool = True
-    """Whether this rank adds the bias. Only one of the ranks in an all-reduce does."""
+    """Whether this rank adds the bias. Only one of the ranks that take part in an all-reduce adds
+    it."""
 
 
 @dataclass(frozen=True)
 class _Held:
-    """An adapter in a slot of a site, as views of the site's memory."""
+    """An adapter in a slot of an adapted layer, as views of the layer's slot memory."""
 
     down: torch.Tensor | None
-    """[sum of r over all parts, I]."""
+    """Down projections of all parts, concatenated: [sum of r, I]."""
     ups: tuple[tuple[slice, slice, torch.Tensor], ...]
-    """(outputs of the site, columns of the result of `down`, up [O of the part, r]) per part."""
+    """For each part: (outputs of the layer, columns of the result of `down`, up projection [O of
+    the part, r])."""
     bias: torch.Tensor | None
-    """[O]."""
+    """Delta of the bias, [O]."""
 
 
 class AdaptedLayer:
-    """The adapter slots of one layer. `scales`, [slots] fp32 on the device, is shared by
-    all sites.
+    """The adapter slots of one layer. `scales`, [slots] fp32 on the device, is shared by all
+    adapted layers.
     """
 
     def __init__(
@@ -102,7 +104,8 @@ class AdaptedLayer:
         return sum(tensor.nbytes for tensor in (self._down, *self._ups, self._bias))
 
     def fill(self, slot: int, differences: Sequence[LowRank | None]) -> None:
-        """Copy the deltas of an adapter into a slot, one per part (None: unchanged)."""
+        """Copy the deltas of an adapter, one for each part of the layer, into a slot. None: the
+        part does not change."""
         self._held[slot] = None
         if not any(differences):
             return
@@ -153,7 +156,8 @@ class AdaptedLayer:
 
 
 class AdaptedMethod(LinearMethodBase):
-    """A layer's own quantization method, followed by the adapters of the current forward pass."""
+    """Quantization method that calls the layer's own method and adds the deltas of the active
+    adapters."""
 
     def __init__(self, base: Any, layer: AdaptedLayer) -> None:
         self.base = base
@@ -188,7 +192,8 @@ class AdaptedVectors:
         return frozenset(self._slots)
 
     def fill(self, slot: int, differences: Mapping[str, torch.Tensor]) -> None:
-        """Copy the deltas of an adapter, fp32 full tensors, into a slot."""
+        """Copy this rank's part of an adapter's deltas, which are full tensors in fp32, into a
+        slot."""
         self.show(())
         own = {}
         for name, whole in differences.items():
@@ -225,14 +230,15 @@ class AdaptedVectors:
         self._shown = wanted
 
     def clear_vectors(self) -> None:
-        """Drop the saved values, because the tensors are about to be reloaded."""
+        """Restore the checkpoint's values and drop all saved values, because the tensors are about
+        to be reloaded."""
         self.show(())
         self._base.clear()
         self._differences.clear()
 
 
 class AdaptedLayers:
-    """All adapter sites of one network. They take effect after `attach`."""
+    """All adapted layers and tensors of one network. Adapters take effect after `attach_adapters`."""
 
     def __init__(
         self,
@@ -275,7 +281,7 @@ class AdaptedLayers:
             self._undo.pop()()
 
     def fill(self, slot: int, network: str, weights: AdapterWeights) -> None:
-        """Copy an adapter into a slot."""
+        """Copy the deltas of an adapter for this network into a slot."""
         for _, layer in self._targets:
             layer.fill(slot, [weights.matrices.get((network, part.name)) for part in layer.parts])
         vectors: dict[TargetName, torch.Tensor] = dict(weights.vectors)
@@ -285,7 +291,8 @@ class AdaptedLayers:
 
 
 def _attach(layer: nn.Module, adapted_layer: AdaptedLayer) -> Callable[[], object]:
-    """Attach `site` to the results of a layer, and return a handle that detaches it."""
+    """Make `layer` add the deltas of `adapted_layer` to its results, and return a function that
+    undoes this."""
     if isinstance(layer, LinearBase):
         method = layer.quant_method
         layer.quant_method = AdaptedMethod(method, adapted_layer)
@@ -305,7 +312,7 @@ def _attach(layer: nn.Module, adapted_layer: AdaptedLayer) -> Callable[[], objec
 
 
 def layers_of(target: AdapterTarget) -> Iterator[tuple[nn.Module, list[CheckpointLayerPart]]]:
-    """Yield every linear layer of this rank with its checkpoint layers."""
+    """Yield every linear layer of this rank with the checkpoint layers that it consists of."""
     named: str | None = None  # the children of a module directly follow it
     for prefix, module in target.network.named_modules():
         if named is not None and prefix.startswith(named):
@@ -335,8 +342,8 @@ def _names(layer: LinearBase, prefix: str) -> list[str]:
 
 
 def _parts(layer: LinearBase, names: Sequence[str]) -> list[CheckpointLayerPart]:
-    """Return the checkpoint layers within one of this project's layers, with the outputs and inputs
-    of this rank.
+    """Return the checkpoint layers that one of this project's linear layers consists of, with the
+    outputs and inputs that this rank holds.
     """
     if isinstance(layer, RowLinear):
         start, own = layer.tp_rank * layer.input_size_per_partition, layer.input_size_per_partition

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`AdapterStore`: the registered adapters of one rank, their copies in host memory and in device
-slots, and `applied`.
+"""`AdapterStore`: the registered adapters of one rank, and their copies in host memory and in
+device slots.
 
-An adapter is registered when it is named to vLLM (`--lora-modules`, `/v1/load_lora_adapter`) and
-passes validation. Host memory holds at most `--max-cpu-loras` adapters; any other adapter is read
-again when a request uses it. Device slots hold at most `--max-loras` adapters, which limits how
-many can be active in one forward pass. Both evict the least recently used adapter.
+An adapter is registered when a user names it to vLLM (`--lora-modules`, `/v1/load_lora_adapter`)
+and it passes validation. Host memory holds at most `--max-cpu-loras` adapters; any other adapter is
+read again when a request uses it. Device slots hold at most `--max-loras` adapters, which limits
+how many can be active in one forward pass. Host memory and device slots both evict the least
+recently used adapter.
 """
 
 import itertools
@@ -37,10 +38,10 @@ _LISTED_KINDS: Final = 20
 
 @dataclass(frozen=True, eq=False)
 class StoredAdapter:
-    """The weights of one adapter. Each distinct set of weights is one object."""
+    """The weights of one adapter. Each distinct set of weights is a separate object."""
 
     name: str
-    """Name that requests use."""
+    """Name under which requests refer to the adapter."""
     version: int
     """Version number that identifies the weights."""
     weights: AdapterWeights
@@ -49,24 +50,26 @@ class StoredAdapter:
 
 @dataclass(frozen=True)
 class UsedAdapter:
-    """An adapter as used by one chunk. Equal for equal weights and strength."""
+    """An adapter as used by one chunk. Two objects are equal if their names, weights and strengths
+    are equal."""
 
     name: str
-    """Name that requests use."""
+    """Name under which requests refer to the adapter."""
     scale: float
-    """Strength."""
+    """Strength with which the chunk uses the adapter."""
     version: int
-    """See `StoredAdapter.version`."""
+    """Version number of the weights; see `StoredAdapter.version`."""
     adapter: StoredAdapter = field(compare=False, repr=False)
     """The weights."""
 
 
 Selection = tuple[UsedAdapter, ...]
-"""The adapters of a chunk in the order of the request; () for none."""
+"""The adapters of a chunk in the order in which the request names them. Empty: no adapter is used.
+"""
 
 
 def named(selection: Selection) -> list[UsedLora]:
-    """Return a selection in the format of a request, with digests of the weights."""
+    """Return a selection in the format of a request, together with digests of the weights."""
     return [
         UsedLora(name=used.name, scale=used.scale, digest=used.adapter.weights.digest)
         for used in selection
@@ -80,7 +83,8 @@ def _described(saved: Sequence[UsedLora]) -> str:
 
 
 def _skipped_line(names: Sequence[str]) -> str:
-    """Return one line that lists skipped tensors. Equal modules of several blocks are grouped."""
+    """Return one line that lists skipped tensors. Modules that differ only in their block are
+    grouped."""
     kinds = Counter(re.sub(r"(?<=[._])\d+(?=[._])", "N", name) for name in names)
     listed = ", ".join(
         f"{ascii(kind)[1:-1]} ({count})" for kind, count in kinds.most_common(_LISTED_KINDS)
@@ -104,7 +108,7 @@ class NoAdapters:
         return ()
 
     def select_saved(self, saved: Sequence[UsedLora]) -> Selection:
-        """Return the adapters with which a saved session is resumed.
+        """Return the adapters that a saved session needs when it is resumed.
 
         Raises:
             RequestFailed: `foreign_snapshot` if this server lacks an adapter.
@@ -117,8 +121,8 @@ class NoAdapters:
         return ()
 
     def select_request(self, request: LoRARequest) -> Selection:
-        """Return the adapter of vLLM's own request argument at strength 1, loading it if it is not
-        registered."""
+        """Return the adapter that vLLM's own LoRA argument names, with strength 1. Register it if
+        it is not registered yet."""
         try:
             self.add_adapter(request)
         except ValueError as error:
@@ -184,12 +188,12 @@ class AdapterStore(NoAdapters):
         )
         self._known: dict[str, LoRARequest] = {}
         self._digests: dict[str, str] = {}
-        """Digests of registered adapters at the time of loading, because reading them again must
-        give the same weights.
+        """Digests of registered adapters, computed when they were registered. Reading an adapter
+        again must give the same weights.
         """
         self._loaded: OrderedDict[str, StoredAdapter] = OrderedDict()
         self._in_slots: OrderedDict[int, int] = OrderedDict()
-        """Version -> slot."""
+        """Slot of each adapter that is on the device, by version. Least recently used first."""
         self._layouts: dict[Hashable, int] = {}
         self._shown_scales = [1.0] * config.max_loras
         self._numbers = itertools.count(1)
@@ -198,7 +202,8 @@ class AdapterStore(NoAdapters):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Return the device memory of all slots in bytes. It is allocated at startup."""
+        """Return the size in bytes of the device memory of all slots, which is allocated at
+        startup."""
         return sum(layers.nbytes for layers in self._layers.values())
 
     # -- by vLLM's calls ---------------------------------------------------------------------------
@@ -355,8 +360,8 @@ class AdapterStore(NoAdapters):
 
     @contextmanager
     def detached(self) -> Iterator[None]:
-        """Restore the original networks while their weights are being reloaded. Adapters are
-        attached again at their next use.
+        """Restore the original networks while their weights are being reloaded. Afterwards, each
+        adapter is copied into a slot again when it is next used.
         """
         for layers in self._layers.values():
             layers.detach()
@@ -369,7 +374,7 @@ class AdapterStore(NoAdapters):
 
 
 def store_for(network: nn.Module, config: LoRAConfig | None, device: torch.device) -> NoAdapters:
-    """Return the store for `--enable-lora`.
+    """Return an `AdapterStore` if `--enable-lora` is set, otherwise `NoAdapters`.
 
     Raises:
         ValueError: The network does not support adapters.

@@ -23,12 +23,13 @@ class AdapterTarget:
     shapes: Mapping[str, Shape]
     """Shape of every tensor of the full network, by checkpoint name."""
     rules: Rules = ()
-    """Renames from other naming styles to the names in the checkpoint."""
+    """Rules that rename modules from other naming styles to their names in the checkpoint."""
     fixed: tuple[str, ...] = ()
     """`fnmatch` patterns of the names of modules that no adapter may change."""
     linear_types: tuple[type[nn.Module], ...] = ()
-    """Additional types of modules that multiply by `weight`, flattened after its first dimension.
-    Linear layers of vLLM and torch are included by default.
+    """Additional module types that adapters may change as linear layers. These modules multiply by
+    `weight`, flattened after its first dimension. Linear layers of vLLM and torch are always
+    included.
     """
     file_mark: str | None = None
     """Regular expression (lower case) for the names of files that apply to this network, if the
@@ -40,7 +41,8 @@ class AdapterTarget:
         return rename(stored + _WEIGHT, self.rules).removesuffix(_WEIGHT)
 
     def matrix(self, module: str) -> tuple[int, int] | None:
-        """Return (outputs, inputs) of a linear module that may be changed, otherwise None."""
+        """Return (outputs, inputs) of a linear module that adapters may change, or None for other
+        modules."""
         shape = self.shapes.get(module + _WEIGHT, ())
         if len(shape) < 2 or any(fnmatchcase(module, pattern) for pattern in self.fixed):
             return None
@@ -50,13 +52,13 @@ class AdapterTarget:
         return shape[0], inputs
 
     def matrices(self) -> list[str]:
-        """Return the names of all linear modules that may be changed."""
+        """Return the names of all linear modules that adapters may change."""
         names = (name.removesuffix(_WEIGHT) for name in self.shapes if name.endswith(_WEIGHT))
         return [name for name in names if self.matrix(name) is not None]
 
     def vector(self, tensor: str) -> Shape | None:
         """Return the shape of a tensor that is not part of a linear module (gain, norm bias,
-        modulation), otherwise None.
+        modulation), or None for other tensors.
         """
         shape = self.shapes.get(tensor)
         if shape is None or any(fnmatchcase(tensor, pattern) for pattern in self.fixed):
@@ -71,6 +73,6 @@ class SupportsAdapters(Protocol):
     """A model that supports LoRA adapters (`--enable-lora`)."""
 
     def adapter_targets(self) -> Mapping[str, AdapterTarget]:
-        """Return the networks by their names in files with diffusers' layout: `transformer`,
-        `transformer_2`.
+        """Return the networks of the model, by their names in files with diffusers' layout
+        (`transformer`, `transformer_2`).
         """

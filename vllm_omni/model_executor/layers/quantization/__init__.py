@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that quantize to FP8 (e4m3) and dequantize, in Triton and in PyTorch.
+"""Kernels that quantize to FP8 (e4m3) and dequantize from it, in Triton and in PyTorch.
 
 The code that decides what is quantized is outside this folder:
 
-- keys and values of a K/V window, with the scales: `layers/kv_cache/quantized_storage.py`. They are
-  written to the window in one of four ways:
-    - `KVWindow.write`, the general way
+- keys and values of a K/V window, and their scales: `layers/kv_cache/quantized_storage.py`. Keys
+  and values are written to the window in one of four ways:
+    - `KVWindow.write` is the general way
     - `models/wan/transformer/fused_ops.py` (`store_keys_values`): Wan's blocks quantize them while
-      they normalise and rotate the keys; on CUDA a kernel of `fused_kernels.py` does so
+      they normalise and rotate the keys; on CUDA, a kernel of `fused_kernels.py` does this
     - `layers/collectives/head_exchange.py`: under sequence parallelism they are quantized before
       the all-to-all, and `KVWindow.write_quantized` copies them
     - `models/waypoint/state.py`: Waypoint writes the result of `KVFormat.encode` by token index
-- queries of one attention call, whose keys and values are already FP8:
+- queries of an attention call with keys and values that are already FP8:
   `layers/attention/fp8_attention.py`; under sequence parallelism `head_exchange.py`
 - weights and inputs of linear layers: `layers/linear/`
 - weights that a checkpoint stores quantized: `model_executor/checkpoint/quantization.py`

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantize and dequantize 8-bit tensors: e4m3 for K/V windows, int8 for some weights.
 
-These operations are memory-bound. Plain torch needs two to four passes, and its broadcast of the
-scale prevents wide loads. A Triton kernel (`fp8_triton.py`) needs only one pass. The plain versions
-define the result and run on CPUs and on GPUs older than Ada. The kernels give bitwise equal
-results, because the scales of windows are powers of two and the product of a weight and its scale
-is rounded once. `benchmarks/attention_kernels.py` measures the speed.
+Quantizing and dequantizing are memory-bound. Plain torch needs two to four passes over memory, and
+broadcasting the scale prevents wide loads. A Triton kernel (`fp8_triton.py`) needs only one pass.
+The plain torch versions define the expected result. The torch versions run on CPUs and on GPUs
+older than Ada. The Triton kernels return bitwise equal results, because the scales of windows are
+powers of two and the product of a weight and its scale is rounded once.
+`benchmarks/attention_kernels.py` measures the speed.
 """
 
 # K kinds (keys, values), T tokens of a chunk, S stored tokens, N heads, H head dim; O outputs and I
@@ -47,7 +48,7 @@ def dequantize(
     dtype: torch.dtype,
     tokens_S: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Dequantize: return `stored * scale` per kind and head in `dtype`, a new tensor [K, S, N, H].
+    """Return `stored * scale` per kind and head, in `dtype`, as a new tensor [K, S, N, H].
 
     Args:
         stored_KSNH: e4m3. The heads of a token are contiguous.
@@ -64,7 +65,7 @@ def dequantize(
 def dequantize_into(
     stored_KSNH: torch.Tensor, scales_KN: torch.Tensor, out_KSNH: torch.Tensor
 ) -> None:
-    """Dequantize all tokens into `out`. The heads of each token must be contiguous, too."""
+    """Dequantize all tokens into `out`. The heads of each token must be contiguous in `out`, too."""
     if (kernels := _kernels(stored_KSNH.device)) is not None:
         kernels.dequantize_into(stored_KSNH, scales_KN, out_KSNH)
         return
@@ -85,7 +86,7 @@ def plain_dequantize(
 def dequantize_rows(
     stored_OI: torch.Tensor, scales_O1: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Dequantize a weight: return `stored * scale` per output channel in `dtype`, rounded once.
+    """Return a weight as `stored * scale` per output channel, in `dtype`, rounded once.
 
     Args:
         stored_OI: Weight, int8.

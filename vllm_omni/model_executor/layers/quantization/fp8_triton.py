@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Triton kernels for `fp8_kernels.py`. Call that module instead. This module requires Triton.
+"""Triton kernels for `fp8_kernels.py`. Call `fp8_kernels.py` instead of this module, which requires
+Triton.
 
 Kernel parameters have only Triton's own annotations, because Triton interprets annotations.
 """
@@ -13,8 +14,8 @@ from vllm_omni.model_executor.layers.triton_or_names import tl, triton
 
 _LARGEST = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
 ROWS = 32
-"""Number of (token, head) pairs per program: 4096 elements of 128-wide heads, 16 bytes per load and
-thread."""
+"""Number of (token, head) pairs per program: 4096 elements if heads are 128 wide, and 16 bytes per
+load and thread."""
 
 
 @triton.jit
@@ -33,9 +34,9 @@ def _dequantize_kernel(
     R: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Dequantize.
+    """Dequantize values with one scale per kind and head.
 
-    `rows` is S * N; `tokens` is None or the stored position of each of the S tokens.
+    `rows` is S * N. `tokens` contains the stored position of each of the S tokens, or is None.
     """
     kind = tl.program_id(1)
     row = tl.program_id(0) * R + tl.arange(0, R)
@@ -78,8 +79,8 @@ def _quantize_kernel(
     R: tl.constexpr,
     B: tl.constexpr,
 ):
-    """Quantize `first` to kind 0 of `out`; with a second row of programs, also `second` to kind 1.
-    `rows` is T * N."""
+    """Quantize `first` into kind 0 of `out`. If there is a second row of programs, also quantize
+    `second` into kind 1. `rows` is T * N."""
     kind = tl.program_id(1)
     row = tl.program_id(0) * R + tl.arange(0, R)
     column = tl.arange(0, B)
@@ -108,7 +109,7 @@ def dequantize(
     tokens_S: torch.Tensor | None = None,
     rows: int = ROWS,
 ) -> torch.Tensor:
-    """See `fp8_kernels.dequantize`. `rows` is described at `ROWS`."""
+    """See `fp8_kernels.dequantize`. `rows` is the number of pairs per program, as in `ROWS`."""
     kinds, count, heads, width = stored_KSNH.shape
     count = count if tokens_S is None else len(tokens_S)
     out = torch.empty(kinds, count, heads, width, dtype=dtype, device=stored_KSNH.device)

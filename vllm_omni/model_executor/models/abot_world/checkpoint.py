@@ -2,8 +2,9 @@
 """Locates the components of an ABot-World-0 checkpoint, and loads its transformer strictly with a
 table of tensor names.
 
-The original repository has all components in one folder; conversions use diffusers' folders. The
-six tensors of the action adapter distinguish the transformer from the Wan 2.2 TI2V-5B.
+The original repository contains all components in one folder. Converted checkpoints use diffusers'
+folders. The six tensors of the action adapter distinguish this transformer from the transformer of
+Wan 2.2 TI2V-5B.
 """
 
 import math
@@ -35,10 +36,11 @@ from vllm_omni.model_executor.models.wan.checkpoint.layout import (
 from vllm_omni.model_executor.models.wan.transformer import weights as wan
 
 LAYOUTS: Final = ("original", "diffusers")
-"""The supported layouts, by their names for `make-tiny`."""
+"""Names of the supported layouts, as `make-tiny` uses them."""
 TRANSFORMER_FILE: Final = "diffusion_pytorch_model.safetensors"
 RULES = wan.TRANSFORMER_RULES
-"""Mapping of prefixes and diffusers' names to the original names, which are not changed."""
+"""Rules that map prefixes and diffusers' names to the original names. Original names do not change.
+"""
 _ADAPTER = "act_control_adapter."
 _KEYS = f"{_ADAPTER}conv.weight"
 _KEY_CONFIG = "act_control_in_dim"
@@ -54,19 +56,19 @@ OUTSIDE_TENSORS: dict[str, wan.Sizes] = {
 
 @dataclass(frozen=True)
 class CheckpointLayout(WanComponents):
-    """Components of one checkpoint. `transformer` is a folder of safetensors files or a single such
-    file.
+    """Components of one checkpoint. `transformer` is a folder of safetensors files or a single
+    safetensors file.
     """
 
     download_name: ClassVar[str] = "abot_world"
     vae_release: ClassVar[Literal["2.1", "2.2"]] = "2.2"
 
     kind: Literal["original", "diffusers"]
-    """The library whose layout the checkpoint has."""
+    """Whether the checkpoint has the layout of the original repository or diffusers' layout."""
 
     def transformer_config(self) -> dict[str, Any]:
-        """Return the transformer's `config.json`, with the sizes of its tensors, if there
-        are any.
+        """Return the transformer's `config.json`. If there are weight files, its sizes are replaced
+        by those of the tensors.
         """
         folder = self.transformer if self.transformer.is_dir() else self.transformer.parent
         stated = own_config(folder)
@@ -79,7 +81,7 @@ def find_layout(path: Path) -> CheckpointLayout:
     """Locate the components in `path`, or next to it if `path` is the transformer's folder.
 
     Raises:
-        ValueError: There is no transformer. The message is one line.
+        ValueError: The directory contains no transformer of this model. The message is one line.
     """
     folder, root = find_transformer(path, ("transformer",), _is_transformer, "ABot-World-0")
     kind: Literal["original", "diffusers"] = (
@@ -91,7 +93,9 @@ def find_layout(path: Path) -> CheckpointLayout:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether `path` holds an ABot-World-0 transformer. Cheap; never raises."""
+    """Return whether `path` contains an ABot-World-0 transformer. The check is cheap and never
+    raises.
+    """
     try:
         find_layout(path)
     except (ValueError, OSError):
@@ -100,9 +104,9 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return `chunk_hf_config` of this checkpoint, with `kind`. Needs no weight files.
+    """Return `chunk_hf_config` of this checkpoint, with `kind`. Weight files are not needed.
 
-    Raises ValueError.
+    Raises ValueError if the checkpoint is not usable.
     """
     layout = find_layout(path)
     transformer = layout.transformer_config()
@@ -114,7 +118,11 @@ def hf_config(path: Path) -> dict[str, Any]:
 def with_tensor_sizes(
     stated: Mapping[str, Any], shapes: Mapping[str, Shape], where: str
 ) -> dict[str, Any]:
-    """Return a config with the sizes of tensors, under any of their names. Raises ValueError."""
+    """Return the config `stated`, with its sizes replaced by those of the stored tensors.
+
+    The tensors may have the names of any layout. Raises ValueError if the tensors belong to another
+    network.
+    """
     named = {rename(name, RULES): shape for name, shape in shapes.items()}
     num_heads = stated.get("num_heads", stated.get("num_attention_heads"))
     sizes = wan.stored_sizes(named, where, num_heads)
@@ -129,15 +137,16 @@ def with_tensor_sizes(
 
 
 def transformer_shapes(config: AbotWorldConfig) -> dict[str, Shape]:
-    """Return the shape of every transformer tensor in a checkpoint by name (831 in the released
-    model).
+    """Return the shape of every transformer tensor in a checkpoint, by name. The released model has
+    831 tensors.
     """
     inputs = len(SPACE.buttons) * KEY_PLANES * config.key_reduction**2
     return wan.network_shapes(config, OUTSIDE_TENSORS, wan.BLOCK_TENSORS, A=inputs)
 
 
 def load_transformer(transformer: nn.Module, source: TensorSource, config: AbotWorldConfig) -> None:
-    """Load the transformer, or this rank's stage and shard of it, strictly. Raises ValueError."""
+    """Load this rank's stage and shard of the transformer. Raises ValueError if tensor names or
+    shapes do not match."""
     shapes = transformer_shapes(config)
     folded = {**shapes, _KEYS: (config.dim, len(SPACE.buttons))}
     inputs = shapes[_KEYS]
@@ -150,12 +159,13 @@ def _forms(name: str, inputs: Shape) -> Mapping[str, Callable[[torch.Tensor], to
 
 
 def fold_keys(weight: torch.Tensor, inputs: Shape) -> torch.Tensor:
-    """Return the matrix [D, keys] of a convolution whose input is equal in all pixels, fp32: the
-    sum of its weights over the copies of a key, the pixels of a cell, and its kernel.
+    """Return the fp32 matrix [D, keys] that is equivalent to a convolution for inputs that are
+    equal in all pixels. The matrix is the sum of the convolution's weights over the copies of a
+    key, the pixels of a cell, and the kernel.
 
     Args:
-        weight: [D, keys * copies * pixels, 2, 2].
-        inputs: Expected shape. A weight of another shape is returned unchanged.
+        weight: Weight of the convolution, [D, keys * copies * pixels, 2, 2].
+        inputs: Expected shape of the weight. A weight with a different shape is returned unchanged.
     """
     if tuple(weight.shape) != inputs:
         return weight
@@ -163,8 +173,8 @@ def fold_keys(weight: torch.Tensor, inputs: Shape) -> torch.Tensor:
 
 
 def adapter_target(transformer: nn.Module, config: AbotWorldConfig) -> AdapterTarget:
-    """Return the transformer, without the action adapter, as a target of LoRA adapters."""
-    # not needed to describe a checkpoint
+    """Return the transformer without its action adapter as an `AdapterTarget` for LoRA adapters."""
+    # Imported here, because describing a checkpoint does not need it.
     from vllm_omni.model_executor.models.wan.transformer.layers import PatchEmbedding
 
     return AdapterTarget(
@@ -177,8 +187,8 @@ def adapter_target(transformer: nn.Module, config: AbotWorldConfig) -> AdapterTa
 
 
 def _is_transformer(folder: Path) -> bool:
-    """Return whether a folder holds the transformer, by its tensors' names or, without weights
-    (`--load-format dummy`), by its config."""
+    """Return whether a folder contains the transformer. Its tensor names decide or, without weights
+    (`--load-format dummy`), its config."""
     if not folder.is_dir():
         return False
     single = folder / TRANSFORMER_FILE

@@ -3,7 +3,7 @@
 options and schedule.
 
 The released `config.json` contains only the sizes of the Wan 2.2 TI2V-5B backbone. The window and
-the references are defaults of the original code.
+the references are taken from the defaults of the original code.
 """
 
 from collections.abc import Mapping
@@ -41,12 +41,13 @@ KEY_PLANES: Final = 4
 WINDOW_FRAMES: Final = 21
 """Number of latent frames that a chunk sees, including its own."""
 STEPS: Final = (1000, 750, 500, 250)
-"""Denoise steps of a chunk."""
+"""Timesteps of a chunk's denoise steps."""
 _SHIFT: Final = 5.0
 _SLOT_DISTANCE = 256
 
 SPACE: Final = ActionSpace(buttons=CAMERA_SPACE.buttons, prompt="optional")
-"""Controls without reference images. The buttons are in the order of the network's input."""
+"""Controls of a model without reference images. The buttons are in the order of the network's
+input."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class AbotWorldConfig(Trunk5BConfig):
     key_reduction: int = 16
     """Side in pixels of the cells that the action adapter folds into channels."""
     reference_slots: int = len(REFERENCES)
-    """Reference images."""
+    """Number of reference images."""
     reference_size: int = 512
     """Height and width of the reference images, in pixels."""
 
@@ -82,14 +83,15 @@ class AbotWorldConfig(Trunk5BConfig):
         return self.reference_slots * self.tokens_per_reference
 
     def reference_position(self, slot: int) -> int:
-        """Return the temporal position of a reference image, before all frames."""
+        """Return the temporal position of a reference image, which is before the positions of all
+        frames."""
         distance = max(self.tokens_per_reference, _SLOT_DISTANCE)
         return -(self.reference_slots - slot) * distance
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "AbotWorldConfig":
-        """Read a transformer's `config.json` with the keys of either layout. An empty mapping means
-        the released model.
+        """Read a transformer's `config.json` with the keys of either layout. An empty mapping
+        stands for the released model.
 
         Raises:
             ValueError: A key is unknown, or a value is not supported.
@@ -124,29 +126,30 @@ PRESETS: Final[Mapping[PresetName, Preset]] = {
     ),
     "small": Preset(model={"text_encoder_device": "cpu"}, quantization="fp8", kv_cache_dtype="fp8"),
 }
-"""All presets use the tiny decoder, because the release uses it."""
+"""All presets use the tiny decoder, which is the decoder of the release."""
 
 
 class AbotWorldOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`StreamingOptions`, and the options of ABot-World."""
+    """`StreamingOptions`, and the additional options of ABot-World."""
 
     presets: ClassVar[Mapping[PresetName, Preset]] = PRESETS
 
     decoder: Literal["wan", "tiny"] = "tiny"
-    """Decoder of the latents: the tiny autoencoder TAEW2.2 (`taew2_2.pth` in the checkpoint's
-    directory), as released, or Wan's VAE (`wan`), which costs as much as the transformer."""
+    """Decoder of the latents. `tiny`: the tiny autoencoder TAEW2.2 (`taew2_2.pth` in the
+    checkpoint's directory), as in the release. `wan`: Wan's VAE, which costs as much time as the
+    transformer."""
     positions: Literal["carried", "window"] = "carried"
-    """Positions of frames relative to the reference images. `carried`: the index of the frame,
-    rebased to the oldest visible frame before it exceeds 256. `window`: the oldest visible frame of
-    each chunk has position 0.
+    """Positions of frames relative to the reference images. `carried`: the position is the index of
+    the frame minus a base. Before a position exceeds 256, the oldest visible frame becomes the
+    base. `window`: the oldest visible frame of each chunk has position 0.
     """
     reference_slots: Annotated[int, msgspec.Meta(ge=0, le=len(REFERENCES))] | None = None
     """Number of reference images. The tokens of a missing image are zeros, as in the original. 0:
-    no tokens, a setting with which the released model was not trained. Default: 5.
+    there are no reference tokens, which the released model was not trained for. Default: 5.
     """
 
     def schedule(self) -> FewStepSchedule:
-        """Return the denoise steps, computed in fp32 as in the original."""
+        """Return the denoise schedule. The schedule is computed in fp32, as in the original."""
         indices = [1000 - step for step in STEPS]
         steps = few_step_schedule("exact", _SHIFT, indices, np.float32)
         return with_most_steps(steps, self.max_steps)
@@ -156,7 +159,8 @@ AbotWorldStream = StreamModelSetup[AbotWorldConfig, AbotWorldOptions]
 
 
 def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> AbotWorldStream:
-    """Return the family's part of `hf_config` with the serving options. Raises ValueError."""
+    """Read the family's part of `hf_config` and the serving options. Raises ValueError if either is
+    invalid."""
     options = AbotWorldOptions.read_options(omni.model)
     stated = dict(checkpoint["transformer"])
     if options.reference_slots is not None:
@@ -173,7 +177,7 @@ def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> AbotWorldStr
 
 
 def space_of(config: AbotWorldConfig) -> ActionSpace:
-    """Return the controls and inputs of a session."""
+    """Return the controls and the images that a session accepts."""
     names = REFERENCES[: config.reference_slots]
     images = tuple(NamedImage(name, f"{name} of the character") for name in names)
     return msgspec.structs.replace(SPACE, images=images)

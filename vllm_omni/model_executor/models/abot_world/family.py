@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `abot_world` family, described for the command line, config parser and endpoints."""
+"""Describes the `abot_world` family for the command line, the config parser and the endpoints."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -42,7 +42,8 @@ _TINY: AutoencoderMemory = WAN_2_2_AUTOENCODER.tiny or WAN_2_2_AUTOENCODER
 
 
 def _planned(name: str, transformer: Mapping[str, Any], changes: Changes) -> StreamModel:
-    """Return the model for `vllm-omni plan`. Sessions have no cache of the encoder."""
+    """Return the description of the model for `vllm-omni plan`. Sessions of this model have no
+    encoder cache."""
     check_world("abot_world", changes)
     config = AbotWorldConfig.from_checkpoint(transformer)
     fields = {

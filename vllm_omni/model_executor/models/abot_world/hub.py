@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Download of ABot-World-0-5B-LF: the original repository has all components.
+"""Download of ABot-World-0-5B-LF from the original repository, which contains all components.
 
-Third parties state Apache-2.0 for the weights. Read the model card before use.
+According to third parties, the licence of the weights is Apache-2.0. Read the model card before
+use.
 """
 
 from pathlib import Path
@@ -23,15 +24,16 @@ PIECES = (
         24.8,
     ),
 )
-"""10.5 GB transformer, 2.8 GB VAE, 11.4 GB text encoder."""
+"""Files of the release. The transformer has 10.5 GB, the VAE 2.8 GB and the text encoder 11.4 GB.
+"""
 
 
 def check_complete(path: Path) -> None:
     """Raise ValueError unless all components exist and the transformer's tensors have the right
     names and shapes.
 
-    Only file names and headers are read. Tensors of other components are checked when they are
-    loaded.
+    Only file names and headers are read. The tensors of the other components are checked when they
+    are loaded.
     """
     from vllm_omni.model_executor.models.abot_world.checkpoint import (
         RULES,

@@ -10,8 +10,9 @@
     frames = vae.decode(x0)                                  post_decode
     advance the session and its base                         commit
 
-The references are part of all passes of the first chunk. Later chunks see their K/V. `AbotWorld` is
-the model and does not depend on the engine; vLLM loads `AbotWorldPipeline`, which owns the model.
+The references are part of all passes of the first chunk. Later chunks attend to the K/V of the
+references. `AbotWorld` is the model and does not depend on the engine; vLLM loads
+`AbotWorldPipeline`, which owns the model.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -70,20 +71,20 @@ from vllm_omni.model_executor.vllm_model import CheckpointPipeline, ServedCheckp
 
 @dataclass(eq=False, kw_only=True)
 class AbotChunk(StreamingChunk[PinnedWindow, FramePositions]):
-    """One chunk in flight. `own` is `StreamingSession.own` after the chunk."""
+    """One chunk in flight. `own` is the value of `StreamingSession.own` after the chunk."""
 
     schedule: FewStepSchedule
-    """Denoise steps of the chunk."""
+    """Denoise schedule of the chunk."""
     keys_FK: torch.Tensor
-    """Held keys of each latent frame, fp32 on the host."""
+    """Keyboard keys that are held in each latent frame, fp32 on the host."""
     keys: torch.Tensor | None = None
     """Result of `AbotWorldTransformer.embed_keys`, set before the first pass."""
     references: torch.Tensor | None = None
-    """Result of `AbotWorldTransformer.reference_patches`. None for later chunks and later
-    stages.
+    """Result of `AbotWorldTransformer.reference_patches`. None in later chunks and on later stages.
     """
     given: torch.Tensor | None = None
-    """1.0 for each given reference, 0.0 for each missing one, fp32 [slots]."""
+    """Mask of the given references, fp32 [slots]: 1.0 for a given reference and 0.0 for a missing
+    one."""
 
 
 Request = DiffusionRequest[PinnedSession, AbotChunk]
@@ -103,7 +104,7 @@ class AbotWorld(StreamingModel[PinnedSession, AbotChunk]):
     session_type = PinnedSession
     session_windows = True
     rounding: ClassVar[Rounding] = "truncate"
-    """Rounding of pixels to uint8, as in the original."""
+    """How pixels are rounded to uint8: they are truncated, as in the original."""
 
     config: AbotWorldConfig
     options: AbotWorldOptions
@@ -115,7 +116,8 @@ class AbotWorld(StreamingModel[PinnedSession, AbotChunk]):
         self.text_encoder, self.image_encoder, self.transformer, self.prompts = build_networks(
             setup, AbotWorldTransformer
         )
-        # on every rank with layers: each needs the noisy latents, which hold the image
+        # Every rank with layers encodes, because it needs the noisy latents, which contain the
+        # image.
         self.vae, self.tiny_vae, self.decoder = build_autoencoders(
             setup, encodes=not setup.parallel.is_vae_stage, rounding=self.rounding
         )
@@ -205,14 +207,14 @@ class AbotWorld(StreamingModel[PinnedSession, AbotChunk]):
     # -- parts of the above ------------------------------------------------------------------------
 
     def _encode(self, images_HWC: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the latents [N, C, 1, h, w] of uint8 images of one size, fp32 on the device."""
+        """Return the latents of uint8 images of equal size, fp32 [N, C, 1, h, w] on the device."""
         device = self.transformer.device
         pixels = [image_pixels(to_device(image_HWC, device)) for image_HWC in images_HWC]
         return self.vae.encode(torch.cat(pixels), None)[0].float()
 
     def _references(self, images: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Return `references` and `given` of a session's first chunk, on the first stage. Missing
-        references are zeros."""
+        """Return the fields `references` and `given` of a session's first chunk. Missing references
+        are zeros. The result is empty on stages other than the first."""
         config, device = self.config, self.transformer.device
         if not (self.parallel.first_stage and config.reference_slots):
             return {}
@@ -233,8 +235,9 @@ class AbotWorld(StreamingModel[PinnedSession, AbotChunk]):
         return self.config.reference_tokens if chunk.frames.start == 0 else 0
 
     def start_step(self, request: Request) -> None:
-        """Place the references, and compute the K/V of the prompt and the keys if they do not
-        exist. Collective under tensor parallelism.
+        """Place the references. Also compute the K/V of the prompt and the embedding of the
+        keyboard keys, unless they have already been computed. The call is collective under tensor
+        parallelism.
         """
         chunk = request.work
         self.prompts.complete_chunk(chunk)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The causal transformer of ABot-World-0: the Wan 2.2 TI2V-5B backbone with keys and references.
+"""The causal transformer of ABot-World-0: the Wan 2.2 TI2V-5B backbone with keyboard keys and
+reference images.
 
-Reference images are tokens that precede the tokens of a session's first chunk. Keys are a small
-vector per latent frame that is added to the patch tokens. Maths: amap-cvlab/ABot-World @ e260168.
+Reference images are tokens that precede the tokens of a session's first chunk. The keyboard keys of
+a latent frame form a small vector. The embedding of this vector is added to the patch tokens.
+Maths: amap-cvlab/ABot-World @ e260168.
 """
 
 # B batch entries, F latent frames of a chunk, h x w patches of a frame, D width, K keys, S
@@ -29,21 +31,21 @@ from vllm_omni.model_executor.models.wan.transformer.layers import patchify
 
 @dataclass(frozen=True, kw_only=True)
 class AbotItem(ChunkItem):
-    """A batch entry with keys and, in a session's first chunk, reference images."""
+    """A batch entry with keyboard keys and, in a session's first chunk, reference images."""
 
     keys: torch.Tensor | None
-    """Result of `AbotWorldTransformer.embed_keys`. None after the first stage."""
+    """Result of `AbotWorldTransformer.embed_keys`. None on stages after the first."""
     references: torch.Tensor | None = None
-    """Result of `AbotWorldTransformer.reference_patches`. None for later chunks and later
-    stages.
+    """Result of `AbotWorldTransformer.reference_patches`. None in later chunks and on later stages.
     """
     given: torch.Tensor | None = None
-    """1.0 for each given reference image and 0.0 for each missing one, fp32 [S]."""
+    """Mask of the given reference images, fp32 [S]: 1.0 for a given image and 0.0 for a missing
+    one."""
 
 
 class KeyVector(nn.Module):
-    """The first convolution of the action adapter for keys that have the same value in all pixels:
-    an fp32 matrix, the sum of its weights over all equal inputs.
+    """The first convolution of the action adapter, as an fp32 matrix. A key has the same value in
+    all pixels, so the weights of the convolution can be summed over all equal inputs (`fold_keys`).
     """
 
     def __init__(self, config: AbotWorldConfig) -> None:
@@ -56,7 +58,7 @@ class KeyVector(nn.Module):
 
 
 class KeyResidual(nn.Module):
-    """Two 3x3 convolutions with zero padding."""
+    """A residual block of two 3x3 convolutions with zero padding."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -70,11 +72,12 @@ class KeyResidual(nn.Module):
 
 
 class KeyAdapter(nn.Module):
-    """The action adapter: maps the keys of each latent frame to values that are added to its patch
-    tokens.
+    """The action adapter, which maps the keyboard keys of each latent frame to values that are
+    added to the frame's patch tokens.
 
-    The input of the 3x3 convolutions is one vector for all patches, so their result differs only at
-    the border. It is computed for at most 5 x 5 patches, and the middle one is repeated.
+    The input of the 3x3 convolutions is the same vector for all patches, so their results differ
+    only at the border. The results are computed for at most 5 x 5 patches, and the middle patch is
+    repeated.
     """
 
     def __init__(self, config: AbotWorldConfig) -> None:
@@ -83,7 +86,8 @@ class KeyAdapter(nn.Module):
         self.residual_blocks = nn.ModuleList([KeyResidual(config.dim)])
 
     def forward(self, keys_FK: torch.Tensor, height: int, width: int) -> torch.Tensor:
-        """Return [F, D, h, w] for h x w = `height` x `width` patches, in the model's dtype."""
+        """Return the values that are added to `height` x `width` patches, [F, D, h, w] in the
+        model's dtype."""
         residual = self.residual_blocks[0]
         assert isinstance(residual, KeyResidual)
         vector_FD = self.conv(keys_FK).to(residual.conv1.weight.dtype)
@@ -94,8 +98,8 @@ class KeyAdapter(nn.Module):
 
 
 def _border(size: int, device: torch.device) -> torch.Tensor:
-    """Return the index of each of `size` patches among at most 5 along one axis: the first two, a
-    middle one, and the last two.
+    """Return, for each of `size` patches along one axis, the index of its result among at most 5
+    results: those of the first two patches, a middle patch, and the last two patches.
     """
     positions = torch.arange(size, device=device)
     from_end = (positions - size + 5).clamp(min=2)
@@ -103,8 +107,8 @@ def _border(size: int, device: torch.device) -> torch.Tensor:
 
 
 class AbotWorldTransformer(ChunkTransformer[AbotWorldConfig]):
-    """This rank's part of the network. Parameters are uninitialised and have torch's default dtype
-    and device."""
+    """This rank's part of the network. The parameters of a new network are uninitialised and have
+    torch's default dtype and device."""
 
     moving_fields = (*ChunkTransformer.moving_fields, "keys", "references", "given")
 
@@ -119,8 +123,8 @@ class AbotWorldTransformer(ChunkTransformer[AbotWorldConfig]):
         return stack([self._embed(item, own) for item in items])
 
     def _embed(self, item: AbotItem, own: slice) -> torch.Tensor:
-        """Return the embedded tokens of one chunk that this rank holds, [T, D]: references, then
-        frames.
+        """Return the embedded tokens of one chunk that this rank holds, [T, D]. The tokens of
+        references precede the tokens of frames.
         """
         assert item.keys is not None, "the first stage needs the keys"
         lead = item.lead_tokens
@@ -137,10 +141,10 @@ class AbotWorldTransformer(ChunkTransformer[AbotWorldConfig]):
         return torch.cat((lead_TD, x_TD))
 
     def embed_keys(self, keys_FK: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-        """Return the values that the keys add to all patch tokens of a chunk, [F h w, D].
+        """Return the values that the keyboard keys add to all patch tokens of a chunk, [F h w, D].
 
         Args:
-            keys_FK: 1.0 for each held key, fp32.
+            keys_FK: Keyboard keys, fp32: 1.0 for each held key, otherwise 0.0.
             size: Latent size of the chunk, [channels, F, h, w].
         """
         keys = to_device(keys_FK, self.device)
@@ -154,7 +158,7 @@ class AbotWorldTransformer(ChunkTransformer[AbotWorldConfig]):
     def chunk_rope(
         self, frames: range, size: Sequence[int], lead: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's rotations of a chunk; with `lead`, those of its references
+        """Return this rank's rotary tables of a chunk. With `lead`, the tables of its references
         come first.
         """
         if not lead:
@@ -169,6 +173,7 @@ class AbotWorldTransformer(ChunkTransformer[AbotWorldConfig]):
         return to_device(cos[own], self.device), to_device(sin[own], self.device)
 
     def window_sizes(self, tokens_per_frame: int) -> dict[str, Any]:
-        """Return the arguments of this rank's `PinnedWindow`s, except frames and storage."""
+        """Return the arguments of this rank's `PinnedWindow`s, except the numbers of frames and the
+        storage."""
         sizes = super().window_sizes(tokens_per_frame)
         return {**sizes, "pinned_tokens": self.config.reference_tokens}

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ChunkCache`: the K/V of earlier chunks that a denoise step attends to.
 
-There are two modes over the same `KVWindow`s:
+There are two modes, both of which use `KVWindow`s:
 
 - strict: a single window. A chunk's clean-context pass writes the K/V that later chunks see.
-- noise-matched: one window per denoise step. Step j of a chunk sees earlier chunks as they were at
-  step j. After the first chunk of the stream, every window contains the K/V of that chunk from its
-  last step.
+- noise-matched: one window per denoise step. Step j of a chunk attends to the K/V that earlier
+  chunks wrote at their own step j. After the first chunk of the stream, every window contains the
+  K/V of that chunk from its last step.
 
-Both depend only on frame indices and steps. Chunks may run one after another or concurrently with
-the same result, as long as the K/V that a step reads have already been written. Nothing is
-committed before `commit`.
+Both modes depend only on frame indices and steps. Running chunks concurrently gives the same result
+as running them one after another, as long as the K/V that a step reads have already been written.
+No frame is committed before `commit` is called.
 """
 
 # T tokens of a chunk, S visible tokens, N heads, H head dim
@@ -25,12 +25,12 @@ from vllm_omni.model_executor.layers.kv_cache.window_set import WindowSet
 
 
 class ChunkCache(WindowSet):
-    """The K/V windows of a stream. See the module docstring. Build with `strict` or
-    `noise_matched`.
+    """The K/V windows of a stream; see the module docstring. Use `strict` or `noise_matched` to
+    build one.
 
-    `windows` has one entry for strict, and one entry per step for noise-matched (on a stage that
-    owns one step, only the window of that step). `has_sinks_per_step` is set if every step has a
-    window with separate sink frames.
+    `windows` contains a single window in strict mode, and one window per step in noise-matched mode
+    (only that of its own step on a stage that owns one step). `has_sinks_per_step` is set if every
+    step has a window with separate sink frames.
     """
 
     def __init__(self, windows: Sequence[KVWindow], has_sinks_per_step: bool) -> None:
@@ -51,15 +51,15 @@ class ChunkCache(WindowSet):
         return self.windows[min(step, len(self.windows) - 1)]
 
     def open(self, frames: range, step: int = 0) -> None:
-        """Write the sink slots for chunk `frames` before `step`; without per-step sinks, only once
-        per chunk.
+        """Write the sink slots for chunk `frames`. Call this before every `step` with per-step
+        sinks, otherwise once per chunk.
         """
         for window in self._sink_windows(step):
             window.open(frames)
 
     def retain_sinks(self, frames: range, step: int) -> None:
-        """After `step`, with per-step sinks, store the sink frames among `frames`, because a later
-        chunk may need them.
+        """Store the sink frames among `frames` after `step`, because a later chunk may need them.
+        Only used with per-step sinks.
 
         The stream's first chunk is excluded, because its K/V are replaced by those of the last
         step.
@@ -71,17 +71,15 @@ class ChunkCache(WindowSet):
     def recompute(self, first_frame: int) -> "ChunkCache":
         """Return a fork that hides all frames before `first_frame`.
 
-        The caller then rewrites the frames from `first_frame` on, oldest first. Requires the mode
-        `strict`.
+        The caller then rewrites the frames from `first_frame` on, oldest first. Recomputing
+        requires the strict mode.
         """
         other = self.fork()
         other.clean.hide_before(first_frame)
         return other
 
     def keep_sinks(self, frames: range) -> None:
-        """After a clean-context pass that has rewritten `frames`, retain the sink frames among
-        them.
-        """
+        """Store the sink frames among `frames` after a clean-context pass has rewritten `frames`."""
         for window in self._sink_windows(0):
             if frames.start < window.sink_frames:
                 window.retain_sinks(frames)
@@ -90,15 +88,16 @@ class ChunkCache(WindowSet):
         """Return this rank's sums [windows, L, S, 2, 3] that decide which sink frames are renewed,
         or None.
 
-        Call it after the forward pass of `step` with per-step sinks, otherwise after the last pass
-        of a chunk.
+        With per-step sinks, call this after the forward pass of `step`. Otherwise, call it after
+        the last pass of a chunk.
         """
         sums = [window.resemblance(end_frame) for window in self._sink_windows(step)]
         known = [values for values in sums if values is not None]
         return torch.stack(known) if known and len(known) == len(sums) else None
 
     def decide(self, end_frame: int, sums: torch.Tensor, step: int = 0) -> None:
-        """Decide from the sums over all ranks that shard the heads."""
+        """Decide which sink frames are renewed, from the `resemblances` summed over all ranks that
+        shard the heads."""
         for window, values in zip(self._sink_windows(step), sums, strict=True):
             window.decide(end_frame, values)
 

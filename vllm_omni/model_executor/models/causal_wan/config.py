@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of a causal Wan 2.1 checkpoint (`CausalWanConfig`) and its serving options
+"""Architecture of a causal Wan 2.1 checkpoint (`CausalWanConfig`) and its serving options
 (`CausalWanOptions`).
 
 The architecture comes from the checkpoint and is validated key by key. The options come from
@@ -41,13 +41,11 @@ from vllm_omni.model_executor.streaming.stream import StreamModelSetup
 _VIDEO_SHIFT = 8.0
 """Timestep shift of the video-to-video schedule, as in training."""
 VIDEO_NOISE_SCALE = 0.8
-"""Noise scale for the first chunk of an input video, in [0, 1]; used unchanged for a static
-scene.
-"""
+"""Noise scale for the first chunk of an input video, in [0, 1]. A static scene keeps this scale."""
 
 _WINDOW, _SINK, _CHUNK = 21, 3, 3
-"""Defaults for a checkpoint without a window: the length of its training clips, with one chunk as
-sink frames.
+"""Default sizes for a checkpoint that specifies no window. The window is as long as a training
+clip, and one chunk consists of sink frames.
 """
 
 CacheKind = Literal["strict", "noise_matched"]
@@ -56,18 +54,19 @@ PromptSwitch = Literal["keep", "recompute"]
 
 @dataclass(frozen=True)
 class CausalWanConfig(ChunkTransformerConfig):
-    """The transformer's architecture. The defaults are the 1.3-billion-parameter model."""
+    """The transformer's architecture. The defaults are those of the model with 1.3 billion
+    parameters."""
 
     dim: int = 1536
     """Width of the network."""
     ffn_dim: int = 8960
     """Width of the feed-forward layers."""
     in_channels: int = LATENT_CHANNELS
-    """Input channels."""
+    """Number of input channels."""
     num_heads: int = 12
-    """Attention heads."""
+    """Number of attention heads."""
     num_layers: int = 30
-    """Blocks."""
+    """Number of transformer blocks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,9 +79,11 @@ class CausalWanConfig(ChunkTransformerConfig):
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "CausalWanConfig":
-        """Read a transformer `config.json` in either key style. An empty map means 1.3B.
+        """Read a transformer `config.json` in either key style. An empty mapping stands for the
+        1.3B model.
 
-        Raises ValueError that names unknown keys and every unsupported value.
+        If keys are unknown or values are not supported, this raises a ValueError that names all of
+        them.
         """
         slides = values.get("local_attn_size", -1) != -1
         skipped = () if slides else ("local_attn_size", "sink_size")
@@ -97,8 +98,8 @@ _RENAMED = {**RENAMED, "num_frame_per_block": "frames_per_chunk"}
 
 
 def with_settings(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a `config.json`, with the keys that it lacks in either key style added
-    from `settings`.
+    """Return the values of a `config.json`. Keys that it lacks in both key styles are added from
+    `settings`.
     """
     stated = {_RENAMED.get(key, key) for key, value in stored.items() if value is not None}
     return {
@@ -134,55 +135,56 @@ PRESETS: Final[Mapping[PresetName, Preset]] = {
         kv_cache_dtype="fp8",
     ),
 }
-"""The window of every preset is that of the release, because releases have windows of 6 to 21
-frames.
+"""Presets do not set a window. Every preset uses the window of the release, because releases have
+windows of 6 to 21 frames.
 """
 
 
 class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`StreamingOptions`, and options for the choices in which public implementations differ."""
+    """`StreamingOptions`, and additional options for details in which public implementations
+    differ."""
 
     presets: ClassVar[Mapping[PresetName, Preset]] = PRESETS
 
     cache: CacheKind = "strict"
-    """Selects the K/V of earlier chunks that a chunk attends to. `strict`: clean chunks, written by
-    a clean-context pass at timestep 0 (Self-Forcing). `noise_matched`: at each denoise step,
-    earlier chunks as they were at that step; no clean-context pass, one window per step
-    (StreamDiffusionV2).
+    """Selects the K/V of earlier chunks that a chunk attends to. `strict`: a chunk attends to clean
+    chunks, which a clean-context pass at timestep 0 has written (Self-Forcing). `noise_matched`: at
+    each denoise step, a chunk attends to the K/V that earlier chunks wrote at the same step. This
+    mode has no clean-context pass and one window per step (StreamDiffusionV2).
     """
     denoising_steps: list[float] = msgspec.field(
         default_factory=lambda: [1000.0, 750.0, 500.0, 250.0]
     )
     """Text-to-video schedule. A step s refers to entry 1000 - s of the table shifted by 5. A
-    release that was trained with other steps has its own default and interprets steps as in its own
-    code (CausVid: as timesteps).
+    release that was trained with other steps has its own default, and interprets steps in the same
+    way as its own code. For example, CausVid interprets them as timesteps.
     """
     video_input: bool = True
-    """Whether streams may repaint an input video or start from an image. Loads the VAE's
-    encoder."""
+    """Whether streams may repaint an input video or start from an image. If so, the VAE's encoder
+    is loaded."""
     video_denoising_steps: list[float] = msgspec.field(
         default_factory=lambda: [700.0, 500.0, 400.0, 200.0]
     )
-    """Video-to-video schedule, as timesteps. The noise controller replaces the first entry in each
-    chunk.
+    """Video-to-video schedule, as a list of timesteps. The noise controller replaces the first
+    timestep of each chunk.
     """
     normalize_video_latent: bool = True
-    """Normalise the latents of an input video. False: use the VAE's raw means, as
+    """Whether the latents of an input video are normalised. False: the VAE's raw means are used, as
     StreamDiffusionV2's checkpoints expect."""
     sink_position: Literal["window", "absolute"] = "window"
-    """`window`: the rotary positions of sink frames move along to just before the oldest frame that
-    the chunk sees, so that no distance exceeds the window. `absolute`: the positions do not change
-    (as in the original).
+    """Rotary positions of sink frames. `window`: sink frames move along to the positions just
+    before the oldest frame that the chunk sees, so that no distance exceeds the window. `absolute`:
+    their positions do not change, as in the original.
     """
     sink_refresh_threshold: Annotated[float, msgspec.Meta(ge=-1, le=1)] | None = None
     """A frame that leaves the window replaces the most dissimilar sink frame if their similarity is
     below this threshold. Requires chunks of one frame. None: sink frames are never renewed.
     """
     prompt_switch: PromptSwitch = "keep"
-    """K/V of earlier frames after a chunk with a new prompt. `keep`: unchanged. `recompute`: the
-    K/V in the window are recomputed with the new prompt, by a clean-context pass for each chunk in
-    the window (the KV recache of LongLive). Sink frames are recomputed until the window has moved
-    away from them. Requires `cache` `strict`.
+    """Selects what happens to the K/V of earlier frames when a chunk has a new prompt. `keep`: the
+    K/V do not change. `recompute`: the K/V in the window are recomputed with the new prompt, by a
+    clean-context pass for each chunk in the window (the KV recache of LongLive). Sink frames are
+    recomputed until the window has moved away from them. Requires `cache` `strict`.
     """
 
     @classmethod
@@ -192,7 +194,7 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
         """Parse `omni.model` for a checkpoint described by `hf_config`, with the settings of its
         release as defaults.
 
-        Raises ValueError as `parse`.
+        The method raises ValueError under the same conditions as `parse`.
         """
         return cls.parse(options, release_named(checkpoint["release"]).options)
 
@@ -200,8 +202,9 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
     def parse(
         cls, options: Mapping[str, Any], release: Mapping[str, Any] | None = None
     ) -> "CausalWanOptions":
-        """Parse the options, with those of the release as defaults. Raises ValueError with the
-        value and the allowed values.
+        """Parse the options, with those of the release as defaults.
+
+        If an option is invalid, this raises a ValueError with the value and the allowed values.
         """
         parsed = cls.read_options(options, release)
         try:
@@ -237,7 +240,7 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
         """Return the text-to-video schedule, with the timesteps and sigmas with which `release` was
         trained. Any number of steps is allowed.
 
-        Raises ValueError.
+        Raises ValueError if the steps are invalid.
         """
         if not release.warps_steps:
             schedule = nearest_schedule(release.shift, self.denoising_steps)
@@ -249,8 +252,8 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
         return with_most_steps(schedule, self.max_steps)
 
     def video_schedule(self, first_timestep: float | None = None) -> FewStepSchedule:
-        """Return the video-to-video schedule, starting at `first_timestep` (default: that of the
-        schedule). Raises ValueError.
+        """Return the video-to-video schedule, starting at `first_timestep`. By default, it starts
+        at the first timestep of the option. Raises ValueError if the schedule is invalid.
         """
         steps = self.video_denoising_steps
         schedule = nearest_schedule(
@@ -260,7 +263,8 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
 
 
 def resolve_plan(config: CausalWanConfig, options: CausalWanOptions) -> ChunkPlan:
-    """Return the chunk sizes of a stream and the size of its K/V window. Raises ValueError."""
+    """Return the chunk sizes of a stream and the size of its K/V window. Raises ValueError if the
+    options do not match the checkpoint."""
     plan = resolve_chunks(
         options, config, chunk_frames=_CHUNK, window_frames=_WINDOW, sink_frames=_SINK
     )
@@ -278,7 +282,8 @@ CausalWanStream = StreamModelSetup[CausalWanConfig, CausalWanOptions]
 
 
 def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> CausalWanStream:
-    """Return the family's part of `hf_config` with the serving options. Raises ValueError."""
+    """Read the family's part of `hf_config` and the serving options. Raises ValueError if either is
+    invalid."""
     options = CausalWanOptions.of_checkpoint(checkpoint, omni.model)
     config = CausalWanConfig.from_checkpoint(checkpoint["transformer"])
     few_steps = options.text_schedule().num_steps

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The published causal Wan networks on the hub, each placed in a Wan 2.1 T2V directory as
-`checkpoint/releases.py` expects it.
+"""Downloads of the published causal Wan networks. Each network is placed in a Wan 2.1 T2V
+directory, where `checkpoint/releases.py` expects it.
 
-Sizes are taken from the repositories' file lists where published, otherwise they are estimates from
-the tensors. A licence that restricts use, or that is not stated, must be accepted. The other
-licences are on the model cards.
+Download sizes are taken from the repositories' file lists if these are published. Unpublished sizes
+are estimated from the tensors. Users must accept a licence that restricts use or that is not
+stated. The other licences are on the model cards.
 """
 
 from pathlib import Path
@@ -30,8 +30,8 @@ def check_complete(path: Path) -> None:
     """Raise ValueError unless all components exist and the transformer's tensors have the right
     names and shapes.
 
-    Only file names and headers are read. Tensors of other components are checked when they are
-    loaded.
+    Only file names and headers are read. The tensors of the other components are checked when they
+    are loaded.
     """
     from vllm_omni.model_executor.models.causal_wan.checkpoint.layout import find_layout
     from vllm_omni.model_executor.models.causal_wan.config import CausalWanConfig
@@ -96,4 +96,5 @@ RELEASES = {
         "TencentARC/RollingForcing", ("checkpoints/rolling_forcing_dmd.pt",), 16.0
     ),
 }
-"""All other releases. Their repositories contain only the network."""
+"""All releases other than Self-Forcing. The repositories of these releases contain only the
+network."""

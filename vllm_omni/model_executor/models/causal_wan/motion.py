@@ -5,9 +5,8 @@
     s = 0.9 (s_0 - 0.1 m) + 0.1 s_before
     t = floor(1000 s) - 100
 
-s scales the noise added to a chunk, and t is the timestep of its first denoise step. A stream's
-first chunk has s_0.
-Source of the formulas: StreamDiffusionV2, streamv2v noise controller.
+s scales the noise added to a chunk, and t is the timestep of its first denoise step. For the first
+chunk of a stream, s = s_0. Source of the formulas: StreamDiffusionV2, streamv2v noise controller.
 """
 
 # T frames of a chunk
@@ -25,7 +24,7 @@ _BELOW_NOISE = 100
 def motion(frames_THWC: torch.Tensor, before_HWC: torch.Tensor) -> float:
     """Return the motion m in [0, 1] of the uint8 frames after `before_HWC`.
 
-    Synchronises with the device once.
+    The function synchronises with the device once.
     """
     clip = torch.cat((before_HWC.unsqueeze(0), frames_THWC)).float() / 127.5
     steps = (clip[1:] - clip[:-1]).square().mean(dim=(1, 2, 3)).sqrt()

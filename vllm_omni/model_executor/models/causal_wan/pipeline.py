@@ -14,7 +14,7 @@ decode, commit.
     the stream moves on                                      commit
 
 `CausalWan` is the model and does not depend on the engine; vLLM loads `CausalWanPipeline`, which
-owns the model. Held by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
+owns the model. Tested by tests/model_executor/models/causal_wan/test_causal_wan_pipeline.py.
 """
 
 import logging
@@ -76,7 +76,7 @@ Request = DiffusionRequest[StreamSession, CausalWanChunk]
 
 
 class StreamSetup(WanChunkSetup[CausalWanConfig, CausalWanOptions]):
-    """Everything a `CausalWan` is built from: of `hf_config(...)["causal_wan"]`."""
+    """Arguments of `CausalWan`, from `hf_config(...)["causal_wan"]`."""
 
     read_stream = staticmethod(read_stream)
 
@@ -91,9 +91,9 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
     config: CausalWanConfig
     """Architecture of the transformer."""
     options: CausalWanOptions
-    """Serving options."""
+    """Serving options of the model."""
     decoder: ChunkDecoder | None
-    """Decodes latents. None on ranks that do not decode."""
+    """Decodes latents to frames. None on ranks that do not decode."""
 
     def __init__(self, setup: StreamSetup) -> None:
         super().__init__(setup)
@@ -109,7 +109,7 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
         self.text_encoder, self.image_encoder, self.transformer, self.prompts = build_networks(
             setup, CausalWanTransformer, parallel=own
         )
-        # on every rank with layers: each needs the noisy latents or their timestep
+        # Every rank with layers encodes, because it needs the noisy latents or their timestep.
         encodes = options.video_input and not parallel.is_vae_stage
         self.vae, self.tiny_vae, self.decoder = build_autoencoders(setup, encodes=encodes)
         self.video = VideoEncoder(self.vae, options) if self.vae.has_encoder else None
@@ -154,7 +154,7 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
         return self.vae.encoder_cache_layout(shape.height, shape.width) if encodes else None
 
     def own_bytes(self, shape: SessionShape) -> int:
-        # each may bring a prompt, and keeps where the input video stands
+        # Each chunk in flight may have its own prompt, and has its own state of the input video.
         after = self.omni.chunks_in_flight - 1
         total = after * self.transformer.cross_kv_nbytes
         if self.video is not None and shape.source == "video":
@@ -230,7 +230,8 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
 
     @torch.no_grad()
     def step_scheduler(self, batch: Sequence[Request], prediction: torch.Tensor) -> None:
-        """As of every streaming model. Latent frames provided by the client are not changed."""
+        """Advance the latents as in every streaming model, except that latent frames provided by
+        the client do not change."""
         for request, flow in zip(batch, prediction, strict=True):
             chunk = request.work
             retained = chunk.latents[:, : chunk.given]
@@ -269,15 +270,15 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
     def commit(self, request: Request) -> None:
         chunk = request.work
         if self._own_step is not None and chunk.index == 0 and not self.parallel.last_stage:
-            # Later chunks see the first one as the last step left it, at every step.
+            # At every step, later chunks see the K/V that the first chunk wrote in its last step.
             self.transformer(
                 [self._batch_item(request, chunk.schedule.num_steps - 1)], None, kv_only=True
             )
         super().commit(request)
 
     def warmup_inputs(self) -> list[Inputs]:
-        """The inputs are a first and a later chunk of the largest size, because a later chunk
-        decodes more frames.
+        """Return the inputs of a first and a later chunk of the largest size. The warm-up needs
+        both chunks, because a later chunk decodes more frames.
         """
         source = "video" if self.options.video_input else "text"
         params = DiffusionParams(session_id="warm-up", prompt="warm-up", options={"source": source})
@@ -303,8 +304,8 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
         )
 
     def _given(self, request: Request, inputs: ChunkInputs) -> torch.Tensor | None:
-        """Return the first latent frames of the chunk, [16, G, h, w], that the client provides, on
-        the device. None: the client provides none.
+        """Return the first latent frames of the chunk, [16, G, h, w] on the device, if the client
+        provides them; otherwise None.
         """
         if inputs.latents is not None:
             return inputs.latents.to(self.transformer.device)
@@ -324,8 +325,8 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
         """Before the first forward pass of a chunk, compute the K/V of the prompt (collective with
         tensor parallelism).
 
-        Before a forward pass whose frames differ from those of the previous pass, place the sink
-        frames; with per-step sinks, before every denoise step.
+        Also place the sink frames before a forward pass over other frames than the previous pass.
+        With per-step sinks, they are placed before every denoise step.
         """
         chunk = request.work
         self.prompts.complete_chunk(chunk)
@@ -335,9 +336,9 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
             chunk.window.open(chunk.frames, request.step)
 
     def _end_step(self, request: Request) -> None:
-        """Store the sink frames that a forward pass has written, and decide which ones are renewed:
-        after every denoise step with per-step sinks, otherwise after the last pass of the chunk.
-        Ranks that share the heads make one decision.
+        """Store the sink frames that a forward pass has written, and decide which sink frames are
+        renewed. With per-step sinks, this happens after every denoise step, otherwise after the
+        last pass of the chunk. Ranks that shard the heads make a common decision.
         """
         chunk, step = request.work, request.step
         if chunk.window.has_sinks_per_step:
@@ -356,8 +357,8 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
         return [self._batch_item(request)]
 
     def _batch_item(self, request: Request, step: int | None = None) -> ChunkItem:
-        """Return the inputs of a chunk for a forward pass: for its next step, or for denoise step
-        `step`.
+        """Return the inputs of a chunk for the forward pass of denoise step `step`. Default: the
+        chunk's next pass.
         """
         chunk = request.work
         assert chunk.cross_kv is not None

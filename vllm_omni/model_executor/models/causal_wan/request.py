@@ -2,8 +2,8 @@
 """Validates everything that a client may send with a chunk of a stream.
 
 The functions read a request and its session and return `ChunkInputs`, or raise `RequestFailed` with
-the field, its value and the allowed values. They have no side effects, allocate nothing on the
-device, and return the same result on every rank.
+the field, its value and the allowed values. The functions have no side effects, allocate no device
+memory, and return the same result on every rank.
 """
 
 from collections.abc import Mapping
@@ -39,14 +39,15 @@ class ChunkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """`DiffusionParams.options` of one chunk."""
 
     source: Source | None = None
-    """`text` generates video from the prompt alone; `video` repaints the tensor `video` of every
-    chunk. It is set by the first chunk of the stream. Default: unchanged (`text` for a first
-    chunk).
+    """`text` generates video only from the prompt. `video` repaints the tensor `video` of every
+    chunk. The first chunk of a stream sets the source. Default: `text` for the first chunk,
+    afterwards the source of the stream.
     """
 
 
 def read_shape(params: DiffusionParams, config: CausalWanConfig, omni: OmniConfig) -> SessionShape:
-    """Return the sizes that are set by the first chunk of a stream. Raises `RequestFailed`."""
+    """Return the sizes that the first chunk of a stream sets. Raises `RequestFailed` if they are
+    invalid."""
     height, width = read_size(params, config, omni)
     return SessionShape(height, width, params.output, source=_options(params).source or "text")
 
@@ -58,7 +59,7 @@ def read_chunk(
     served: CausalWanOptions,
 ) -> ChunkInputs:
     """Validate the request of one chunk against the state of its stream before the chunk. Raises
-    `RequestFailed`.
+    `RequestFailed` if the request is invalid.
     """
     params = request.params
     session.window.check_frames(session.plan.frames(position.chunk_index))

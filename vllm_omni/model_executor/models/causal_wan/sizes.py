@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes of a stream's state on this rank, and K/V windows with these sizes.
 
-Both are in one module, so that admission counts exactly the number of bytes that a session
-allocates.
+This module computes the sizes and also builds the windows, so that admission counts exactly the
+bytes that a session allocates.
 """
 
 import math
@@ -28,9 +28,9 @@ from vllm_omni.model_executor.streaming.session import SessionShape
 class StreamSizes:
     """Sizes of one stream's state.
 
-    `spare_frames` is that of each window (see the function `spare_frames`), `own_step` is the step
-    of a stage that owns one step, and `kv_dtype` is the storage dtype of windows (None: the
-    transformer's dtype).
+    `spare_frames` contains the number of spare frames of each window (see the function
+    `spare_frames`). `own_step` is the step of a stage that owns one step. `kv_dtype` is the storage
+    dtype of the windows (None: the transformer's dtype).
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class StreamSizes:
         )
 
     def latent_shape(self, shape: SessionShape, num_frames: int) -> tuple[int, int, int, int]:
-        """Return the shape [16, F, h, w]."""
+        """Return the shape [16, F, h, w] of the latents of `num_frames` latent frames."""
         return (
             self._config.out_channels,
             num_frames,
@@ -96,8 +96,8 @@ class StreamSizes:
         return ChunkCache.strict(window(plan.window_frames, plan.sink_frames, 0))
 
     def past_nbytes(self, shape: SessionShape) -> int:
-        """Return the maximum number of bytes that a session stores so that its window can be
-        recomputed for a new prompt.
+        """Return the maximum number of bytes that a session stores to recompute its window for a
+        new prompt.
         """
         plan = self._plan
         frames = plan.window_frames + max(plan.first_chunk_frames, plan.chunk_frames)
@@ -144,9 +144,9 @@ def spare_frames(
 ) -> tuple[int, ...]:
     """Return the number of spare frames that each window's ring buffer needs for chunks in flight.
 
-    With a noise-matched cache, step j of a chunk sees earlier chunks as they were at step j, so it
-    may run as soon as the previous chunk has finished that step. Frames that its K/V would
-    overwrite are retained as long as an uncommitted chunk that sees them may be run again.
+    With a noise-matched cache, step j of a chunk sees the K/V that earlier chunks wrote at step j,
+    so it may run as soon as the previous chunk has finished step j. The frames that its own K/V
+    would overwrite are retained as long as an uncommitted chunk that sees them may be run again.
 
     The spare frames are those that chunks may write ahead of the oldest uncommitted chunk. On one
     rank, a chunk is committed in the engine step of its last pass. On several ranks, earlier stages

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of a causal Wan session (`StreamSession`) and working set of a chunk (`CausalWanChunk`).
 
-The family-specific state of the session is that of the input video.
+The only state of a session that is specific to this family is the state of its input video.
 """
 
 from collections.abc import Mapping
@@ -25,14 +25,14 @@ from vllm_omni.tensors.saved import SavedTensors
 
 @dataclass(frozen=True, eq=False)
 class VideoInput:
-    """State of the input of a video-to-video stream. Immutable."""
+    """Immutable state of the input of a video-to-video stream."""
 
     encoder: VAECache
     """Cache of the VAE's encoder."""
     last_frame: torch.Tensor
-    """The last input frame, uint8 [H, W, 3]."""
+    """The most recent input frame, uint8 [H, W, 3]."""
     noise_scale: float
-    """Noise scale of the last chunk."""
+    """Noise scale of the most recent chunk."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         encoder = {f"encoder.{name}": tensor for name, tensor in self.encoder.tensors().items()}
@@ -44,7 +44,7 @@ class VideoInput:
 
 @dataclass(frozen=True, eq=False)
 class StreamPosition:
-    """State of a stream before a chunk: after the last committed chunk, or after a chunk in
+    """State of a stream before a chunk, that is, after the last committed chunk or after a chunk in
     flight.
     """
 
@@ -55,7 +55,7 @@ class StreamPosition:
     seed: int | None
     """Seed of the previous chunk. None: there is no previous chunk."""
     cross_kv: torch.Tensor | None
-    """K/V of `prompt`. None: not computed."""
+    """K/V of `prompt`. None: the K/V have not been computed."""
     video: VideoInput | None
     """State of the input video. None: the stream has no input video."""
 
@@ -64,7 +64,7 @@ class StreamScalars(SessionScalars, frozen=True, forbid_unknown_fields=True, kw_
     """The result of `StreamSession.scalars`, as read from a file."""
 
     source: str
-    """Whether the stream has an input video (`SessionShape.source`)."""
+    """Whether the stream is generated from text or from an input video (`SessionShape.source`)."""
     noise_scale: float | None
     """`VideoInput.noise_scale`. None: the stream has no input video."""
 
@@ -157,16 +157,16 @@ class StreamSession(StreamingSession[ChunkCache, VideoInput]):
 
 @dataclass(frozen=True)
 class ChunkInputs:
-    """A checked request."""
+    """A validated request for one chunk."""
 
     prompt: str
     """Prompt of the chunk."""
     seed: int
-    """Seed of the noise."""
+    """Seed of the chunk's noise."""
     video: torch.Tensor | None
     """Input video of the chunk, uint8 [T, H, W, 3]. None: the stream is text-to-video."""
     image: torch.Tensor | None
-    """First frame of the stream, uint8 [H, W, 3]. None: no start image."""
+    """First frame of the stream, uint8 [H, W, 3]. None: there is no start image."""
     latents: torch.Tensor | None
     """First G latent frames of the chunk, fp32 [16, G, h, w]. None: the client provides none."""
 
@@ -178,9 +178,9 @@ class PastChunk:
     frames: range
     """Latent frames by absolute index."""
     latents: torch.Tensor
-    """fp32 [16, F, h, w]."""
+    """Clean latents of these frames, fp32 [16, F, h, w]."""
     rope: tuple[torch.Tensor, torch.Tensor]
-    """Rotary tables (cos, sin)."""
+    """Rotary tables (cos, sin) of these frames."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -192,17 +192,17 @@ class CausalWanChunk(StreamingChunk[ChunkCache, VideoInput]):
     index: int
     """Index of the chunk."""
     noise_scale: float | None = None
-    """Noise scale of the input video, on every rank. None: no input video."""
+    """Noise scale of the input video, which is set on every rank. None: there is no input video."""
     given: int = 0
-    """Number of leading latent frames that the client provides. They remain unchanged: the first
-    pass, a clean-context pass, writes their K/V, and the other passes generate the following
+    """Number of leading latent frames that the client provides. These frames remain unchanged. The
+    first pass, a clean-context pass, writes their K/V, and the other passes generate the following
     frames.
     """
     given_rope: tuple[torch.Tensor, torch.Tensor] | None = None
     """Rotary tables of the first pass. None: the client provides no frames."""
     past: tuple[PastChunk, ...] = ()
-    """Earlier chunks whose clean-context passes run first. They write to a new `window`, which
-    replaces the session's.
+    """Earlier chunks whose clean-context passes run first. These passes write to a new `window`,
+    which replaces the session's window when the chunk is committed.
     """
 
     @property
@@ -244,7 +244,7 @@ class CausalWanChunk(StreamingChunk[ChunkCache, VideoInput]):
         return self.latents[:, part.start - self.frames.start : part.stop - self.frames.start]
 
     def position(self) -> StreamPosition:
-        """Return the state that the stream has if this chunk succeeds. Its first step must have
-        run.
+        """Return the state that the stream has if this chunk succeeds. The first step of the chunk
+        must have run.
         """
         return StreamPosition(self.index + 1, self.prompt, self.seed, self.cross_kv, self.own)

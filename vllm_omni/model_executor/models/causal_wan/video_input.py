@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`VideoEncoder`: converts input frames to latents. The first image of a stream becomes clean
-latents, an input video becomes noisy latents.
+"""`VideoEncoder`: converts input frames to latents. The start image of a stream becomes clean
+latents, and an input video becomes noisy latents.
 
 A video is received chunk by chunk, and each chunk starts from the noisy latents of its frames.
 
 The VAE encoder runs as a stream. The noise controller (`motion.py`) determines the amount of noise
-and the timestep of the first denoise step. All state is in the immutable `VideoInput`, which is
-passed in and returned. Held by tests/model_executor/models/causal_wan/test_causal_wan_video.py.
+and the timestep of the first denoise step. All state is in the immutable `VideoInput`, which
+callers pass in and receive back. Tested by
+tests/model_executor/models/causal_wan/test_causal_wan_video.py.
 """
 
 import torch
@@ -24,7 +25,9 @@ from vllm_omni.model_executor.schedules import FewStepSchedule
 
 
 class VideoEncoder:
-    """vae: A VAE with an encoder. options: Noise scale, schedule and normalisation of
+    """Encodes the input video and the start image of streams.
+
+    `vae` must have an encoder. `options` contains the schedule and the normalisation of
     video-to-video streams.
     """
 
@@ -41,9 +44,9 @@ class VideoEncoder:
     ) -> tuple[torch.Tensor, FewStepSchedule, VideoInput]:
         """Return (latents fp32 [16, F, h, w], schedule of the chunk, next state of the stream).
 
-        frames_THWC: uint8, on any device; T = 1 + 4 (F - 1) at the start of a stream (`before` is
-        None), otherwise 4 F. noise: the same shape as the latents. It synchronizes with the device
-        once, to read the motion in the frames.
+        `frames_THWC` is uint8 on any device. T is 1 + 4 (F - 1) at the start of a stream (`before`
+        is None), otherwise 4 F. `noise` has the same shape as the latents. The function
+        synchronizes with the device once to read the motion in the frames.
         """
         frames_THWC = frames_THWC.to(noise.device)
         initial = VIDEO_NOISE_SCALE
@@ -62,8 +65,8 @@ class VideoEncoder:
     def image(
         self, image_HWC: torch.Tensor, height: int, width: int, device: torch.device
     ) -> torch.Tensor:
-        """Return the latent frame [16, 1, h, w] of a stream's first image, uint8, stretched to
-        `height` x `width`.
+        """Return the latent frame [16, 1, h, w] of a start image. The image is uint8 and is
+        stretched to `height` x `width`.
         """
         return self._encode(prepare_image(image_HWC.to(device), height, width), None)[0]
 

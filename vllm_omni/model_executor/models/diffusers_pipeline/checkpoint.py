@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a diffusers pipeline directory: `model_index.json`, components and sizes.
+"""Checks of a diffusers pipeline directory: `model_index.json`, components and weight files.
 
 Only JSON files and file headers are read, so that `vllm serve --omni` can refuse a broken directory
-within a second. Weights are safetensors; pickled ones and code inside a checkpoint are refused.
+within a second. Weights must be safetensors files. Pickled weights and code inside a checkpoint are
+refused.
 """
 
 import json
@@ -28,18 +29,20 @@ _MAX_HEADER_BYTES = 100 << 20
 
 @dataclass(frozen=True)
 class PipelineIndex:
-    """Content of `model_index.json`."""
+    """Parsed content of `model_index.json`."""
 
     class_name: str
-    """Class of the pipeline."""
+    """Name of the pipeline class."""
     components: dict[str, tuple[str, str]]
     """`(library, class)` by component name."""
     absent: tuple[str, ...] = ()
-    """Components that are null in the file. Diffusers requires None for required components."""
+    """Names of components that are null in the file. The pipeline's constructor receives None for
+    them."""
 
     @classmethod
     def read_folder(cls, path: Path) -> "PipelineIndex":
-        """Read the file of a directory. Raises ValueError (one line)."""
+        """Read `model_index.json` of a directory. Raises a one-line ValueError if it is missing or
+        malformed."""
         file = path / INDEX
         try:
             index = json.loads(file.read_text())
@@ -65,7 +68,7 @@ class PipelineIndex:
 
 
 def is_pipeline(path: Path) -> bool:
-    """Return whether a directory is a pipeline in diffusers' layout."""
+    """Return whether a directory contains a pipeline in diffusers' layout."""
     try:
         PipelineIndex.read_folder(path)
     except ValueError:
@@ -74,8 +77,8 @@ def is_pipeline(path: Path) -> bool:
 
 
 def check_class(name: str) -> None:
-    """Raise ValueError unless the installed version of diffusers has a pipeline with that name.
-    Imports no pipeline.
+    """Raise ValueError unless the installed version of diffusers has a pipeline with this name. No
+    pipeline is imported.
     """
     import diffusers
 
@@ -84,7 +87,8 @@ def check_class(name: str) -> None:
 
 
 def check_components(path: Path, index: PipelineIndex, without: Collection[str] = ()) -> None:
-    """Raise ValueError that names the first component that is missing or contains code."""
+    """Raise ValueError if a component is missing or contains code. The message names the first such
+    component."""
     unknown = sorted(set(without) - set(index.components))
     if unknown:
         raise ValueError(
@@ -106,13 +110,14 @@ def check_components(path: Path, index: PipelineIndex, without: Collection[str] 
 
 def has_weights(class_name: str) -> bool:
     """Return whether a component of this class has weights. Tokenizers, schedulers and processors
-    have none.
+    have no weights.
     """
     return not class_name.endswith(_WEIGHTLESS)
 
 
 def check_weights(path: Path, index: PipelineIndex, without: Collection[str] = ()) -> None:
-    """Raise ValueError that names the first component whose weight files are missing or pickled."""
+    """Raise ValueError if weight files are missing or pickled. The message names the first
+    component with such files."""
     for name, (_, class_name) in index.components.items():
         if name not in without and has_weights(class_name) and (path / name).is_dir():
             _check_weights(path / name, name)
@@ -137,8 +142,8 @@ def _check_weights(folder: Path, name: str) -> None:
 
 
 def stored_dtype(path: Path, index: PipelineIndex) -> str:
-    """Return the most common dtype in the first file of the denoiser, or float32 if there is no
-    denoiser.
+    """Return the dtype with the most bytes in the first weight file of the denoiser, or float32 if
+    there is no denoiser.
     """
     for name in _DENOISERS:
         if name in index.components:
@@ -176,8 +181,8 @@ def component_config(path: Path, name: str) -> dict[str, Any]:
 
 
 def temporal_stride(path: Path) -> int:
-    """Return the number of video frames per latent frame from the VAE's config, or 4 if it is not
-    specified (Wan, HunyuanVideo).
+    """Return the number of video frames per latent frame from the VAE's config. The default is 4,
+    the value of Wan and HunyuanVideo.
     """
     vae = component_config(path, "vae")
     for key in ("scale_factor_temporal", "temporal_compression_ratio"):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recommendations by a model's authors for calling its pipeline: sizes by aspect ratio, and quality
-phrases by language.
+"""Recommendations of a model's authors for calling its pipeline: image sizes by aspect ratio, and
+quality phrases by language.
 
-Generic code looks them up by pipeline class. The values of a model are in a module with its name.
+Generic code looks up the recommendations by pipeline class. The values for a model are in the
+module with the model's name.
 """
 
 from collections.abc import Mapping
@@ -16,9 +17,9 @@ class PipelineConventions:
     """Recommendations for one pipeline class."""
 
     aspect_ratios: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """(width, height) in pixels by name."""
+    """Image size (width, height) in pixels, by the name of the aspect ratio."""
     prompt_suffixes: Mapping[str, str] = field(default_factory=dict)
-    """Text that is added to a prompt, by language."""
+    """Text that is appended to a prompt, by language."""
 
 
 _BY_CLASS_PREFIX = {
@@ -27,7 +28,7 @@ _BY_CLASS_PREFIX = {
 
 
 def conventions_of(pipeline_class: str) -> PipelineConventions:
-    """Return the recommendations for a pipeline class, or an empty result if there are none."""
+    """Return the recommendations for a pipeline class. The result is empty if there are none."""
     for prefix, conventions in _BY_CLASS_PREFIX.items():
         if pipeline_class.startswith(prefix):
             return conventions
@@ -35,7 +36,7 @@ def conventions_of(pipeline_class: str) -> PipelineConventions:
 
 
 def language_of(prompt: str) -> str:
-    """Return `zh` if the prompt has Chinese characters and no kana, otherwise `en`."""
+    """Return `zh` if the prompt contains Chinese characters and no kana, otherwise `en`."""
     han = any(
         "\u3400" <= letter <= "\u9fff" or "\U00020000" <= letter <= "\U0003ffff"
         for letter in prompt

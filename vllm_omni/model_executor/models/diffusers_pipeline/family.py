@@ -2,8 +2,8 @@
 """The `diffusers_pipeline` family: any pipeline directory of diffusers, served by
 `DiffusersPipelineExecutor`.
 
-It is the last family in the registry, so that the families of this package are preferred for their
-own checkpoints.
+This family is the last one in the registry, so that the other families are preferred for their own
+checkpoints.
 """
 
 from pathlib import Path
@@ -37,7 +37,7 @@ def _hf_config(path: Path) -> dict[str, Any]:
     return {
         "architectures": ["DiffusersPipeline"],
         "dtype": stored_dtype(path, index),
-        # Fields that vLLM requires of every model; a pipeline does not use them.
+        # vLLM requires these fields of every model, but a pipeline does not use them.
         "hidden_size": 1,
         "num_attention_heads": 1,
         "num_hidden_layers": 1,
@@ -62,7 +62,7 @@ def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
 
 
 def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
-    # imported lazily, because it imports the pipeline's class
+    # Imported here, because it imports the class of the pipeline.
     from vllm_omni.model_executor.models.diffusers_pipeline.tasks import capabilities
 
     options = DiffusersOptions.parse(omni.model)

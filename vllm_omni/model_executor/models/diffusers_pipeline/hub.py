@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Early check of weight files, called by `vllm serve --omni` unless `--load-format dummy` is set.
-Pipelines of diffusers are not downloaded by name.
+"""Early check of weight files, which `vllm serve --omni` runs unless `--load-format dummy` is set.
+`vllm-omni download` does not download diffusers pipelines by name.
 """
 
 from pathlib import Path
@@ -15,5 +15,5 @@ PIECES: tuple[HubComponent, ...] = ()
 
 
 def check_complete(path: Path) -> None:
-    """Raise ValueError (one line) if the weights of a component are missing."""
+    """Raise a one-line ValueError if the weights of a component are missing."""
     check_weights(path, PipelineIndex.read_folder(path))

@@ -19,22 +19,23 @@ class LoraSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """One LoRA adapter."""
 
     path: str
-    """Directory, or one `.safetensors` file."""
+    """Directory that contains the adapter, or a single `.safetensors` file."""
     weight_name: str | None = None
-    """File in the directory. Default: the only file."""
+    """Name of the file in the directory. Default: the only file in it."""
     scale: float = 1.0
-    """Scale of the adapter."""
+    """Strength of the adapter."""
 
 
 class RequestDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Defaults of requests that are read by this package."""
+    """Request defaults that this package reads itself. The other defaults are arguments of the
+    pipeline."""
 
     width: Pixels | None = None
-    """Width in pixels. Default: the pipeline's."""
+    """Width in pixels. Default: the pipeline's default."""
     height: Pixels | None = None
-    """Height in pixels. Default: the pipeline's."""
+    """Height in pixels. Default: the pipeline's default."""
     num_frames: Positive | None = None
-    """Frames of a video. Default: the pipeline's."""
+    """Number of frames of a video. Default: the pipeline's default."""
     fps: Annotated[float, msgspec.Meta(gt=0, le=240)] = 16.0
     """Frame rate of a video, in frames per second."""
     prompt_suffix: Literal["off", "auto"] = "off"
@@ -43,46 +44,50 @@ class RequestDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 class DiffusersOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Options of one served pipeline."""
+    """Options of the served pipeline."""
 
     pipeline_class: str | None = None
     """Diffusers class that runs the components, for example an image-to-image or inpainting
-    pipeline. Default: the directory's.
+    pipeline. Default: the class in the directory's `model_index.json`.
     """
     without: tuple[str, ...] = ()
     """Components that are not loaded, for example `["text_encoder", "tokenizer"]` if clients send
     `prompt_embeds`."""
     component_dtypes: dict[str, Dtype] = msgspec.field(default_factory=dict)
-    """Dtypes that differ from `--dtype`, by component, for example `{"vae": "float32"}`."""
+    """Dtypes of components that differ from `--dtype`, by component name, for example `{"vae":
+    "float32"}`."""
     variant: str | None = None
     """Infix of the weight files, for example `fp16`."""
     offload: Literal["none", "model", "sequential"] = "none"
-    """`model` or `sequential` keep weights in host memory and move them to the accelerator when
-    they are needed (accelerate).
+    """Where weights are stored. `none`: on the accelerator. `model` or `sequential`: in host
+    memory, from which the library accelerate moves them to the accelerator when they are needed.
     """
     vae_tiling: bool = False
-    """Decode in overlapping tiles and one image at a time. Needs less memory; not exact."""
+    """Whether the VAE decodes in overlapping tiles and one image at a time. Tiling needs less
+    memory, but the result is not exact."""
     attention_backend: str | None = None
-    """Attention backend by its name in diffusers."""
+    """Name of the attention backend in diffusers."""
     interleave: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
     """Maximum number of requests whose denoise steps are interleaved."""
     defaults: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Defaults of requests: `width`, `height`, `num_frames`, `fps` (16), `prompt_suffix` (`auto`
-    adds the quality phrase that the model's authors recommend for the prompt's language), and
-    arguments of the pipeline's `__call__`, for example `{"true_cfg_scale": 4.0, "negative_prompt":
-    " "}`."""
+    """Default values for requests: `width`, `height`, `num_frames`, `fps` (16), `prompt_suffix`
+    (`auto` adds the quality phrase that the model's authors recommend for the prompt's language),
+    and arguments of the pipeline's `__call__`, for example `{"true_cfg_scale": 4.0,
+    "negative_prompt": " "}`."""
     max_pixels: Positive | None = None
-    """Maximum `width * height`. Default: 2048x2048 for images, 1280x720 for videos."""
+    """Maximum number of pixels of an image or a video frame (`width * height`). Default: 2048x2048
+    for images, 1280x720 for videos."""
     max_num_frames: Positive = 257
     """Maximum number of frames of a video."""
     max_num_inference_steps: Positive = 200
     """Maximum number of denoise steps of a request."""
     loras: dict[AdapterName, LoraSource] = msgspec.field(default_factory=dict)
-    """LoRA adapters, by the names that requests use."""
+    """LoRA adapters, by the names under which requests refer to them."""
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> "DiffusersOptions":
-        """Parse `omni.model`. Raises ValueError with the key and the allowed values."""
+        """Parse `omni.model`. If a value is invalid, this raises a ValueError with the key and the
+        allowed values."""
         parsed = parse_options(cls, options, "additional_config['omni']['model']")
         if parsed.interleave > 1 and parsed.offload != "none":
             raise ValueError(
@@ -96,8 +101,8 @@ class DiffusersOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
         return parsed
 
     def request_defaults(self) -> RequestDefaults:
-        """Return the defaults that are read by this package. Raises ValueError with the allowed
-        values.
+        """Return the defaults that this package reads itself. If a value is invalid, this raises a
+        ValueError with the allowed values.
         """
         own = {
             name: value

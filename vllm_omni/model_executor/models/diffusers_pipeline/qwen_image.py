@@ -3,8 +3,8 @@
 
 A client that computes hidden states of Qwen2.5-VL elsewhere, for example in an autoregressive
 engine, can convert them to `prompt_embeds` with this module. The prompt is `templated(prompt)`. The
-hidden states are those of all tokens after the final norm, and `prompt_embeds` drops those of the
-system message. The pipeline does the same with its own encoder (diffusers 0.42
+client passes the hidden states of all tokens after the final norm, and `prompt_embeds` drops the
+hidden states of the system message. The pipeline does the same with its own encoder (diffusers 0.42
 `pipeline_qwenimage.py`, `_get_qwen_prompt_embeds`).
 """
 
@@ -19,11 +19,11 @@ ASPECT_RATIOS = {
     "3:2": (1584, 1056),
     "2:3": (1056, 1584),
 }
-"""(width, height) of the model card. Its first version had 1140 instead of 1104, which is not a
-multiple of 16."""
+"""Image sizes (width, height) from the model card, by aspect ratio. The first version of the card
+had 1140 instead of 1104, which is not a multiple of 16."""
 
 PROMPT_SUFFIXES = {"en": ", Ultra HD, 4K, cinematic composition.", "zh": ", 超清，4K，电影级构图."}
-"""The model card's `positive_magic`."""
+"""Quality phrases by language: `positive_magic` of the model card."""
 
 DROPPED_TOKENS = 34
 """Number of tokens in the template before the prompt, in Qwen2.5-VL's vocabulary."""
@@ -38,8 +38,8 @@ _SYSTEM = (
 
 
 def templated(prompt: str) -> str:
-    """Return the text to tokenize without adding special tokens: the system message, and the prompt
-    as the user's message.
+    """Return the text to tokenize: the system message, and the prompt as the user's message. The
+    tokenizer must not add special tokens.
     """
     return (
         f"<|im_start|>system\n{_SYSTEM}<|im_end|>\n<|im_start|>user\n{prompt}<|im_end|>\n<|"
@@ -54,10 +54,11 @@ def prompt_embeds(states_LD: torch.Tensor) -> dict[str, torch.Tensor]:
         states_LD: Hidden states `[L, D]` of the last layer after the final norm, floating point.
 
     Returns:
-        `prompt_embeds` `[L - 34, D]` and `prompt_embeds_mask` `[L - 34]` int64, views if possible.
+        The tensors `prompt_embeds` `[L - 34, D]` and `prompt_embeds_mask` `[L - 34]`, int64. The
+        tensors are views if possible.
 
     Raises:
-        ValueError: No token is left.
+        ValueError: No token is left after the system message has been dropped.
     """
     if states_LD.dim() != 2 or states_LD.shape[0] <= DROPPED_TOKENS:
         raise ValueError(

@@ -16,8 +16,8 @@ _MAX_IMAGE_PIXELS = 2048 * 2048
 _MAX_VIDEO_PIXELS = 1280 * 720
 _FALLBACK_SIDE = 1024
 _FALLBACK_FRAMES = 81
-# Parts of the names of classes that require an image. A signature does not tell whether an image is
-# optional.
+# Substrings of the names of classes that require an image. A signature does not show whether an
+# image is optional.
 _NEEDS_IMAGE = (
     "Edit",
     "Img2Img",
@@ -40,7 +40,7 @@ def call_parameters(pipeline_class: type) -> Parameters:
 
 
 def default_of(parameters: Parameters, name: str) -> Any:
-    """Return a parameter's default, or None if it has none or does not exist."""
+    """Return the default of a parameter, or None if the parameter has no default or does not exist."""
     parameter = parameters.get(name)
     return (
         None
@@ -61,8 +61,9 @@ def guidance_argument(parameters: Parameters, *, distilled: bool) -> str | None:
     """Return the argument that corresponds to a request's `guidance_scale`, or None if the pipeline
     has no guidance.
 
-    Pipelines with both names use `guidance_scale` as an input of a guidance-distilled transformer
-    and ignore it otherwise; classifier-free guidance is then `true_cfg_scale`.
+    Some pipelines have both `guidance_scale` and `true_cfg_scale`. These pipelines use
+    `guidance_scale` only as an input of a guidance-distilled transformer. If the transformer is not
+    distilled, they ignore `guidance_scale`, and `true_cfg_scale` controls classifier-free guidance.
     """
     if "true_cfg_scale" in parameters and not (distilled and "guidance_scale" in parameters):
         return "true_cfg_scale"
@@ -84,7 +85,7 @@ def default_size(parameters: Parameters, options: DiffusersOptions) -> tuple[int
 
 
 def tasks_of(class_name: str, parameters: Parameters) -> tuple[Task, ...]:
-    """Inputs and result of a pipeline."""
+    """Return the tasks of a pipeline class, which depend on its inputs and its result."""
     takes_image = "image" in parameters
     needs_image = takes_image and (
         is_required(parameters, "image") or any(word in class_name for word in _NEEDS_IMAGE)
@@ -99,7 +100,7 @@ def tasks_of(class_name: str, parameters: Parameters) -> tuple[Task, ...]:
 def capabilities(
     class_name: str, options: DiffusersOptions, temporal_stride: int, *, distilled: bool
 ) -> Capabilities:
-    """Return the capabilities of a diffusers pipeline class for the OpenAI routes, under these
+    """Return the capabilities of a diffusers pipeline class for the OpenAI routes, with these
     options.
     """
     import diffusers

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts held keys or a client's poses to the matrices of the camera branch.
 
-A pose is camera-to-world, 4x4, with OpenCV axes (x right, y down, z forward). The pose of a latent
-frame is that of its first video frame. The network receives each view matrix (world to camera)
-relative to a reference pose, multiplied by the focal lengths, and its inverse. Everything is
-computed in fp64 and rounded once to fp32.
+A pose is a 4x4 camera-to-world matrix with OpenCV axes (x right, y down, z forward). The pose of a
+latent frame is the pose of its first video frame. The network receives the view matrix (world to
+camera) of each latent frame, relative to a reference pose and multiplied by the focal lengths. The
+network also receives the inverse of this matrix. All matrices are computed in fp64 and rounded once
+to fp32.
 """
 
 # P video frames of a chunk, F latent frames of a chunk
@@ -30,12 +31,12 @@ from vllm_omni.worlds.movement import inverse_poses, rotation
 
 @dataclass(frozen=True, eq=False)
 class CameraState:
-    """State of a session's camera between two chunks. Immutable, fp64 on the host."""
+    """Immutable state of a session's camera between two chunks, fp64 on the host."""
 
     pose_44: torch.Tensor
-    """Pose of the last video frame, from which keys continue."""
+    """Pose of the last video frame, from which held keys move the camera further."""
     reference_44: torch.Tensor
-    """Pose to which the next chunk's poses are relative."""
+    """Reference pose of the next chunk. The poses of the chunk are relative to it."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"camera.pose": self.pose_44, "camera.reference": self.reference_44}
@@ -52,7 +53,7 @@ class ChunkCamera:
     matrices_2F44: torch.Tensor
     """The projection P of each latent frame and its inverse, fp32."""
     after: CameraState
-    """State after the chunk."""
+    """State of the camera after the chunk."""
 
 
 def read_camera(
@@ -65,14 +66,15 @@ def read_camera(
     """Read the keys or poses of a chunk.
 
     Args:
-        request: The request.
+        request: Request of the chunk.
         chunk_index: Index of the chunk.
         before: State of the camera. None: the session starts with this chunk.
-        plan: Chunks of the session.
-        options: Options of the server.
+        plan: Chunk plan of the session.
+        options: Serving options of the model.
 
     Raises:
-        RequestFailed: `invalid_camera`, `non_finite_pose` or `invalid_action`.
+        RequestFailed: The camera of the request is invalid. The code is `invalid_camera`,
+            `non_finite_pose` or `invalid_action`.
     """
     frames, pixels = plan.frames(chunk_index), plan.pixel_frames(chunk_index)
     firsts = [plan.rate.first_frame(frame) - pixels.start for frame in frames]
@@ -105,9 +107,10 @@ def walk(keys: ActionFrames, start_44: torch.Tensor, step: float, degrees: float
 
     Args:
         keys: Held keys of each video frame.
-        start_44: Pose of the video frame before.
-        step: Distance per held key, in units of the poses.
-        degrees: Rotation of a key.
+        start_44: Pose of the video frame before the chunk.
+        step: Distance that a held movement key moves the camera per video frame, in units of the
+            poses.
+        degrees: Rotation by a held look key per video frame, in degrees.
 
     Returns:
         Poses [P, 4, 4].
@@ -128,7 +131,8 @@ def walk(keys: ActionFrames, start_44: torch.Tensor, step: float, degrees: float
 
 
 def trained_focal(num_frames: int) -> torch.Tensor:
-    """Return the focal lengths of the training videos, divided by width and height, fp64 [F, 2]."""
+    """Return the focal lengths of the training videos, divided by the width and the height, fp64
+    [F, 2]."""
     width, height = REFERENCE_SIZE
     row = torch.tensor([FOCAL_PIXELS / width, FOCAL_PIXELS / height], dtype=torch.float64)
     return row.expand(num_frames, 2)
@@ -139,7 +143,7 @@ def projections(views_F44: torch.Tensor, focal_F2: torch.Tensor) -> torch.Tensor
 
     Args:
         views_F44: View matrices V relative to the reference, fp64.
-        focal_F2: fx and fy, divided by width and height.
+        focal_F2: Focal lengths fx and fy, divided by the width and the height.
     """
     scale_F4 = torch.cat((focal_F2, torch.ones_like(focal_F2)), dim=1)
     inverses_F44 = inverse_poses(views_F44) / scale_F4.unsqueeze(1)
@@ -154,10 +158,11 @@ def _refuse_keys(params: DiffusionParams, request: DiffusionRequest) -> None:
 
 
 def _read_path(poses: torch.Tensor, num_pixels: int, num_frames: int) -> torch.Tensor:
-    """Check poses of a chunk, given for each video frame or for each latent frame."""
+    """Validate the poses of a chunk and return them. There is one pose per video frame or one per
+    latent frame."""
     of_latents = poses.dim() == 3 and len(poses) == num_frames
     path_P44 = read_poses(poses, num_frames if of_latents else num_pixels).clone()
-    # Nearly a rotation: its transpose is the inverse only after this.
+    # The client's matrix is only nearly a rotation. After this step, its transpose is its inverse.
     left, _, right = torch.linalg.svd(path_P44[:, :3, :3])
     path_P44[:, :3, :3] = left @ right
     path_P44[:, 3] = torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64)
@@ -167,7 +172,8 @@ def _read_path(poses: torch.Tensor, num_pixels: int, num_frames: int) -> torch.T
 def _focal_lengths(
     intrinsics: torch.Tensor | None, path_P44: torch.Tensor, firsts: list[int]
 ) -> torch.Tensor:
-    """Return fx and fy of each latent frame, divided by width and height. Default: as trained."""
+    """Return fx and fy of each latent frame, divided by the width and the height. Without
+    `intrinsics`, return the focal lengths of the training videos."""
     if intrinsics is None:
         return trained_focal(len(firsts))
     values_P4 = read_intrinsics(intrinsics, len(path_P44))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Locates the components of a DreamX-World-5B checkpoint, and loads its transformer strictly.
 
-The released transformer is one file, `model.safetensors`; its VAE, text encoder and tokenizer are
-those of Wan2.2-TI2V-5B and belong in the same directory or in its `assets/`. Conversions have a
-folder `transformer`. Sizes, and which blocks have a camera branch, are read from the tensors,
-because the release has no config.
+The released transformer is a single file, `model.safetensors`. The VAE, text encoder and tokenizer
+come from Wan2.2-TI2V-5B and belong in the same directory or in its `assets/`. Converted checkpoints
+contain a folder `transformer`. The sizes and the blocks with a camera branch are determined from
+the tensors, because the release has no config.
 """
 
 import re
@@ -32,18 +32,18 @@ from vllm_omni.model_executor.models.wan.transformer import weights as wan
 from vllm_omni.model_executor.models.wan.transformer.weights import TRANSFORMER_RULES, Sizes
 
 LAYOUTS = ("original", "diffusers")
-"""The supported layouts, by their names for `make-tiny`."""
+"""Names of the supported layouts, as `make-tiny` uses them."""
 
 RULES = TRANSFORMER_RULES
-"""Prefixes and diffusers' names -> the original's. The names of the camera branch are not
-changed.
+"""Rules that map prefixes and diffusers' names to the original names. The names of the camera
+branch do not change.
 """
 
 _FOLDER: Final = "transformer"
 _FILES: Final = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 _CLASS: Final = "DreamXWorldARTransformer3DModel"
 _MARK = re.compile(r"(.*\.)?blocks\.\d+\.cam_self_attn\.q_proj\.weight\Z")
-"""A tensor that exists in no other Wan transformer."""
+"""Pattern for the name of a tensor that exists in no other Wan transformer."""
 
 CAMERA_TENSORS: dict[str, Sizes] = {
     **{
@@ -56,20 +56,20 @@ CAMERA_TENSORS: dict[str, Sizes] = {
     "cam_self_attn.norm_q.weight": ("C",),
     "cam_self_attn.norm_k.weight": ("C",),
 }
-"""Tensors of the camera branch of a block, with width C."""
+"""Tensors of a block's camera branch, which has width C."""
 
 
 @dataclass(frozen=True)
 class CheckpointLayout(WanComponents):
-    """Components of one checkpoint. `transformer` is a folder of safetensors files or a single such
-    file.
+    """Components of one checkpoint. `transformer` is a folder of safetensors files or a single
+    safetensors file.
     """
 
     download_name: ClassVar[str] = "dreamx_world"
     vae_release = "2.2"
 
     kind: Literal["original", "diffusers"]
-    """The library whose layout the checkpoint has."""
+    """Whether the checkpoint has the layout of the original repository or diffusers' layout."""
 
     def transformer_config(self) -> dict[str, Any]:
         """Return the transformer's `config.json`, overridden by the sizes of its tensors, if there
@@ -85,7 +85,7 @@ def find_layout(path: Path) -> CheckpointLayout:
     """Locate the components in `path`.
 
     Raises:
-        ValueError: There is no transformer. The message is one line.
+        ValueError: The directory contains no transformer of this model. The message is one line.
     """
     if (found := _find_transformer(path / _FOLDER)) is not None:
         return CheckpointLayout.of_folder(path, found, kind="diffusers")
@@ -98,7 +98,9 @@ def find_layout(path: Path) -> CheckpointLayout:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether `path` holds a DreamX-World checkpoint. Cheap; never raises."""
+    """Return whether `path` contains a DreamX-World checkpoint. The check is cheap and never
+    raises.
+    """
     try:
         find_layout(path)
     except (ValueError, OSError):
@@ -107,9 +109,9 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return `chunk_hf_config` of this checkpoint, with `kind`. Needs no weight files.
+    """Return `chunk_hf_config` of this checkpoint, with `kind`. Weight files are not needed.
 
-    Raises ValueError.
+    Raises ValueError if the checkpoint is not usable.
     """
     layout = find_layout(path)
     transformer = layout.transformer_config()
@@ -119,7 +121,11 @@ def hf_config(path: Path) -> dict[str, Any]:
 
 
 def overlaid(stated: Mapping[str, Any], shapes: Mapping[str, Shape], where: str) -> dict[str, Any]:
-    """Return a config with the sizes of tensors, under any of their names. Raises ValueError."""
+    """Return the config `stated`, with its sizes replaced by those of the stored tensors.
+
+    The tensors may have the names of any layout. Raises ValueError if the tensors belong to another
+    network.
+    """
     named = {rename(name, RULES): shape for name, shape in shapes.items()}
     num_heads = stated.get("num_heads", stated.get("num_attention_heads"))
     sizes = wan.stored_sizes(named, where, num_heads)
@@ -133,14 +139,14 @@ def overlaid(stated: Mapping[str, Any], shapes: Mapping[str, Shape], where: str)
         "attn_compress": sizes["dim"] // camera_dim,
         "cam_self_attn_layers": posed,
     }
-    # Keys of the other style state the same sizes.
+    # Keys of the other naming style specify the same sizes.
     others = ("in_channels", "out_channels", "num_attention_heads", "attention_head_dim")
     return {key: value for key, value in stated.items() if key not in others} | known
 
 
 def transformer_shapes(config: DreamXConfig) -> dict[str, Shape]:
-    """Return the shape of every transformer tensor in a checkpoint by name (1125 in the released
-    model).
+    """Return the shape of every transformer tensor in a checkpoint, by name. The released model has
+    1125 tensors.
     """
     both = wan.BLOCK_TENSORS | CAMERA_TENSORS
     shapes = wan.network_shapes(config, wan.TRANSFORMER_TENSORS, both, C=config.camera_dim)
@@ -152,13 +158,14 @@ def transformer_shapes(config: DreamXConfig) -> dict[str, Shape]:
 
 
 def load_transformer(transformer: nn.Module, source: TensorSource, config: DreamXConfig) -> None:
-    """Load the transformer, or this rank's stage and shard of it, strictly. Raises ValueError."""
+    """Load this rank's stage and shard of the transformer. Raises ValueError if tensor names or
+    shapes do not match."""
     load_strict(transformer, source, transformer_shapes(config), RULES, what="transformer")
 
 
 def adapter_target(transformer: nn.Module, config: DreamXConfig) -> AdapterTarget:
-    """Return the transformer as a target of LoRA adapters."""
-    # not needed to describe a checkpoint
+    """Return the transformer as an `AdapterTarget` for LoRA adapters."""
+    # Imported here, because describing a checkpoint does not need it.
     from vllm_omni.model_executor.models.wan.transformer.layers import PatchEmbedding
 
     return AdapterTarget(
@@ -167,8 +174,8 @@ def adapter_target(transformer: nn.Module, config: DreamXConfig) -> AdapterTarge
 
 
 def _find_transformer(folder: Path) -> Path | None:
-    """Return the transformer in a folder: the folder itself, or a file in it. None: the folder
-    contains no transformer.
+    """Return the path of the transformer in a folder: the folder itself, or a file in it. Return
+    None if the folder contains no transformer.
     """
     if not folder.is_dir():
         return None

@@ -39,7 +39,7 @@ FOCAL_PIXELS: Final = 969.6969696969696
 REFERENCE_SIZE: Final = (1920, 1080)
 """Focal length of the training videos in pixels, and the width and height to which it refers."""
 GROUP: Final = 4
-"""Number of channels of a head that are multiplied by the camera's 4x4 matrix at a time."""
+"""Number of channels in a group that is multiplied by the camera's 4x4 matrix."""
 _SHIFT: Final = 5.0
 _WINDOW, _SINK, _CHUNK = 12, 3, 3
 
@@ -51,7 +51,7 @@ class DreamXConfig(Trunk5BConfig):
     camera_compression: int = 4
     """Width of the network divided by the width of the camera branch."""
     camera_blocks: tuple[int, ...] = tuple(range(30))
-    """Layers with a camera branch."""
+    """Indices of the layers with a camera branch."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,8 +73,8 @@ class DreamXConfig(Trunk5BConfig):
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "DreamXConfig":
-        """Read a transformer's `config.json` with the keys of either layout. An empty mapping means
-        the released model.
+        """Read a transformer's `config.json` with the keys of either layout. An empty mapping
+        stands for the released model.
 
         Raises:
             ValueError: A key is unknown, or a value is not supported.
@@ -101,7 +101,8 @@ _IGNORED = (
     "in_dim_control_adapter",
     "downscale_factor_control_adapter",
 )
-"""The control adapter has no tensors in this network."""
+"""Keys that are ignored. The keys of the control adapter have no effect, because this network has
+no control adapter."""
 
 PRESETS: Final[Mapping[PresetName, Preset]] = {
     "reference": Preset(),
@@ -118,34 +119,36 @@ PRESETS: Final[Mapping[PresetName, Preset]] = {
 
 
 class DreamXOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`StreamingOptions`, and the options of this model."""
+    """`StreamingOptions`, and the additional options of DreamX-World."""
 
     presets: ClassVar[Mapping[PresetName, Preset]] = PRESETS
 
     denoising_steps: list[int] = msgspec.field(default_factory=lambda: [1000, 750, 500, 250])
-    """Denoise steps of a chunk. A step s refers to entry 1000 - s of the table shifted by 5."""
+    """Denoise steps of a chunk. Step s refers to entry 1000 - s of the table shifted by 5."""
     round_timesteps: bool | None = None
-    """Round timesteps to bf16 (1000, 936, 832, 624), as the original does on a GPU. The released
-    videos were generated this way. False: exact timesteps. Default: true if `--dtype` is bfloat16.
+    """Whether timesteps are rounded to bf16 (1000, 936, 832, 624), as the original does on a GPU.
+    The released videos were generated with rounded timesteps. False: exact timesteps are used.
+    Default: true if `--dtype` is bfloat16.
     """
     context_timestep: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 0.1
-    """Timestep of the pass that writes the keys and values for later chunks."""
+    """Timestep of the context pass, which writes the keys and values for later chunks."""
     camera_reference: Literal["chunk", "start"] = "chunk"
-    """Pose to which the poses of a chunk are relative: the last pose of the previous `chunk`, as
-    released, or the pose at the `start` of the session.
+    """Pose to which the poses of a chunk are relative. `chunk`: the last pose of the previous
+    chunk, as in the release. `start`: the pose at the start of the session.
     """
     key_step: Annotated[float, msgspec.Meta(gt=0, le=100)] = 0.075
     """Movement per video frame while a movement key is held, in units of the poses."""
     key_degrees: Annotated[float, msgspec.Meta(gt=0, le=45)] = 1.5
     """Rotation per video frame while a look key is held, in degrees."""
     color_correction: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
-    """Strength of the colour correction of frames. 0 disables it. A request's option
-    `color_correction` overrides it for one chunk.
+    """Strength of the colour correction of frames. 0 disables the correction. The request option
+    `color_correction` overrides this value for one chunk.
     """
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> "DreamXOptions":
-        """Parse the options. Raises ValueError with the value and the allowed values."""
+        """Parse the options. If a value is invalid, this raises a ValueError with the value and the
+        allowed values."""
         parsed = cls.read_options(options)
         try:
             parsed.schedule(rounded=False)
@@ -160,7 +163,8 @@ class DreamXOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, k
         return self.round_timesteps
 
     def schedule(self, *, rounded: bool) -> FewStepSchedule:
-        """Return the denoise steps of a chunk. The noise level of added noise is never rounded.
+        """Return the denoise steps of a chunk. The level of the noise that is added between steps
+        is never rounded.
 
         Raises:
             ValueError: A step is not in the table.
@@ -184,7 +188,8 @@ DreamXStream = StreamModelSetup[DreamXConfig, DreamXOptions]
 
 
 def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> DreamXStream:
-    """Return the family's part of `hf_config` with the serving options. Raises ValueError."""
+    """Read the family's part of `hf_config` and the serving options. Raises ValueError if either is
+    invalid."""
     options = DreamXOptions.parse(omni.model)
     config = DreamXConfig.from_checkpoint(checkpoint["transformer"])
     plan = resolve_chunks(

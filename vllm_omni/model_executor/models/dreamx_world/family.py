@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `dreamx_world` family, described for the command line, config parser, endpoints and
+"""Describes the `dreamx_world` family for the command line, the config parser, the endpoints and
 `vllm-omni plan`."""
 
 from collections.abc import Mapping

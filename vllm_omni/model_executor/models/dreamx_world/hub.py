@@ -2,8 +2,8 @@
 """Download of DreamX-World-5B (autoregressive), with the VAE, text encoder and tokenizer of
 Wan2.2-TI2V-5B.
 
-Sizes come from public file lists. The licence of the transformer is known only from third parties,
-who report "mit" on its model card, so it must be accepted.
+Download sizes come from public file lists. The licence of the transformer is known only from third
+parties, who report "mit" on the model card. Users must therefore accept it.
 """
 
 from pathlib import Path
@@ -30,8 +30,8 @@ def check_complete(path: Path) -> None:
     """Raise ValueError unless all components exist and the transformer's tensors have the right
     names and shapes.
 
-    Only file names and headers are read. Tensors of other components are checked when they are
-    loaded.
+    Only file names and headers are read. The tensors of the other components are checked when they
+    are loaded.
     """
     from vllm_omni.model_executor.models.dreamx_world.checkpoint import (
         RULES,

@@ -10,9 +10,10 @@
     frames = correct_colours(vae.decode(x0))                 post_decode
     advance the session                                      commit
 
-In the first chunk, latent frame 0 of x is the start image in every step, at timestep 0. Positions
-are those of the slots in the window. Attention depends only on differences of positions, so frames
-keep their absolute positions and the sink frames move along (`SinkWindow`).
+In the first chunk, latent frame 0 of x is the start image in every step, at timestep 0. In the
+original, the position of a frame is its slot in the window. Attention depends only on differences
+of positions, so in this implementation frames keep their absolute positions and the sink frames
+move along (`SinkWindow`).
 
 `DreamXWorld` is the model and does not depend on the engine; vLLM loads `DreamXWorldPipeline`,
 which owns the model.
@@ -90,7 +91,8 @@ _TENSORS = ("image", "poses", "intrinsics", *ACTION_TENSORS)
 
 
 class DreamXSession(StreamingSession[KVWindow, CameraState]):
-    """A DreamX-World session. Its family-specific state is that of the camera."""
+    """A DreamX-World session. The state of the camera is its only state that is specific to this
+    family."""
 
     def restore_values(
         self, retained: SessionScalars, saved: SavedTensors, device: torch.device
@@ -107,41 +109,43 @@ class DreamXChunk(StreamingChunk[KVWindow, CameraState]):
     """One chunk in flight. `own` is the state of the camera after the chunk."""
 
     schedule: FewStepSchedule
-    """Denoise steps of the chunk."""
+    """Denoise schedule of the chunk."""
     color_correction: float
-    """Strength of the colour correction."""
+    """Strength of the colour correction in [0, 1]."""
     camera: torch.Tensor | None = None
-    """Matrices of the camera (`PosedItem.camera`). None on the VAE stage."""
+    """Camera matrices of the chunk (`PosedItem.camera`). None on the VAE stage."""
 
 
 class ChunkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`DiffusionParams.options` of one chunk."""
 
     color_correction: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
-    """Strength of the colour correction of this chunk's frames. Default: the server's."""
+    """Strength of the colour correction of this chunk's frames. Default: the value of the server
+    option."""
 
 
 @dataclass(frozen=True)
 class ChunkInputs:
-    """A checked request."""
+    """A validated request for one chunk."""
 
     prompt: str
     """Prompt of the chunk."""
     seed: int
-    """Seed of the noise."""
+    """Seed of the chunk's noise."""
     image: torch.Tensor | None
     """Start image for the first chunk of a session, uint8 [H, W, 3] of any size."""
     camera: ChunkCamera
     """The camera of the chunk."""
     color_correction: float
-    """Strength of the colour correction."""
+    """Strength of the colour correction in [0, 1]."""
 
 
 Request = DiffusionRequest[DreamXSession, DreamXChunk]
 
 
 def read_chunk(request: Request, served: DreamXOptions) -> ChunkInputs:
-    """Check the request of one chunk against its session. Raises `RequestFailed`."""
+    """Validate the request of one chunk against its session. Raises `RequestFailed` if the request
+    is invalid."""
     params, session = request.params, request.session
     session.window.check_frames(session.next_frames())
     check_unused(params, actions=True)
@@ -200,8 +204,8 @@ class DreamXWorld(StreamingModel[DreamXSession, DreamXChunk]):
         self.text_encoder, self.image_encoder, self.transformer, self.prompts = build_networks(
             setup, DreamXTransformer
         )
-        # On every rank with layers: the first ones read the image's latents, the last ones keep
-        # them.
+        # Every rank with layers encodes. The first stages read the latents of the start image, and
+        # the last stages retain them.
         self.vae, self.tiny_vae, decoder = build_autoencoders(
             setup, encodes=not setup.parallel.is_vae_stage, rounding="truncate"
         )
@@ -306,8 +310,8 @@ class DreamXWorld(StreamingModel[DreamXSession, DreamXChunk]):
         self.start_chunk(request, chunk)
 
     def start_step(self, request: Request) -> None:
-        """Compute the prompt's K/V and move the sink frames, once per chunk. Collective under
-        tensor parallelism."""
+        """Compute the K/V of the prompt and move the sink frames, once per chunk. The call is
+        collective under tensor parallelism."""
         chunk = request.work
         self.prompts.complete_chunk(chunk)
         if request.step == 0 and isinstance(chunk.window, SinkWindow):

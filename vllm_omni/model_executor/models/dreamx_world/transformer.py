@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """DreamX-World's causal diffusion transformer: Wan 2.2's 5B transformer with a camera branch.
 
-The branch (PRoPE) runs in parallel to self-attention, with the same input and the same gate. Its
-queries, keys and values are multiplied by the projection of their frame, in groups of four
-channels. It attends only to the tokens of the current chunk and needs no cache.
+The camera branch (PRoPE) runs in parallel to self-attention, with the same input and the same gate.
+The queries, keys and values of the branch are multiplied by the camera projection of their frame,
+in groups of four channels. The branch attends only to tokens of the current chunk and needs no
+cache.
 
 Maths: AMAP-ML/DreamX-World @ a1f4c6e, the network of the autoregressive script.
 """
@@ -65,7 +66,7 @@ def rms_project(
 
 @dataclass(frozen=True)
 class DreamXFusedOps(FusedOps):
-    """Wan's pointwise ops, and those of the camera branch."""
+    """The pointwise ops of Wan and of the camera branch."""
 
     project: Callable[..., torch.Tensor] = project
     rms_project: Callable[..., torch.Tensor] = rms_project
@@ -76,11 +77,12 @@ class PosedItem(ChunkItem):
     """A batch entry with a camera."""
 
     camera: torch.Tensor
-    """For each token on this rank, the projection P and its inverse, fp32 [2, T, 4, 4]."""
+    """The projection P and its inverse for each token on this rank, fp32 [2, T, 4, 4]."""
 
 
 class CameraAttention(nn.Module):
-    """The camera branch of a block. Parameters have the original's names."""
+    """The camera branch of a block. The parameters of the branch have the same names as in the
+    original."""
 
     def __init__(
         self,
@@ -109,12 +111,12 @@ class CameraAttention(nn.Module):
         )
 
     def forward(self, x_BTD: Input, items: Sequence[PosedItem], num_tokens: int) -> torch.Tensor:
-        """Return the update of the residual stream, before the gate.
+        """Return the update of the residual stream, before the gate is applied.
 
         Args:
             x_BTD: Input of self-attention.
             items: Batch entries.
-            num_tokens: Tokens of a chunk, over all ranks.
+            num_tokens: Number of tokens of a chunk, over all ranks.
         """
         ops, camera = self.fused_ops, stack([item.camera for item in items])
         projections, inverses = camera.unbind(1)
@@ -172,8 +174,8 @@ class CameraBlock(WanBlock):
 
 
 class DreamXTransformer(ChunkTransformer[DreamXConfig]):
-    """This rank's part of the network. Parameters are uninitialised and have torch's default dtype
-    and device."""
+    """This rank's part of the network. The parameters of a new network are uninitialised and have
+    torch's default dtype and device."""
 
     fused_ops_type = DreamXFusedOps
     moving_fields = (*ChunkTransformer.moving_fields, "camera")

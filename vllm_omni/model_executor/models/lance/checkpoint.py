@@ -8,7 +8,7 @@
     Wan2.2_VAE.pth
 
 This module only locates files; `weights.py` loads them. A missing component is an error only when
-it is needed (`require`), so that an engine with dummy weights can start from config files alone.
+it is needed (`require`). An engine with dummy weights can therefore start from config files only.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,9 @@ from vllm_omni.model_executor.models.lance.config import (
 
 IMAGE_FOLDER, VIDEO_FOLDER, VISION_FOLDER = "Lance_3B", "Lance_3B_Video", "Qwen2.5-VL-ViT"
 LAYOUTS = ("image", "video", "repository")
-"""Layouts of `make-tiny`: a repository with the image decoder, the video decoder, or both."""
+"""Layouts that `make-tiny` can write: a repository with the image decoder, the video decoder, or
+both.
+"""
 
 _WEIGHTS = ("model.safetensors", "ema.safetensors")
 _VAE = ("Wan2.2_VAE.pth", "Wan2.2_VAE.safetensors")
@@ -34,20 +36,20 @@ _BASE_DIM, _DECODER_BASE_DIM = 160, 256
 
 @dataclass(frozen=True)
 class LanceLayout:
-    """Paths of the components of a checkpoint. None: missing."""
+    """Paths of a checkpoint's components. A missing component is None."""
 
     root: Path
-    """The repository."""
+    """Root folder of the repository."""
     decoder: Path
-    """Folder with `llm_config.json`."""
+    """Folder of the decoder, which contains `llm_config.json`."""
     weights: Path | None
-    """Weights of the decoder."""
+    """Weight file of the decoder, or None if it is missing."""
     tokenizer: Path | None
-    """`tokenizer.json`."""
+    """Path of `tokenizer.json`, or None if it is missing."""
     vision: Path | None
-    """Folder of the vision tower."""
+    """Folder of the vision tower, or None if it is missing."""
     vae: Path | None
-    """File of the autoencoder."""
+    """Weight file of the autoencoder, or None if it is missing."""
 
     @property
     def video(self) -> bool:
@@ -55,14 +57,16 @@ class LanceLayout:
 
     @property
     def vision_weights(self) -> Path | None:
-        """The vision tower's separate file."""
+        """Return the separate weight file of the vision tower, or None if there is none."""
         if self.vision is None:
             return None
         files = sorted(self.vision.glob("*.safetensors"))
         return confined(self.vision, files[0].name) if files else None
 
     def require(self) -> None:
-        """Raise ValueError (one line) unless decoder weights, tokenizer and VAE exist."""
+        """Raise ValueError, with a single-line message, unless the decoder's weights, the
+        tokenizer and the VAE exist.
+        """
         missing = []
         if self.weights is None:
             missing.append(f"{self.decoder.name}/{' or '.join(_WEIGHTS)}")
@@ -82,8 +86,8 @@ class LanceLayout:
         return read_json(path) if path.exists() else {}
 
     def vision_config(self) -> dict[str, Any]:
-        """Return the config of the vision tower from its folder, from the decoder's folder, or by
-        default the released config.
+        """Return the config of the vision tower from the tower's folder, from the decoder's folder,
+        or by default from the release.
         """
         if self.vision is not None and (self.vision / "config.json").exists():
             values = read_json(self.vision / "config.json")
@@ -93,8 +97,9 @@ class LanceLayout:
         return nested if isinstance(nested, dict) else {}
 
     def max_latent_frames(self) -> int:
-        """Return the number of latent frames in the stored position table, or the released
-        number without weights."""
+        """Return the number of latent frames in the stored position table. Without weights,
+        return the number of the release.
+        """
         released = DEFAULTS.max_num_video_latent_frames if self.video else 1
         if self.weights is None:
             return released
@@ -109,8 +114,8 @@ class LanceLayout:
         return max(1, shape[0] // cells)
 
     def vae_dims(self) -> tuple[int, int]:
-        """Return the first widths of the autoencoder (encoder, decoder) from its file, or by
-        default the released ones.
+        """Return the widths of the first level of the encoder and the decoder. They are read from
+        the autoencoder's file, or are by default those of the release.
         """
         if self.vae is None:
             return _BASE_DIM, _DECODER_BASE_DIM
@@ -127,7 +132,7 @@ class LanceLayout:
         return shapes[names[0]][0], shapes[names[1]][0] // 4
 
     def dtype(self) -> str:
-        """Return the stored dtype, from the config or from the weights."""
+        """Return the dtype of the decoder according to its config or its weights."""
         stated = self.llm_config()
         for key in ("dtype", "torch_dtype"):
             if isinstance(stated.get(key), str):
@@ -140,12 +145,12 @@ class LanceLayout:
 def find_layout(path: Path) -> LanceLayout:
     """Locate the components in `path`, or next to it if `path` is one of the repository's folders.
 
-    For a root with both decoders, the image decoder is used; pass the folder of the other decoder
-    to select it.
+    If the repository contains both decoders, the image decoder is used. Pass the folder of the
+    video decoder to use that one.
 
     Raises:
-        ValueError: There is no decoder. The message is one line that states what was found and what
-            was expected.
+        ValueError: `path` contains no decoder. The message is a single line that states what was
+            found and what was expected.
     """
     root, chosen = path, None
     if (
@@ -183,21 +188,21 @@ def find_layout(path: Path) -> LanceLayout:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether `path` is a Lance checkpoint. Cheap. Never raises."""
+    """Return whether `path` is a Lance checkpoint. This check is cheap and never raises."""
     try:
         find_layout(path)
     except (ValueError, OSError):
-        # a damaged checkpoint of this family: `hf_config` reports the details
+        # A damaged checkpoint also belongs to this family, so that `hf_config` reports the details.
         return (path / IMAGE_FOLDER).is_dir() or (path / VIDEO_FOLDER).is_dir()
     return True
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return the fields of vLLM's config object for this checkpoint, JSON types only. Needs no
-    weight files.
+    """Return the fields of vLLM's config object for this checkpoint, with values of JSON types.
 
-    In addition to the keys that vLLM reads, `lance` holds `llm` and `vision` (configs as stored),
-    `max_latent_frames` and `vae_dims`.
+    The checkpoint needs no weight files. In addition to the keys that vLLM reads, the result has
+    the key `lance`, which contains `llm` and `vision` (configs as stored), `max_latent_frames` and
+    `vae_dims`.
     """
     layout = find_layout(path)
     llm, vision = layout.llm_config(), layout.vision_config()
@@ -221,7 +226,7 @@ def hf_config(path: Path) -> dict[str, Any]:
 
 
 def lance_config(stored: dict[str, Any]) -> LanceConfig:
-    """Return the architecture from `hf_config(...)["lance"]`."""
+    """Return the architecture that `hf_config(...)["lance"]` describes."""
     return LanceConfig.from_checkpoint(
         stored["llm"], stored["vision"], max_latent_frames=stored["max_latent_frames"]
     )

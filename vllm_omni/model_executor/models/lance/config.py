@@ -4,7 +4,7 @@ options (`LanceOptions`).
 
 The architecture comes from `llm_config.json`, the vision tower's `config.json` and the header of
 the weights; a value that this code does not implement is an error. Public implementations of Lance
-differ; the option `convention` selects one of them (`CONVENTIONS`).
+differ, and the option `convention` selects the one to follow (`CONVENTIONS`).
 """
 
 from collections.abc import Mapping
@@ -33,9 +33,11 @@ TASKS: tuple[Task, ...] = (
     "x2t_image",
     "x2t_video",
 )
-"""Tasks of the original. `t2t`, a conversation without an image, is an extension."""
+"""Tasks of the original. In addition, this package supports `t2t`, a conversation without an
+image.
+"""
 READING_TASKS: tuple[Task, ...] = ("x2t_image", "x2t_video", "t2t")
-"""Tasks that generate text (understanding requests)."""
+"""Tasks of understanding requests, which generate text."""
 VIDEO_TASKS: tuple[Task, ...] = ("t2v", "i2v", "video_edit")
 """Tasks that generate video latents, for which only the video checkpoint was trained."""
 EDIT_TASKS: tuple[Task, ...] = ("image_edit", "video_edit")
@@ -46,20 +48,20 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 @dataclass(frozen=True)
 class LanceDefaults:
-    """Constants of the released model, and defaults of requests."""
+    """Constants of the released model, and default values of requests."""
 
     max_latent_size: int = 64
-    """Latent rows and columns of the position table."""
+    """Number of latent rows, and of latent columns, in the position table."""
     max_num_video_latent_frames: int = 31
     """Number of latent frames in the position table of the video checkpoint."""
     timestep_shift: float = 3.5
     """Shift of the timesteps."""
     num_timesteps: int = 30
-    """Denoise steps."""
+    """Number of denoise steps."""
     cfg_text_scale: float = 4.0
     """Scale of classifier-free guidance against the context without the user's text."""
     cfg_interval: tuple[float, float] = (0.4, 1.0)
-    """Guidance applies to timesteps t with low < t <= high."""
+    """Interval (low, high) of timesteps t with guidance: low < t <= high."""
     cfg_renorm_type: str = "global"
     """Renormalisation of the guided velocity; see `ClassifierFreeGuidance.renorm`."""
     cfg_renorm_min: float = 0.0
@@ -85,34 +87,34 @@ DEFAULTS = LanceDefaults()
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """Architecture of the Qwen2.5-VL vision tower, with the names used in transformers. The
+    """Architecture of the Qwen2.5-VL vision tower, with the field names of transformers. The
     defaults are those of the release.
     """
 
     depth: int = 32
-    """Layers."""
+    """Number of layers."""
     hidden_size: int = 1280
     """Width of the tower."""
     num_heads: int = 16
-    """Attention heads."""
+    """Number of attention heads."""
     intermediate_size: int = 3420
     """Width of the feed-forward layers."""
     in_channels: int = 3
-    """Channels of an image."""
+    """Number of channels of an image."""
     patch_size: int = 14
     """Side of a patch in pixels."""
     temporal_patch_size: int = 2
-    """Frames of a patch."""
+    """Number of frames per patch."""
     spatial_merge_size: int = 2
     """Side in patches of the squares that are merged into one token."""
     window_size: int = 112
     """Side of an attention window in pixels."""
     fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
-    """Layers that attend to all tokens instead of a window."""
+    """Indices of the layers that attend to all tokens instead of a window."""
     out_hidden_size: int = 2048
-    """Width of the decoder."""
+    """Width of the embeddings that the tower returns, which is that of the decoder."""
     tokens_per_second: int = 2
-    """Positions per second of video."""
+    """Number of temporal positions per second of video."""
     hidden_act: str = "silu"
     """Activation of the feed-forward layers."""
 
@@ -130,8 +132,8 @@ class VisionConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "VisionConfig":
-        """Read the architecture from a Qwen2.5-VL vision config. Its other keys do not affect
-        inference.
+        """Read the architecture from a Qwen2.5-VL vision config. Other keys of the config are
+        ignored, because they do not affect inference.
         """
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
         if "in_channels" not in known and "in_chans" in values:
@@ -141,8 +143,8 @@ class VisionConfig:
         return cls(**known)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return constructor arguments for transformers' `Qwen2_5_VLVisionConfig`, as JSON
-        types.
+        """Return constructor arguments for transformers' `Qwen2_5_VLVisionConfig`. The values have
+        JSON types.
         """
         values = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return {**values, "fullatt_block_indexes": list(self.fullatt_block_indexes)}
@@ -158,21 +160,21 @@ class LanceConfig:
     intermediate_size: int = 11008
     """Width of the feed-forward layers."""
     num_layers: int = 36
-    """Layers, each with two experts."""
+    """Number of layers. Each layer has two experts."""
     num_heads: int = 16
-    """Query heads."""
+    """Number of query heads."""
     num_kv_heads: int = 2
-    """Key/value heads."""
+    """Number of key/value heads."""
     rms_norm_eps: float = 1e-6
-    """Epsilon of the norms."""
+    """Epsilon of the normalisation layers."""
     rope_theta: float = 1e6
     """Base of the rotary frequencies."""
     mrope_section: tuple[int, int, int] = (16, 24, 24)
     """Number of rotary frequencies for time, height and width."""
     vocab_size: int = 151936
-    """Entries of the text embedding."""
+    """Number of entries of the text embedding."""
     max_latent_size: int = DEFAULTS.max_latent_size
-    """Latent rows and columns of the position table."""
+    """Number of latent rows, and of latent columns, in the position table."""
     max_latent_frames: int = 1
     """Number of latent frames in the position table: 1 in the image checkpoint, 31 in the video
     checkpoint.
@@ -180,7 +182,9 @@ class LanceConfig:
     vision: VisionConfig = field(default_factory=VisionConfig)
     """Architecture of the vision tower."""
     special: Mapping[str, int] = field(default_factory=dict)
-    """Ids of special tokens in the checkpoint's config, which must equal those of the tokenizer."""
+    """Ids of special tokens in the checkpoint's config. They must equal the ids of the
+    tokenizer.
+    """
 
     def __post_init__(self) -> None:
         if (
@@ -223,11 +227,15 @@ class LanceConfig:
     def from_checkpoint(
         cls, values: Mapping[str, Any], vision: Mapping[str, Any], **latent: Any
     ) -> "LanceConfig":
-        """Read `llm_config.json` (Qwen2.5-VL keys) and a vision config. An empty map selects the
-        released config.
+        """Read the architecture from a checkpoint's configs.
 
-        latent: `max_latent_size`, `max_latent_frames`. Raises ValueError that names every
-        unsupported value.
+        Args:
+            values: Content of `llm_config.json` (Qwen2.5-VL keys). Empty for the released config.
+            vision: Config of the vision tower. Empty for the released config.
+            latent: `max_latent_size` and `max_latent_frames`.
+
+        Raises:
+            ValueError: Values are not supported. The message names each of them.
         """
         for key, allowed in _REQUIRED.items():
             if key in values and values[key] not in allowed:
@@ -277,19 +285,20 @@ _SPECIAL_KEYS = {
 
 @dataclass(frozen=True)
 class LanceChoices:
-    """Where public implementations of Lance differ.
+    """Settings in which the public implementations of Lance differ.
 
     The defaults follow the original's code path with a cache, with two exceptions.
     """
 
     drawing_prompt: Literal["template", "wrapped"] = "template"
-    """Prompt for text-to-image and text-to-video: the chat template, or the template `wrapped` a
-    second time between <|im_start|> and <|im_end|>, as in BAGEL.
+    """Prompt for text-to-image and text-to-video: the chat template (`template`), or the chat
+    template between an additional <|im_start|> and <|im_end|> (`wrapped`), as in BAGEL.
     """
     uncond_context: Literal["template", "empty"] = "template"
-    """Unconditional context for text-to-image and text-to-video: the template without the user's
-    text, or an `empty` one (no tokens for an image, <|im_start|><|im_end|> for a video, a negative
-    prompt between these two tokens).
+    """Unconditional context for text-to-image and text-to-video: the chat template without the
+    user's text (`template`), or no chat template (`empty`). An empty context has no tokens for an
+    image, and <|im_start|><|im_end|> for a video. A negative prompt is placed between these two
+    tokens.
     """
     edit_apostrophe: Literal["typographic", "ascii"] = "typographic"
     """Apostrophe in the system prompts of edits: U+2019 (`typographic`) or `ascii`."""
@@ -298,20 +307,23 @@ class LanceChoices:
     conditional context (`cond`, as in the published results) or recomputed (`own`).
     """
     i2v_noise_place: Literal["behind_text", "before_text"] = "behind_text"
-    """First position of the generated block: after all text, or at the user's text."""
+    """First position of the generated block in image-to-video: after all text (`behind_text`),
+    or at the start of the user's text (`before_text`).
+    """
     understanding_video: Literal["bucket", "smart_resize"] = "bucket"
-    """Size of a clip in understanding requests: that of a `bucket`, at 12 frames per second, or
-    Qwen2-VL's `smart_resize` of each frame, up to `max_num_frames`.
+    """Preparation of a clip in understanding requests: the size of a bucket at 12 frames per second
+    (`bucket`), or Qwen2-VL's resize of each frame, up to `max_num_frames` frames (`smart_resize`).
     """
     understanding_vit_time: Literal["running", "origin"] = "running"
-    """Temporal positions of the vision block: they continue those of the text (`running`) or start
-    at 1000 (`origin`).
+    """Temporal positions of the vision block in understanding requests: they continue those of the
+    text (`running`), or start at 1000 (`origin`).
     """
     position_table: Literal["computed", "checkpoint"] = "computed"
-    """3-D position table: rebuilt (`computed`), or the table stored in the `checkpoint`."""
+    """3-D table of latent positions: computed (`computed`), or read from the checkpoint
+    (`checkpoint`)."""
     reference_latent: Literal["mean", "sample"] = "mean"
-    """Latents of a reference image: the `mean` of the encoder, or a `sample` around it (as in the
-    original).
+    """Latents of a reference image: the mean of the encoder's posterior (`mean`), or a random
+    sample of it, as in the original (`sample`).
     """
     pixel_rounding: Literal["round", "truncate"] = "round"
     """Rounding of decoded pixels: to the nearest level (`round`) or down (`truncate`)."""
@@ -337,10 +349,11 @@ CONVENTIONS: Final[dict[Convention, LanceChoices]] = {
 
 
 class LanceOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`ModelOptions`, and the options of Lance."""
+    """Serving options of Lance: those of `ModelOptions` and the fields below."""
 
     convention: Convention = "original"
-    """Public implementation whose choices are followed; the model's README lists them."""
+    """Public implementation to follow where implementations differ: `original` (the default) or
+    `vllm_omni`. The model's README lists the differences."""
     max_image_pixels: Positive = 1024 * 1024
     """Maximum `width * height` of a generated image. The server reserves memory for this size."""
     max_video_pixels: Positive = 480 * 848
@@ -356,5 +369,9 @@ class LanceOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> "LanceOptions":
-        """Parse `omni.model`. Raises ValueError with the key and the allowed values."""
+        """Parse `omni.model`.
+
+        Raises:
+            ValueError: An option is invalid. The message contains its key and the allowed values.
+        """
         return parse_options(cls, options, "additional_config['omni']['model']")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `lance` family, described for the command line, config parser and endpoints."""
+"""Describes the `lance` family to the command line, the config parser and the endpoints."""
 
 from typing import Any
 
@@ -33,14 +33,16 @@ def _check_options(config: dict[str, Any], omni: OmniConfig) -> None:
 
 
 def _capabilities(config: dict[str, Any], omni: OmniConfig) -> Capabilities:
-    """Return the capabilities. The video checkpoint also generates images, in other sizes."""
+    """Return the capabilities of a checkpoint. The video checkpoint also generates images, but
+    in other sizes than the image checkpoint.
+    """
     options, lance = LanceOptions.parse(omni.model), lance_config(config["lance"])
     videos = lance.makes_video
     images, limit = default_size(False, options), options.max_image_pixels
     height, width = default_size(True, options) if videos else images
     longest = min(options.max_num_frames, lance.max_frames)
     readable = round(DEFAULTS.fps * DEFAULTS.video_seconds)
-    if options.choices.understanding_video == "smart_resize":  # every frame that arrives is read
+    if options.choices.understanding_video == "smart_resize":  # every frame is used
         readable = min(readable, options.max_num_frames)
     return Capabilities(
         tasks=(

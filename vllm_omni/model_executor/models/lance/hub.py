@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Downloads of Lance, and the check of a complete checkpoint."""
+"""Hugging Face repositories of Lance, and a check that a downloaded checkpoint is complete."""
 
 from pathlib import Path
 

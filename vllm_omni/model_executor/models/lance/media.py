@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resizes images and clips of any size to the sizes on which the model was trained, on the model's
-device.
+"""Resizes images and clips of any size to the sizes on which the model was trained. The resize runs
+on the model's device.
 
-An image is assigned to the nearest of six aspect ratios (a "bucket") with the area of a preset: it
-is center-cropped to this ratio, resized with antialiased bicubic filtering, and for the vision
-tower cropped to whole patches. The alternative for input clips, Qwen2-VL's resize, comes from
-transformers.
+Each preset has six sizes ("buckets") with different aspect ratios and about the same area. An image
+is assigned to the bucket with the nearest aspect ratio. It is center-cropped to this ratio, resized
+with antialiased bicubic filtering and, for the vision tower, cropped to whole patches. The
+alternative for input clips, Qwen2-VL's resize, comes from transformers.
 """
 
 # T frames, H height, W width; sizes are (height, width) in pixels
@@ -30,12 +30,12 @@ _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 @dataclass(frozen=True)
 class SizePreset:
-    """Sides of the squares with the area of a bucket, in pixels."""
+    """Area of a preset's buckets, given as the side of a square with this area."""
 
     vae: int
-    """For the latent encoder, in pixels."""
+    """Side of the square in pixels for the latent encoder."""
     vit: int
-    """For the vision tower, in pixels."""
+    """Side of the square in pixels for the vision tower."""
 
 
 PRESETS = {
@@ -50,8 +50,12 @@ PRESETS = {
 
 @cache
 def buckets(side: int, multiple: int, max_side: int | None = None) -> tuple[Size, ...]:
-    """Return the six sizes of a preset. multiple: 28 for the vision tower; max_side limits the
-    widest size.
+    """Return the six sizes of a preset.
+
+    Args:
+        side: Side of the square with the area of the buckets, in pixels.
+        multiple: Number by which heights and widths are divisible (28 for the vision tower).
+        max_side: Maximum height and width in pixels, or None for no limit.
     """
     sizes = []
     for wide, high in _RATIOS:
@@ -76,8 +80,8 @@ def nearest_bucket(size: Size, sizes: tuple[Size, ...]) -> int:
 
 
 def crop_box(size: Size, target: Size) -> tuple[int, int, int, int]:
-    """Return (top, left, height, width) of the largest centred window of `size` with the
-    target's ratio.
+    """Return (top, left, height, width) of the largest centred crop of `size` with the aspect ratio
+    of `target`.
     """
     height, width = size
     ratio = target[1] / target[0]
@@ -89,11 +93,13 @@ def crop_box(size: Size, target: Size) -> tuple[int, int, int, int]:
 
 
 def fit(frames_THWC: torch.Tensor, resized: Size, final: Size | None = None) -> torch.Tensor:
-    """Crop uint8 frames [T, H, W, 3] to the ratio of `resized`, resize them, and centre-crop them
-    to `final`.
+    """Crop uint8 frames [T, H, W, 3] to the aspect ratio of `resized`, resize them, and centre-crop
+    them to `final`.
 
-    Returns fp32 [3, T, h, w], 0 to 255. The resize is bicubic with antialiasing and rounds to
-    integer levels, as in Pillow.
+    The resize is bicubic with antialiasing. As in Pillow, values are rounded to integer levels.
+
+    Returns:
+        Frames [3, T, h, w], fp32, with values from 0 to 255.
     """
     top, left, height, width = crop_box((frames_THWC.shape[1], frames_THWC.shape[2]), resized)
     window = frames_THWC[:, top : top + height, left : left + width].permute(0, 3, 1, 2).float()
@@ -120,10 +126,10 @@ def for_vae(frames_THWC: torch.Tensor, size: Size) -> torch.Tensor:
 
 
 def for_vit(frames_THWC: torch.Tensor, preset: SizePreset | None) -> torch.Tensor:
-    """Convert uint8 frames to fp32 pixels [3, T, h, w] for the vision tower, normalised with CLIP's
-    mean and deviation.
+    """Convert uint8 frames to fp32 pixels [3, T, h, w] for the vision tower. They are normalised
+    with CLIP's mean and standard deviation.
 
-    preset: Preset of the bucket. None selects Qwen2-VL's `smart_size`, which scales both sides
+    `preset` is the preset of the bucket. If it is None, Qwen2-VL's `smart_size` scales both sides
     without cropping.
     """
     size = (frames_THWC.shape[1], frames_THWC.shape[2])
@@ -144,10 +150,10 @@ def for_vit(frames_THWC: torch.Tensor, preset: SizePreset | None) -> torch.Tenso
 
 @cache
 def smart_limits() -> tuple[int, int]:
-    """Return the minimum and maximum number of pixels per frame to which Qwen2-VL's video processor
-    resizes.
+    """Return the minimum and the maximum number of pixels per frame after a resize by Qwen2-VL's
+    video processor.
     """
-    # imported lazily, because the command line uses only buckets
+    # Imported lazily, because the command line uses only buckets.
     from transformers import Qwen2VLVideoProcessor
 
     return Qwen2VLVideoProcessor.size["shortest_edge"], Qwen2VLVideoProcessor.size["longest_edge"]
@@ -156,7 +162,8 @@ def smart_limits() -> tuple[int, int]:
 def smart_size(size: Size) -> Size:
     """Return the size to which Qwen2-VL's video processor resizes a frame.
 
-    Raises ValueError for sides beyond 200 to 1.
+    Raises:
+        ValueError: The ratio of the sides is greater than 200 to 1.
     """
     from transformers.models.qwen2_vl.video_processing_qwen2_vl import smart_resize
 
@@ -166,10 +173,10 @@ def smart_size(size: Size) -> Size:
 
 
 def sampled_frames(num_frames: int, fps: float | None) -> torch.Tensor:
-    """Return the indices of the frames of a clip that the model receives: 12 per second, at most 6
-    s, 4 k + 1 frames; int64.
+    """Return the indices of a clip's frames that the model receives, int64. The selection has 12
+    frames per second, lasts at most 6 s and contains 4 k + 1 frames.
 
-    fps: Frame rate of the clip. None: the clip already has 12 frames per second.
+    `fps` is the frame rate of the clip. If it is None, the clip already has 12 frames per second.
     """
     rate = DEFAULTS.fps if fps is None else round(fps)
     seconds = min(num_frames / max(1, rate), DEFAULTS.video_seconds)
@@ -178,6 +185,6 @@ def sampled_frames(num_frames: int, fps: float | None) -> torch.Tensor:
     if count % FRAMES_PER_LATENT == 0:
         retained -= FRAMES_PER_LATENT
     retained = max(1, min(retained, num_frames))
-    if fps is None:  # nothing to resample: the first frames are used
+    if fps is None:  # no resampling, so the first frames are used
         return torch.arange(min(retained, num_frames))
     return torch.linspace(0, num_frames - 1, retained, dtype=torch.float64).long()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The latent grid of a generated image or video: the requested size, the server's default, or a
-reference's bucket.
+"""Determines the latent grid of a generated image or video from the requested size, the server's
+default, or the bucket of a reference.
 
 If a size exceeds the position table or the server's limits, the error lists the allowed sizes.
 """
@@ -32,8 +32,11 @@ from vllm_omni.outputs import RequestFailed
 def generation_grid(
     params: DiffusionParams, task: Task, config: LanceConfig, served: LanceOptions
 ) -> Grid:
-    """Return the latent grid of a request without a reference. Raises
-    `RequestFailed("unsupported_size", ...)`."""
+    """Return the latent grid of a request without a reference.
+
+    Raises:
+        RequestFailed: The size is not supported (`unsupported_size`).
+    """
     video = task in VIDEO_TASKS
     height, width = default_size(video, served)
     height = height if params.height is None else params.height
@@ -63,7 +66,9 @@ def generation_grid(
 
 
 def default_size(video: bool, served: LanceOptions) -> Size:
-    """Return the released default size, or the largest square that this server allows."""
+    """Return the default size of the release. If this server does not allow it, return the
+    largest square that it allows.
+    """
     size, limit = (
         (DEFAULTS.video_size, served.max_video_pixels)
         if video
@@ -89,7 +94,9 @@ def _size(height: int, width: int, video: bool, config: LanceConfig, limit: int)
 
 
 def reference_grid(shape: tuple[int, ...], preset: SizePreset, config: LanceConfig) -> Grid:
-    """Return the latent grid of a reference [T, H, W, 3]: that of its nearest bucket."""
+    """Return the latent grid of a reference of shape [T, H, W, 3], which is that of the nearest
+    bucket.
+    """
     sizes = buckets(preset.vae, LATENT_MULTIPLE, config.max_side)
     height, width = sizes[nearest_bucket((shape[1], shape[2]), sizes)]
     return (

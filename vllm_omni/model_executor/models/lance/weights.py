@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of the tensors in Lance checkpoints, and strict loading.
+"""Tensor names and shapes of Lance checkpoints, and strict loading.
 
-`model.safetensors` holds the decoder and the latent bridge (1021 tensors in the release). The file
-of the video checkpoint also holds the vision tower (390 more tensors, `vit_model.*`).
+`model.safetensors` contains the decoder and the latent projections (1021 tensors in the release).
+The file of the video checkpoint also contains the vision tower (390 more tensors, `vit_model.*`).
 `checkpoint.py` locates the files.
 """
 
@@ -50,9 +50,10 @@ _EXPERT_TENSORS = {
     "input_layernorm{e}.weight": ("D",),
     "post_attention_layernorm{e}.weight": ("D",),
 }
-"""A layer's tensors, once for each expert.
+"""Tensors of a layer, which exist once for each expert.
 
-D width, Q query and KV key/value channels, H head, F feed-forward.
+The letters are D width, Q query channels, KV key/value channels, H head dim and F feed-forward
+width.
 """
 
 _OTHER_TENSORS = {
@@ -70,12 +71,14 @@ _OTHER_TENSORS = {
     "llm2vae.bias": ("C",),
     POSITIONS: ("P", "D"),
 }
-"""V vocabulary rows, T timestep features, C latent channels, P positions (frames x size x size)."""
+"""Tensors outside the layers. The letters are V vocabulary size, T timestep features, C latent
+channels and P positions (frames x size x size).
+"""
 
 
 def network_shapes(config: LanceConfig) -> dict[str, Shape]:
-    """Return the shape of every tensor in a `model.safetensors` except the vision tower, by name
-    (1021 in the release).
+    """Return the shape of every tensor in a `model.safetensors`, by name, without the vision tower.
+    The release has 1021 of these tensors.
     """
     sizes = {
         "D": config.hidden_size,
@@ -98,8 +101,8 @@ def network_shapes(config: LanceConfig) -> dict[str, Shape]:
 
 @cache
 def vision_shapes(config: VisionConfig) -> Mapping[str, Shape]:
-    """Return the shape of every tensor of the vision tower, by name without prefix (390 in the
-    release).
+    """Return the shape of every tensor of the vision tower, by name without prefix. The release has
+    390 of these tensors.
     """
     with torch.device("meta"):
         return shapes_of(VisionTower(config).tower)
@@ -107,8 +110,8 @@ def vision_shapes(config: VisionConfig) -> Mapping[str, Shape]:
 
 @cache
 def vae_shapes(config: VAEConfig) -> Mapping[str, Shape]:
-    """Return the shape of every tensor of the autoencoder, by diffusers' names (196 in the
-    release).
+    """Return the shape of every tensor of the autoencoder, by diffusers' name. The release has 196
+    of these tensors.
     """
     with torch.device("meta"):
         return shapes_of(LanceWanVAE(config).vae)
@@ -119,8 +122,8 @@ def bundles_vision(source: TensorSource) -> bool:
 
 
 def load_network(network: LanceNetwork, source: TensorSource, config: LanceConfig) -> None:
-    """Load the decoder, or this rank's part of it. If the same file contains a vision tower, it is
-    only validated.
+    """Load the heads and columns of the decoder that belong to this rank. If the file also contains
+    a vision tower, the names and shapes of its tensors are only validated.
     """
     expected = network_shapes(config)
     if bundles_vision(source):
@@ -131,7 +134,7 @@ def load_network(network: LanceNetwork, source: TensorSource, config: LanceConfi
 
 
 def adapter_target(network: LanceNetwork, config: LanceConfig) -> AdapterTarget:
-    """Return the decoder and the latent projections as targets of LoRA adapters, both under the
+    """Return the decoder and the latent projections as targets of LoRA adapters. Both have the
     decoder's name.
     """
     return AdapterTarget(
@@ -151,8 +154,11 @@ def load_vision(
 ) -> None:
     """Load the vision tower from its own file, or from the decoder's file if there is none.
 
-    If both exist, a few tensors are compared: the tower was frozen in training, so a difference
-    causes a warning. Raises ValueError when there is neither.
+    If both files contain the tower, a few tensors are compared. A difference causes a warning,
+    because the tower was frozen in training.
+
+    Raises:
+        ValueError: Neither file contains the tower.
     """
     if bundled is not None and not bundles_vision(bundled):
         bundled = None
@@ -187,6 +193,6 @@ def _warn_if_different(vision: VisionTower, bundled: TensorSource) -> None:
 
 
 def load_vae(vae: LanceWanVAE, source: TensorSource) -> None:
-    """Load the autoencoder from Wan's own file."""
+    """Load the autoencoder from the `.pth` file of Wan 2.2."""
     load_strict(vae.vae, source, vae_shapes(vae.config), VAE_RULES, what="VAE")
     vae.vae.clear_derived()

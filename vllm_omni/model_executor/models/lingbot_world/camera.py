@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts camera poses or held keys to the camera map that conditions the transformer.
 
-A pose is camera-to-world, 4x4, OpenCV axes (x right, y down, z forward). The condition is the
-camera's motion from one latent frame to the next: relative poses with translations divided by a
-scale, converted to a ray per pixel (origin and unit direction). Chunks are computed in fp64 and
-rounded once to fp32. Maths: Robbyant/lingbot-world @ a43bec7, wan/utils/cam_utils.py and
-wasd_ijkl_to_c2ws.py.
+A pose is a 4x4 camera-to-world matrix with OpenCV axes (x right, y down, z forward). The
+transformer is conditioned on the camera's motion from one latent frame to the next. The relative
+poses, with translations divided by a scale, are converted to one ray per pixel (origin and unit
+direction). The map of a chunk is computed in fp64 and rounded once to fp32. Maths:
+Robbyant/lingbot-world @ a43bec7, wan/utils/cam_utils.py and wasd_ijkl_to_c2ws.py.
 
-Two conventions differ in the reference of a chunk's first frame and in the scale:
+Two conventions differ in the reference pose of a chunk's first frame and in the scale:
 
-- interactive: the reference is the last pose of the previous chunk, so that the action of every
-  frame takes effect; the scale is constant.
+- interactive: the reference is the last pose of the previous chunk, so the action of every frame
+  takes effect; the scale is constant.
 - trajectory: there is no reference (the first frame of the clip does not move); the scale is the
   largest translation in the clip.
 
-`request.py` combines them according to the server's options.
+`request.py` combines the two conventions according to the server's options.
 """
 
 # N frames; poses_N44 camera-to-world; intrinsics_N4 = fx, fy, cx, cy in pixels
@@ -46,7 +46,7 @@ from vllm_omni.worlds.movement import (
 )
 
 MOVE_UNIT = 0.05
-"""Translation per latent frame while a movement key is held."""
+"""Distance that the camera moves per latent frame while a movement key is held."""
 _STEPS, _DEGREES = 8.0, 90.0
 
 
@@ -69,8 +69,8 @@ ACTION_SPACE = msgspec.structs.replace(
         _look_axis("look", "up", "degrees", kind="motion", mouse="y", scale=-0.12),
     ),
 )
-"""The eight keys and their analog equivalents, whose effects add up. A movement key is one step,
-and a look key is six or four degrees.
+"""The eight keys and their analog equivalents. The effects of keys and axes add up. A movement key
+moves the camera by one step, and a look key turns it by six or four degrees.
 """
 _AXIS_NAMES = ACTION_SPACE.axis_names
 FLAG_KEYS = "wasd"
@@ -79,12 +79,12 @@ FLAG_KEYS = "wasd"
 
 @dataclass(frozen=True, eq=False)
 class WorldStart:
-    """The relation of a session's poses to the world's coordinates."""
+    """Conversion between the poses of a session and the coordinates of its world."""
 
     world_44: torch.Tensor
     """World pose of the start image, fp64, metres."""
     first_44: torch.Tensor
-    """The session's pose of the start image, in the client's units."""
+    """Pose of the start image in the session's own coordinates, in the client's units."""
 
     def world_poses(self, poses_F44: torch.Tensor, metres_per_unit: float) -> torch.Tensor:
         """Convert the poses of a session to world poses, in fp64 and in metres."""
@@ -104,17 +104,20 @@ class CameraTail:
     """State of the camera at the end of a chunk."""
 
     pose_44: torch.Tensor
-    """The session's last pose."""
+    """Pose of the chunk's last latent frame, in the session's coordinates."""
     pitch_degrees: float
     """Pitch accumulated by look keys, in degrees."""
     largest_step: float = 0.0
     """Longest translation between consecutive latent frames so far."""
     start: "WorldStart | None" = None
-    """The session's start in the world's coordinates. None: unknown."""
+    """Start of the session in the world's coordinates, or None if it is unknown."""
 
     def after(self, relative_F44: torch.Tensor, before: "CameraTail | None") -> "CameraTail":
-        """Return this tail with the longest translation of `before` and of the unscaled poses of a
-        chunk.
+        """Return a copy of this state with an updated `largest_step`.
+
+        Args:
+            relative_F44: Relative poses of the chunk, before they are scaled.
+            before: State before the chunk. None: this is the first chunk.
         """
         sofar = 0.0 if before is None else before.largest_step
         return replace(self, largest_step=max(sofar, _largest_step(relative_F44)))
@@ -125,14 +128,16 @@ class CameraTail:
 
     @classmethod
     def in_world(cls, world_44: torch.Tensor, metres_per_unit: float) -> "CameraTail":
-        """Return the start of a session that uses the world's coordinates, in units."""
+        """Return the camera at the start of a session that uses the world's coordinates. The
+        position is converted to the session's units.
+        """
         pose_44 = world_44.clone()
         pose_44[:3, 3] /= metres_per_unit
         return cls(pose_44, pitch_of(pose_44), start=WorldStart(world_44, pose_44))
 
     @classmethod
     def at(cls, pose_44: torch.Tensor, start: WorldStart | None = None) -> "CameraTail":
-        """Return the tail at an uploaded pose. The pitch is the angle above the horizon."""
+        """Return the camera at an uploaded pose. Its pitch is the angle above the horizon."""
         return cls(pose_44.clone(), pitch_of(pose_44), start=start)
 
 
@@ -140,10 +145,11 @@ class CameraTail:
 
 
 def read_controls(actions: Sequence[ActionEntry], num_frames: int) -> ActionFrames:
-    """Check `actions`, one entry per latent frame. Missing frames are idle.
+    """Validate `actions`, which have one entry per latent frame. The camera rests in frames without
+    an entry.
 
     Raises:
-        RequestFailed: `invalid_action`.
+        RequestFailed: An action is invalid (`invalid_action`).
     """
     action_frames = read_actions(ACTION_SPACE, actions, {}, num_frames)
     assert action_frames is not None
@@ -156,7 +162,7 @@ def read_keys(actions: Sequence[ActionEntry], num_frames: int) -> list[str]:
 
 
 def motions_of(actions: ActionFrames) -> list[CameraMotion]:
-    """Return the motion of one camera in each latent frame. Keys and axes add up."""
+    """Return the camera's motion in each latent frame. The effects of keys and axes add up."""
     motions = []
     for held, values in zip(
         actions.held(ACTION_SPACE), actions.axes_NA.double().unbind(0), strict=True
@@ -176,10 +182,13 @@ def motions_of(actions: ActionFrames) -> list[CameraMotion]:
 
 
 def read_flags(action: torch.Tensor, num_frames: int) -> torch.Tensor:
-    """Check the keys w a s d of each video frame, 0 or 1, and return fp64 `[num_frames, 4]`.
+    """Validate the flags (0 or 1) of the keys w a s d in each video frame.
+
+    Returns:
+        The flags as an fp64 tensor `[num_frames, 4]` on the CPU.
 
     Raises:
-        RequestFailed: `invalid_camera`.
+        RequestFailed: The shape or a value is invalid (`invalid_camera`).
     """
     if (
         tuple(action.shape) != (num_frames, 4)
@@ -201,8 +210,8 @@ def read_flags(action: torch.Tensor, num_frames: int) -> torch.Tensor:
 
 
 def held_flags(actions: ActionFrames) -> torch.Tensor:
-    """Return the keys w a s d of each frame in the format of `read_flags`. An axis presses the key
-    for its direction.
+    """Return the flags of each frame in the format of `read_flags`. A movement axis that is not
+    zero counts as the key for its direction.
     """
     axes = dict(zip(_AXIS_NAMES, actions.axes_NA.unbind(1), strict=True))
     pressed = {
@@ -219,8 +228,13 @@ def held_flags(actions: ActionFrames) -> torch.Tensor:
 
 
 def per_latent(per_pixel: torch.Tensor, frames: range) -> torch.Tensor:
-    """Select the values of latent `frames` (absolute) from per-video-frame values: latent frame i
-    corresponds to video frame 4 i.
+    """Select the values of some latent frames from the values of a chunk's video frames.
+
+    Latent frame i corresponds to video frame 4 i.
+
+    Args:
+        per_pixel: One row for each video frame of the chunk.
+        frames: Absolute indices of the chunk's latent frames.
     """
     return per_pixel[[VAE_TEMPORAL * frame - first_pixel_frame(frames.start) for frame in frames]]
 
@@ -235,7 +249,7 @@ def integrate_actions(
     """Move the camera from `tail` by the held keys of each frame (`move_cameras`).
 
     Returns:
-        poses_N44 and the new tail.
+        The pose of each frame, and the camera's state after the last frame.
     """
     return integrate_motions(
         [CameraMotion.of_keys([keys]) for keys in held], tail, move=move, grid=grid
@@ -250,8 +264,8 @@ def integrate_motions(
     grid: OccupancyGrid | None = None,
     pitch_limit_degrees: float = PITCH_LIMIT_DEGREES,
 ) -> tuple[torch.Tensor, CameraTail]:
-    """Move the camera from `tail` by one motion per frame. See `integrate_actions`. With `grid`,
-    positions are in metres in the world's coordinates.
+    """Move the camera from `tail` by one motion per frame, and return what `integrate_actions`
+    returns. If `grid` is set, positions are in metres in the world's coordinates.
     """
     pose_144 = tail.pose_44[None]
     pitch_1 = torch.tensor([tail.pitch_degrees], dtype=torch.float64)
@@ -267,7 +281,8 @@ def relative_poses(
 ) -> torch.Tensor:
     """Return each pose relative to the previous one, in the dtype of `poses_N44`.
 
-    `previous_44` precedes the first pose. None: the first relative pose is the identity.
+    `previous_44` is the pose before the first one. If it is None, the first relative pose is the
+    identity.
     """
     first = poses_N44[:1] if previous_44 is None else previous_44.unsqueeze(0)
     before = torch.cat((first, poses_N44[:-1]))
@@ -278,8 +293,8 @@ def relative_poses(
 
 
 def scaled_translations(relative_N44: torch.Tensor, scale: float | None = None) -> torch.Tensor:
-    """Divide translations by `scale`. None: they are divided by the largest translation, if there
-    is one.
+    """Return the poses with translations divided by `scale`. If `scale` is None, the largest
+    translation is the divisor, unless it is zero.
     """
     if scale is None:
         scale = _largest_step(relative_N44) or 1.0
@@ -296,7 +311,7 @@ def _largest_step(relative_N44: torch.Tensor) -> float:
 
 
 def scale_intrinsics(intrinsics_N4: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Rescale intrinsics for 480x832 to the output size (no crop)."""
+    """Rescale intrinsics that refer to 480x832 to the output size. The image is not cropped."""
     x, y = width / NATIVE_WIDTH, height / NATIVE_HEIGHT
     return intrinsics_N4 * torch.tensor([x, y, x, y], dtype=torch.float64)
 
@@ -304,9 +319,9 @@ def scale_intrinsics(intrinsics_N4: torch.Tensor, height: int, width: int) -> to
 def action_intrinsics(
     num_frames: int, height: int, width: int, focal: float | None = None
 ) -> torch.Tensor:
-    """Return the intrinsics for actions, at the output size.
+    """Return the intrinsics, in output pixels, for a request that sends actions without intrinsics.
 
-    `focal` is the focal length divided by the width. None: the original's.
+    `focal` is the focal length divided by the width. If it is None, `ACTION_FOCAL` applies.
     """
     pixels = ACTION_FOCAL if focal is None else focal * width
     row = torch.tensor([pixels, pixels, width / 2, height / 2], dtype=torch.float64)
@@ -323,8 +338,8 @@ def camera_map(
 ) -> torch.Tensor:
     """Return the ray map [384, N, height/8, width/8], fp32, computed on `device` in `dtype`.
 
-    Components are the origin x y z and the unit direction x y z of every pixel's ray, folded by
-    `_fold`. `intrinsics_N4` are at the output size.
+    The components of every pixel's ray are its origin x y z and its unit direction x y z. `_fold`
+    moves the pixels of each 8x8 cell into channels. `intrinsics_N4` are in output pixels.
     """
     relative_N44, intrinsics_N4 = _on(device, dtype, relative_N44, intrinsics_N4)
     direction = _directions(relative_N44, intrinsics_N4, height, width)
@@ -341,11 +356,10 @@ def action_map(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """Return the control map of an `act` model, [448, N, height/8, width/8], fp32: ray directions
-    and the keys w a s d.
+    """Return the control map of an `act` model, [448, N, height/8, width/8], fp32.
 
-    See `camera_map`. Translations are ignored, and a key has the same value in all pixels of a
-    frame.
+    The map contains ray directions and the keys w a s d. Translations are ignored, and a key has
+    the same value in all pixels of a frame. The other arguments are those of `camera_map`.
     """
     relative_N44, intrinsics_N4, flags_N4 = _on(
         device, dtype, relative_N44, intrinsics_N4, flags_N4
@@ -358,7 +372,7 @@ def action_map(
 def _on(
     device: torch.device | str, dtype: torch.dtype, *actions: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Copy host tensors to `device` and `dtype` without synchronisation."""
+    """Copy host tensors to `device` in `dtype` without synchronising the host with the device."""
     return [to_device(each.to(dtype).contiguous(), torch.device(device)) for each in actions]
 
 
@@ -378,8 +392,8 @@ def _directions(
 
 
 def _fold(planes_NCHW: torch.Tensor) -> torch.Tensor:
-    """Fold 8x8 pixels into channels. Channel c * 64 + (v mod 8) * 8 + (u mod 8) of a cell is
-    component c of pixel (u, v).
+    """Fold each cell of 8x8 pixels into channels. Channel c * 64 + (v mod 8) * 8 + (u mod 8) of a
+    cell contains component c of pixel (u, v).
     """
     return (
         torch.nn.functional.pixel_unshuffle(planes_NCHW.float(), VAE_SPATIAL)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locates the components of a LingBot World checkpoint, in the original, v2 or diffusers layout, or
-with all files in one folder.
+"""Locates the components of a LingBot World checkpoint.
 
-If the transformer has no `config.json`, its sizes are read from the headers of its weight files.
-This module only locates files; `weights.py` loads them. A missing component is an error only when
-it is needed (`require`). An engine with dummy weights can therefore start from config files alone,
-and a stage that does not decode needs no VAE.
+The checkpoint may have the original, the v2 or the diffusers layout, or all files in one folder. If
+the transformer has no `config.json`, its sizes are read from the headers of its weight files. This
+module only locates files; `weights.py` loads them. A missing component is an error only when it is
+needed (`require`). An engine with dummy weights can therefore start from config files only, and a
+stage that does not decode needs no VAE.
 """
 
 from dataclasses import dataclass
@@ -27,15 +27,13 @@ from vllm_omni.model_executor.models.wan.checkpoint.layout import (
 )
 
 LAYOUTS = ("original", "diffusers", "v2", "v2_1_3b", "v2_pretrain", "act", "world")
-"""The supported layouts, by the names used in `make-tiny`; `world` is the layout of the
-demo world.
-"""
+"""The layouts that `make-tiny` can write. `world` is the layout of the demo world."""
 
 _FAST_FOLDERS = ("lingbot_world_fast", "Lingbot-World-Fast")
 _PRETRAIN_FOLDER = "transformer_causal"
 _TRANSFORMER_FOLDERS = (*_FAST_FOLDERS, "transformers", _PRETRAIN_FOLDER, "transformer")
-"""Names of the transformer's folder: original v1 (both names in use), original v2, v2 before
-distillation, diffusers, and finally the directory itself.
+"""Names of the transformer's folder in the layouts original v1 (both names are in use), original
+v2, v2 before distillation, and diffusers.
 """
 _SINGLE_FILES = ("model.safetensors", "diffusion_pytorch_model.safetensors")
 _V1_WIDTH = LingBotWorldConfig.dim
@@ -54,20 +52,20 @@ _NOT_FAST = ("high_noise_model", "low_noise_model")
 
 @dataclass(frozen=True)
 class CheckpointLayout(WanComponents):
-    """The components of one checkpoint.
+    """Paths of the components of one checkpoint.
 
-    `transformer` is a folder of safetensors files or a single such file.
+    `transformer` is a folder of safetensors files or a single safetensors file.
     """
 
     download_name: ClassVar[str] = "lingbot_world_fast"
-    """Name for `vllm-omni download`."""
+    """Name of the v1 release for `vllm-omni download`."""
 
     kind: Literal["original", "diffusers"]
-    """The layout."""
+    """Layout of the files."""
     version: Version
     """Version of the network, which determines the defaults of the schedule."""
     mode: Literal["fast", "pretrain"]
-    """Distilled (`fast`) or not (`pretrain`)."""
+    """`fast` for the distilled model, `pretrain` for the model before distillation."""
 
     def release(self) -> str:
         if self.version == "v1":
@@ -84,7 +82,8 @@ class CheckpointLayout(WanComponents):
         )
 
     def transformer_config(self) -> dict[str, Any]:
-        """Return the transformer's `config.json`. Missing sizes are read from its tensors, if any.
+        """Return the transformer's `config.json`. If sizes are missing and there are weight files,
+        the sizes are derived from the tensor shapes.
 
         Raises:
             ValueError: The number of heads is unknown.
@@ -96,8 +95,8 @@ def find_layout(path: Path) -> CheckpointLayout:
     """Locate the components in `path`, or next to it if `path` is the transformer's folder.
 
     Raises:
-        ValueError: There is no transformer. The message is one line that states what was found and
-            what was expected.
+        ValueError: `path` contains no transformer. The message is a single line that states what
+            was found and what was expected.
     """
     folder, root = find_transformer(path, _TRANSFORMER_FOLDERS, _is_transformer, "LingBot World")
     return CheckpointLayout.of_folder(
@@ -110,20 +109,24 @@ def find_layout(path: Path) -> CheckpointLayout:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether `path` is a LingBot World checkpoint in any layout. Cheap. Never raises."""
+    """Return whether `path` is a LingBot World checkpoint in any layout. This check is cheap and
+    never raises.
+    """
     try:
         find_layout(path)
     except (ValueError, OSError):
-        # a damaged checkpoint of this family: `hf_config` reports the details
+        # A damaged checkpoint also belongs to this family, so that `hf_config` reports the details.
         return any((path / name).is_dir() for name in _FAST_FOLDERS)
     return True
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return `chunk_hf_config` of this checkpoint with `kind`, `version` and `mode`. Needs no
-    weight files.
+    """Return `chunk_hf_config` of this checkpoint with `kind`, `version` and `mode`.
 
-    An empty `transformer` config means the released model. Raises ValueError.
+    The checkpoint needs no weight files. An empty `transformer` config means the released model.
+
+    Raises:
+        ValueError: The transformer is missing, or its config is invalid.
     """
     layout = find_layout(path)
     transformer = layout.transformer_config()
@@ -136,8 +139,8 @@ def hf_config(path: Path) -> dict[str, Any]:
 
 
 def _is_pretrain(folder: Path, path: Path) -> bool:
-    """Return whether a transformer folder under the directory `path` contains the v2 model before
-    distillation.
+    """Return whether `folder`, a transformer folder under the directory `path`, contains the v2
+    model before distillation.
     """
     named = folder.name == _PRETRAIN_FOLDER or "causal-pretrain" in str(
         path.resolve()
@@ -146,22 +149,22 @@ def _is_pretrain(folder: Path, path: Path) -> bool:
 
 
 def _version(folder: Path, path: Path) -> Version:
-    """Return the model version of a transformer folder under the directory `path`."""
+    """Return the model version of `folder`, a transformer folder under the directory `path`."""
     if folder.name in ("transformers", _PRETRAIN_FOLDER) or _V2_NAME in str(
         path.resolve()
     ).lower().replace("_", "-"):
         return "v2"
     if folder.name in _TRANSFORMER_FOLDERS:
         return "v1"
-    # A repository under another name: v1 was released in one width only.
+    # The names do not show the version. v1 was released in one width only.
     values = _stated_config(folder)
     heads, head_dim = values.get("num_attention_heads", 0), values.get("attention_head_dim", 0)
     return "v2" if (values.get("dim") or heads * head_dim or _V1_WIDTH) != _V1_WIDTH else "v1"
 
 
 def _weights(folder: Path, root: Path) -> Path:
-    """Return the folder of a transformer, or its only file if the folder also contains files of
-    other components.
+    """Return the folder with the transformer's weights, or the path of its single weight file if
+    the transformer is at the root, next to the other components.
     """
     if folder == root and not any(folder.glob("*.safetensors.index.json")):
         return next((folder / name for name in _SINGLE_FILES if (folder / name).is_file()), folder)
@@ -181,8 +184,8 @@ def _stated_config(transformer: Path) -> dict[str, Any]:
 
 
 def _is_transformer(folder: Path) -> bool:
-    """Return whether `folder` contains a LingBot World transformer, according to its config, or
-    otherwise its name and tensor names.
+    """Return whether `folder` contains a LingBot World transformer. The config decides. Without a
+    config that identifies the model, the folder's name and the tensor names decide.
     """
     if not folder.is_dir() or folder.name in _NOT_FAST:
         return False

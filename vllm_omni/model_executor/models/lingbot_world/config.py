@@ -35,13 +35,14 @@ from vllm_omni.model_executor.streaming.stream import StreamModelSetup
 
 ControlType = Literal["cam", "act", "world"]
 CONTROL_CHANNELS: Final[dict[ControlType, int]] = {"cam": 6, "act": 7, "world": 6}
-"""Number of channels of the control map at pixel resolution: ray origin and direction, or ray
-direction and the keys w a s d. `world` is `cam` plus the camera's world pose (`world_pose.py`).
+"""Number of channels of the control map at pixel resolution. The channels of `cam` and `world` are
+the ray origin and direction. Those of `act` are the ray direction and the keys w a s d. A `world`
+model also receives the camera's world pose (`world_pose.py`).
 """
 NATIVE_HEIGHT, NATIVE_WIDTH = 480, 832
-"""Height and width to which camera intrinsics refer."""
+"""Height and width in pixels of the image to which a client's intrinsics refer."""
 ACTION_FOCAL = 500.0
-"""Focal length in output pixels if actions are sent without intrinsics."""
+"""Focal length, in output pixels, for requests that send actions without intrinsics."""
 
 Version = Literal["v1", "v2"]
 
@@ -68,15 +69,16 @@ class LingBotWorldConfig(ChunkTransformerConfig):
     ffn_dim: int = 13824
     """Width of the feed-forward layers."""
     in_channels: int = 36
-    """Input channels."""
+    """Number of input channels."""
     num_heads: int = 40
-    """Attention heads."""
+    """Number of attention heads."""
     num_layers: int = 40
-    """Blocks."""
+    """Number of transformer blocks."""
     control_type: ControlType = "cam"
-    """Control input: camera rays, rays and keys, or rays and the pose in the world."""
+    """Control input: camera rays (`cam`), rays and keys (`act`), or rays and world pose (`world`).
+    """
     world_period_m: float | None = None
-    """Period of the world of a `world` model, in metres.
+    """Distance in metres after which the world of a `world` model repeats.
 
     Required for that control type, refused for others.
     """
@@ -98,13 +100,13 @@ class LingBotWorldConfig(ChunkTransformerConfig):
 
     @property
     def camera_channels(self) -> int:
-        """Return the channels of the control map after the 8x8 space-to-depth."""
+        """Return the number of channels of the control map after the 8x8 space-to-depth."""
         return CONTROL_CHANNELS[self.control_type] * VAE_SPATIAL * VAE_SPATIAL
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "LingBotWorldConfig":
-        """Read a transformer's `config.json` with the keys of either layout. An empty mapping means
-        the released model.
+        """Read a transformer's `config.json`, with the original's or diffusers' keys. An empty
+        mapping means the released model.
 
         Raises:
             ValueError: A key is unknown, or a value is not supported.
@@ -139,37 +141,40 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class LingBotChoices:
-    """Choices in which public implementations differ."""
+    """Settings in which the public implementations of LingBot World differ."""
 
     schedule: Literal["exact", "original"] = "exact"
-    """`exact` float timesteps, or `original` integer timesteps with two sigmas per step."""
+    """Denoise timesteps: floats (`exact`), or integers with two sigmas per step (`original`)."""
     residual_dtype: Literal["fp32", "model"] = "fp32"
     """Dtype of the residual stream: `fp32`, or the dtype of the `model` (faster, less accurate)."""
     camera_first_frame: Literal["moves", "stands", "stands_each_chunk"] = "moves"
-    """With actions, the first latent frame of a session `moves` by its own action, or `stands`
-    still as the reference for later frames (SGLang). `stands_each_chunk`: the first frame of every
-    chunk stands still, also with poses (extension of PR 3701).
+    """Motion of the first latent frame. With actions, the first frame of a session moves by its own
+    action (`moves`), or stands still as the reference for later frames (`stands`, as in SGLang).
+    With `stands_each_chunk`, the first frame of every chunk stands still, even if the client sends
+    poses, as in the extensions of PR 3701.
     """
     camera_scale: Literal["constant", "chunk_max", "session_max"] = "constant"
-    """Divisor of camera translations: `constant` (`camera.MOVE_UNIT`, interactive), the largest
-    translation in the chunk (`chunk_max`), or the largest one in the session so far
-    (`session_max`). A request's option `camera_scale` overrides it.
+    """Divisor of camera translations: `camera.MOVE_UNIT` (`constant`), the largest translation in
+    the chunk (`chunk_max`), or the largest translation in the session so far (`session_max`). The
+    option `camera_scale` of a request overrides this setting.
     """
     camera_dtype: Literal["fp32", "bf16"] = "fp32"
-    """`fp32`: poses and rays in fp64, rounded once. `bf16`: everything in bf16 (SGLang 0.5.23)."""
+    """Precision of the camera map. With `fp32`, poses and rays are computed in fp64 and rounded
+    once. With `bf16`, all operations use bf16, as in SGLang 0.5.23.
+    """
     later_condition: LaterCondition = "streamed"
     """Conditioning of chunks after the first; see `LaterCondition`."""
     vae_continuation: Literal["cache", "restart"] = "cache"
-    """The decoder continues from its `cache`, or restarts two latent frames early at each chunk
-    (`restart`)."""
+    """How the VAE decoder starts a chunk: from its cache (`cache`), or again from two latent frames
+    before the chunk (`restart`)."""
     prompt_switch: Literal["refresh", "ignore"] = "refresh"
-    """A new prompt takes effect with the next chunk (`refresh`), or is ignored after the first
-    chunk of a session (`ignore`).
+    """Effect of a new prompt during a session: it applies to the next chunk (`refresh`), or it is
+    ignored after the first chunk (`ignore`).
     """
 
     @property
     def camera_torch_dtype(self) -> torch.dtype:
-        """Dtype in which poses are converted to rays. The result is always fp32."""
+        """Return the dtype in which poses are converted to rays. The control map is always fp32."""
         return {"fp32": torch.float64, "bf16": torch.bfloat16}[self.camera_dtype]
 
 
@@ -220,29 +225,35 @@ PRESETS: Final[Mapping[PresetName, Preset]] = {
 
 
 class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`StreamingOptions`, and the options of LingBot World."""
+    """Serving options of LingBot World: those of `StreamingOptions` and the fields below."""
 
     presets: ClassVar[Mapping[PresetName, Preset]] = PRESETS
 
     version: Version | None = None
-    """Generation of the network: `v1` (LingBot-World-Fast) or `v2` (LingBot-World 2.0 causal fast).
-    The versions differ in the defaults of `shift` (10 / 5), `denoise_indices` and `sink_frames` (9
-    / 6). Default: the checkpoint's.
+    """Version of the model: `v1` (LingBot-World-Fast) or `v2` (LingBot-World 2.0 causal fast). The
+    versions differ in the defaults of `shift` (10 / 5), `denoise_indices` and `sink_frames` (9 /
+    6). Default: the version of the checkpoint.
     """
     convention: Convention = "realtime"
-    """Public implementation to follow where they differ: the `realtime` endpoints, the `original`,
-    SGLang (`sglang`) or vLLM-Omni's pull request 3701
-    (`pr3701`). The model's README lists the differences."""
+    """Public implementation to follow where implementations differ: `realtime` (the default, for
+    interactive sessions), `original` (the released code), `sglang` (SGLang) or `pr3701`
+    (vLLM-Omni's pull request 3701). The model's README lists the differences.
+    """
     shift: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    """Shift of the noise schedule. Default: the version's."""
+    """Shift of the noise schedule, greater than 0. Default: the value of the model's version."""
     denoise_indices: list[int] | None = None
-    """Denoise steps, as indices of the schedule. Default: the version's."""
+    """Denoise steps, as increasing indices of the noise schedule. Default: the steps of the model's
+    version."""
 
     @classmethod
     def parse(
         cls, options: Mapping[str, Any], checkpoint_version: Version = "v1"
     ) -> "LingBotOptions":
-        """Parse the options. Raises ValueError with the value and the allowed values."""
+        """Parse the options.
+
+        Raises:
+            ValueError: An option is invalid. The message contains its value and the allowed values.
+        """
         parsed = cls.read_options({"version": checkpoint_version, **options})
         try:
             parsed.denoise_schedule()
@@ -260,9 +271,10 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
     def of_checkpoint(
         cls, checkpoint: Mapping[str, Any], options: Mapping[str, Any]
     ) -> "LingBotOptions":
-        """Parse `omni.model` for a checkpoint, as described by `hf_config`.
+        """Parse `omni.model` for a checkpoint that `hf_config` describes.
 
-        Before distillation (`mode` `pretrain`), attention is global unless a window is set.
+        For the model before distillation (`mode` `pretrain`), attention is global unless
+        `window_frames` is set.
 
         Raises:
             ValueError: An option is invalid.
@@ -302,7 +314,11 @@ class LingBotOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, 
 
 
 def resolve_plan(config: LingBotWorldConfig, options: LingBotOptions) -> ChunkPlan:
-    """Return the chunk sizes of a session and the size of its K/V window. Raises ValueError."""
+    """Return the chunk sizes of a session and the size of its K/V window.
+
+    Raises:
+        ValueError: The options do not fit the model.
+    """
     return resolve_chunks(
         options,
         config,
@@ -316,7 +332,15 @@ LingBotStream = StreamModelSetup[LingBotWorldConfig, LingBotOptions]
 
 
 def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> LingBotStream:
-    """Return the family's part of `hf_config` with the serving options. Raises ValueError."""
+    """Return the architecture, the serving options and the chunk plan of a checkpoint.
+
+    Args:
+        checkpoint: The family's section of `hf_config`.
+        omni: Configuration of the server.
+
+    Raises:
+        ValueError: An option or the architecture is invalid.
+    """
     options = LingBotOptions.of_checkpoint(checkpoint, omni.model)
     config = LingBotWorldConfig.from_checkpoint(checkpoint["transformer"])
     few_steps = options.denoise_schedule().num_steps if checkpoint["mode"] == "fast" else None

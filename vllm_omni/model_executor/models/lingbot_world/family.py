@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `lingbot_world` family, described for the command line, config parser and endpoints."""
+"""Describes the `lingbot_world` family to the command line, the config parser and the endpoints."""
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.capabilities import Refusal, Refusals

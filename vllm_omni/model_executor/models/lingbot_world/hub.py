@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The released LingBot Worlds on the hub: Fast (v1) in the original layout, v2 in its own layouts.
+"""Hugging Face repositories of the released LingBot World models.
 
-Sizes are taken from the repositories' file lists, or for v2 from the tensors. The weights of v2 are
-CC BY-NC-SA 4.0, which must be accepted. Public statements on the licence of v1 differ; read its
-model card. The bidirectional model of v2 has no public code.
+Fast (v1) is in the original layout, and v2 is in its own layouts. Download sizes are taken from the
+file lists of the repositories, or for v2 from the tensors. The weights of v2 are under CC BY-NC-SA
+4.0, and the user must accept that licence. Public statements about the licence of v1 differ; read
+its model card. The bidirectional model of v2 has no public code.
 """
 
 import json
@@ -20,8 +21,8 @@ PIECES = (
     HubComponent("robbyant/lingbot-world-fast", ("*.safetensors", "*.json"), _TRANSFORMER, 74.2),
 )
 
-# Constructor values of the original network at its released size; the causal window is the released
-# one.
+# Constructor arguments of the original network at its released size and with the released causal
+# window.
 _CONFIG = {
     "_class_name": "WanModelFast",
     "model_type": "i2v",
@@ -45,8 +46,8 @@ def check_complete(path: Path) -> None:
     """Raise ValueError unless all components exist and the transformer's tensors have the right
     names and shapes.
 
-    Only file names and headers are read. Tensors of other components are checked when they are
-    loaded.
+    Only file names and headers are read. The tensors of the other components are checked when these
+    components are loaded.
     """
     from vllm_omni.model_executor.models.lingbot_world.checkpoint import find_layout
     from vllm_omni.model_executor.models.lingbot_world.config import LingBotWorldConfig
@@ -59,8 +60,10 @@ def check_complete(path: Path) -> None:
 
 
 def complete(out: Path) -> list[str]:
-    """Write the transformer's `config.json` if its repository has none, and return the paths of
-    written files.
+    """Write the transformer's `config.json` if its repository has none.
+
+    Returns:
+        Paths of the written files, relative to `out`.
     """
     path = out / _TRANSFORMER / "config.json"
     if path.exists():
@@ -86,7 +89,9 @@ _CC_BY_NC_SA = (
 
 
 def _v2(*components: HubComponent) -> HubSource:
-    """Write nothing, because sizes without a `config.json` are read from the tensors."""
+    """Return a v2 source. It writes no `config.json`, because missing sizes are read from the
+    tensors.
+    """
     return HubSource(components, licence=_CC_BY_NC_SA)
 
 
@@ -106,4 +111,6 @@ RELEASES = {
         _V2_COMPONENTS,
     ),
 }
-"""v2's causal models. Only the 14B repository includes text encoder, VAE and tokenizer."""
+"""Downloads of the causal v2 models. In the original layout, only the 14B repository includes a
+text encoder, VAE and tokenizer.
+"""

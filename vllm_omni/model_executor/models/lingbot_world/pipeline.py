@@ -67,7 +67,7 @@ Request = DiffusionRequest[LingBotSession, LingBotChunk]
 
 
 class WorldSetup(WanChunkSetup[LingBotWorldConfig, LingBotOptions]):
-    """Arguments of `LingBotWorld`, from `hf_config(...)["lingbot_world"]`."""
+    """Constructor argument of `LingBotWorld`, read from `hf_config(...)["lingbot_world"]`."""
 
     read_stream = staticmethod(read_stream)
 
@@ -75,12 +75,18 @@ class WorldSetup(WanChunkSetup[LingBotWorldConfig, LingBotOptions]):
 
     @property
     def world(self) -> ServedWorld | None:
-        """Return the world of a `world` model, read from files. Raises ValueError."""
+        """Read the world of a `world` model from its files. None for other control types.
+
+        Raises:
+            ValueError: The files are missing or invalid.
+        """
         return ServedWorld.load(self.layout.root) if self.config.control_type == "world" else None
 
 
 class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
-    """Implements `SupportsStepExecution` for the part of the model that this rank holds."""
+    """The LingBot World model on one rank. It implements `SupportsStepExecution` for the components
+    and layers of this rank.
+    """
 
     session_type = LingBotSession
     session_windows = True
@@ -96,7 +102,8 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
         self.text_encoder, self.image_encoder, self.transformer, self.prompts = build_networks(
             setup, LingBotTransformer, residual_fp32=choices.residual_dtype == "fp32"
         )
-        # One frame at a time halves a decode's memory beside its cache; all are faster on a CPU.
+        # Decoding one frame at a time halves the memory of a decode, apart from its cache. On a
+        # CPU, decoding all frames at once is faster.
         frames_per_call = 1 if self.transformer.device.type == "cuda" else None
         self.vae, self.tiny_vae, self.decoder = build_autoencoders(
             setup,
@@ -105,7 +112,7 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
             continuation=choices.vae_continuation,
         )
         self.condition: GreyCondition | None = None
-        """The conditioning on the start image; None on ranks that embed no patches."""
+        """Computes the conditioning on the start image. None on ranks that embed no patches."""
         if parallel.first_stage:
             self.condition = GreyCondition(
                 self.vae, choices.later_condition, chunk_frames=self.plan.chunk_frames
@@ -181,7 +188,8 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
         noise = ChunkNoise(size, inputs.seed, session.chunk_index, device)
         with request.timer.stage("condition"):
             y, condition = self._condition(inputs.image, session, frames)
-        # Afterwards, so that the text encoder's small kernels are launched while `y` is computed.
+        # The prompt is encoded after `y` is launched, because the host can then launch the text
+        # encoder's small kernels while the device computes `y`.
         text, known = encode_prompt(request, inputs.prompt, session, self.text_encoder, device)
         with request.timer.stage("camera"):
             rays = self._camera_map(inputs, shape)
@@ -219,13 +227,13 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
                 request.work.camera = None
         return prediction
 
-    # -- parts of the above ------------------------------------------------------------------------
+    # -- steps of encoding and denoising -----------------------------------------------------------
 
     def _condition(
         self, image: torch.Tensor | None, session: LingBotSession, frames: range
     ) -> tuple[torch.Tensor | None, ConditionState | None]:
-        """Return y and the next state of the conditioning, on the first stage, which embeds
-        patches."""
+        """Return the chunk's conditioning y and the state of the conditioning after the chunk. Both
+        are None on ranks that embed no patches."""
         if self.condition is None:
             return None, None
         pixels = None
@@ -238,7 +246,7 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
     def _rest(
         self, inputs: ChunkInputs, session: LingBotSession, frames: range
     ) -> tuple[bool, RestState]:
-        """Return whether the chunk is left out of the window, and the state after the chunk."""
+        """Return whether the chunk is omitted from the K/V window, and the rest state after it."""
         if self.config.control_type != "world":
             return False, session.rest
         plan = session.plan
@@ -276,8 +284,8 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
         return super().result_meta(request) | ({} if poses is None else {"world_poses": poses})
 
     def start_step(self, request: Request) -> None:
-        """Compute the K/V of the prompt and the camera modulation if they do not exist. Collective
-        under tensor parallelism.
+        """Compute the prompt's K/V and the chunk's camera modulation unless they already exist.
+        With tensor parallelism, this is a collective operation.
         """
         chunk = request.work
         self.prompts.complete_chunk(chunk)
@@ -288,7 +296,9 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
             )
 
     def items(self, request: Request) -> list[CameraItem]:
-        """Return the batch entries of a chunk's forward pass: one, or several with guidance."""
+        """Return the batch entries of a chunk's forward pass. Models with guidance have two
+        entries.
+        """
         chunk = request.work
         assert isinstance(chunk.window, KVWindow) and chunk.cross_kv is not None
         return [self.item(request, chunk.cross_kv, chunk.window)]
@@ -310,7 +320,9 @@ class LingBotWorld(StreamingModel[LingBotSession, LingBotChunk]):
 
 
 class LingBotWorldPipeline(CheckpointPipeline[CheckpointLayout]):
-    """Owns a `LingBotWorld`. vLLM's model loader builds this class and loads its weights."""
+    """The model class that vLLM's model loader builds and loads with weights. It owns a
+    `LingBotWorld`.
+    """
 
     def find_layout(self, path: Path) -> CheckpointLayout:
         return find_layout(path)

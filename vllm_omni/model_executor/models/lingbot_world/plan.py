@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory and compute of LingBot World for `vllm-omni plan`, with camera layers and conditioning on
-a start image."""
+"""Computes the memory and compute of LingBot World for `vllm-omni plan`. The camera layers and the
+conditioning on a start image are included."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -21,7 +21,7 @@ _SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
         "frames_per_chunk": 4,
     },
 }
-"""Fields of `LingBotWorldConfig` by release."""
+"""Fields of `LingBotWorldConfig` that differ from the defaults, by release."""
 
 
 def _named(name: str, changes: Changes) -> StreamModel:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LingBot-World v2 before distillation (`causal pretrain`): 40 UniPC steps per chunk, guided by a
-negative prompt.
+"""LingBot-World v2 before distillation (`causal pretrain`), which runs 40 UniPC steps per chunk
+with classifier-free guidance.
 
     x = noise(seed, chunk, 0)
     for t in 40 timesteps:
         c, u = transformer(x, y, camera, t)      # prompt and negative prompt, each with its window
-        x = unipc(u + 5 (c - u))                 # the solver's state is new in each chunk
+        x = unipc(u + 5 (c - u))                 # each chunk starts with a new solver
     transformer(x, y, camera, 0)                 # both branches write K/V
 
-All other parts are the same as in `LingBotWorld`.
+Everything else is inherited from `LingBotWorld`.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,8 @@ NEGATIVE_PROMPT = (
     "丑陋的，残缺的，多余的手指，画得不好的手部，画得不好的脸部，畸形的，毁容的，形态畸形的肢体，手指融合，静止不动的画面，"
     "杂乱的背景，三条腿，背景人很多，倒着走"
 )
-"""Wan 2.1's default negative prompt (Apache-2.0), preceded by sudden changes of the image."""
+"""Wan 2.1's default negative prompt (Apache-2.0), preceded by the phrase for "sudden changes of the
+image"."""
 
 
 def unipc(shift: float, device: torch.device | str = "cpu") -> Any:
@@ -59,7 +60,7 @@ def unipc(shift: float, device: torch.device | str = "cpu") -> Any:
         use_flow_sigmas=True,
         flow_shift=shift,
     )
-    # The original's table starts at 0.999 and ends at 0; diffusers' own runs from 1 to 0.001.
+    # The original's table of sigmas runs from 0.999 to 0, and that of diffusers from 1 to 0.001.
     sigmas = np.linspace(_SIGMA_MAX, 0.0, STEPS + 1)[:-1]
     solver.set_timesteps(num_inference_steps=STEPS, sigmas=sigmas, device=device)
     solver.set_begin_index(0)
@@ -67,9 +68,7 @@ def unipc(shift: float, device: torch.device | str = "cpu") -> Any:
 
 
 def solver_step(solver: Any, step: int, latents: torch.Tensor, flow: torch.Tensor) -> torch.Tensor:
-    """Return the latents after `step`, [16, F, h, w] fp32. The solver keeps its state for the next
-    step.
-    """
+    """Return the latents after `step`, [16, F, h, w] fp32. The call advances the solver's state."""
     moved: torch.Tensor = solver.step(
         flow[None], solver.timesteps[step], latents[None], return_dict=False
     )[0][0]
@@ -77,7 +76,7 @@ def solver_step(solver: Any, step: int, latents: torch.Tensor, flow: torch.Tenso
 
 
 def guided(cond: torch.Tensor, uncond: torch.Tensor) -> torch.Tensor:
-    """Apply classifier-free guidance to the flow."""
+    """Return the flow after classifier-free guidance with the scale `GUIDANCE`."""
     return uncond + GUIDANCE * (cond - uncond)
 
 
@@ -95,14 +94,16 @@ class GuidedChunk(LingBotChunk):
     negative_text: torch.Tensor
     """Embeddings of the negative prompt."""
     solver: Any
-    """The chunk's solver with its state between steps."""
+    """Solver of the chunk. It stores the multi-step history between denoise steps."""
 
     negative_kv: torch.Tensor | None = None
-    """K/V of the negative prompt. None: not computed."""
+    """Cross-attention K/V of the negative prompt, or None until the first step computes it."""
 
 
 class LingBotPretrain(LingBotWorld):
-    """A `LingBotWorld` with two batch entries per pass and a multi-step solver."""
+    """A `LingBotWorld` with classifier-free guidance (two batch entries per forward pass) and a
+    multi-step solver.
+    """
 
     def __init__(self, setup: WorldSetup) -> None:
         super().__init__(setup)
@@ -183,7 +184,9 @@ def _guided_chunk(request: Request) -> GuidedChunk:
 
 
 class LingBotPretrainPipeline(CheckpointPipeline[CheckpointLayout]):
-    """Owns a `LingBotPretrain`. vLLM's model loader builds this class and loads its weights."""
+    """The model class that vLLM's model loader builds and loads with weights. It owns a
+    `LingBotPretrain`.
+    """
 
     def find_layout(self, path: Path) -> CheckpointLayout:
         return find_layout(path)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validates everything that a client may send with a chunk.
 
-The functions read a request and its session and return `ChunkInputs`, or raise `RequestFailed` with
-the field, its value and the allowed values. They have no side effects, allocate nothing on the
-device, and return the same result on every rank.
+`read_chunk` reads a request and its session. It returns `ChunkInputs`, or raises `RequestFailed`
+with the field, its value and the allowed values. The functions of this module have no side effects,
+allocate no device memory, and return the same result on every rank.
 """
 
 # F latent frames of the chunk
@@ -42,8 +42,8 @@ _TENSORS: dict[ControlType, tuple[str, ...]] = {
 
 
 _ROUNDING = 1e-6
-"""Maximum difference of the elements of two poses that count as equal. It is not zero, because
-clients send poses in fp32.
+"""Maximum difference between the elements of two poses that still count as equal. The limit is
+greater than zero, because clients send poses in fp32.
 """
 
 
@@ -51,27 +51,29 @@ class ChunkOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """`DiffusionParams.options` of one chunk."""
 
     camera_scale: float | None = None
-    """Divisor of the camera translations in this chunk. A client that knows its whole path sends
-    the largest step of the path (the original's normalisation). Default: as configured.
+    """Divisor of the camera translations in this chunk. A client that has the whole path can send
+    the path's largest step, which is the original's normalisation. Default: the scale of the
+    server's `convention`.
     """
     start_pose: StartPose | None = None
-    """World pose of the start image, for a session's first chunk in a world with poses. Default:
-    the pose is determined by recognising the start image, or otherwise unknown.
+    """World pose of the start image. Only the first chunk of a session in a world with poses may
+    set it. Default: the pose of the start image if the server recognises the image, otherwise
+    unknown.
     """
 
 
 @dataclass(frozen=True)
 class ChunkCamera:
-    """The validated camera of one chunk, per latent frame."""
+    """The validated camera of one chunk, with one value per latent frame."""
 
     relative_F44: torch.Tensor
-    """Relative poses."""
+    """Pose of each latent frame relative to the previous one."""
     intrinsics_F4: torch.Tensor
-    """fx, fy, cx, cy in pixels."""
+    """Camera intrinsics fx, fy, cx, cy in output pixels."""
     tail: cam.CameraTail
     """State of the camera after the chunk."""
     world_F44: torch.Tensor | None
-    """World poses. None: unknown."""
+    """World pose of each latent frame, or None if the world pose is unknown."""
     moves: bool
     """Whether the camera moves within the chunk, or between the previous chunk and this one."""
 
@@ -83,7 +85,14 @@ def read_chunk(
     control: ControlType = "cam",
     world: ServedWorld | None = None,
 ) -> ChunkInputs:
-    """Check the request of one chunk against its session. `world` is the world of a `world` model.
+    """Validate the request for one chunk against its session.
+
+    Args:
+        request: Request for the session's next chunk.
+        session: Session that the chunk continues.
+        served: Serving options.
+        control: Control type of the model.
+        world: World of a `world` model, otherwise None.
 
     Raises:
         RequestFailed: A value is invalid.
@@ -164,8 +173,8 @@ def _read_camera(
 ) -> ChunkCamera:
     """Read the camera of a chunk.
 
-    `start_44` is the world pose of the session's start image, if this is the first chunk. None: the
-    pose is unknown, or this is a later chunk.
+    `start_44` is the world pose of the start image, or None if the pose is unknown or if this is
+    not the first chunk.
     """
     frames, shape = session.next_frames(), session.shape
     first = session.chunk_index == 0
@@ -195,7 +204,7 @@ def _read_camera(
         if world is not None and start_44 is not None:
             origin = cam.CameraTail.in_world(start_44, world.metres_per_unit)
         motions = cam.motions_of(cam.read_controls(actions, len(frames)))
-        # In a world with poses, the first latent frame is the start image.
+        # In a world with poses, the camera of the first latent frame is that of the start image.
         stands = world is not None and first
         path, tail = _walk(motions[1:] if stands else motions, origin, world)
         if stands:
@@ -228,8 +237,12 @@ def _read_camera(
 def _walk(
     motions: Sequence[CameraMotion], origin: cam.CameraTail, world: ServedWorld | None
 ) -> tuple[torch.Tensor, cam.CameraTail]:
-    """Move the camera from `origin`. If the camera's world pose is known, the camera moves in world
-    coordinates and does not pass through walls.
+    """Move the camera from `origin` by one motion per latent frame. If the camera's world pose and
+    the occupancy grid are known, the camera moves in world coordinates and cannot pass through
+    walls.
+
+    Returns:
+        The pose of each latent frame, and the camera's state after the last frame.
     """
     if not motions:
         return origin.pose_44.new_empty(0, 4, 4), origin
@@ -252,10 +265,10 @@ def _walk(
 
 
 def _read_flags(request: DiffusionRequest, session: LingBotSession) -> torch.Tensor:
-    """Return the keys w a s d per latent frame, on the same grid as the poses.
+    """Return the flags of the keys w a s d for each latent frame.
 
-    Held keys are used directly. With poses, the keys are read from the tensor `action`; without it,
-    no key is held.
+    If the request has `actions`, the flags follow from the held keys. If it has poses, the flags
+    are read from the tensor `action`. Without this tensor, no key is held.
     """
     frames = session.next_frames()
     action = request.tensors.get("action")
@@ -276,8 +289,8 @@ def _read_flags(request: DiffusionRequest, session: LingBotSession) -> torch.Ten
 def _camera_scale(
     options: ChunkOptions, served: LingBotOptions, tail: cam.CameraTail
 ) -> float | None:
-    """Return the divisor of translations. None: the largest translation in the chunk. `tail` is the
-    state of the camera after this chunk.
+    """Return the divisor of the camera translations, or None for the largest translation in the
+    chunk. `tail` is the state of the camera after this chunk.
     """
     if options.camera_scale is not None:
         return options.camera_scale

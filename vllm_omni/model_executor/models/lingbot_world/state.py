@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of a LingBot World session (`LingBotSession`) and working set of a chunk (`LingBotChunk`).
 
-The family-specific state of the session is that of the camera and the conditioning.
+In addition to the state of every streaming session, a LingBot World session stores the state of the
+camera and of the conditioning.
 """
 
 import math
@@ -24,30 +25,30 @@ from vllm_omni.tensors.saved import SavedTensors
 from vllm_omni.worlds.movement import heading_of, pitch_of
 
 REST_FRAMES = 2
-"""Number of latent frames with the same pose that a window retains, before the frame at which the
-camera moves again.
+"""Number of latent frames with the current pose that the window must contain before further chunks
+at that pose are omitted.
 """
 
 
 @dataclass(frozen=True)
 class RestState:
-    """Decides which chunks are not written to the K/V window of a world, because the camera is at
-    rest.
+    """Decides which chunks are omitted from the K/V window because the camera is at rest.
 
-    The video drifts if the window fills with generated frames of a single pose, because each frame
-    repeats the errors of the frames before it. While the camera is at rest, each chunk is therefore
-    generated from the same window and is not written to it. The next chunk uses the same positions.
-    After a change of the prompt, chunks are written until the window contains no frames of the
-    former prompt, except sink frames.
+    If the window filled with generated frames of a single pose, the video would drift, because each
+    frame repeats the errors of the frames before it. While the camera is at rest, each chunk is
+    therefore generated from the same window and is not written to it, and the next chunk uses the
+    same token positions. After a change of the prompt, chunks are written until the window, except
+    its sink frames, contains no frames of the previous prompt.
     """
 
     frames_at_pose: int = 0
-    """Number of latent frames in the window with the current pose, without the first chunk."""
+    """Number of latent frames with the current pose in the window, excluding the session's first
+    chunk."""
     frames_of_prompt: int = 0
     """Number of latent frames written since the prompt changed."""
 
     def omits_chunk(self, *, moved: bool, same_prompt: bool, ring_frames: int) -> bool:
-        """Return whether the next chunk is left out of the window.
+        """Return whether the next chunk is omitted from the K/V window.
 
         Args:
             moved: Whether the camera moves within the chunk, or between the previous chunk and this
@@ -59,7 +60,9 @@ class RestState:
         return rests and same_prompt and self.frames_of_prompt >= ring_frames
 
     def after_chunk(self, frames: int, *, moved: bool, same_prompt: bool) -> "RestState":
-        """Return the state after writing a chunk with this number of latent frames."""
+        """Return the state after a chunk of `frames` latent frames is written to the window. The
+        flags are those of `omits_chunk`.
+        """
         return RestState(
             0 if moved else self.frames_at_pose + frames,
             frames + (self.frames_of_prompt if same_prompt else 0),
@@ -68,7 +71,7 @@ class RestState:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class WorldCoordinates(ImageStartedPipeline):
-    """State of a session's camera and conditioning. Immutable. The camera is on the host."""
+    """Immutable state of a session's camera and conditioning. Camera tensors are on the host."""
 
     tail: CameraTail
     """State of the camera after the last chunk."""
@@ -85,18 +88,18 @@ class WorldCoordinates(ImageStartedPipeline):
 
 
 class LingBotScalars(ImageStartedScalars, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The result of `LingBotSession.scalars`, as read from a file."""
+    """Scalars of a session's snapshot, in the format that `LingBotSession.scalars` writes."""
 
     pitch_degrees: float
-    """`CameraTail.pitch_degrees`."""
+    """Value of `CameraTail.pitch_degrees`."""
     largest_step: float = 0.0
-    """`CameraTail.largest_step`."""
+    """Value of `CameraTail.largest_step`."""
     knows_world: bool = False
     """Whether the world pose of the session is known (`CameraTail.start`)."""
     frames_at_pose: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """As in `RestState`."""
+    """Value of `RestState.frames_at_pose`."""
     frames_of_prompt: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """As in `RestState`."""
+    """Value of `RestState.frames_of_prompt`."""
 
 
 class LingBotSession(ImageStartedSession[KVWindows, WorldCoordinates]):
@@ -110,7 +113,7 @@ class LingBotSession(ImageStartedSession[KVWindows, WorldCoordinates]):
 
     @property
     def rest(self) -> RestState:
-        # No image of another prompt precedes the first chunk.
+        # Before the first chunk, the window contains no frames of another prompt.
         ring_frames = self.plan.window_frames - self.plan.sink_frames
         return RestState(0, ring_frames) if self.own is None else self.own.rest
 
@@ -149,30 +152,31 @@ class LingBotSession(ImageStartedSession[KVWindows, WorldCoordinates]):
 
 @dataclass(frozen=True)
 class ChunkInputs:
-    """A checked request. Tensors of the camera are fp64 on the CPU."""
+    """The validated request of one chunk. The camera tensors are fp64 on the CPU."""
 
     prompt: str
     """Prompt of the chunk."""
     seed: int
     """Seed of the noise."""
     image: torch.Tensor | None
-    """New start image, uint8 [H, W, 3] of any size. None: the session's."""
+    """New start image, uint8 [H, W, 3] of any size, or None for the session's image."""
     relative_F44: torch.Tensor
-    """Relative poses."""
+    """Pose of each latent frame relative to the previous one."""
     intrinsics_F4: torch.Tensor
-    """fx, fy, cx, cy in pixels."""
+    """Camera intrinsics fx, fy, cx, cy in output pixels."""
     tail: CameraTail
     """State of the camera after the chunk."""
     flags_F4: torch.Tensor | None
-    """The keys w a s d. None: the model is not conditioned on keys."""
+    """Flags of the keys w a s d, or None if the model is not conditioned on keys."""
     world_F44: torch.Tensor | None = None
-    """World poses in metres. None: unknown."""
+    """World pose of each latent frame, in metres, or None if the world pose is unknown."""
     moves: bool = True
     """Whether the camera moves within the chunk, or between the previous chunk and this one."""
 
     def world_poses_of(self) -> list[list[float]] | None:
-        """Return x and z in metres, heading and pitch in degrees of each latent frame. None:
-        unknown."""
+        """Return x and z in metres and heading and pitch in degrees for each latent frame, or None
+        if the world pose is unknown.
+        """
         if self.world_F44 is None:
             return None
         return [
@@ -183,18 +187,20 @@ class ChunkInputs:
 
 @dataclass(eq=False, kw_only=True)
 class LingBotChunk(StreamingChunk[KVWindows, WorldCoordinates]):
-    """One chunk in flight. `own` is the state of camera and conditioning after the chunk."""
+    """Working set of one chunk in flight. `own` is the state of the camera and the conditioning
+    after the chunk.
+    """
 
     schedule: FewStepSchedule
     """Denoise steps of the chunk."""
     y: torch.Tensor | None
-    """Conditioning [20, F, h, w]. None on stages that embed no patches."""
+    """Conditioning [20, F, h, w], or None on stages that embed no patches."""
     camera_map: torch.Tensor | None
-    """Control map [384 or 448, F, h, w]. None on the VAE stage."""
+    """Control map [384 or 448, F, h, w], or None on the VAE stage."""
     world_features: torch.Tensor | None = None
-    """Features of the world pose (`world_pose.py`). None: the model is not a `world` model."""
+    """Features of the world pose (`world_pose.py`), or None if the model is not a `world` model."""
     world_poses: list[list[float]] | None = None
-    """x, z, heading and pitch of each latent frame. None: unknown."""
+    """Position x and z, heading and pitch of each latent frame, or None if they are unknown."""
 
     camera: list[torch.Tensor] | None = None
-    """Camera modulation of each layer. None: not computed yet, or already freed."""
+    """Camera modulation of each layer. None before the first step and after the last step."""

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The causal diffusion transformer of LingBot-World-Fast: one forward pass over chunks of several
-sessions.
+"""The causal diffusion transformer of LingBot-World-Fast. One forward pass processes chunks of
+several sessions.
 
-It contains the parameters and maths of this rank (a tensor-parallel shard, a pipeline stage, or a
-part of the tokens). It has no sessions, requests or schedules: each batch entry provides its K/V
-window, camera modulation and cross-attention K/V. Maths: Robbyant/lingbot-world @ a43bec7,
-wan/modules/model_fast.py.
+The module contains the parameters and maths of this rank (a tensor-parallel shard, a pipeline
+stage, or a part of the tokens). It does not depend on sessions, requests or schedules, because each
+batch entry provides its K/V window, camera modulation and cross-attention K/V. Maths:
+Robbyant/lingbot-world @ a43bec7, wan/modules/model_fast.py.
 
 The base classes are in `transformer/transformer.py` and, for the forward pass,
 `transformer/chunk_transformer.py`.
@@ -42,12 +42,14 @@ class CameraItem(ImageItem):
     """A batch entry with camera modulation."""
 
     camera: list[torch.Tensor]
-    """Per layer [2, T, D]: the factors and shifts of `camera_modulation`."""
+    """Result of `LingBotTransformer.camera_modulation`: one tensor [2, T, D] with the factor and
+    the shift for each layer.
+    """
 
 
 class CameraBlock(WanBlock):
-    """A block whose residual stream is modulated by the camera between self-attention and
-    cross-attention.
+    """A Wan block that applies the camera modulation to the residual stream between self-attention
+    and cross-attention.
     """
 
     def __init__(
@@ -111,15 +113,15 @@ class CameraBlock(WanBlock):
 
 
 class LingBotTransformer(ImageTransformer[LingBotWorldConfig]):
-    """This rank's part of the network. Parameters are uninitialised and have torch's default dtype
-    and device."""
+    """The layers of this rank. The constructor leaves parameters uninitialised, in torch's default
+    dtype and on its default device."""
 
     block_type = CameraBlock
     moving_fields = (*ImageTransformer.moving_fields, "camera")
     steady_fields = (*ImageTransformer.steady_fields, "camera")
     int8_weights = ("blocks.*.cam_*",)
-    """Layers that are not quantized. They run once per chunk, and FP8 would reduce the demo world's
-    quality by about 0.1 dB.
+    """Layers that use int8 weights instead of FP8. They run only once per chunk, and FP8 would
+    reduce the quality of the demo world by about 0.1 dB.
     """
 
     def _add_layers(self) -> None:
@@ -138,14 +140,15 @@ class LingBotTransformer(ImageTransformer[LingBotWorldConfig]):
     ) -> list[torch.Tensor]:
         """Return the factor and shift of each layer, [2, T, D] in the dtype of the model.
 
-        They are equal for all denoise steps of a chunk and need 3.57 GiB at 480x832. They are
-        separate tensors, because a single tensor would need a contiguous free block of that size,
-        and decoder caches fragment memory. Collective under tensor parallelism.
+        The modulation is the same for all denoise steps of a chunk and takes up 3.57 GiB at
+        480x832. Each layer has a separate tensor, because a single tensor would require a
+        contiguous free block of 3.57 GiB, and decoder caches fragment the memory. With tensor
+        parallelism, this is a collective operation.
 
         Args:
             camera: Control map [384 or 448, F, h, w].
             world: World-pose features for the tokens of all ranks, fp32 [tokens, WORLD_FEATURES].
-                None: the model is not a `world` model.
+                It is None if the model is not a `world` model.
         """
         own = self.parallel.token_slice(self.num_tokens(camera))
         tokens = patchify(camera)[own]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor tables of a LingBot World transformer, and strict loading of all components.
+"""Tensor names and shapes of a LingBot World transformer, and strict loading.
 
-Every component is compared with its full list of names and shapes before any data is read
-(`model_executor/checkpoint/loading.py`, `wan/checkpoint/loading.py`). `checkpoint.py` locates the
-files.
+The tensor names and shapes in the files are compared with the complete expected list before any
+data is read (`model_executor/checkpoint/loading.py`, `wan/checkpoint/loading.py`). `checkpoint.py`
+locates the files.
 """
 
 from collections.abc import Mapping
@@ -25,11 +25,11 @@ from vllm_omni.model_executor.models.wan.transformer.weights import Sizes
 from vllm_omni.model_executor.models.wan.vae.latents import VAE_SPATIAL
 
 CAMERA_TENSOR = "patch_embedding_wancamctrl.weight"
-"""A tensor that LingBot World transformers have and other Wan transformers lack."""
+"""Name of a tensor that exists in LingBot World transformers but in no other Wan transformer."""
 
 TRANSFORMER_TENSORS: dict[str, Sizes] = {
-    # The order determines which values a seed gives a tiny checkpoint: the camera's tensors follow
-    # the patch embedding.
+    # The order determines which random values each tensor of a tiny checkpoint gets from a seed.
+    # The camera's tensors follow the patch embedding.
     **{
         name: shape
         for name, shape in wan.TRANSFORMER_TENSORS.items()
@@ -43,7 +43,9 @@ TRANSFORMER_TENSORS: dict[str, Sizes] = {
     "c2ws_hidden_states_layer2.bias": ("D",),
     **wan.TRANSFORMER_TENSORS,
 }
-"""Wan's tensors outside the blocks, and the camera's. C is the number of folded camera channels."""
+"""Tensors outside the blocks: those of every Wan transformer and those of the camera. C is the
+number of folded camera channels.
+"""
 
 WORLD_TENSORS: dict[str, Sizes] = {
     "world_pose_layer1.weight": ("D", "W"),
@@ -54,7 +56,7 @@ WORLD_TENSORS: dict[str, Sizes] = {
 """Additional tensors of a `world` model. W is the number of features of the world pose."""
 
 _FOLD = (2 * VAE_SPATIAL) ** 2
-"""Number of pixels per token, each of which is an input of every control channel."""
+"""Number of pixels per token. Each control channel contributes one input per pixel."""
 
 BLOCK_TENSORS: dict[str, Sizes] = {
     **wan.BLOCK_TENSORS,
@@ -69,12 +71,12 @@ BLOCK_TENSORS: dict[str, Sizes] = {
         for kind in ("weight", "bias")
     },
 }
-"""Wan's tensors of each block, and the camera's."""
+"""Tensors of each block: those of every Wan transformer and those of the camera."""
 
 
 def transformer_shapes(config: LingBotWorldConfig) -> dict[str, Shape]:
-    """Return the shape of every transformer tensor of this architecture by name (1421 in the
-    released model).
+    """Return the shape of every tensor of a transformer with this architecture, by name. The
+    released v1 model has 1421 tensors.
     """
     patch = config.patch_size[1] * config.patch_size[2]
     outside = (
@@ -89,8 +91,8 @@ def transformer_shapes(config: LingBotWorldConfig) -> dict[str, Shape]:
 def config_of_tensors(
     shapes: Mapping[str, Shape], where: str, num_heads: int | None = None
 ) -> dict[str, Any]:
-    """Return values for the original's `config.json` keys that are derived from tensors: sizes, and
-    the control type.
+    """Derive sizes and the control type from tensor shapes, and return them under the `config.json`
+    keys of the original.
 
     Raises:
         ValueError: The tensors do not belong to a LingBot World transformer, or the number of heads
@@ -110,15 +112,15 @@ def config_of_tensors(
 
 
 def load_transformer(transformer: nn.Module, path: Path, config: LingBotWorldConfig) -> None:
-    """Load the transformer, or this rank's stage and shard of it, from a folder of safetensors
-    files.
+    """Load the transformer's weights from safetensors files. Only the layers and shards of this
+    rank are loaded.
     """
     load_strict(transformer, open_tensors(path), transformer_shapes(config), what="transformer")
 
 
 def adapter_target(transformer: nn.Module, config: LingBotWorldConfig) -> AdapterTarget:
     """Return the transformer as a target of LoRA adapters."""
-    # not needed to describe a checkpoint
+    # Imported here, because the description of a checkpoint does not require this module.
     from vllm_omni.model_executor.models.wan.transformer.layers import PatchEmbedding
 
     return AdapterTarget(

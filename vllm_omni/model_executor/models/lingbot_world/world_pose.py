@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The features of the camera's world pose that a transformer with control type `world` receives in
-addition to motion.
+"""Computes features of the camera's world pose, which a transformer with control type `world`
+receives in addition to the camera's motion.
 
-Per token: the directions, in world axes, of rays through 4 x 4 points of its 16 x 16 pixels. Per
-latent frame: sines and cosines of the position at the first eight harmonics of the world's period,
-and a flag that is set if the pose is known. If the pose is unknown, all features are zero. This
-module depends only on torch, because training uses it too.
+Each token has the directions, in world axes, of the rays through 4 x 4 points of its 16 x 16
+pixels. Each latent frame has the sines and cosines of the position at the first eight harmonics of
+the world's period, and a flag that is set if the pose is known. If the pose is unknown, all
+features are zero. This module depends only on torch, because training uses it too.
 """
 
 # F latent frames, P tokens of a frame
@@ -24,8 +24,15 @@ WORLD_FEATURES: Final = RAY_FEATURES + FRAME_FEATURES
 
 
 def token_rays(intrinsics_F4: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Return unit ray directions in camera axes through each token's points, [F, P, 16, 3], in the
-    dtype of `intrinsics_F4` (fx, fy, cx, cy in pixels of the output)."""
+    """Return the unit directions, in camera axes, of the rays through each token's points.
+
+    Args:
+        intrinsics_F4: Camera intrinsics fx, fy, cx, cy in output pixels.
+        height, width: Size of the output in pixels.
+
+    Returns:
+        A tensor [F, P, 16, 3] in the dtype of `intrinsics_F4`.
+    """
     dtype, device = intrinsics_F4.dtype, intrinsics_F4.device
     rows, columns = height // _TOKEN_PIXELS, width // _TOKEN_PIXELS
     spacing = _TOKEN_PIXELS / _POINTS
@@ -43,8 +50,12 @@ def token_rays(intrinsics_F4: torch.Tensor, height: int, width: int) -> torch.Te
 
 
 def frame_features(positions_F2: torch.Tensor, period_m: float) -> torch.Tensor:
-    """Return the sines and cosines of positions x, z in metres (fp64) and the flag, [F,
-    FRAME_FEATURES]."""
+    """Return the features of each latent frame with a known position, [F, FRAME_FEATURES].
+
+    Args:
+        positions_F2: Positions x, z in metres, fp64.
+        period_m: Distance in metres after which the world repeats.
+    """
     share = torch.remainder(positions_F2, period_m) / period_m
     k = torch.arange(1, HARMONICS + 1, dtype=positions_F2.dtype, device=positions_F2.device)
     angles_F2K = 2 * math.pi * share.unsqueeze(-1) * k
@@ -63,16 +74,16 @@ def world_features(
     width: int,
     period_m: float,
 ) -> torch.Tensor:
-    """Return the absolute part of the network's camera input.
+    """Return the world-pose features of all tokens of a chunk.
 
     Args:
-        world_F44: World poses, fp64, positions in metres. None: unknown.
-        intrinsics_F4: fp64, in pixels of the output.
-        height, width: Pixels of the output.
+        world_F44: World pose of each latent frame, fp64, in metres, or None if it is unknown.
+        intrinsics_F4: Camera intrinsics fx, fy, cx, cy in output pixels, fp64.
+        height, width: Size of the output in pixels.
         period_m: Distance in metres after which the world repeats.
 
     Returns:
-        fp32 [F P, WORLD_FEATURES], frames first.
+        An fp32 tensor [F P, WORLD_FEATURES] that starts with the tokens of the first frame.
     """
     rays_FPN3 = token_rays(intrinsics_F4, height, width)
     frames, tokens = rays_FPN3.shape[:2]

@@ -2,11 +2,11 @@
 """Locates the components of a Matrix-Game 2.0 checkpoint, and loads its transformer strictly with a
 table of tensor names.
 
-The original repository holds three transformers, each in a folder, next to one VAE and one CLIP. A
-served directory contains one of them: it is the repository with one folder, or such a folder with
-the components inside or next to it. Conversions use diffusers' folders. Names may have the prefix
-`model.`. Variant and sizes are derived from the tensors if there are weight files, because released
-configs are outdated.
+The original repository contains three transformers, each in its own folder, next to one VAE and one
+CLIP. A served directory contains one transformer: it is the repository with a single transformer
+folder, or a transformer folder with the other components inside or next to it. Converted
+checkpoints use diffusers' folders. Tensor names may have the prefix `model.`. If there are weight
+files, variant and sizes are derived from the tensors, because the released configs are outdated.
 """
 
 import logging
@@ -45,7 +45,7 @@ FOLDERS = {
     "gta_distilled_model": "gta_drive",
     "templerun_distilled_model": "templerun",
 }
-"""The original repository's folders of the streaming models."""
+"""Folders of the streaming models in the original repository, and the variant in each folder."""
 _PLACES = (*FOLDERS, "transformer")
 LAYOUTS = (
     "original",
@@ -55,14 +55,15 @@ LAYOUTS = (
     "diffusers_gta",
     "diffusers_templerun",
 )
-"""The supported layouts, by their names for `make-tiny`."""
+"""Names of the supported layouts, as `make-tiny` uses them."""
 
 _CLASSES = ("MatrixGameWanModel", "CausalMatrixGameWanModel")
 _MARK = re.compile(r"^(model\.)?blocks\.\d+\.action_model\.keyboard_embed\.0\.weight\Z")
-"""A tensor that exists in no other Wan transformer."""
+"""Pattern for the name of a tensor that exists in no other Wan transformer."""
 
 RULES: Rules = (*TRANSFORMER_RULES, *wan.IMAGE_RULES)
-"""Mapping of prefixes and diffusers' names to the original names, which are not changed."""
+"""Rules that map prefixes and diffusers' names to the original names. Original names do not change.
+"""
 
 OUTSIDE_TENSORS: dict[str, Sizes] = {
     **{
@@ -78,7 +79,7 @@ _UNUSED = (
     "img_attn_q_norm.weight",
     "img_attn_k_norm.weight",
 )
-"""Gains in action modules that the original code loads but never applies."""
+"""Gains of action modules' norms that the original code loads but never applies."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class CheckpointLayout(WanComponents):
     download_name: ClassVar[str] = "matrix_game"
 
     kind: Literal["original", "diffusers"]
-    """The library whose layout the checkpoint has."""
+    """Whether the checkpoint has the layout of the original repository or diffusers' layout."""
 
     def release(self) -> str:
         variant = FOLDERS.get(self.transformer.name, "universal")
@@ -108,7 +109,8 @@ def find_layout(path: Path) -> CheckpointLayout:
     """Locate the components in `path`, or next to it if `path` is the transformer's folder.
 
     Raises:
-        ValueError: There is no transformer, or more than one. The message is one line.
+        ValueError: The directory contains no transformer of this model, or more than one. The
+            message is one line.
     """
     found = [name for name in _PLACES if _is_transformer(path / name)]
     if len(found) > 1:
@@ -123,21 +125,21 @@ def find_layout(path: Path) -> CheckpointLayout:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether `path` holds Matrix-Game 2.0 transformers in any layout.
+    """Return whether `path` contains Matrix-Game 2.0 transformers in any layout.
 
-    Cheap; never raises.
+    The check is cheap and never raises.
     """
     try:
         return any(_is_transformer(folder) for folder in (path, *(path / name for name in _PLACES)))
     except (ValueError, OSError):
-        # a damaged checkpoint of this family: `hf_config` reports the details
+        # A damaged checkpoint still belongs to this family. `hf_config` reports the details.
         return any((path / name).is_dir() for name in FOLDERS)
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return `chunk_hf_config` of this checkpoint, with `kind`. Needs no weight files.
+    """Return `chunk_hf_config` of this checkpoint, with `kind`. Weight files are not needed.
 
-    Raises ValueError.
+    Raises ValueError if the checkpoint is not usable.
     """
     layout = find_layout(path)
     transformer = layout.transformer_config()
@@ -150,7 +152,11 @@ def hf_config(path: Path) -> dict[str, Any]:
 
 
 def overlaid(stated: Mapping[str, Any], shapes: Mapping[str, Shape], where: str) -> dict[str, Any]:
-    """Return a config with the sizes of tensors, under any of their names. Raises ValueError."""
+    """Return the config `stated`, with its sizes replaced by those of the stored tensors.
+
+    The tensors may have the names of any layout. Raises ValueError if the tensors belong to another
+    network.
+    """
     named = {rename(name, RULES): shape for name, shape in shapes.items()}
     num_heads = stated.get("num_heads", stated.get("num_attention_heads"))
     sizes = wan.stored_sizes(named, where, num_heads, context="img_emb.proj.3.weight")
@@ -180,8 +186,8 @@ def overlaid(stated: Mapping[str, Any], shapes: Mapping[str, Shape], where: str)
 
 
 def transformer_shapes(config: MatrixGameConfig) -> dict[str, Shape]:
-    """Return the shape of every transformer tensor in a checkpoint by name (universal 1114,
-    templerun 964).
+    """Return the shape of every transformer tensor in a checkpoint, by name. There are 1114 tensors
+    in the universal model and 964 in the Temple Run model.
     """
     shapes = wan.network_shapes(config, OUTSIDE_TENSORS, wan.BLOCK_TENSORS)
     for layer in config.action_blocks:
@@ -224,7 +230,8 @@ def _action_shapes(config: MatrixGameConfig) -> dict[str, Shape]:
 def load_transformer(
     transformer: nn.Module, source: TensorSource, config: MatrixGameConfig
 ) -> None:
-    """Load the transformer, or this rank's stage and shard of it, strictly. Raises ValueError."""
+    """Load this rank's stage and shard of the transformer. Raises ValueError if tensor names or
+    shapes do not match."""
     load_strict(transformer, source, transformer_shapes(config), RULES, what="transformer")
     unused = [name for name in source.shapes if name.endswith(_UNUSED)]
     trained = [
@@ -241,9 +248,9 @@ def load_transformer(
 
 
 def adapter_target(transformer: nn.Module, config: MatrixGameConfig) -> AdapterTarget:
-    """Return the transformer as a target of LoRA adapters, without the gains that are never
-    applied."""
-    # not needed to describe a checkpoint
+    """Return the transformer as an `AdapterTarget` for LoRA adapters, without the gains that are
+    never applied."""
+    # Imported here, because describing a checkpoint does not need it.
     from vllm_omni.model_executor.models.wan.transformer.layers import PatchEmbedding
 
     unused = tuple(f"*.{name}" for name in _UNUSED)
@@ -256,7 +263,7 @@ def _is_transformer(folder: Path) -> bool:
     """Return whether a folder contains a streaming Matrix-Game transformer, according to its tensor
     names, its name or its class.
 
-    Without weights (`--load-format dummy`), a config alone is sufficient.
+    Without weights (`--load-format dummy`), a config is sufficient.
     """
     if not (folder.is_dir() and folder.name != "base_model"):
         return False

@@ -2,8 +2,8 @@
 """Architecture of a Matrix-Game 2.0 checkpoint (`MatrixGameConfig`), its controls, schedule and
 windows.
 
-The width of the keyboard embedding identifies the variant. Every key of a config is checked. Sizes
-are read from the tensors if possible (`checkpoint.py`), because released configs are outdated.
+The number of keyboard values identifies the variant. Every key of a config is checked. Sizes are
+read from the tensors if possible (`checkpoint.py`), because the released configs are outdated.
 """
 
 from collections.abc import Mapping
@@ -37,8 +37,8 @@ FPS = 25.0
 """Frame rate in training, in frames per second."""
 _SHIFT = 5.0
 TURN: Final = 0.1
-"""Rotation of the camera per video frame while a key is held. It is the only magnitude that the
-original's console sends.
+"""Rotation of the camera per video frame while a key is held. The console of the original sends no
+other magnitude.
 """
 
 _YAW = Axis(
@@ -70,11 +70,11 @@ class MatrixGameVariant:
     space: ActionSpace
     """Actions that clients may send."""
     keyboard: tuple[str | None, ...]
-    """Button of each column of the keyboard input. None: the keyboard has no column for "no key is
-    held".
+    """Button of each column of the keyboard input. None stands for the column that is set while no
+    key is held.
     """
     turns: Mapping[str, tuple[float, float]]
-    """Values (pitch, yaw) that each button adds to the axes."""
+    """Values (pitch, yaw) that each button adds to the mouse axes, by button name."""
     window_frames: int
     """Number of latent frames that a chunk sees, including its own."""
     steps: tuple[int, ...]
@@ -140,31 +140,31 @@ class MatrixGameConfig(ChunkTransformerConfig):
     ffn_dim: int = 8960
     """Width of the feed-forward layers."""
     in_channels: int = 36
-    """Input channels."""
+    """Number of input channels."""
     num_heads: int = 12
-    """Attention heads."""
+    """Number of attention heads."""
     num_layers: int = 30
-    """Blocks."""
+    """Number of transformer blocks."""
     text_dim: int = 1280
     """Width of the image embeddings, which replace text embeddings."""
     text_len: int = 257
     """Number of image embeddings."""
     keyboard_dim: int = 4
-    """Keyboard values of a video frame."""
+    """Number of keyboard values per video frame."""
     mouse_dim: int = 2
-    """Number of mouse values per video frame. 0: no mouse."""
+    """Number of mouse values per video frame. 0: the model has no mouse."""
     action_blocks: tuple[int, ...] = tuple(range(15))
-    """Layers with an action module."""
+    """Indices of the layers with an action module."""
     action_heads: int = 16
     """Number of attention heads in each branch of an action module."""
     keyboard_embed: int = 128
-    """Width of a video frame's embedded keys."""
+    """Width of the embedded key states of a video frame."""
     keyboard_width: int = 1024
     """Width of the keyboard branch's attention."""
     mouse_width: int = 1024
     """Width of the mouse branch's attention."""
     action_rope_dim: int = 8
-    """Rotated channels of an action head."""
+    """Number of rotated channels of an action head."""
     action_rope_theta: float = 256.0
     """Base of the rotary frequencies of action heads."""
     action_latents: int = 3
@@ -212,8 +212,9 @@ class MatrixGameConfig(ChunkTransformerConfig):
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "MatrixGameConfig":
-        """Read a transformer's `config.json` with the keys of either layout. An empty mapping means
-        the released universal model. If the window is missing, that of the variant is used.
+        """Read a transformer's `config.json` with the keys of either layout. An empty mapping
+        stands for the released universal model. If the config specifies no window, the window of
+        the variant is used.
 
         Raises:
             ValueError: A key is unknown, or a value is not supported.
@@ -278,7 +279,7 @@ _ACTION_OTHERS = ("blocks", "enable_mouse", "patch_size", "rope_dim_list", "mous
 
 
 def _action_fields(values: Mapping[str, Any], dim: int) -> dict[str, Any]:
-    """Read `action_config`. Raises ValueError like `from_checkpoint`."""
+    """Read `action_config`. Raises ValueError under the same conditions as `from_checkpoint`."""
     required = {**_ACTION_REQUIRED, "img_hidden_size": (dim,)}
     check_keys(values, "action_config", _ACTION_RENAMED, required, _ACTION_OTHERS)
     fields = {
@@ -291,7 +292,7 @@ def _action_fields(values: Mapping[str, Any], dim: int) -> dict[str, Any]:
         fields["mouse_width"] = fields.get("keyboard_width", MatrixGameConfig.keyboard_width)
     rotated = values.get("mouse_qk_dim_list") or values.get("rope_dim_list")
     if rotated:
-        # both branches; the other channels of a head are not rotated
+        # The value applies to both branches. The other channels of a head are not rotated.
         fields["action_rope_dim"] = rotated[0]
     return fields
 
@@ -305,8 +306,8 @@ PRESETS: Final[Mapping[PresetName, Preset]] = {
         kv_cache_dtype="fp8",
     ),
 }
-"""Only `small` uses FP8: the network is narrow and its window is short, so FP8 saves memory but
-hardly any time. `balanced` would therefore equal `reference`.
+"""Only `small` uses FP8. The network is narrow and its window is short, so FP8 saves memory but
+hardly any time. A preset `balanced` would therefore be the same as `reference`.
 """
 
 
@@ -317,8 +318,8 @@ class MatrixGameOptions(StreamingOptions, frozen=True, forbid_unknown_fields=Tru
 
 
 def schedule_of(variant: MatrixGameVariant, max_steps: int | None = None) -> FewStepSchedule:
-    """Return the schedule, computed in fp32 as in training. In fp64 timesteps would differ by
-    1e-4."""
+    """Return the denoise schedule of a variant. The schedule is computed in fp32, as in training,
+    because fp64 would change the timesteps by 1e-4."""
     indices = [1000 - step for step in variant.steps]
     return with_most_steps(few_step_schedule("exact", _SHIFT, indices, np.float32), max_steps)
 
@@ -327,7 +328,8 @@ MatrixGameStream = StreamModelSetup[MatrixGameConfig, MatrixGameOptions]
 
 
 def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> MatrixGameStream:
-    """Return the family's part of `hf_config` with the serving options. Raises ValueError."""
+    """Read the family's part of `hf_config` and the serving options. Raises ValueError if either is
+    invalid."""
     config, options = (
         MatrixGameConfig.from_checkpoint(checkpoint["transformer"]),
         MatrixGameOptions.read_options(omni.model),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `matrix_game` family, described for the command line, config parser and endpoints."""
+"""Describes the `matrix_game` family for the command line, the config parser and the endpoints."""
 
 from vllm_omni.config import OmniConfig
 from vllm_omni.model_executor.models.capabilities import Capabilities, Refusals

@@ -2,8 +2,8 @@
 """Downloads of the released streaming models of Matrix-Game 2.0, each with the original
 repository's VAE and CLIP.
 
-Sizes come from public file lists. The model card states MIT. It is not known whether the licence of
-the base model adds terms; read both cards.
+Download sizes come from public file lists. The model card states the MIT licence. It is not known
+whether the licence of the base model adds terms, so read both model cards.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ def _components(folder: str, gigabytes: float) -> tuple[HubComponent, ...]:
 
 
 PIECES = _components("base_distilled_model", 6.5)
-"""The universal model."""
+"""Files of the universal model."""
 
 
 RELEASES = {
@@ -34,8 +34,8 @@ def check_complete(path: Path) -> None:
     """Raise ValueError unless all components exist and the transformer's tensors have the right
     names and shapes.
 
-    Only file names and headers are read. Tensors of other components are checked when they are
-    loaded.
+    Only file names and headers are read. The tensors of the other components are checked when they
+    are loaded.
     """
     from vllm_omni.model_executor.models.matrix_game.checkpoint import (
         RULES,

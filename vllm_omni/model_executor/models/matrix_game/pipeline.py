@@ -86,7 +86,7 @@ class MatrixGame(StreamingModel[MatrixGameSession, MatrixGameChunk]):
     session_type = MatrixGameSession
     session_windows = True
     rounding: ClassVar[Rounding] = "truncate"
-    """Rounding of pixels to uint8, as in the original."""
+    """How pixels are rounded to uint8: they are truncated, as in the original."""
 
     config: MatrixGameConfig
 
@@ -104,7 +104,7 @@ class MatrixGame(StreamingModel[MatrixGameSession, MatrixGameChunk]):
         self.condition = (
             GreyCondition(self.vae, chunk_frames=self.plan.chunk_frames) if first_stage else None
         )
-        """The conditioning on the start image; None on ranks that embed no patches."""
+        """Computes the conditioning on the start image. None on ranks that embed no patches."""
 
     def load_checkpoint(self, layout: CheckpointLayout) -> None:
         def load() -> None:
@@ -228,8 +228,8 @@ class MatrixGame(StreamingModel[MatrixGameSession, MatrixGameChunk]):
     def _image(
         self, image: torch.Tensor | None, session: MatrixGameSession, num_frames: int
     ) -> tuple[torch.Tensor, torch.Tensor | None, ConditionState | None]:
-        """Return CLIP's hidden states of the session's image and, on the first stage, y and the
-        next state of the conditioning."""
+        """Return CLIP's hidden states of the session's image. On the first stage, also return the
+        conditioning y and its next state."""
         pixels, device = None, self.transformer.device
         if image is not None:
             pixels = cut_image(image, session.shape.height, session.shape.width)
@@ -245,8 +245,8 @@ class MatrixGame(StreamingModel[MatrixGameSession, MatrixGameChunk]):
         )
 
     def start_step(self, request: Request) -> None:
-        """Compute the actions, the keyboard K/V and the K/V of the image once per chunk. Collective
-        under tensor parallelism.
+        """Compute the actions, the keyboard K/V and the K/V of the image once per chunk. The call
+        is collective under tensor parallelism.
         """
         chunk = request.work
         if chunk.actions is not None:

@@ -11,7 +11,7 @@ from vllm_omni.model_executor.models.wan.plan import check_world, transformer_si
 from vllm_omni.planning.stream_model import Changes, FamilyPlan, StreamModel
 
 _CLIP_WEIGHTS = 1.26e9
-"""Bytes of ViT-H/14's vision tower without its last layer, bf16."""
+"""Size in bytes of ViT-H/14's vision tower in bf16, without its last layer."""
 
 
 def _named(name: str, changes: Changes) -> StreamModel:

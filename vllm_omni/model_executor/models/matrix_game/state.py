@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of a Matrix-Game session: three K/V windows, and the working set of a chunk.
+"""State of a Matrix-Game session (three K/V windows) and working set of a chunk.
 
-`StreamingSession.own` holds the conditioning state, the image embeddings for cross-attention, and
-the most recent actions, which condition later latent frames.
+`StreamingSession.own` contains the conditioning state, the image embeddings for cross-attention,
+and the most recent actions, which condition later latent frames.
 """
 
 # F latent frames of a chunk, P video frames of a chunk, K values of a video frame's keyboard and
@@ -37,9 +37,9 @@ from vllm_omni.tensors.saved import SavedTensors
 class ActionWindows(WindowSet):
     """The K/V windows of a session on one rank.
 
-    As a `KVView`, it behaves like the window `trunk` of self-attention. A stage with action modules
-    also has `mouse`, with K/V of every token of a frame, and `keyboard`, with one key and value per
-    frame.
+    As a `KVView`, this object behaves like the window `trunk` of self-attention. A stage with
+    action modules also has the window `mouse`, with K/V for every token of a frame, and the window
+    `keyboard`, with one key and one value per frame.
     """
 
     def __init__(self, **windows: KVWindow) -> None:
@@ -73,14 +73,14 @@ class ActionWindows(WindowSet):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MatrixGameConditioning(ImageStartedPipeline):
-    """The state of a session's image and actions. Immutable."""
+    """Immutable state of a session's image and actions."""
 
     actions: torch.Tensor
     """Actions of the latest video frames, which condition the next chunk, fp32 [R - 3, K] on the
     host.
     """
     image: torch.Tensor | None
-    """CLIP's hidden states. None: the rank has no layers."""
+    """CLIP's hidden states of the start image. None: the rank has no layers."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         image = {} if self.image is None else {"image": self.image}
@@ -94,10 +94,10 @@ class MatrixGameConditioning(ImageStartedPipeline):
 
 @dataclass(frozen=True)
 class MatrixGameConditioningLayout:
-    """Sizes of a `MatrixGameConditioning`. A field is None if this rank does not hold its value."""
+    """Sizes of a `MatrixGameConditioning`. A field is None if this rank does not store the value."""
 
     actions: tuple[int, int]
-    """Shape of the actions."""
+    """Shape of `MatrixGameConditioning.actions`."""
     image: tuple[tuple[int, int], torch.dtype] | None
     """Shape and dtype of CLIP's hidden states."""
     condition: ConditionLayout | None
@@ -105,7 +105,7 @@ class MatrixGameConditioningLayout:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of `actions` and `image`."""
+        """Return the size of `actions` and `image` in bytes."""
         rows = 0 if self.image is None else math.prod(self.image[0]) * self.image[1].itemsize
         return rows + math.prod(self.actions) * torch.float32.itemsize
 
@@ -130,14 +130,14 @@ class MatrixGameSession(ImageStartedSession[ActionWindows, MatrixGameConditionin
 class MatrixGameChunk(StreamingChunk[ActionWindows, MatrixGameConditioning]):
     """One chunk in flight.
 
-    `own` is `StreamingSession.own` after the chunk. `text` holds CLIP's hidden states if `cross_kv`
-    is not cached.
+    `own` is the value of `StreamingSession.own` after the chunk. `text` contains CLIP's hidden
+    states if `cross_kv` is not cached.
     """
 
     schedule: FewStepSchedule
-    """Denoise steps of the chunk."""
+    """Denoise schedule of the chunk."""
     y: torch.Tensor | None
-    """Conditioning [20, F, h, w]. None on stages that embed no patches."""
+    """Conditioning on the start image, [20, F, h, w]. None on stages that embed no patches."""
     windows: torch.Tensor
     """Actions of each latent frame, fp32 [F, R, K] on the host."""
     actions: Any = None
@@ -148,8 +148,7 @@ class MatrixGameChunk(StreamingChunk[ActionWindows, MatrixGameConditioning]):
 
 
 def action_values(rows: ActionFrames, variant: MatrixGameVariant) -> torch.Tensor:
-    """Convert controls to keyboard values, followed by the mouse's (pitch, yaw) if the model has a
-    mouse; fp32."""
+    """Convert controls to fp32 keyboard values. If the model has a mouse, its (pitch, yaw) follow."""
     space = variant.space
     held = dict(zip(space.button_names, rows.buttons_NB.float().unbind(1), strict=True))
     idle = 1 - rows.buttons_NB.any(1).float()
@@ -170,11 +169,12 @@ def action_windows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the actions that condition each latent frame of a chunk.
 
-    Latent frame k is conditioned on video frames 4 k - R to 4 k - 1, which exclude its own last
-    video frame. Before the first video frame, its actions are repeated.
+    Latent frame k is conditioned on video frames 4 k - R to 4 k - 1, which do not include its own
+    last video frame. The actions of the stream's first video frame also stand for the frames before
+    it.
 
     Returns:
-        Actions [F, R, K], and the actions required for the next chunk.
+        The actions [F, R, K], and the latest actions, which the next chunk requires.
     """
     past = rows_PK[:1].expand(span, -1) if before is None else before
     known = torch.cat((past, rows_PK))

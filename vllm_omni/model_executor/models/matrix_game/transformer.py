@@ -4,9 +4,9 @@ blocks and image embeddings for cross-attention.
 
 An action module runs between cross-attention and the FFN. In the mouse branch, each token is
 combined with the mouse values of its frame and attends over time to tokens at the same position. In
-the keyboard branch, every token attends over time to K/V computed from key states. Each branch has
-a K/V window of the same length as that of self-attention. Keyboard K/V depend only on the chunk's
-actions and are written once per chunk (`write_keyboard`).
+the keyboard branch, every token attends over time to K/V that are computed from key states. The K/V
+window of each branch is as long as the window of self-attention. Keyboard K/V depend only on the
+chunk's actions and are written once per chunk (`write_keyboard`).
 
 Maths: SkyworkAI/Matrix-Game @ 6146d7a, Matrix-Game-2, wan/modules/action_module.py and
 causal_model.py.
@@ -71,8 +71,8 @@ def head_rms_rope(
 def attention_over_time(
     q_FSNH: torch.Tensor, k_WSNH: torch.Tensor, v_WSNH: torch.Tensor
 ) -> torch.Tensor:
-    """Compute attention of each token position over its visible frames. There are only a few keys,
-    so no kernel for long sequences is used.
+    """Compute attention of each token position over its visible frames. No kernel for long
+    sequences is used, because there are only a few keys.
     """
     q, k, v = q_FSNH.float().unsqueeze(1), k_WSNH.float(), v_WSNH.float()
     weights_FWSN = ((q * k).sum(-1) / math.sqrt(q.shape[-1])).softmax(dim=1)
@@ -81,7 +81,7 @@ def attention_over_time(
 
 @dataclass(frozen=True)
 class MatrixGameFusedOps(FusedOps):
-    """Wan's pointwise ops, and those of the action modules."""
+    """The pointwise ops of Wan and of the action modules."""
 
     head_rms_rope: Callable[..., torch.Tensor] = head_rms_rope
     attention_over_time: Callable[..., torch.Tensor] = attention_over_time
@@ -92,18 +92,19 @@ class ActionItem(ImageItem):
     """A batch entry with actions."""
 
     mouse: torch.Tensor | None
-    """Mouse values per token [T, R * values], in the model's dtype. None: no mouse."""
+    """Mouse values per token, [T, R * values], in the model's dtype. None: the model has no mouse.
+    """
     action_cos: torch.Tensor
-    """Cosines of action heads for all F S tokens, fp32 [F S, C]."""
+    """Cosines of the rotations of action heads for all F S tokens, fp32 [F S, C]."""
     action_sin: torch.Tensor
-    """Sines of the same shape."""
+    """Sines of the rotations, with the shape of `action_cos`."""
     window: ActionWindows
-    """K/V windows. The keyboard window already contains the frames of the chunk."""
+    """K/V windows of the session. The keyboard window already contains the frames of the chunk."""
 
 
 class ActionModule(nn.Module):
-    """The mouse and keyboard branches. Parameters have the original's names. The weights of its
-    norms are not used."""
+    """The mouse and keyboard branches of a block. The parameters of both branches have the same
+    names as in the original. The gains of the original's norms are not used."""
 
     def __init__(
         self,
@@ -141,12 +142,12 @@ class ActionModule(nn.Module):
             self.proj_mouse = RowLinear(width, dim, *common, f"{prefix}.proj_mouse", bias=False)
 
     def forward(self, x_BTD: torch.Tensor, items: Sequence[ActionItem], index: int) -> torch.Tensor:
-        """Return the residual stream with both updates. `index` is the index of the module within
-        its stage.
+        """Return the residual stream after the updates of both branches. `index` is the index of
+        the module within its stage.
         """
         first = self.keyboard_embed[0]
         assert isinstance(first, nn.Linear)
-        dtype = first.weight.dtype  # the dtype of the model, because this layer is never quantized
+        dtype = first.weight.dtype  # dtype of the model, because this layer is never quantized
         if self.config.mouse_dim:
             x_BTD = (x_BTD + self.mouse(x_BTD.to(dtype), items, index)).to(x_BTD.dtype)
         return (x_BTD + self.keyboard(x_BTD.to(dtype), items, index)).to(x_BTD.dtype)
@@ -187,7 +188,8 @@ class ActionModule(nn.Module):
     def keyboard(
         self, x_BTD: torch.Tensor, items: Sequence[ActionItem], index: int
     ) -> torch.Tensor:
-        """Return the update of the keyboard branch. Its K/V have already been written."""
+        """Return the update of the keyboard branch. The K/V of this branch must already have been
+        written."""
         (q,) = self._heads(self.mouse_attn_q(x_BTD), 1, self.config.keyboard_width)
         attended = []
         for item, q_TNH in zip(items, q, strict=True):
@@ -239,14 +241,14 @@ class ActionBlock(WanBlock):
 
 
 class MatrixGameTransformer(ImageTransformer[MatrixGameConfig]):
-    """This rank's part of the network. Parameters are uninitialised and have torch's default dtype
-    and device."""
+    """This rank's part of the network. The parameters of a new network are uninitialised and have
+    torch's default dtype and device."""
 
     fused_ops_type = MatrixGameFusedOps
     moving_fields = (*ImageTransformer.moving_fields, "mouse", "action_cos", "action_sin")
     high_precision = ("blocks.*.action_model.mouse_mlp.0", "blocks.*.action_model.keyboard_attn_kv")
-    """Layers that are not quantized: FP8 matrix products do not support the input width of the
-    first layer, and the second layer runs only once per chunk on few tokens.
+    """Layers that are not quantized. FP8 matrix products do not support the input width of the
+    first layer. The second layer runs only once per chunk, on few tokens.
     """
 
     def _add_layers(self) -> None:
@@ -268,7 +270,7 @@ class MatrixGameTransformer(ImageTransformer[MatrixGameConfig]):
             block.action_index = index
 
     def action_blocks(self) -> list[ActionBlock]:
-        """Return this stage's blocks with an action module."""
+        """Return the blocks of this stage that have an action module."""
         return [block for block in self._blocks() if isinstance(block, ActionBlock)]
 
     def move_layers(self, move: LayerMove) -> None:
@@ -278,7 +280,7 @@ class MatrixGameTransformer(ImageTransformer[MatrixGameConfig]):
     def actions(
         self, mouse_FRM: torch.Tensor | None, frames: range, buffers: int
     ) -> dict[str, Any]:
-        """Return fields of `ActionItem` for a chunk's actions."""
+        """Return the fields of `ActionItem` that depend on a chunk's actions."""
         cos, sin = (
             to_device(x.repeat_interleave(buffers, 0), self.device) for x in self._rotation(frames)
         )
@@ -291,9 +293,10 @@ class MatrixGameTransformer(ImageTransformer[MatrixGameConfig]):
     def write_keyboard(
         self, window: ActionWindows, frames: range, keyboard_FRK: torch.Tensor
     ) -> None:
-        """Write a chunk's keyboard K/V in every block of this stage, before its first pass.
+        """Write a chunk's keyboard K/V for every block of this stage. Call this before the first
+        pass of the chunk.
 
-        `keyboard_FRK` is fp32 on the CPU. There are no collectives.
+        `keyboard_FRK` is fp32 on the CPU. The call uses no collectives.
         """
         items = to_device(keyboard_FRK.to(self.dtype), self.device)
         cos, sin = (to_device(x, self.device) for x in self._rotation(frames))
@@ -302,5 +305,5 @@ class MatrixGameTransformer(ImageTransformer[MatrixGameConfig]):
             window["keyboard"].write(block.action_index, frames, k_FNH, v_FNH)
 
     def _rotation(self, frames: range) -> Rotation:
-        """Return (cos, sin) [F, C] of the action heads, fp32 on the CPU."""
+        """Return the rotations (cos, sin) [F, C] of the action heads, fp32 on the CPU."""
         return axis_tables(frames, self.config.action_rope_dim, self.config.action_rope_theta)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads parts of a Qwen2.5-Omni checkpoint directory: config, voices, single tensors, single rows.
+"""Reads the config, the voices, single tensors and single rows of tensors from a Qwen2.5-Omni
+checkpoint directory.
 
-Tensors are not cached: three engines and the process that connects them read one checkpoint of 22
-GB, and the connecting process needs only some rows of two embedding tables.
+Tensors are not cached. Three engines and the process that connects them read the same checkpoint of
+22 GB, and the connecting process needs only some rows of two embedding tables.
 """
 
 import json
@@ -24,18 +25,19 @@ _SPEAKERS = "spk_dict.pt"
 
 @dataclass(frozen=True)
 class SpeakerVoice:
-    """One entry of `spk_dict.pt`."""
+    """A voice: one entry of `spk_dict.pt`."""
 
     cond: torch.Tensor
     """Speaker embedding, fp32 [1, D]."""
     ref_mel: torch.Tensor
-    """Mel spectrogram of the reference, fp32 [1, T, mel]."""
+    """Mel spectrogram of the reference audio, fp32 [1, T, mel]."""
     bos_token: int
-    """First codec token of the talker's text."""
+    """Token whose text embedding starts the speech in the talker's prompt."""
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a directory holds a Qwen2.5-Omni checkpoint. Cheap. Never raises."""
+    """Return whether a directory contains a Qwen2.5-Omni checkpoint. The check is cheap and never
+    raises."""
     try:
         config = json.loads((path / "config.json").read_text())
     except (OSError, ValueError):
@@ -44,8 +46,8 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return `config.json`, or raise ValueError (one line) if the checkpoint has no speech
-    output.
+    """Return the content of `config.json`. Raises a one-line ValueError if the checkpoint has no
+    speech output.
     """
     config: dict[str, Any] = json.loads((path / "config.json").read_text())
     missing = [
@@ -62,8 +64,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def missing_files(path: Path) -> list[str]:
-    """Return the names of required weight files that are missing (according to the index, or the
-    layout if there is no index).
+    """Return the names of missing weight files. The index lists the required files; without an
+    index, a single file is required.
     """
     index = path / _INDEX
     named = (
@@ -114,7 +116,7 @@ class CheckpointTensors:
 
     def rows(self, name: str, indices: Sequence[int]) -> torch.Tensor:
         """Return rows of a matrix, `[len(indices), width]`, in their stored dtype. Raises
-        ValueError for an unknown name."""
+        ValueError if there is no tensor `name`."""
         if name not in self._files:
             raise ValueError(f"the checkpoint holds no tensor {name!r}")
         with safe_open(self._files[name], framework="pt") as file:

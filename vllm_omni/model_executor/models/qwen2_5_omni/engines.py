@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three engines of one Qwen2.5-Omni checkpoint: their arguments, start and shutdown.
+"""The arguments, the start and the shutdown of the three engines of a Qwen2.5-Omni checkpoint.
 
-Each is a stock `AsyncLLM` on the same directory. The thinker may instead be the engine of vLLM's
-own server, which then owns it. By default the thinker uses most of a GPU; `SpeechEngineOptions` can
-override every argument.
+Each engine is a stock `AsyncLLM` on the same directory. The thinker may also be the engine of
+vLLM's own server, which then owns this engine. By default the thinker uses most of a GPU;
+`SpeechEngineOptions` can override every argument.
 """
 
 import asyncio
@@ -75,7 +75,7 @@ def _dtype(path: Path) -> str:
 
 
 class SpeechEngines:
-    """Owner of the engines. `composition` serves requests. Use as `async with await
+    """Owns the engines. `composition` serves requests. Use this class as `async with await
     SpeechEngines.start_engines(path)`."""
 
     def __init__(self, composition: SpeechComposition) -> None:
@@ -89,8 +89,8 @@ class SpeechEngines:
         thinker: AsyncLLM | None = None,
         **thinker_overrides: Any,
     ) -> Self:
-        """Start the engines, except `thinker` if an existing engine is given. If one of them fails
-        to start, all others are stopped.
+        """Start the engines. If `thinker` is given, this existing engine is used. If one engine
+        fails to start, the started engines are shut down.
         """
         options = options or SpeechEngineOptions()
         defaults = options.speech_defaults
@@ -101,9 +101,9 @@ class SpeechEngines:
         }
         if thinker is None:
             wanted = {"thinker": thinker_args(path, **thinker_overrides), **wanted}
-        # On CPUs, a start mostly waits for imports and loading, so engines start concurrently. On
-        # GPUs an engine measures its memory as the difference before and after loading, so engines
-        # start one after another.
+        # On CPUs, starting an engine mostly waits for imports and loading, so all engines start
+        # concurrently. On GPUs, an engine measures its memory as the difference before and after
+        # loading, so engines start one after another.
         names = list(wanted)
         turns = [names] if current_platform.is_cpu() else [[name] for name in names]
         engines: list[ComposedEngine] = []
@@ -127,7 +127,7 @@ class SpeechEngines:
         return cls(SpeechComposition(*engines, builder=builder, defaults=defaults))
 
     def shutdown(self) -> None:
-        """Shut down every engine that this object started. Idempotent."""
+        """Shut down every engine that this object started. This method is idempotent."""
         for engine in self.composition.engines:
             engine.shutdown()
 

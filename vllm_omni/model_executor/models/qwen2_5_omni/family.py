@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `qwen2_5_omni` family, described for the command line and the config parser.
+"""Describes the `qwen2_5_omni` family for the command line and the config parser.
 
-With `--config-format omni` a checkpoint directory is read as its token2wav model, which the
+With `--config-format omni`, a checkpoint directory is interpreted as its token2wav model, which the
 diffusion worker runs. Thinker and talker use the checkpoint's own config (`engines.py`).
 """
 
@@ -48,8 +48,8 @@ def _hf_config(path: Path) -> dict[str, Any]:
 
 
 def _check_options(hf_config: dict[str, Any], omni: OmniConfig) -> None:
-    """Check `omni.model`. It contains the options of a server with its three engines or, in the
-    token2wav engine itself, only the options of that engine.
+    """Check `omni.model`. In a server, it contains the options of all three engines. In the
+    token2wav engine itself, it contains only the options of that engine.
     """
     if set(omni.model) <= {field.name for field in msgspec.structs.fields(Token2WavModelOptions)}:
         parse_options(Token2WavModelOptions, omni.model, "omni.model")
@@ -68,7 +68,7 @@ def _serve_flags(path: Path, on_cpu: bool) -> dict[str, str]:
 
 
 async def _start_speech(path: Path, omni: OmniConfig, thinker: "AsyncLLM") -> "SpeechModel":
-    # imports vLLM's engine
+    # Imported here, because it imports vLLM's engine.
     from vllm_omni.model_executor.models.qwen2_5_omni.engines import SpeechEngines
 
     options = parse_options(SpeechEngineOptions, omni.model, "omni.model")
@@ -83,7 +83,7 @@ FAMILY = ModelFamily(
     hf_config=_hf_config,
     layouts=("original",),
     check_options=_check_options,
-    # The thinker's engine serves requests; the endpoint plugin starts the other two engines.
+    # The engine of the server is the thinker. The endpoint plugin starts the other two engines.
     serve_flags=_serve_flags,
     endpoint_plugins=("vllm_omni_speech",),
     start_speech=_start_speech,

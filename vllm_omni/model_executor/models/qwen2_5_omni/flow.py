@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`FlowSolver`: computes one interval of token2wav's flow with few kernel launches.
+"""`FlowSolver`: solves one interval of token2wav's flow with few kernel launches.
 
 For a short audio chunk, kernel launches take longer than the kernels of the DiT, so the number of
 launches determines the duration. In each of the four evaluations of an interval, transformers'
@@ -21,15 +21,15 @@ import torch
 from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs, Inputs
 
 _KEPT_GRAPHS = 32
-"""Maximum number of graphs: one per number of codes and batch size."""
+"""Maximum number of CUDA graphs. There is one graph per number of codes and batch size."""
 
 Mask = tuple[int, int]
-"""Number of attention blocks before and after the current one to which a layer attends."""
+"""Numbers of attention blocks before and after the current block to which a layer attends."""
 
 
 class FlowSolver:
-    """Solver over transformers' DiT, with its weights in place. If `graphs` is None, kernels are
-    launched eagerly.
+    """Flow solver that uses transformers' DiT and its weights in place. If `graphs` is None,
+    kernels are launched eagerly.
     """
 
     def __init__(self, dit: Any, graphs: ForwardGraphs | None = None) -> None:
@@ -48,8 +48,8 @@ class FlowSolver:
     def conditions(
         self, codes_1N: torch.Tensor, speaker_1D: torch.Tensor, ref_mel: torch.Tensor, guided: bool
     ) -> torch.Tensor:
-        """Return the DiT's inputs other than the latents, [G, T, D] for one request: reference,
-        codes, speaker."""
+        """Return the inputs of the DiT for one request, other than the latents: the embeddings of
+        the reference audio, the codes and the speaker, concatenated to [G, T, D]."""
         embed, encoder = self._dit.text_embed, self._dit.input_embed.spk_encoder
         code_GTD = embed(codes_1N, drop_code=False)
         speaker_GTD = speaker_1D.unsqueeze(1).repeat(1, code_GTD.shape[1], 1)
@@ -70,15 +70,15 @@ class FlowSolver:
         *,
         comes_again: bool,
     ) -> torch.Tensor:
-        """Return the change of mel from `start` to `end`, [B, T, M].
+        """Return the change of the mel spectrogram from flow time `start` to `end`, [B, T, M].
 
         Args:
-            mel_BTM: Mel at `start`.
-            start_B11: Flow time.
-            end_B11: Flow time.
-            conditions_GTD: See `conditions`.
+            mel_BTM: Mel spectrogram at `start`.
+            start_B11: Flow time at which the interval starts.
+            end_B11: Flow time at which the interval ends.
+            conditions_GTD: Result of `conditions`.
             guidance_B11: Guidance scale.
-            comes_again: Whether further intervals of this size will follow, so that a graph pays
+            comes_again: Whether more intervals of this size will follow, so that a CUDA graph pays
                 off.
         """
         guided = conditions_GTD.shape[0] != mel_BTM.shape[0]
@@ -101,7 +101,8 @@ class FlowSolver:
         return self.graphs(key, inputs, run)
 
     def _positions(self, mel_BTM: torch.Tensor) -> Inputs:
-        """Return rotary angles [1, T, head dim], and a mask [1, 1, T, T] for each kind of layer."""
+        """Return the rotary angles [1, T, head dim], and an attention mask [1, 1, T, T] for each
+        `Mask` of the layers."""
         frames = torch.arange(mel_BTM.shape[1], device=mel_BTM.device)
         cos, sin = self._dit.rotary_embed(mel_BTM, frames[None, :])
         block = frames // self._dit.block_size
@@ -160,8 +161,8 @@ def _layer(
 def _three_eighths(
     velocity: Any, start: torch.Tensor, end: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
-    """Return the change over one interval by Kutta's 3/8 rule, with transformers' order of
-    operations."""
+    """Return the change over one interval by Kutta's 3/8 rule. The operations are in the same order
+    as in transformers."""
     step, third = end - start, 1 / 3
     k1 = velocity(start, value)
     k2 = velocity(start + step * third, value + step * k1 * third)

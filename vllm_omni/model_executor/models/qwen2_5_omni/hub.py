@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen2.5-Omni on the hub: 7B, and 3B as a separate release. Sizes are estimated from the number of
-parameters.
+"""Downloads of Qwen2.5-Omni: the 7B model, and the 3B model as a separate release. Download sizes
+are estimated from the number of parameters.
 
-The licences are those in the model cards. The licence of 3B allows research only.
+The licences are those in the model cards. The licence of the 3B model only allows research.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ RELEASES = {
 
 
 def check_complete(path: Path) -> None:
-    """Raise ValueError unless config, voices and every weight file of the index exist."""
+    """Raise ValueError unless the config, the voices and every weight file of the index exist."""
     from vllm_omni.model_executor.models.qwen2_5_omni.checkpoint import missing_files, read_config
 
     read_config(path)

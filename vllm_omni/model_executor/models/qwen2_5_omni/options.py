@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the token2wav engine, its requests, speech, and all engines of a server.
+"""Options of the token2wav engine and its requests, of speech, and of all engines of a server.
 
 This module imports only light modules, because the command line reads it before it imports vLLM.
 """
@@ -13,11 +13,11 @@ from vllm_omni.config import parse_options
 THINKER_ARCHITECTURE = "VllmOmniQwen2_5OmniThinker"
 
 THINKER_GPU_SHARE = 0.65
-"""`gpu_memory_utilization` of the thinker; each of the other engines takes a quarter of the GPU."""
+"""`gpu_memory_utilization` of the thinker. The talker and token2wav together use another quarter of
+the GPU (`engines.py`)."""
 
 SAMPLE_RATE = 24_000
-"""Sample rate in Hz. The value follows from the training of the vocoder and is not stored in the
-checkpoint.
+"""Sample rate in Hz. The vocoder was trained at this rate, which is not stored in the checkpoint.
 """
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
@@ -29,8 +29,8 @@ class Token2WavModelOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=T
     max_codes: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 4096
     """Maximum number of codec tokens of one request, including context. Default: 4096."""
     cuda_graphs: bool = True
-    """Replay an interval of the solver as a CUDA graph if its number of codes, including context,
-    is a multiple of 12 and has occurred before. Default: true.
+    """Whether an interval of the solver is replayed as a CUDA graph if its number of codes,
+    including context, is a multiple of 12 and has occurred before. Default: true.
     """
 
 
@@ -40,58 +40,64 @@ class Token2WavRequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields
     voice: str
     """Name of a voice in `spk_dict.pt`."""
     sway_coefficient: Annotated[float, msgspec.Meta(ge=-1, le=1)] = -1.0
-    """Warps the time grid of the solver, as in the reference. Range: -1 to 1. Default: -1."""
+    """Coefficient that warps the time grid of the solver, as in the reference. Range: -1 to 1.
+    Default: -1."""
     first_code: Count | None = None
-    """Index of the first code if the codes are a part of a longer clip. Noise then depends only on
-    the seed and the code index, so that overlapping parts agree. Default: none (the codes are a
-    whole clip, and the noise is the same as in the reference: a single draw from a generator with
-    the request's seed).
+    """Index of the first code if the codes are a part of a longer clip. The noise then depends only
+    on the seed and the code index, so that overlapping parts agree. Default: none (the codes are a
+    whole clip, and the noise is drawn at once from a generator with the request's seed, as in the
+    reference).
     """
     left_codes: Count = 0
-    """Number of leading codes that are context only; their audio is not returned. Default: 0."""
+    """Number of leading codes that only serve as context. The audio of these codes is not returned.
+    Default: 0.
+    """
     right_codes: Count = 0
-    """Number of trailing codes that are context only; their audio is not returned. Default: 0."""
+    """Number of trailing codes that only serve as context. The audio of these codes is not
+    returned. Default: 0.
+    """
 
 
 Codes = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 
 
 class SpeechDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Defaults of speech generation. The values are those of transformers' `generate`."""
+    """Defaults of speech generation. Sampling and solver defaults are those of transformers'
+    `generate`."""
 
     voice: str | None = None
-    """Voice of the speech. Default: the checkpoint's first."""
+    """Voice of the speech. Default: the first voice of the checkpoint."""
     chunk_codes: Codes = 24
-    """Number of codes (50 per second) in the first audio chunk; a multiple of 12 aligns chunks with
-    the DiT's attention blocks. 0: a single clip. Default: 24.
+    """Number of codes (50 per second) in the first audio chunk. A multiple of 12 aligns chunks with
+    the DiT's attention blocks. 0: the audio is generated as a single clip. Default: 24.
     """
     most_chunk_codes: Codes = 96
-    """Maximum codes of a chunk. Each chunk is twice as long as its predecessor, up to this length.
-    With a value of at most `chunk_codes`, all chunks are equally long. Default: 96.
+    """Maximum number of codes of an audio chunk. Each chunk is twice as long as its predecessor, up
+    to this length. If the value is at most `chunk_codes`, all chunks are equally long. Default: 96.
     """
     left_codes: Codes = 24
-    """Codes of context before each chunk. Default: 24."""
+    """Number of context codes before each audio chunk. Default: 24."""
     right_codes: Codes = 12
-    """Codes of context after each chunk. Default: 12."""
+    """Number of context codes after each audio chunk. Default: 12."""
     max_codes: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 4096
-    """Maximum codes of a speech. Default: 4096."""
+    """Maximum number of codes of the speech of one reply. Default: 4096."""
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 0.9
     """Sampling temperature of the talker. Range: 0 to 2. Default: 0.9."""
     top_k: Annotated[int, msgspec.Meta(ge=0)] = 40
-    """Top-k of the talker; 0: off. Default: 40."""
+    """Top-k of the talker. 0: top-k sampling is disabled. Default: 40."""
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.8
     """Top-p of the talker. Range: above 0, up to 1. Default: 0.8."""
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=2)] = 1.05
     """Repetition penalty of the talker. Range: above 0, up to 2. Default: 1.05."""
     num_steps: Annotated[int, msgspec.Meta(ge=2, le=1000)] = 10
-    """Time points of the flow solver. Range: 2 to 1000. Default: 10."""
+    """Number of time points of the flow solver. Range: 2 to 1000. Default: 10."""
     guidance_scale: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.5
     """Guidance scale of the DiT. Range: 0 to 100. Default: 0.5."""
 
     def part_codes(self, emitted: int) -> int:
         """Return the number of codes of the chunk that follows the first `emitted` codes.
 
-        The size depends only on the position, so that the same seed always gives the same audio.
+        The length depends only on `emitted`, so that the same seed always gives the same audio.
         """
         first, size = 0, self.chunk_codes
         while first + size <= emitted and size < self.most_chunk_codes:
@@ -100,8 +106,8 @@ class SpeechDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     @property
     def part_sizes(self) -> tuple[int, ...]:
-        """Return the numbers of codes of all full chunks in order, including context, or () for a
-        single clip.
+        """Return the distinct numbers of codes, including context, of full chunks in the order in
+        which they occur. Return () if the audio is a single clip.
         """
         if self.chunk_codes == 0:
             return ()
@@ -125,9 +131,9 @@ class SpeechEngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     """Keyword arguments of vLLM's `AsyncEngineArgs` for token2wav, which override this project's
     defaults."""
     speech: dict[str, Any] = msgspec.field(default_factory=dict)
-    """See `SpeechDefaults`."""
+    """Defaults of speech generation; see `SpeechDefaults`."""
 
     @property
     def speech_defaults(self) -> SpeechDefaults:
-        """Return `speech` as a struct. Raises ValueError that names an invalid key."""
+        """Return `speech` as a struct. Raises a ValueError that names the key if a key is invalid."""
         return parse_options(SpeechDefaults, self.speech, "omni.model.speech")

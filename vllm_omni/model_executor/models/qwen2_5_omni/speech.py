@@ -7,8 +7,8 @@ audio.
 
 There are two bounded queues: codes between talker and token2wav, and events to the reader. Audio is
 streamed in chunks, of which the first one is short (`SpeechDefaults.part_codes`). Each chunk is
-computed with the surrounding codes as context (`ready_chunks`). With `chunk_codes=0`, it is a
-single clip, equal to the result of transformers.
+computed with the surrounding codes as context (`ready_chunks`). With `chunk_codes=0`, the audio is
+a single clip that is equal to the result of transformers.
 """
 
 import asyncio
@@ -40,19 +40,19 @@ from vllm_omni.outputs import RequestFailed
 
 @dataclass
 class SpeechTimings:
-    """Timestamps of one request and the time that each engine worked on it, in seconds."""
+    """Timestamps of the events of one request, in seconds."""
 
     start_s: float = field(default_factory=time.perf_counter)
-    """Arrival of the request, by `time.perf_counter`."""
+    """Time of the request's arrival by `time.perf_counter`."""
     marks_s: dict[str, float] = field(default_factory=dict)
-    """Seconds since the arrival, by event."""
+    """Time of each event in seconds since the arrival, by the event's name."""
 
     def mark(self, name: str) -> None:
-        """Record the first time of an event."""
+        """Record the time of an event, unless it has been recorded before."""
         self.marks_s.setdefault(name, time.perf_counter() - self.start_s)
 
     def last(self, name: str) -> None:
-        """Record the latest time of an event."""
+        """Record the time of an event, replacing an earlier one."""
         self.marks_s[name] = time.perf_counter() - self.start_s
 
 
@@ -62,8 +62,9 @@ def ready_chunks(
     """Yield `(first, last, left, right)` of the audio chunks that can be computed after the first
     `emitted` codes.
 
-    A chunk is the audio of codes [first, last), with `left` and `right` codes of context. Until
-    `finished`, only full chunks with complete right context are yielded; then all remaining ones.
+    A chunk is the audio of codes [first, last), with `left` and `right` codes of context. Until all
+    codes have been generated (`finished`), only full chunks with complete right context are
+    yielded. Afterwards, all remaining chunks are yielded.
     """
     if how.chunk_codes == 0:
         if finished and num_codes:
@@ -80,19 +81,19 @@ def ready_chunks(
 
 @dataclass
 class SpeechReply:
-    """A reply while it is processed by the talker and token2wav engines."""
+    """A reply that the talker and token2wav engines are converting to speech."""
 
     request_id: str
     """Id of the request."""
     how: SpeechDefaults
-    """Options of the speech, with the voice set."""
+    """Options of the speech. The voice is always set."""
     seed: int | None
-    """Seed of the speech. None: random."""
+    """Seed of the speech. None: a random seed is used."""
     timings: SpeechTimings = field(default_factory=SpeechTimings)
     """Timestamps of the request."""
     codes: asyncio.Queue[int | None] = field(init=False)
-    """Codes from the talker to token2wav, terminated by None. The queue has room for a whole
-    speech.
+    """Codes from the talker to token2wav, terminated by None. The queue has room for all codes of a
+    reply.
 
     vLLM's engine generates codes at its own speed and buffers them. A shorter queue would not slow
     the engine down, but would occupy the talker's slot until the audio has been generated.
@@ -103,8 +104,8 @@ class SpeechReply:
 
 
 class SpeechComposition:
-    """A `SpeechModel` of three engines on one checkpoint: thinker and talker (autoregressive) and
-    token2wav (diffusion)."""
+    """A `SpeechModel` that consists of three engines on one checkpoint: the autoregressive thinker
+    and talker, and the token2wav diffusion model."""
 
     sample_rate = SAMPLE_RATE
 
@@ -126,13 +127,13 @@ class SpeechComposition:
         builder.check_voice(str(self.defaults.voice))
         config = talker.engine.vllm_config
         self._max_len = config.model_config.max_model_len
-        # A slot is an index into the talker's buffers. Only the request that holds it may use it.
+        # A slot is an index into the talker's buffers. Only one request may use it at a time.
         self._slots: asyncio.Queue[int] = asyncio.Queue()
         for slot in range(1, config.scheduler_config.max_num_seqs + 1):
             self._slots.put_nowait(slot)
 
     def check_voice(self, voice: str | None) -> None:
-        """Raise `RequestFailed("invalid_request", ...)` with the list of voices if the checkpoint
+        """Raise `RequestFailed("invalid_request", ...)` with a list of all voices if the checkpoint
         lacks `voice`."""
         if voice:
             self.builder.check_voice(voice)
@@ -153,12 +154,12 @@ class SpeechComposition:
         seed: int | None = None,
         timings: SpeechTimings | None = None,
     ) -> AsyncGenerator[TextDelta | AudioChunk, None]:
-        """Think, then speak. Text and audio are yielded as they are generated.
+        """Generate a reply and speak it. Text and audio are yielded as they are generated.
 
-        engine_input: The thinker's rendered prompt. speech: Defaults of this request; None selects
-        those of the server. voice: Takes precedence over the voice in `speech`. Raises
-        `RequestFailed`, `ComposedEngineDied`, or vLLM's own client errors. Closing the generator,
-        or cancelling the task that reads it, aborts the request in every engine.
+        `engine_input` is the rendered prompt of the thinker. `speech` contains the speech options
+        of this request (None: the server's defaults), and `voice` overrides its voice. The method
+        raises `RequestFailed`, `ComposedEngineDied`, or vLLM's own client errors. Closing the
+        generator, or cancelling the task that reads from it, aborts the request in every engine.
         """
         spoken = self._start(request_id, speech, voice, seed, timings)
         params = params.clone()
@@ -201,11 +202,11 @@ class SpeechComposition:
         seed: int | None = None,
         timings: SpeechTimings | None = None,
     ) -> AsyncGenerator[AudioChunk, None]:
-        """Speak a given reply word for word: the thinker processes it as if it had generated it,
-        and samples nothing.
+        """Speak a given reply word for word. The thinker processes the reply as if it had generated
+        it itself.
 
-        prompt_ids: The conversation up to the reply. text_ids: The reply, including the end-of-turn
-        token.
+        `prompt_ids` is the conversation up to the reply. `text_ids` is the reply, including the
+        end-of-turn token.
         """
         spoken = self._start(request_id, speech, voice, seed, timings)
         extra = HiddenStatesRequest(hidden_states="all").to_extra_args()
@@ -215,7 +216,8 @@ class SpeechComposition:
             from vllm.inputs import tokens_input
 
             states: list[HiddenStates | None] = []
-            # Without the last token, whose hidden state is not used: the sampled one replaces it.
+            # The last token is omitted, because its hidden state is not used. The sampled token
+            # takes its place.
             prompt = tokens_input(prompt_token_ids=[*prompt_ids, *text_ids[:-1]])
             async for output in self.thinker.generate(prompt, params, f"{request_id}-thinker"):
                 states.append(hidden_states_of(output))
@@ -251,7 +253,7 @@ class SpeechComposition:
         grids: VisualGrids,
         spoken: SpeechReply,
     ) -> None:
-        """Put all codes of the speech into the queue, followed by None."""
+        """Generate all codes of the speech and put them into the queue, followed by None."""
         spoken.timings.last("thinker_done")
         joined = concat(states)
         token_ids = [*prompt_ids, *reply_ids]

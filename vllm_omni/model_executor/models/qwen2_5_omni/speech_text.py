@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TalkerPromptBuilder`: the talker's prompt from the thinker's results.
+"""`TalkerPromptBuilder`: builds the talker's prompt from the results of the thinker.
 
 The computation is the same as in transformers' `Qwen2_5OmniForConditionalGeneration.generate`,
 where "state" denotes the final hidden state plus the embedding of a token:
@@ -11,8 +11,8 @@ where "state" denotes the final hidden state plus the embedding of a token:
     generated code k
         its codec embedding + entry k+1 of: states of the reply, text END, then text PAD repeated
 
-The last token of the reply, usually the end of the turn, was never an input of the thinker and has
-no state. Embeddings are read from the checkpoint; this module contains no model.
+The last token of the reply, usually the end of the turn, has no state, because it was never an
+input of the thinker. Embeddings are read from the checkpoint; this module contains no model.
 """
 
 import functools
@@ -37,16 +37,16 @@ from vllm_omni.outputs import RequestFailed
 
 @dataclass(frozen=True)
 class VisualGrids:
-    """Sizes of the images and videos of a prompt, which determine rotary positions."""
+    """Sizes of the images, videos and audio clips of a prompt, which determine rotary positions."""
 
     image_grid_thw: torch.Tensor | None = None
-    """int64 [N, 3]."""
+    """Grid size (time, height, width) of each image, int64 [N, 3]."""
     video_grid_thw: torch.Tensor | None = None
-    """int64 [N, 3]."""
+    """Grid size (time, height, width) of each video, int64 [N, 3]."""
     second_per_grid: torch.Tensor | None = None
     """Seconds per grid step of each video, fp32 [N]."""
     audio_lengths: torch.Tensor | None = None
-    """Lengths of audio clips, int64 [N], in frames of the audio encoder's input."""
+    """Length of each audio clip in frames of the audio encoder's input, int64 [N]."""
 
     @property
     def any(self) -> bool:
@@ -77,8 +77,8 @@ def visual_grids(engine_input: Any) -> VisualGrids:
 
 
 class TalkerPromptBuilder:
-    """Builds talker prompts from one checkpoint's token ids, voices and (memory-mapped) embedding
-    tables."""
+    """Builds talker prompts with the token ids, the voices and the memory-mapped embedding tables
+    of one checkpoint."""
 
     def __init__(self, path: Path) -> None:
         config: Any = Qwen2_5OmniConfig.from_pretrained(path)
@@ -96,11 +96,11 @@ class TalkerPromptBuilder:
 
     @property
     def stop_codes(self) -> list[int]:
-        """Return the codec tokens that end the speech without being part of it."""
+        """Return the codec tokens that end the speech. These tokens are not part of the speech."""
         return [self.talker.tts_codec_pad_token_id, self.talker.tts_codec_end_token_id]
 
     def check_voice(self, name: str) -> None:
-        """Raise `RequestFailed("invalid_request", ...)` with the list of voices if the checkpoint
+        """Raise `RequestFailed("invalid_request", ...)` with a list of all voices if the checkpoint
         lacks `name`."""
         if name not in self.voices:
             raise RequestFailed(
@@ -118,8 +118,8 @@ class TalkerPromptBuilder:
         """Return the talker's prompt, or None if the reply consists of only one token.
 
         Args:
-            token_ids: Prompt and reply of the thinker.
-            prompt_len: Tokens of the prompt.
+            token_ids: Token ids of the thinker's prompt, followed by its reply.
+            prompt_len: Number of tokens of the prompt.
             states: Final hidden states of all tokens except the last, in order.
             voice: Name of the voice.
             grids: Sizes of images and videos.
@@ -161,8 +161,8 @@ class TalkerPromptBuilder:
         return embeddings
 
     def _positions(self, text_ids: Sequence[int], grids: VisualGrids) -> torch.Tensor:
-        """Return rotary positions [3, L]. Images and videos have 3-D positions, which transformers'
-        own function computes.
+        """Return the rotary positions [3, L]. Images and videos have 3-D positions, which are
+        computed by transformers' own function.
         """
         if not grids.any:
             return torch.arange(len(text_ids)).expand(3, -1).contiguous()
@@ -180,8 +180,8 @@ class TalkerPromptBuilder:
 
     @functools.cached_property
     def _rope_model(self) -> Any:
-        """Return transformers' talker without weights, because its position function is a
-        method.
+        """Return transformers' talker without weights. The object is needed because the position
+        function is a method of the talker.
         """
         with torch.device("meta"):
             return Qwen2_5OmniTalkerForConditionalGeneration(self.talker)

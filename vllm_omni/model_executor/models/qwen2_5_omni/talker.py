@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The talker on vLLM: generates codec tokens from the thinker's hidden states, one of which is
-added at every step.
+"""The talker as a vLLM model. The talker generates codec tokens from the hidden states of the
+thinker, one of which is added at every step.
 
-It consists of vLLM's own parts: `Qwen2Model` with layers whose attention takes an explicit head
-size (the talker's width is not heads x head size), `LogitsProcessor`, and M-RoPE. For this
-addition, each token must find the hidden states of its request.
+The model consists of vLLM's own modules: `Qwen2Model`, `LogitsProcessor` and M-RoPE. The attention
+layers take an explicit head size, because the talker's width is not heads x head size. To add the
+hidden states, the model must find the hidden states of each token's request.
 
-**Slots.** vLLM passes no request id to `forward`. The model controls only one of its arguments, the
-M-RoPE positions: the model computes them for each request (`get_mrope_input_positions`), and vLLM
-increments them from there. The position of sequence index n of the request in slot s is therefore
-`s << SLOT_SHIFT | n`, in all three dimensions. `forward` decodes it and looks up embeddings, reply
-states and the real rotary positions in fixed-size buffers. This works with both runner generations,
-with chunked prefill, preemption, async scheduling and CUDA graphs, without a hook in the runner.
+**Slots.** vLLM passes no request id to `forward`. The M-RoPE positions are the only argument of
+`forward` that the model controls: it computes them for each request (`get_mrope_input_positions`),
+and vLLM increments them from there. The position of sequence index n of the request in slot s is
+therefore `s << SLOT_SHIFT | n`, in all three dimensions. `forward` decodes this position and looks
+up embeddings, reply states and the real rotary positions in fixed-size buffers. This scheme works
+with both runner generations, and with chunked prefill, preemption, async scheduling and CUDA
+graphs. The scheme needs no hook in the runner.
 
 Prefix caching must be disabled, because the prompt ids of all requests are the same. Codec BOS is
 never sampled, as in the reference.
@@ -44,22 +45,23 @@ from vllm_omni.model_executor.models.qwen2_5_omni.talker_prompt import MODALITY,
 ARCHITECTURE = "Qwen2_5OmniTalkerForConditionalGeneration"
 SLOT_SHIFT = 20
 MAX_SLOTS = 1 << (31 - SLOT_SHIFT)
-"""Slots and indices must fit into 32 bits, because Model Runner V2 stores positions as int32."""
+"""Maximum number of slots. Slots and indices must fit into 32 bits, because Model Runner V2 stores
+positions as int32."""
 
 
 def talker_hf_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the talker's config from the config of the whole checkpoint (`hf_overrides` of the
-    talker's engine).
+    """Return the config of the talker from the config of the whole checkpoint. The talker's engine
+    uses this function as `hf_overrides`.
     """
-    # vLLM also applies overrides to the sub-configs that they return
+    # vLLM also applies the overrides to the sub-configs that they return.
     talker = getattr(config, "talker_config", config)
     talker.architectures = [ARCHITECTURE]
     return talker
 
 
 class _TalkerLayer(Qwen2DecoderLayer):
-    """`Qwen2DecoderLayer` with an explicit head size, with biases on q, k and v, and without one on
-    o.
+    """`Qwen2DecoderLayer` with an explicit head size, with biases on q, k and v, and without a bias
+    on o.
     """
 
     def __init__(
@@ -147,8 +149,8 @@ class TalkerForConditionalGeneration(nn.Module, SupportsPP, SupportsMRoPE):
     def get_mrope_input_positions(
         self, input_tokens: list[int], mm_features: list[Any]
     ) -> tuple[torch.Tensor, int]:
-        """Copy a request's tensors into its slot, and return its encoded positions and their
-        offset. vLLM calls this method for each request.
+        """Copy the tensors of a request into its slot, and return the encoded positions of the
+        request and their offset. vLLM calls this method for each request.
 
         After preemption, `input_tokens` may include tokens that were already generated.
         """

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The format in which a talker request contains the thinker's reply, for both sender and receiver.
+"""The format in which a talker request contains the thinker's reply. The sender and the receiver
+both use this module.
 
-A talker request is a stock `mm_input`: real prompt token ids (because sampling penalties use them),
-and one item of length zero with tensors for the model. The client chooses a `slot`, a number of at
-least 1 that no other request in flight uses. Slot 0 is for requests without an item (vLLM's own
-warm-up). `talker.py` is the receiver.
+A talker request is a stock `mm_input`. The request contains the real prompt token ids, because
+sampling penalties use them, and one item of length zero with tensors for the model. The client
+chooses the `slot`, a number of at least 1 that no other request in flight uses. Slot 0 is reserved
+for requests without an item (vLLM's own warm-up). `talker.py` is the receiver.
 """
 
 from dataclasses import dataclass
@@ -21,16 +22,16 @@ class TalkerPrompt:
     size."""
 
     token_ids: list[int]
-    """L codec ids."""
+    """The L codec ids of the prompt."""
     prompt_LD: torch.Tensor
-    """Embedding of each prompt position: hidden states, token embeddings, and the codec
-    embeddings of the last two."""
+    """Embedding of each prompt position: the sum of the hidden state and the token embedding. The
+    last two positions also include codec embeddings."""
     reply_RD: torch.Tensor
-    """Values that are added to the codec embedding of generated token k; the last one applies from
-    k = R-1 on.
+    """Values that are added to the codec embeddings of generated tokens. Row k belongs to generated
+    token k, and the last row to all tokens from k = R-1 on.
     """
     positions_3L: torch.Tensor
-    """Rotary positions, int64."""
+    """Rotary positions of the prompt, int64."""
 
     def __post_init__(self) -> None:
         length = len(self.token_ids)
@@ -46,7 +47,7 @@ class TalkerPrompt:
             )
 
     def to_engine_input(self, request_id: str, slot: int) -> Any:
-        """Return the prompt for `AsyncLLM.generate`."""
+        """Return the talker request as a prompt for `AsyncLLM.generate`."""
         from vllm.inputs import mm_input
         from vllm.multimodal.inputs import (
             MultiModalBatchedField,
@@ -77,7 +78,8 @@ class TalkerPrompt:
 
 
 def read_item(data: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """Return `(prompt_LD, reply_RD, positions_3L, slot)` of a request's item, in the worker."""
+    """Return `(prompt_LD, reply_RD, positions_3L, slot)` from the item of a request. The worker
+    calls this function."""
     prompt, reply, positions, slot = (
         data[name].data for name in ("prompt", "reply", "positions", "slot")
     )

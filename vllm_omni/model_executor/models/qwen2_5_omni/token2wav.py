@@ -3,9 +3,10 @@
 the diffusion worker.
 
 One solver interval (`flow.py`) is one denoise step, so an abort takes effect between intervals, and
-requests share batches. The solver is the same 3/8-rule Runge-Kutta method as in the reference, on
-the same time grid and with operations in the same order. A whole clip is therefore bitwise equal to
-the result of transformers' `Qwen2_5OmniToken2WavModel.forward` on the same machine.
+requests share batches. The solver is the same 3/8-rule Runge-Kutta method as in the reference. The
+solver also uses the same time grid and the same order of operations. A whole clip is therefore
+bitwise equal to the result of transformers' `Qwen2_5OmniToken2WavModel.forward` on the same
+machine.
 
 B requests, T mel frames (`repeats` per code), M mel bins, N codes, S samples; G and D as in
 `flow.py`.
@@ -41,27 +42,27 @@ _PREFIX = "token2wav."
 _TIME_POINTS = 10
 _GUIDANCE_SCALE = 0.5
 _NO_GUIDANCE = 1e-5
-"""Below this guidance scale the reference skips the unconditional half of the batch."""
+"""Guidance scale below which the reference skips the unconditional half of the batch."""
 
 
 @dataclass
 class _Clip:
-    """Working set of a request."""
+    """Working set of one token2wav request."""
 
     mel_1TM: torch.Tensor
-    """Mel spectrogram at the current time."""
+    """Mel spectrogram at the current flow time."""
     conditions_GTD: torch.Tensor
-    """See `FlowSolver.conditions`."""
+    """Result of `FlowSolver.conditions`."""
     num_codes: int
-    """Number of codes, including context."""
+    """Number of codes of the request, including context."""
     times: torch.Tensor
-    """Time points of the solver."""
+    """Flow times of the solver."""
     guidance: float
-    """Guidance scale."""
+    """Guidance scale of the request."""
     options: Token2WavRequestOptions
     """Options of the request."""
     comes_again: bool
-    """See `FlowSolver.interval`."""
+    """Whether more requests of this size will follow; see `FlowSolver.interval`."""
 
 
 Request = DiffusionRequest[OneShotSession, _Clip]
@@ -87,12 +88,12 @@ class Token2WavPipeline(StepPipeline):
         self.flow = FlowSolver.create(self.token2wav.code2wav_dit_model, graphs.is_on)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load token2wav's tensors from the files. `weights` (all tensors of the checkpoint) is
-        ignored.
+        """Load token2wav's tensors from the checkpoint files. `weights`, which contains all tensors
+        of the checkpoint, is ignored.
         """
         state = dict(CheckpointTensors(self.path).below(_PREFIX))
-        # Strict: missing, unexpected and misshapen keys all raise. The resampling filters are
-        # derived, not stored.
+        # Loading is strict: missing, unexpected and misshapen keys all raise. The resampling
+        # filters are computed, not stored.
         missing, unexpected = self.token2wav.load_state_dict(state, strict=False)
         missing = [name for name in missing if not name.endswith(".filter")]
         if missing or unexpected:
@@ -154,7 +155,7 @@ class Token2WavPipeline(StepPipeline):
             times=times.to(device),
             guidance=guidance,
             options=options,
-            # Whole clips and last chunks have arbitrary lengths.
+            # Whole clips and last chunks have arbitrary lengths, so a graph would not pay off.
             comes_again=options.first_code is not None
             and noise_1TM.shape[1] % self.dit_config.block_size == 0,
         )
@@ -212,8 +213,8 @@ class Token2WavPipeline(StepPipeline):
         """
         clips: list[_Clip] = [request.work for request in batch]
         mel_BTM = torch.cat([clip.mel_1TM for clip in clips])
-        # All conditional halves first, then all others: chunk number h of each request's conditions
-        # is its half h.
+        # All conditional halves come first, then all unconditional halves. Chunk h of a request's
+        # conditions is its half h.
         halves = zip(
             *(clip.conditions_GTD.chunk(clip.conditions_GTD.shape[0]) for clip in clips),
             strict=True,
@@ -262,8 +263,8 @@ class Token2WavPipeline(StepPipeline):
         request.session.chunk_index += 1
 
     def warmup_inputs(self) -> list[Inputs]:
-        """Return audio chunks with the default sizes, whose second interval is captured, and a
-        clip."""
+        """Return the inputs of audio chunks with the default sizes, and of a whole clip. The second
+        interval of each chunk is captured as a CUDA graph."""
         voice = {"voice": next(iter(self.voices))}
         sizes = [size for size in SpeechDefaults().part_sizes if size <= self.max_codes]
         components: list[Inputs] = [

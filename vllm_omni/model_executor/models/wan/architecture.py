@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Architectures of the Wan family: transformer, VAE, text encoder and image encoder, without the
-networks.
+"""Describes the sizes of Wan's transformer, VAE, text encoder and image encoder. The networks are
+in other modules.
 
-The command line and the config parser import this module before anything heavy. Keys of a
-`config.json` are in Wan's or diffusers' style; missing values are not guessed.
+The command line and the config parser can import this module, because it imports nothing heavy. The
+keys of a `config.json` may be in Wan's or diffusers' style. Values that it lacks are not guessed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,15 +25,15 @@ class WanConfig:
     ffn_dim: int
     """Hidden size of the feed-forward layers."""
     in_channels: int
-    """Channels of the input, including conditioning."""
+    """Number of input channels, including the conditioning."""
     num_heads: int
-    """Attention heads."""
+    """Number of attention heads."""
     num_layers: int
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     out_channels: int = LATENT_CHANNELS
-    """Channels of the predicted latents."""
+    """Number of channels of the predicted latents."""
     freq_dim: int = 256
-    """Size of the sinusoidal timestep embedding; even."""
+    """Size of the sinusoidal timestep embedding, which must be even."""
     text_dim: int = 4096
     """Width of the text embeddings."""
     text_len: int = 512
@@ -43,7 +43,7 @@ class WanConfig:
     patch_size: tuple[int, int, int] = (1, 2, 2)
     """Patch size over (frame, row, column); only (1, 2, 2) is supported."""
     eps: float = 1e-6
-    """Epsilon of the norms."""
+    """Epsilon of the normalisation layers."""
 
     def __post_init__(self) -> None:
         if self.dim % self.num_heads or self.head_dim % 2 or self.head_dim < 6:
@@ -74,17 +74,18 @@ class ChunkTransformerConfig(WanConfig):
     """Number of pixels per latent cell along each side, for the model's autoencoder."""
 
     window_frames: int | None = None
-    """Recommended K/V window in latent frames, including sink frames. None: not specified."""
+    """Recommended K/V window in latent frames, including sink frames, or None if the checkpoint
+    recommends none."""
     sink_frames: int | None = None
-    """Recommended number of sink frames. None: not specified."""
+    """Recommended number of sink frames, or None if the checkpoint recommends none."""
     frames_per_chunk: int | None = None
-    """Recommended latent frames per chunk. None: not specified."""
+    """Recommended number of latent frames per chunk, or None if the checkpoint recommends none."""
 
     def latent_size(self, height: int, width: int) -> tuple[int, int]:
         """Convert a size in pixels to latent cells.
 
         Raises:
-            ValueError: Height or width is not a multiple of two cells.
+            ValueError: The height or width is not a multiple of the side of two cells.
         """
         multiple = self.pixels_per_cell * self.patch_size[1]
         if height % multiple or width % multiple or min(height, width) < multiple:
@@ -101,25 +102,25 @@ class ChunkTransformerConfig(WanConfig):
 
 @dataclass(frozen=True)
 class Trunk5BConfig(ChunkTransformerConfig):
-    """Sizes of a causal transformer on the trunk of Wan2.2-TI2V-5B. The defaults are the released
-    ones."""
+    """Sizes of a causal transformer that is derived from Wan2.2-TI2V-5B. The defaults are those of
+    the released models."""
 
     native_size: ClassVar[tuple[int, int]] = (704, 1280)
-    """Height and width that the released models were trained on."""
+    """Height and width in pixels at which the released models were trained."""
     pixels_per_cell: ClassVar[int] = 16
-    """Pixels per latent cell of the Wan 2.2 VAE along each side."""
+    """Number of pixels per latent cell of the Wan 2.2 VAE along each side."""
     dim: int = 3072
     """Width of the network."""
     ffn_dim: int = 14336
     """Width of the feed-forward layers."""
     in_channels: int = 48
-    """Input channels."""
+    """Number of input channels."""
     out_channels: int = 48
-    """Channels of the predicted latents, equal to the input's."""
+    """Number of channels of the predicted latents, which equals the number of input channels."""
     num_heads: int = 24
-    """Attention heads."""
+    """Number of attention heads."""
     num_layers: int = 30
-    """Blocks."""
+    """Number of transformer blocks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -150,7 +151,7 @@ RENAMED = {
     "sink_size": "sink_frames",
     "num_frames_per_block": "frames_per_chunk",
 }
-"""Field for each checkpoint key, in the original's style and in diffusers' style."""
+"""Config field for each key of a checkpoint's config, in the original's or diffusers' style."""
 
 REQUIRED: dict[str, tuple[Any, ...]] = {
     "qk_norm": (True, "rms_norm_across_heads"),
@@ -160,7 +161,9 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
     "pos_embed_seq_len": (None,),
     "window_size": ([-1, -1], (-1, -1)),
 }
-"""Keys with the only values that the code supports."""
+"""Keys of a transformer config that must have one of the listed values, because the code supports
+no others.
+"""
 
 IGNORED = (
     "_diffusers_version",
@@ -170,7 +173,8 @@ IGNORED = (
     "torch_dtype",
     "dtype",
 )
-"""Keys that have no effect here (rotations are computed, so the sequence length is not limited)."""
+"""Keys of a transformer config that are ignored. `rope_max_seq_len` has no effect because rotations
+are computed, so the sequence length is not limited."""
 
 
 def check_keys(
@@ -184,13 +188,13 @@ def check_keys(
 
     Args:
         values: The config.
-        where: Name of the config in errors.
-        read: Keys of sizes.
-        required: See `read_architecture`.
-        ignored: See `read_architecture`.
+        where: Name of the config in error messages.
+        read: Keys that the caller reads.
+        required: Keys with their supported values.
+        ignored: Keys that have no effect.
 
     Raises:
-        ValueError: There are unknown keys, or a value is not supported.
+        ValueError: The config contains unknown keys or an unsupported value.
     """
     known = sorted({*read, *required, *ignored})
     if unknown := sorted(set(values) - set(known)):
@@ -220,9 +224,9 @@ def read_architecture(
     """Convert a checkpoint's config to constructor arguments.
 
     Args:
-        values: The config.
-        renamed: Checkpoint key -> argument. `attention_head_dim` is folded into `dim`.
-        required: Keys with the supported values.
+        values: Config of the checkpoint.
+        renamed: Argument name for each key. `attention_head_dim` is folded into `dim`.
+        required: Keys with their supported values.
         ignored: Keys that have no effect.
         default_heads: Number of heads if the config does not specify it.
         default_dim: Hidden size if the config does not specify it.
@@ -263,8 +267,8 @@ UMT5_XXL: dict[str, Any] = {
     "num_layers": 24,
     "num_heads": 64,
 }
-"""The released encoder. All other values are the defaults of `UMT5Config`: gated tanh-GELU, 32
-buckets up to 128, eps 1e-6.
+"""`UMT5Config` values of the released text encoder. All other values are the defaults of
+`UMT5Config`, for example gated tanh-GELU, 32 position buckets up to distance 128, and eps 1e-6.
 """
 
 CLIP_VIT_H: dict[str, Any] = {
@@ -277,9 +281,12 @@ CLIP_VIT_H: dict[str, Any] = {
     "hidden_act": "gelu",
     "layer_norm_eps": 1e-5,
 }
-"""The released vision tower of image-to-video models (open-clip ViT-H/14)."""
+"""`CLIPVisionConfig` values of the released image-to-video models' vision tower (open-clip
+ViT-H/14).
+"""
 CLIP_HEAD_DIM = 80
-"""Number of heads of the released tower, which cannot be derived from tensor shapes."""
+"""Channels per attention head of the released vision tower. They cannot be derived from tensor
+shapes."""
 
 
 def clip_tokens(config: Mapping[str, Any]) -> int:
@@ -313,16 +320,18 @@ _LATENTS_STD_2_2 = (
 )
 
 LaterCondition = Literal["streamed", "second_chunk", "fresh_grey"]
-"""Conditioning of the chunks after the chunk with the image, which have F latent frames each:
+"""Conditioning of the chunks after the chunk with the start image. Each of them has F latent
+frames.
 
-- `streamed`: the corresponding part of the encoding of the whole clip (the original, vLLM-Omni);
-- `second_chunk`: the conditioning of the second chunk, repeated (SGLang);
-- `fresh_grey`: 1 + 4 F grey frames encoded as a separate clip, without its first latent (the
-  extension of vLLM-Omni's pull request 3701).
+- `streamed`: the part of the whole clip's encoding that corresponds to the chunk, as in the
+  original and vLLM-Omni;
+- `second_chunk`: the conditioning of the second chunk, repeated, as in SGLang;
+- `fresh_grey`: the encoding of 1 + 4 F grey frames as a separate clip, without its first latent
+  frame, as in the extensions of vLLM-Omni's pull request 3701.
 """
 
 _IMPLEMENTED: dict[str, Any] = {"attn_scales": [], "dropout": 0.0}
-"""Keys of a diffusers VAE config with their required values; other values denote a different
+"""Keys of a diffusers VAE config with their required values. Any other value denotes a different
 network.
 """
 _PIXEL_CHANNELS = 3
@@ -337,11 +346,11 @@ class VAEConfig:
     base_dim: int = 96
     """Number of channels of the first encoder level and the last decoder level."""
     z_dim: int = 16
-    """Latent channels."""
+    """Number of latent channels."""
     dim_mult: tuple[int, ...] = (1, 2, 4, 4)
-    """Multiple of `base_dim` per level."""
+    """Number of channels of each level, as a multiple of `base_dim`."""
     num_res_blocks: int = 2
-    """Residual blocks per level."""
+    """Number of residual blocks per level."""
     temporal_downsample: tuple[bool, ...] = (False, True, True)
     """Whether each level below the first halves the frame rate."""
     latents_mean: tuple[float, ...] = _LATENTS_MEAN
@@ -349,12 +358,12 @@ class VAEConfig:
     latents_std: tuple[float, ...] = _LATENTS_STD
     """Standard deviation of each latent channel, for normalisation."""
     decoder_base_dim: int | None = None
-    """Channels of the decoder's last level. None: `base_dim`."""
+    """Number of channels of the decoder's last level. Default: `base_dim`."""
     is_residual: bool = False
     """Whether each level has a parameter-free shortcut around it, as in Wan 2.2."""
     patch_size: int | None = None
-    """Side in pixels of the cells that are folded into the channels of the network's frames. None:
-    1.
+    """Side in pixels of the cells that are folded into channels before the encoder. Default: none,
+    so each cell is one pixel.
     """
 
     def __post_init__(self) -> None:
@@ -372,23 +381,23 @@ class VAEConfig:
 
     @property
     def patch(self) -> int:
-        """Side in pixels of a cell of the network's frames."""
+        """Return the side in pixels of the cells that are folded into channels."""
         return self.patch_size or 1
 
     @property
     def frame_channels(self) -> int:
-        """Channels of the network's frames."""
+        """Return the number of channels of a frame after cells are folded into channels."""
         return _PIXEL_CHANNELS * self.patch**2
 
     @property
     def spatial_factor(self) -> int:
-        """Pixels per latent cell along each side."""
+        """Return the number of pixels per latent cell along each side."""
         return self.patch * int(2 ** len(self.temporal_downsample))
 
     @property
     def temporal_factor(self) -> int:
-        """Video frames per latent frame. The first latent frame of a stream corresponds to a single
-        video frame.
+        """Return the number of video frames per latent frame. The first latent frame of a stream
+        corresponds to a single video frame.
         """
         return int(2 ** sum(self.temporal_downsample))
 
@@ -397,7 +406,7 @@ class VAEConfig:
         """Read a diffusers `AutoencoderKLWan` config.
 
         Raises:
-            ValueError: There are unknown keys, or the architecture is not supported.
+            ValueError: The config contains unknown keys, or the architecture is not supported.
         """
         values = {key: value for key, value in config.items() if not key.startswith("_")}
         check_implemented(values, "VAE config", {key: (v,) for key, v in _IMPLEMENTED.items()})
@@ -434,7 +443,7 @@ class VAEConfig:
         return vae
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the diffusers config keys of this architecture, JSON types only."""
+        """Return the architecture with the keys of a diffusers config and values of JSON types."""
         return {
             **_IMPLEMENTED,
             "in_channels": self.frame_channels,
@@ -463,4 +472,4 @@ WAN_2_2_VAE = VAEConfig(
     is_residual=True,
     patch_size=2,
 )
-"""The released autoencoder of Wan 2.2: 16 x 16 pixels and 4 frames per latent cell."""
+"""The released autoencoder of Wan 2.2, with 16 x 16 pixels and 4 frames per latent cell."""

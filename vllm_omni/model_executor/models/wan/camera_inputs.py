@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validates camera poses and intrinsics from clients, for all models that use them.
 
-A pose is camera-to-world, 4x4, OpenCV axes (x right, y down, z forward).
+A pose is a 4x4 camera-to-world matrix with OpenCV axes (x right, y down, z forward).
 """
 
 # N frames; intrinsics_N4 = fx, fy, cx, cy in pixels
@@ -17,10 +17,11 @@ _LAST_ROW_TOLERANCE = 1e-3
 
 
 def read_poses(poses: torch.Tensor, num_frames: int) -> torch.Tensor:
-    """Check poses `[num_frames, 4, 4]` and return them in fp64.
+    """Validate poses of shape `[num_frames, 4, 4]` and return them in fp64.
 
     Raises:
-        RequestFailed: `invalid_camera` (shape, range, not a rotation) or `non_finite_pose`.
+        RequestFailed: A pose has the wrong shape, is out of range or is no rotation
+            (`invalid_camera`), or it is not finite (`non_finite_pose`).
     """
     if tuple(poses.shape) != (num_frames, 4, 4) or not _is_real(poses):
         raise RequestFailed(
@@ -48,10 +49,10 @@ def read_poses(poses: torch.Tensor, num_frames: int) -> torch.Tensor:
 
 
 def read_intrinsics(intrinsics: torch.Tensor, num_frames: int) -> torch.Tensor:
-    """Check intrinsics `[N, 4]`, `[N, 3, 3]` or `[N, 4, 4]` and return fp64 `[N, 4]`.
+    """Validate intrinsics and return fx, fy, cx, cy of each frame, fp64 `[num_frames, 4]`.
 
-    With N = 1, `[4]` or `[3, 3]`, they apply to all frames. Raises `RequestFailed` like
-    `read_poses`.
+    The intrinsics of each frame have shape `[N, 4]`, `[N, 3, 3]` or `[N, 4, 4]`. Intrinsics with N
+    = 1 or of shape `[4]` or `[3, 3]` apply to all frames. Raises `RequestFailed` like `read_poses`.
     """
     shape = tuple(intrinsics.shape)
     batched = intrinsics.unsqueeze(0) if shape in ((4,), (3, 3)) else intrinsics

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a streaming model from Wan: their configuration, construction and loading.
+"""Configures, builds and loads the components of a streaming Wan model.
 
-A model that uses them has the attributes listed in `WanParts`. `WanChunkSetup` reads no weights,
+A model with these components has the attributes of `WanParts`. `WanChunkSetup` reads no weights,
 except for the widths of the tiny decoder.
 """
 
@@ -45,15 +45,15 @@ Options = TypeVar("Options", bound=StreamingOptions)
 
 @dataclass(frozen=True, kw_only=True)
 class WanChunkSetup(StreamingSetup[Config, Options], Generic[Config, Options]):
-    """Setup of a pipeline with Wan's frozen components. A family adds its own fields."""
+    """Setup of a pipeline with Wan's frozen components. Model families add fields in subclasses."""
 
     vae_config: VAEConfig
     """Architecture of the VAE."""
     text_config: Mapping[str, Any] = field(default_factory=dict)
-    """`UMT5Config` values of the text encoder; empty if there is none."""
+    """`UMT5Config` values of the text encoder, or empty if the model has no text encoder."""
     image_config: Mapping[str, Any] = field(default_factory=dict)
-    """`CLIPVisionConfig` values of the image encoder for cross-attention; empty if there is
-    none.
+    """`CLIPVisionConfig` values of the image encoder for cross-attention, or empty if the model has
+    no image encoder.
     """
 
     @classmethod
@@ -71,7 +71,8 @@ class WanChunkSetup(StreamingSetup[Config, Options], Generic[Config, Options]):
 
     @property
     def tiny_vae_channels(self) -> tuple[int, ...] | None:
-        """Return the widths of the tiny decoder, read from its file, or None if it is not used.
+        """Read the widths of the tiny decoder from its file. Return None if no option needs the
+        tiny decoder.
 
         Raises:
             ValueError: The file is not a TAEHV file.
@@ -81,20 +82,20 @@ class WanChunkSetup(StreamingSetup[Config, Options], Generic[Config, Options]):
         return tiny_vae_channels(self.layout.tiny_vae)
 
 
-# -- the parts -------------------------------------------------------------------------------------
+# -- components ------------------------------------------------------------------------------------
 
 
 class WanParts(Protocol):
-    """Attributes of a model with these components."""
+    """Attributes of a model with Wan's components."""
 
     text_encoder: TextEncoder | AwaitedText | None
-    """None on a VAE stage, and in a model without prompts."""
+    """Text encoder, or None on a VAE stage and in a model without prompts."""
     image_encoder: ImageEncoder | None
-    """None on a VAE stage, and in a model without images for cross-attention."""
+    """Image encoder, or None on a VAE stage and in a model without images for cross-attention."""
     vae: StreamingWanVAE
     """The Wan autoencoder."""
     tiny_vae: TinyVAEDecoder | None
-    """Decoder for drafts. None: the checkpoint does not contain it, or it is disabled."""
+    """Tiny decoder, or None if no option needs it or this rank does not decode."""
     transformer: Any
     """The denoising network."""
     prompts: SharedPrompts
@@ -106,27 +107,27 @@ class WanParts(Protocol):
 
 
 class ChunkNetworks(NamedTuple):
-    """The part of a model between conditions and latents."""
+    """The condition encoders and the denoising network of a model."""
 
     text_encoder: TextEncoder | AwaitedText | None
-    """None on a VAE stage, and in a model without prompts."""
+    """Text encoder, or None on a VAE stage and in a model without prompts."""
     image_encoder: ImageEncoder | None
-    """None on a VAE stage, and in a model without images for cross-attention."""
+    """Image encoder, or None on a VAE stage and in a model without images for cross-attention."""
     transformer: Any
-    """This rank's part of the denoising network."""
+    """The layers of the denoising network on this rank."""
     prompts: SharedPrompts
     """Cross-attention K/V of prompts, shared by sessions."""
 
 
 class ChunkAutoencoders(NamedTuple):
-    """The part of a model that converts between latents and pixels."""
+    """The components of a model that convert between latents and pixels."""
 
     vae: StreamingWanVAE
     """The Wan autoencoder."""
     tiny_vae: TinyVAEDecoder | None
-    """Decoder for drafts. None: the checkpoint does not contain it, or it is disabled."""
+    """Tiny decoder, or None if no option needs it or this rank does not decode."""
     decoder: ChunkDecoder | None
-    """None on ranks that do not decode."""
+    """Decoder of chunks, or None on ranks that do not decode."""
 
 
 def build_networks(
@@ -136,7 +137,8 @@ def build_networks(
     parallel: ParallelContext | None = None,
     **own: Any,
 ) -> ChunkNetworks:
-    """Build the encoders of conditions and the transformer. Arguments as in `build_transformer`."""
+    """Build the condition encoders and the transformer. The arguments are those of
+    `build_transformer`."""
     text_encoder, image_encoder = _build_text_encoder(setup), _build_image_encoder(setup)
     transformer: Any = build_transformer(setup, network, parallel=parallel, **own)
     prompts = SharedPrompts(transformer.cross_attention_kv)
@@ -144,7 +146,9 @@ def build_networks(
 
 
 def _build_text_encoder(setup: WanChunkSetup[Any, Any]) -> TextEncoder | AwaitedText | None:
-    """Build the text encoder, or the part that receives its results on other ranks."""
+    """Build the text encoder, or `AwaitedText` on a rank that receives its results from another
+    rank.
+    """
     return text_encoder_of(
         setup.parallel,
         setup.text_config,
@@ -157,8 +161,8 @@ def _build_text_encoder(setup: WanChunkSetup[Any, Any]) -> TextEncoder | Awaited
 
 
 def _build_image_encoder(setup: WanChunkSetup[Any, Any]) -> ImageEncoder | None:
-    """Build the encoder of images for cross-attention, if the model has one and this rank holds
-    layers.
+    """Build the image encoder for cross-attention. Return None if the model has none or if this
+    rank is a VAE stage.
     """
     if not setup.image_config or setup.parallel.is_vae_stage:
         return None
@@ -179,11 +183,11 @@ def build_autoencoders(
     """Build the VAE, the tiny decoder if an option needs it, and the decoder of chunks.
 
     Args:
-        setup: Of the model.
+        setup: Setup of the model.
         encodes: Whether this rank has the VAE's encoder.
-        rounding: Rounding of pixels to uint8 levels, as in the original.
-        frames_per_call: See `StreamingWanVAE`.
-        continuation: See `ChunkDecoder`.
+        rounding: Rounding of pixels to uint8 levels in the original of this model.
+        frames_per_call: Argument of `StreamingWanVAE`.
+        continuation: Argument of `ChunkDecoder`.
     """
     dtype, decodes = setup.options.vae_torch_dtype(setup.dtype), setup.parallel.decodes
     bands = RowBands.of_parallel(setup.parallel, setup.vae_config.spatial_factor)
@@ -197,7 +201,7 @@ def build_autoencoders(
         bands=bands,
         fuse=partial(fused_decoder, cuda_graphs=setup.cuda_graphs and bands is not None),
     )
-    channels = setup.tiny_vae_channels  # read on every rank: each refuses a bad file
+    channels = setup.tiny_vae_channels  # every rank validates the file
     tiny = None
     if decodes and channels is not None:
         tiny = TinyVAEDecoder(channels, setup.vae_config, dtype=dtype)
@@ -220,13 +224,12 @@ def load_parts(
     """Load every parameter of this rank strictly.
 
     Args:
-        model: Model whose parts are loaded. Values that it has computed from earlier weights are
-            evicted.
-        layout: Where the components of the checkpoint are.
-        load_transformer: Loads this rank's part of the transformer.
+        model: Model that is loaded. Values that it computed from earlier weights are cleared.
+        layout: Locations of the checkpoint's components.
+        load_transformer: Function that loads the transformer's layers and shards of this rank.
 
     Raises:
-        ValueError: A component is missing or does not fit.
+        ValueError: A component is missing or does not match the model.
     """
     vae = model.vae if model.vae.has_encoder or model.vae.has_decoder else None
     load_component_weights(layout, load_transformer, vae, model.text_encoder, model.image_encoder)

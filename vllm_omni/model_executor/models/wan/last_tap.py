@@ -2,8 +2,9 @@
 """Causal convolutions of diffusers' Wan autoencoder for a single frame: an image, or the first
 frame of a clip.
 
-The frames before the first one are zeros, so only the last temporal tap contributes. This is a 2-D
-convolution with a third of the multiplications; parameters, names and sums are the same.
+The frames before the first one are zeros, so only the last temporal tap contributes. The result is
+therefore computed as a 2-D convolution, which needs a third of the multiplications. The parameters,
+their names and the sums do not change.
 """
 
 # B clips, C channels, T frames, H rows, W columns
@@ -17,7 +18,7 @@ from vllm_omni.model_executor.models.wan.vae_layers import replace_layers
 
 
 class LastTapConv3d(WanCausalConv3d):
-    """A causal convolution with a 2-D path for single frames. It adopts the parameters of
+    """A causal convolution with a 2-D path for single frames. It shares the parameters of
     `whole`.
     """
 
@@ -36,7 +37,7 @@ class LastTapConv3d(WanCausalConv3d):
 
 
 def use_last_taps(network: nn.Module) -> None:
-    """Replace, in place, the causal convolutions of a network that are diffusers' own."""
+    """Replace diffusers' causal convolutions in `network` with `LastTapConv3d`, in place."""
     replace_layers(
         network, lambda layer: LastTapConv3d(layer) if type(layer) is WanCausalConv3d else None
     )

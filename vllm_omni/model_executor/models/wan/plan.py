@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common parts of Wan networks in `vllm-omni plan`: sizes of the transformer, refusals of a
-world.
+"""Shared functions of the Wan families for `vllm-omni plan`: the sizes of a transformer, and a
+check of the requested modifications.
 
-Held by tests/planning/test_plan_memory.py.
+`tests/planning/test_plan_memory.py` tests the resulting plans.
 """
 
 import math
@@ -16,7 +16,7 @@ from vllm_omni.planning.stream_model import Changes
 def transformer_sizes(
     config: ChunkTransformerConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Any]:
-    """Fields of `StreamModel`. shapes: of the transformer's tensors, by name."""
+    """Return fields of `StreamModel` for a transformer. `shapes` maps tensor names to shapes."""
     height, width = config.native_size
     return {
         "height": height,
@@ -34,8 +34,8 @@ def transformer_sizes(
 
 
 def check_world(family: str, changes: Changes) -> None:
-    """Raise ValueError for modifications that are only possible for a stream without a camera or
-    keys.
+    """Raise ValueError for modifications that a world model does not support, such as several
+    chunks in flight.
     """
     if changes.get("in_flight", 1) > 1 or changes.get("noise_matched"):
         raise ValueError(f"{family} has no noise-matched cache; causal Wan has")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks from sizes alone, before any process starts, whether a Wan network can be parallelized as
-configured.
+"""Checks, before any process starts, whether a Wan network can be parallelized as configured. Only
+its sizes are needed.
 """
 
 from collections.abc import Mapping
@@ -26,9 +26,10 @@ def check_split(
         config: Sizes of the network.
         omni: Options of the server.
         ranks: Number of ranks that share each layer.
-        stages: Pipeline stages, including the VAE stage.
-        sequence_parallel: Ranks shard tokens.
-        others: Additional numbers of heads that must be divisible, by the name used in errors.
+        stages: Number of pipeline stages, including the VAE stage.
+        sequence_parallel: Whether the ranks shard tokens instead of heads and channels.
+        others: Additional numbers that must be divisible by `ranks`, by their names in error
+            messages.
     """
     layer_stages = 1 if omni.pipeline == "temporal" else stages - omni.vae_stage
     counts = {"num_heads": config.num_heads, **(others or {})}
@@ -45,10 +46,15 @@ def check_parts(
     stages: int,
     layer_stages: int,
 ) -> None:
-    """Run `check_split` for any network.
+    """Raise ValueError unless a network of any kind can be divided over the ranks and stages.
 
-    `counts` are the numbers that must be divisible by `ranks`, and `layer_stages` is the number of
-    stages with layers.
+    Args:
+        num_layers: Number of layers of the network.
+        counts: Numbers that must be divisible by `ranks`, by their names in error messages.
+        omni: Options of the server.
+        ranks: Number of ranks that share each layer.
+        stages: Number of pipeline stages, including the VAE stage.
+        layer_stages: Number of stages with layers.
     """
     position = ParallelContext(size=ranks, num_stages=layer_stages, partition=omni.partition)
     for name, count in counts.items():

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Alternative forms of layers of diffusers' Wan autoencoders, with the same parameters, names and
+"""Replacements for layers of diffusers' Wan autoencoders, with the same parameters, names and
 results.
 
-*Streamed* layers process the later latents of a stream. For the first latent frame of a stream,
-diffusers' feature cache contains None or a string; after every later call it contains a tensor of
-the same shape. A streamed layer therefore needs no branch that `torch.compile` cannot trace. Before
-torch 2.13, diffusers' comparison of a tensor with a string splits the decoder into more than a
-dozen graphs.
+*Streamed* layers process the latent frames of a stream after the first one. In the first latent
+frame of a stream, diffusers' feature cache contains None or a string. In every later call, it
+contains tensors of the same shapes. A streamed layer therefore needs no branch that `torch.compile`
+cannot trace. Before torch 2.13, diffusers' comparison of a tensor with a string splits the decoder
+into more than a dozen graphs.
 
 *CPU* layers are faster on CPUs, where torch's 3-D convolution reaches only a tenth of the speed of
-its 2-D one. A causal convolution over three frames is computed as a 2-D convolution whose input
-channels are the three frames. Its weights are a view of `weight`, whose memory is in the order of
-the 2-D convolution, so that loading and conversion affect both. Activations are channels-last.
-`use_cpu_layers` must be called on a network on a CPU. If the network moves to another device, its
-layers use diffusers' own computation.
+its 2-D convolution. A causal convolution over three frames is computed as a 2-D convolution with
+the three frames as input channels. The weights of the 2-D convolution are a view of `weight`, so
+loading and conversion affect both. The memory of `weight` therefore has the order of the 2-D
+convolution. Activations are channels-last. `use_cpu_layers` must be called while the network is on
+a CPU. If the network moves to another device, its layers use diffusers' own computation.
 """
 
 # B streams or clips, C channels, T frames, H rows, W columns, O channels of the result
@@ -34,7 +34,9 @@ from torch.nn import functional
 def cached_convolution(
     convolution: WanCausalConv3d, x_BCTHW: torch.Tensor, feat_cache: list[Any], feat_idx: list[int]
 ) -> torch.Tensor:
-    """Convolve the cached frames followed by `x`, and cache the newest frames for the next call."""
+    """Convolve the cached frames followed by `x_BCTHW`, and cache the last frames for the next
+    call.
+    """
     index = feat_idx[0]
     past = feat_cache[index]
     feat_cache[index] = torch.cat((past, x_BCTHW), dim=2)[:, :, -past.shape[2] :].clone()
@@ -46,8 +48,8 @@ class StreamedUpsample(WanResample):
     """Upsampling of streams in space and, depending on the mode, in time. It uses the layers of
     `whole`.
 
-    If convolutions return channels-last tensors (on CUDA), so does this layer, even for a single
-    frame. With the result of diffusers' layer, torch would assume a different layout and transpose
+    If convolutions return channels-last tensors (on CUDA), this layer does too, even for a single
+    frame. For the result of diffusers' layer, torch would infer a different layout and transpose
     the features of the next convolution.
     """
 
@@ -64,8 +66,9 @@ class StreamedUpsample(WanResample):
         feat_cache: list[Any] | None = None,
         feat_idx: list[int] | None = None,
     ) -> torch.Tensor:
-        """Upsample [B, C, T, H, W] to [B, O, T or 2 T, 2 H, 2 W]; O is C / 2 in Wan 2.1, C in 2.2.
-        The first latent of a stream is not upsampled in time."""
+        """Upsample [B, C, T, H, W] to [B, O, T or 2 T, 2 H, 2 W]. O is C / 2 in Wan 2.1 and C in
+        Wan 2.2. The first latent frame of a stream is not upsampled in time.
+        """
         frames = x_BCTHW.transpose(1, 2).flatten(0, 1)
         if self.mode == "upsample3d":
             if (
@@ -80,14 +83,15 @@ class StreamedUpsample(WanResample):
             frames = pairs_B2CTHW.permute(0, 3, 1, 2, 4, 5).flatten(0, 2)
         out = self.resample(frames)
         streams = len(x_BCTHW)
-        # Not `unflatten` for one stream: its strides for one frame are not those of channels-last.
+        # For one stream, `unsqueeze` is used, because the strides that `unflatten` returns for a
+        # single frame are not those of channels-last.
         return (out.unsqueeze(0) if streams == 1 else out.unflatten(0, (streams, -1))).transpose(
             1, 2
         )
 
 
 def stream_upsamplers(decoder: nn.Module) -> None:
-    """Replace, in place, the upsamplers of a `WanDecoder3d`."""
+    """Replace the upsamplers of a `WanDecoder3d` with `StreamedUpsample`, in place."""
     replace_layers(decoder, _streamed)
 
 
@@ -109,7 +113,9 @@ def replace_layers(
 
 
 class FoldedCausalConv3d(WanCausalConv3d):
-    """A causal convolution computed as a 2-D convolution. It has the parameters of `whole`."""
+    """A causal convolution that is computed as a 2-D convolution. It shares the parameters of
+    `whole`.
+    """
 
     def __init__(self, whole: WanCausalConv3d) -> None:
         nn.Module.__init__(self)
@@ -137,14 +143,16 @@ class FoldedCausalConv3d(WanCausalConv3d):
         out = functional.conv2d(
             frames.flatten(0, 1), folded(self.weight), self.bias, self.stride[1:], self.padding_HW
         )
-        # Not `unflatten` for one clip: its strides for one frame are not those of channels-last.
+        # For one clip, `unsqueeze` is used, because the strides that `unflatten` returns for a
+        # single frame are not those of channels-last.
         clips = out.unsqueeze(0) if len(frames) == 1 else out.unflatten(0, frames.shape[:2])
         return clips.transpose(1, 2)
 
 
 class CPURMSNorm(WanRMS_norm):
-    """Normalisation over channels with few passes over memory, in fp32. It has the parameters of
-    `whole`. Other dtypes use diffusers' computation."""
+    """Normalisation over channels with few passes over memory, for fp32 tensors on a CPU. It
+    shares the parameters of `whole`. For other tensors, diffusers' computation is used.
+    """
 
     def __init__(self, whole: WanRMS_norm) -> None:
         nn.Module.__init__(self)
@@ -156,7 +164,7 @@ class CPURMSNorm(WanRMS_norm):
             return super().forward(x)
         channels = x.shape[1]
         x_C = x.movedim(1, -1)
-        # A matrix-vector product, because torch's sum over few channels is slower.
+        # The mean is a matrix-vector product, because torch's sum over few channels is slower.
         squares = torch.mv(
             x_C.square().reshape(-1, channels), x.new_full((channels,), 1 / channels)
         )
@@ -165,22 +173,23 @@ class CPURMSNorm(WanRMS_norm):
 
 
 _TINY = 1e-30
-"""Avoids a division by zero; zeros are normalised to zero."""
+"""Offset that avoids a division by zero. Zeros are normalised to zero."""
 
 
 def use_cpu_layers(network: Any) -> None:
-    """Replace, in place, layers that are slow on a CPU.
+    """Replace layers that are slow on a CPU, in place. Parameters keep their names, values and
+    identity.
 
     Args:
-        network: A Wan encoder, decoder or autoencoder. Layers on other devices are not changed.
-            Parameters keep their names, values and identity.
+        network: A Wan encoder, decoder or autoencoder. It is not changed unless all of its
+            parameters are on a CPU.
     """
     if any(parameter.device.type != "cpu" for parameter in network.parameters()):
         return
     replace_layers(network, _cpu_layer)
     for layer in network.modules():
         if isinstance(layer, nn.SiLU):
-            layer.inplace = True  # it follows a norm, whose result has no other reader
+            layer.inplace = True  # no other layer reads the result of the norm
         elif isinstance(layer, nn.Conv2d):
             layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
 
@@ -192,11 +201,14 @@ def _cpu_layer(layer: nn.Module) -> nn.Module | None:
 
 
 def fold_memory(weight_OCTHW: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with memory in the order O, H, W, T, C, which is channels-last for the 2-D
-    convolution."""
+    """Return the tensor with its memory in the order O, H, W, T, C. For the 2-D convolution,
+    this order is channels-last.
+    """
     return weight_OCTHW.permute(0, 3, 4, 2, 1).contiguous().permute(0, 4, 3, 1, 2)
 
 
 def folded(weight_OCTHW: torch.Tensor) -> torch.Tensor:
-    """Return [O, T C, H, W], a view of a weight with `fold_memory`, else a copy."""
+    """Return the weight as a tensor [O, T C, H, W]. The result is a view if the memory of the
+    weight has the order of `fold_memory`, otherwise a copy.
+    """
     return weight_OCTHW.transpose(1, 2).flatten(1, 2)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Locates the components of a Wan directory in diffusers' layout, and determines which directories
-this family serves.
+"""Locates the components of a Wan directory in diffusers' layout, and determines whether this
+family serves the directory.
 
-It serves a directory if its `model_index.json` names `WanPipeline` or `WanImageToVideoPipeline` and
-`Wan22Config` implements its transformer: all of Wan 2.2, and Wan 2.1 text-to-video. Wan 2.1
-image-to-video (with a CLIP image encoder) is served by diffusers. This module only locates files;
-`weights.py` loads them.
+The family serves a directory if its `model_index.json` names `WanPipeline` or
+`WanImageToVideoPipeline` and `Wan22Config` supports its transformer. These are the directories of
+Wan 2.2 and of Wan 2.1 text-to-video. Diffusers serves Wan 2.1 image-to-video, which has a CLIP
+image encoder. This module only locates files; `weights.py` loads them.
 """
 
 import inspect
@@ -29,15 +29,15 @@ class Wan22Layout(WanComponents):
     """Components of a checkpoint with one or two transformers."""
 
     download_name: ClassVar[str] = "wan2_2"
-    """Name for `vllm-omni download`."""
+    """Name of the family's release for `vllm-omni download`."""
 
     transformer_2: Path | None
-    """Folder of the second expert. None: one transformer."""
+    """Folder of the second expert, or None if there is only one transformer."""
     index: dict[str, Any]
     """Content of `model_index.json`."""
 
     def transformers(self) -> dict[str, Path]:
-        """The folders of the transformers (one or two), by name."""
+        """Return the folder of each transformer, by name. There are one or two."""
         second = {} if self.transformer_2 is None else {"transformer_2": self.transformer_2}
         return {"transformer": self.transformer, **second}
 
@@ -45,7 +45,11 @@ class Wan22Layout(WanComponents):
         return read_json(self.transformer / "config.json")
 
     def vae_values(self) -> dict[str, Any]:
-        """Return the arguments of diffusers' `AutoencoderKLWan`, as stored. Raises ValueError."""
+        """Return the stored arguments of diffusers' `AutoencoderKLWan`.
+
+        Raises:
+            ValueError: The config is missing or invalid.
+        """
         if self.vae is None or not self.vae.is_dir():
             raise ValueError(f"{self.root} lacks the folder vae/ with a config.json")
         stored = read_json(self.vae / "config.json")
@@ -56,8 +60,10 @@ class Wan22Layout(WanComponents):
         return {key: value for key, value in stored.items() if not key.startswith("_")}
 
     def scheduler_values(self) -> dict[str, Any]:
-        """Return the scheduler's config, including `_class_name`. Raises ValueError if it is not
-        supported.
+        """Return the scheduler's config, including `_class_name`.
+
+        Raises:
+            ValueError: The scheduler is not supported.
         """
         values = read_json(self.root / "scheduler" / "scheduler_config.json")
         if values.get("_class_name") not in SCHEDULERS:
@@ -68,8 +74,11 @@ class Wan22Layout(WanComponents):
         return values
 
     def info(self) -> Wan22Checkpoint:
-        """Return the combined fields of index, VAE and transformer. Raises ValueError if they
-        contradict each other."""
+        """Return the combined fields of the index, the VAE and the transformers.
+
+        Raises:
+            ValueError: The components contradict each other.
+        """
         vae = {**_VAE_DEFAULTS, **self.vae_values()}
         kind: Kind = "t2v"
         if self.index.get("expand_timesteps") is True:
@@ -107,7 +116,11 @@ class Wan22Layout(WanComponents):
 
 
 def find_layout(path: Path) -> Wan22Layout:
-    """Locate the components in `path`. Raises ValueError (one line)."""
+    """Locate the components in `path`.
+
+    Raises:
+        ValueError: This family does not serve the directory. The message is a single line.
+    """
     index = read_json(path / "model_index.json")
     if index.get("_class_name") not in PIPELINES:
         raise ValueError(
@@ -125,7 +138,9 @@ def find_layout(path: Path) -> Wan22Layout:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether this family serves the directory `path`. Cheap. Never raises."""
+    """Return whether this family serves the directory `path`. This check is cheap and never
+    raises.
+    """
     try:
         Wan22Config.from_checkpoint(find_layout(path).transformer_config())
     except (ValueError, OSError):
@@ -134,11 +149,14 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return the fields of vLLM's config object for this checkpoint, JSON types only. Needs no
-    weights.
+    """Return the fields of vLLM's config object for this checkpoint, with values of JSON types.
 
-    In addition to the keys that vLLM reads, `wan2_2` holds the configs of `transformer`, `vae`,
-    `umt5` and `scheduler`, and the fields of `Wan22Checkpoint`. Raises ValueError.
+    The checkpoint needs no weight files. In addition to the keys that vLLM reads, the result has
+    the key `wan2_2`. It contains the configs of `transformer`, `vae`, `umt5` and `scheduler`, and
+    the fields of `Wan22Checkpoint`.
+
+    Raises:
+        ValueError: A component is missing or not supported.
     """
     layout = find_layout(path)
     transformer, info = layout.transformer_config(), layout.info()
@@ -169,8 +187,8 @@ def hf_config(path: Path) -> dict[str, Any]:
 
 
 def stored_dtype(layout: Wan22Layout) -> str:
-    """Return the dtype in the text encoder's config, otherwise that in the transformer's config,
-    otherwise bfloat16.
+    """Return the dtype in the text encoder's config or, failing that, in the transformer's config.
+    The default is bfloat16.
 
     Published transformers are stored in fp32 and run in bf16. Their configs specify no dtype, but
     the text encoder's config specifies bf16.
@@ -183,7 +201,7 @@ def stored_dtype(layout: Wan22Layout) -> str:
 
 
 def check_vae_keys(values: dict[str, Any]) -> None:
-    """Raise ValueError for keys that diffusers' `AutoencoderKLWan` does not take."""
+    """Raise ValueError for keys that diffusers' `AutoencoderKLWan` does not accept."""
     from diffusers import AutoencoderKLWan
 
     known = set(inspect.signature(AutoencoderKLWan.__init__).parameters) - {"self"}
@@ -194,6 +212,6 @@ def check_vae_keys(values: dict[str, Any]) -> None:
 
 
 def _named(index: dict[str, Any], component: str) -> bool:
-    """Return whether the index names a component that is not null."""
+    """Return whether the index contains the component and it is not null."""
     value = index.get(component)
     return isinstance(value, list) and len(value) == 2 and value[0] is not None

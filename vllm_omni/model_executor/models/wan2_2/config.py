@@ -2,7 +2,8 @@
 """Configuration of a Wan 2.2 or 2.1 checkpoint.
 
 `Wan22Config` is the architecture, and `Wan22Checkpoint` adds the fields of `model_index.json`.
-`Wan22Options` are the options of a server (`omni.model`), `Wan22RequestOptions` those of a request.
+`Wan22Options` contains the options of a server (`omni.model`), and `Wan22RequestOptions` those of a
+request.
 """
 
 from collections.abc import Mapping
@@ -20,32 +21,33 @@ from vllm_omni.model_executor.step_cache import StepCache
 NUM_TRAIN_TIMESTEPS = 1000
 
 Kind = Literal["t2v", "i2v", "ti2v"]
-"""`t2v`: text only. `i2v`: the latents of the image and a mask are additional input channels.
-`ti2v`: text only, or the latents of the image are the first latent frame, with its tokens at
-timestep 0.
+"""Conditioning of a checkpoint. `t2v` uses only text. With `i2v`, the latents of the start image
+and a mask are additional input channels. `ti2v` uses only text, or the latents of the start image
+are the first latent frame, and its tokens have timestep 0.
 """
 
 
 @dataclass(frozen=True)
 class Wan22Config(WanConfig):
-    """One transformer's architecture. The defaults are the experts of T2V A14B."""
+    """Architecture of one transformer. The defaults are those of the experts of T2V A14B."""
 
     dim: int = 5120
     """Width of the network."""
     ffn_dim: int = 13824
     """Width of the feed-forward layers."""
     in_channels: int = 16
-    """Input channels."""
+    """Number of input channels."""
     num_heads: int = 40
-    """Attention heads."""
+    """Number of attention heads."""
     num_layers: int = 40
-    """Blocks."""
+    """Number of transformer blocks."""
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "Wan22Config":
         """Read diffusers' `transformer/config.json`.
 
-        Raises ValueError naming unknown keys and unknown values.
+        Raises:
+            ValueError: There are unknown keys or unsupported values. The message names them.
         """
         return cls(
             **read_architecture(values, _RENAMED, _REQUIRED, _IGNORED, cls.num_heads, cls.dim)
@@ -64,7 +66,7 @@ _RENAMED = {
     "patch_size": "patch_size",
     "eps": "eps",
 }
-"""Checkpoint key -> field."""
+"""Config field for each key of a checkpoint's config."""
 
 _REQUIRED: dict[str, tuple[Any, ...]] = {
     "_class_name": ("WanTransformer3DModel",),
@@ -75,7 +77,8 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "pos_embed_seq_len": (None,),
 }
 _IGNORED = ("_diffusers_version", "_name_or_path", "rope_max_seq_len", "torch_dtype", "dtype")
-"""Keys that have no effect here (rotations are computed, so the sequence length is unlimited)."""
+"""Keys that are ignored. `rope_max_seq_len` has no effect because rotations are computed, so the
+sequence length is not limited."""
 
 
 @dataclass(frozen=True)
@@ -83,17 +86,17 @@ class Wan22Checkpoint:
     """Conditioning, experts and VAE sizes of a checkpoint."""
 
     kind: Kind
-    """See `Kind`."""
+    """Kind of conditioning."""
     boundary_ratio: float | None
-    """`transformer` is used for timesteps at or above this fraction of 1000, `transformer_2` for
-    those below. None: one transformer.
+    """Boundary between the experts as a fraction of 1000, or None if there is only one transformer.
+    `transformer` is used for timesteps at or above the boundary, and `transformer_2` below it.
     """
     z_dim: int
-    """Latent channels."""
+    """Number of latent channels."""
     spatial_factor: int
-    """Pixels per latent cell side."""
+    """Number of pixels per latent cell along each side."""
     temporal_factor: int
-    """Video frames per latent frame after the first."""
+    """Number of video frames per latent frame, except for the first latent frame."""
 
     @property
     def two_experts(self) -> bool:
@@ -101,12 +104,17 @@ class Wan22Checkpoint:
 
     @property
     def in_channels(self) -> int:
-        """Input channels: noise, and for `i2v` one mask channel per video frame and the image's
-        latents."""
+        """Return the number of input channels. For `i2v`, they include the latents of the image
+        and one mask channel for each video frame of a latent frame.
+        """
         return 2 * self.z_dim + self.temporal_factor if self.kind == "i2v" else self.z_dim
 
     def latent_frames(self, num_frames: int) -> int:
-        """Raise ValueError unless `num_frames` is 1 + a multiple of the temporal factor."""
+        """Convert a number of video frames to latent frames.
+
+        Raises:
+            ValueError: `num_frames` is not 1 + a multiple of the temporal factor.
+        """
         if (num_frames - 1) % self.temporal_factor:
             near = 1 + (num_frames - 1) // self.temporal_factor * self.temporal_factor
             raise ValueError(
@@ -116,8 +124,11 @@ class Wan22Checkpoint:
         return 1 + (num_frames - 1) // self.temporal_factor
 
     def latent_size(self, height: int, width: int) -> tuple[int, int]:
-        """Convert a size in pixels to latent cells. Raises ValueError unless both are multiples of
-        `size_multiple`."""
+        """Convert a size in pixels to latent cells.
+
+        Raises:
+            ValueError: The height or width is not a multiple of `size_multiple`.
+        """
         multiple = self.size_multiple
         if height % multiple or width % multiple or min(height, width) < multiple:
             raise ValueError(
@@ -127,24 +138,24 @@ class Wan22Checkpoint:
 
     @property
     def size_multiple(self) -> int:
-        """Pixels per token side: one token is 2 x 2 latent cells."""
+        """Return the side of a token in pixels. A token covers 2 x 2 latent cells."""
         return 2 * self.spatial_factor
 
 
 @dataclass(frozen=True)
 class RecommendedSampling:
-    """The authors' sampling defaults (Wan-Video/Wan2.2 and Wan2.1, wan/configs)."""
+    """Sampling defaults of the model's authors (Wan-Video/Wan2.2 and Wan2.1, wan/configs)."""
 
     num_inference_steps: int
-    """Denoise steps."""
+    """Number of denoise steps."""
     guidance: float
     """Guidance scale of the first or only expert."""
     guidance_2: float | None
-    """Guidance scale below the boundary. None: one transformer."""
+    """Guidance scale below the boundary, or None if there is only one transformer."""
     num_frames: int
-    """Video frames."""
+    """Number of video frames."""
     fps: float
-    """Video frames per second."""
+    """Frame rate of the video, in frames per second."""
 
 
 def recommended(checkpoint: Wan22Checkpoint) -> RecommendedSampling:
@@ -162,31 +173,34 @@ Shift = Annotated[float, msgspec.Meta(gt=0, le=100)]
 
 
 class Wan22Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Defaults of requests."""
+    """Default values of requests."""
 
     num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] | None = None
-    """Denoise steps. Range: 1 to 1000. Default: the authors'."""
+    """Number of denoise steps, from 1 to 1000. Default: recommended by the model's authors."""
     guidance_scale: Guidance | None = None
-    """Guidance scale. Default: the authors'."""
+    """Guidance scale. Default: recommended by the model's authors."""
     guidance_scale_2: Guidance | None = None
-    """Guidance scale below the boundary. Default: the authors'."""
+    """Guidance scale below the boundary. Default: recommended by the model's authors."""
     num_frames: Count | None = None
-    """Video frames. Default: the authors'."""
+    """Number of video frames. Default: recommended by the model's authors."""
     fps: Annotated[float, msgspec.Meta(gt=0, le=240)] | None = None
-    """Video frames per second. Range: above 0, up to 240. Default: the authors'."""
+    """Frame rate of the video, in frames per second, above 0 and up to 240. Default: recommended by
+    the model's authors."""
     negative_prompt: str = ""
     """Negative prompt. Default: empty."""
     flow_shift: Shift | None = None
-    """Shift of the noise schedule (authors: 3 at 480p, 5 at 720p and above). Default: the
-    checkpoint's."""
+    """Shift of the noise schedule. The model's authors recommend 3 at 480p, and 5 at 720p and
+    above. Default: the value of the checkpoint.
+    """
 
 
 class Wan22Options(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`ModelOptions`, and the options of Wan 2.2."""
+    """Serving options of Wan 2.2: those of `ModelOptions` and the fields below."""
 
     defaults: Wan22Defaults = Wan22Defaults()
-    """Defaults of requests: `num_inference_steps`, `guidance_scale`, `guidance_scale_2` (below the
-    boundary), `num_frames`, `fps`, `negative_prompt` and `flow_shift`."""
+    """Default values of requests: `num_inference_steps`, `guidance_scale`, `guidance_scale_2`
+    (below the boundary), `num_frames`, `fps`, `negative_prompt` and `flow_shift`.
+    """
     max_num_inference_steps: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 200
     """Maximum number of denoise steps of a request."""
     max_num_frames: Count = 121
@@ -196,16 +210,23 @@ class Wan22Options(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_onl
     same device as the transformer.
     """
     vae_dtype: Literal["fp32", "bf16"] | None = "fp32"
-    """Type of the VAE's weights and activations. None: the same dtype as the transformer."""
+    """Dtype of the VAE's weights and activations. None selects the dtype of the transformer."""
     vae_tiling: bool = False
-    """Decode in overlapping tiles and one latent frame at a time. Needs less memory; not exact."""
+    """Whether to decode in overlapping tiles and one latent frame at a time. This needs less
+    memory, but the result is not exact.
+    """
     cfg_parallel: bool = False
-    """Use the two tensor-parallel ranks for the two branches of classifier-free guidance. Each rank
-    has all weights and runs one branch."""
+    """Whether the two tensor-parallel ranks run the two branches of classifier-free guidance
+    instead. Each rank then has all weights and runs one branch.
+    """
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> "Wan22Options":
-        """Parse the options. Raises ValueError with the value and the allowed values."""
+        """Parse the options.
+
+        Raises:
+            ValueError: An option is invalid. The message contains its value and the allowed values.
+        """
         parsed = parse_options(cls, options, "omni.model")
         if parsed.cfg_parallel and parsed.sequence_parallel:
             raise ValueError(
@@ -221,14 +242,14 @@ class Wan22Options(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class Wan22RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`DiffusionParams.options`."""
+    """The options of one request (`DiffusionParams.options`)."""
 
     guidance_scale_2: Guidance | None = None
     """Guidance scale below the boundary. Default: the request's `guidance_scale` if it differs from
-    the default, otherwise the server's value.
+    the default, otherwise the default of the server.
     """
     flow_shift: Shift | None = None
-    """Shift of the noise schedule. Default: the server's."""
+    """Shift of the noise schedule. Default: the default of the server."""
     step_cache: StepCache | None = None
     """Threshold for skipping steps in which the prediction changes little (`step_cache.py`).
     Default: every step is computed.

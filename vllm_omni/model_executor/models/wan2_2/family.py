@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `wan2_2` family, described for the command line, config parser and endpoints."""
+"""Describes the `wan2_2` family to the command line, the config parser and the endpoints."""
 
 from typing import Any
 

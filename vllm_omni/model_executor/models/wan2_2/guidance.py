@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GuidanceRanks`: the two branches of classifier-free guidance on two ranks
-(`omni.model.cfg_parallel`).
+"""Splits the two branches of classifier-free guidance over two ranks (`omni.model.cfg_parallel`).
 
-Each rank holds the whole network and runs one branch of every guided request. An all-gather of the
-predictions precedes their combination. A request without guidance has one branch, which both ranks
-run.
+Each rank has the whole network and runs one branch of every guided request. An all-gather then
+collects the predictions of both branches, which are combined on each rank. A request without
+guidance has only one branch, and both ranks run it.
 """
 
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ _BRANCHES = 2
 
 
 def check_guidance_ranks(ranks: int) -> None:
-    """Raise ValueError unless there is one rank per branch."""
+    """Raise ValueError unless there is one rank for each guidance branch."""
     if ranks != _BRANCHES:
         raise ValueError(
             "omni.model: cfg_parallel runs two branches on two ranks: pass --tensor-parallel-size "
@@ -30,17 +29,21 @@ def check_guidance_ranks(ranks: int) -> None:
 
 @dataclass(frozen=True)
 class GuidanceRanks:
-    """This rank's branch of guided requests."""
+    """The guidance branch that this rank runs, and the group of both ranks."""
 
     branch: int
-    """0: the prompt's, 1: the negative prompt's."""
+    """Branch of this rank: 0 for the prompt, 1 for the negative prompt."""
     group: dist.ProcessGroup
     """Process group of the two ranks."""
 
     @classmethod
     def of_parallel(cls, parallel: ParallelContext) -> "GuidanceRanks":
-        """Use the ranks that would otherwise shard each layer. Raises ValueError unless there are
-        two."""
+        """Return the branch of this rank. The tensor-parallel ranks run the branches instead of
+        sharding layers.
+
+        Raises:
+            ValueError: There are not exactly two tensor-parallel ranks.
+        """
         check_guidance_ranks(parallel.size)
         assert parallel.group is not None
         return cls(parallel.rank, parallel.group)
@@ -50,8 +53,12 @@ class GuidanceRanks:
         return range(self.branch, self.branch + 1) if branches == _BRANCHES else range(branches)
 
     def join(self, predictions: torch.Tensor, branches: Sequence[int]) -> torch.Tensor:
-        """All-gather this rank's predictions, one per request, and return those of all branches,
-        request by request (collective).
+        """All-gather the predictions of both ranks, and return those of all branches in the order
+        of the requests.
+
+        Args:
+            predictions: Predictions of this rank, one for each request.
+            branches: Number of branches of each request.
         """
         parts = [torch.empty_like(predictions) for _ in range(_BRANCHES)]
         dist.all_gather(parts, predictions.contiguous(), group=self.group)

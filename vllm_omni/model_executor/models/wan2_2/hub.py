@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights that `vllm-omni download wan2_2` fetches: TI2V 5B, which runs on a single GPU and
-supports both tasks.
+"""Hugging Face repository that `vllm-omni download wan2_2` downloads: TI2V 5B, which runs on a
+single GPU and supports both tasks.
 
-The A14B directories have the same layout; download them with `hf download`. Sizes are estimates
-from the tensors. The licences of the weights are in their model cards.
+The A14B directories have the same layout. Download them with `hf download`. Download sizes are
+estimated from the tensors. The model cards state the licences of the weights.
 """
 
 from pathlib import Path
@@ -31,8 +31,8 @@ def check_complete(path: Path) -> None:
     """Raise ValueError unless all components exist and the transformers' tensors have the right
     names and shapes.
 
-    Only file names and headers are read. Tensors of other components are checked when they are
-    loaded.
+    Only file names and headers are read. The tensors of the other components are checked when these
+    components are loaded.
     """
     from vllm_omni.model_executor.checkpoint.loading import check_shapes, rename
     from vllm_omni.model_executor.checkpoint.tensor_files import open_tensors

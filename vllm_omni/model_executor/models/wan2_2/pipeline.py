@@ -9,14 +9,14 @@
         x = UniPC step(v, t, x)                                step_scheduler
     frames = vae.decode(x)                                     post_decode
 
-A start image is used in one of two ways. `i2v`: the latents of [image, grey, grey, ...] and a mask
-are additional input channels. `ti2v`: the latents of the image replace the first latent frame of x,
-and its tokens are at timestep 0.
+A start image is used in one of two ways. With `i2v`, the latents of [image, grey, grey, ...] and a
+mask are additional input channels. With `ti2v`, the latents of the image replace the first latent
+frame of x, and its tokens have timestep 0.
 
-Requests at different steps share a forward pass if size and expert are equal (`batch_key`). Noise
-is sampled on the CPU as in diffusers, so that the same seed gives the same video.
+Requests at different steps share a forward pass if their sizes and experts are equal (`batch_key`).
+Noise is sampled on the CPU as in diffusers, so the same seed gives the same video.
 
-`Wan22` is the model and does not depend on the engine; vLLM loads `Wan22Pipeline`, which owns the
+`Wan22` is the model and does not depend on the engine. vLLM loads `Wan22Pipeline`, which owns the
 model.
 """
 
@@ -66,46 +66,49 @@ from vllm_omni.outputs import RequestFailed
 
 EXPERTS = ("transformer", "transformer_2")
 _WARM_UP_STEPS = 2
-"""Denoise steps of warm-up. With two steps both experts run, because the second timestep is below
-every published boundary.
+"""Number of denoise steps of the warm-up. With two steps, both experts run, because the second
+timestep is below every published boundary.
 """
 _SCHEDULER_COPIES = 4
-"""Latent-sized tensors of UniPC of order 2 in addition to the latents: two outputs, the last sample
-and the current output."""
+"""Number of tensors with the size of the latents that UniPC of order 2 needs in addition to the
+latents: two outputs, the last sample and the current output.
+"""
 
 
 @dataclass(frozen=True)
 class Wan22Setup:
-    """Arguments of `Wan22`, resolved and checked."""
+    """Resolved and validated constructor arguments of `Wan22`."""
 
     config: Wan22Config
     """Architecture of each transformer."""
     checkpoint: Wan22Checkpoint
-    """Conditioning, experts and VAE sizes."""
+    """Conditioning, experts and VAE sizes of the checkpoint."""
     vae: Mapping[str, Any]
     """Arguments of diffusers' `AutoencoderKLWan`."""
     text_config: Mapping[str, Any]
-    """`UMT5Config` values."""
+    """`UMT5Config` values of the text encoder."""
     scheduler: Mapping[str, Any]
-    """`scheduler_config.json`."""
+    """Content of `scheduler_config.json`."""
     tokenizer: Path | None
-    """Folder of the tokenizer. None: missing."""
+    """Folder of the tokenizer, or None if it is missing."""
     options: Wan22Options
     """Options of the model."""
     omni: OmniConfig
     """Options of the server."""
     parallel: ParallelContext
-    """Position of the rank."""
+    """Parallelism of this rank."""
     dtype: torch.dtype
-    """Type of the transformers."""
+    """Dtype of the transformers."""
     compiled: bool
     """Whether pointwise ops are compiled."""
     guidance: "GuidanceRanks | None" = None
-    """This rank's branch of guidance. None: the rank runs both branches."""
+    """Guidance branch of this rank, or None if the rank runs both branches."""
     quantization: QuantizationConfig | None = None
     """Quantization of the transformers' weights."""
     fast_paths: tuple[FastPath, ...] = ()
-    """The implementations chosen for the fields above."""
+    """Fast implementations that were considered for this setup, with the reason if one is not
+    used.
+    """
 
     @classmethod
     def of_checkpoint(
@@ -121,8 +124,8 @@ class Wan22Setup:
         """Resolve the options for a checkpoint.
 
         Args:
-            checkpoint: `hf_config(...)["wan2_2"]`.
-            parallel: Position of the rank. None: the layout is taken from vLLM's groups.
+            values: Description of the checkpoint, `hf_config(...)["wan2_2"]`.
+            parallel: Parallelism of this rank. Default: as in vLLM's process groups.
             eager: Whether the engine runs with `--enforce-eager`.
 
         Raises:
@@ -159,38 +162,39 @@ class Wan22Setup:
 
 @dataclass(eq=False)
 class VideoWork:
-    """The working set of a request on this rank."""
+    """Working set of a request on this rank."""
 
     request: VideoRequest
-    """The checked request."""
+    """The validated request."""
     latents: torch.Tensor
-    """fp32 [z_dim, F, h, w]."""
+    """Latents of the video, fp32 [z_dim, F, h, w]."""
     condition: torch.Tensor | None
-    """`i2v`: mask and latents [factor + z_dim, F, h, w]. `ti2v`: latents [z_dim, 1, h, w]. None:
-    the request has no start image.
+    """Conditioning on the start image, or None without a start image. It consists of mask and
+    latents [factor + z_dim, F, h, w] for `i2v`, and of latents [z_dim, 1, h, w] for `ti2v`.
     """
     texts: tuple[tuple[str, torch.Tensor], ...]
-    """The prompt and, with guidance, the negative prompt, each with its embeddings."""
+    """The prompt and, with guidance, the negative prompt. Each is stored with its embeddings."""
     scheduler: Any
-    """The request's own scheduler, stepped on the last stage only."""
+    """Scheduler of this request. Only the last stage steps it."""
     timesteps: tuple[float, ...]
     """Timestep of each denoise step."""
     rope: tuple[torch.Tensor, torch.Tensor]
-    """Rotary tables (cos, sin)."""
+    """Rotary tables (cos, sin) of the video's tokens."""
     clean_frames: int
-    """Leading latent frames at timestep 0."""
+    """Number of leading latent frames with timestep 0."""
     expert: str = ""
-    """Expert of `cross_kv`."""
+    """Name of the expert that `cross_kv` was computed for."""
     cross_kv: list[torch.Tensor] = field(default_factory=list)
-    """K/V of `texts` for one expert."""
+    """Cross-attention K/V of `texts` for one expert."""
     computed: tuple[bool, ...] = ()
-    """Whether each step runs the network. A skipped step uses `flow`."""
+    """Flag of each denoise step that is true if the step runs the network. A skipped step uses
+    `flow`."""
     flow: torch.Tensor | None = None
-    """Prediction of the last computed step."""
+    """Prediction of the last step that ran the network, or None before the first step."""
 
     @classmethod
     def to_decode(cls, request: VideoRequest) -> "VideoWork":
-        """Return the working set on the VAE stage, before the latents arrive."""
+        """Return the working set of a request on the VAE stage. Its latents arrive later."""
         nothing = torch.empty(request.latent_shape, device="meta")
         return cls(request, nothing, None, (), None, (), (nothing, nothing), 0)
 
@@ -199,7 +203,9 @@ Request = DiffusionRequest[OneShotSession, VideoWork]
 
 
 class Wan22(nn.Module):
-    """Implements `SupportsStepExecution` for the part of the model that this rank holds."""
+    """The Wan 2.2 model on one rank. It implements `SupportsStepExecution` for the components and
+    layers of this rank.
+    """
 
     supports_step_execution: ClassVar[bool] = True
 
@@ -235,7 +241,7 @@ class Wan22(nn.Module):
         self.guidance = setup.guidance
         self.decodes = parallel.decodes and (self.guidance is None or self.guidance.branch == 0)
         self.vae: VideoVAE | None = None
-        # an image, on every rank with layers
+        # Every rank with layers encodes the start image.
         encodes = self.checkpoint.kind != "t2v" and not parallel.is_vae_stage
         if self.decodes or encodes:
             vae_dtype = self.options.vae_torch_dtype(setup.dtype)
@@ -247,7 +253,11 @@ class Wan22(nn.Module):
         }
 
     def load_checkpoint(self, layout: Wan22Layout) -> None:
-        """Load all parameters of this rank strictly. Raises ValueError."""
+        """Load all parameters of this rank strictly.
+
+        Raises:
+            ValueError: A component is missing or does not match the model.
+        """
         load_pipeline_weights(
             layout, self.config, dict(self.experts.items()), self.vae, self.text_encoder
         )
@@ -269,8 +279,8 @@ class Wan22(nn.Module):
     # -- sessions ----------------------------------------------------------------------------------
 
     def session_nbytes(self, params: DiffusionParams) -> int:
-        """Return the total size in bytes of latents, scheduler, conditioning, and the K/V of two
-        prompts for one expert.
+        """Return the size in bytes of a request's state: latents, scheduler, conditioning, and the
+        K/V of two prompts for one expert.
         """
         request = self._read(params)
         latents = 4 * torch.Size(request.latent_shape).numel()
@@ -429,11 +439,11 @@ class Wan22(nn.Module):
         request.session.chunk_index += 1
 
     def warmup_inputs(self) -> list[Inputs]:
-        """Return a video of the largest size for each form of the network, with two steps so that
-        both experts run.
+        """Return requests for videos of the largest size. Each has two denoise steps, so both
+        experts run.
 
-        TI2V has two forms: tokens of a start image have a separate timestep, which is compiled
-        separately.
+        For TI2V, there is a request with and one without a start image. The tokens of a start image
+        have a separate timestep, so the two cases are compiled separately.
         """
         params = DiffusionParams(
             session_id="warm-up",
@@ -450,7 +460,7 @@ class Wan22(nn.Module):
         text = msgspec.structs.replace(params, session_id="warm-up-text", output="latents")
         return [(text, {}), (params, image)]
 
-    # -- parts of the above ------------------------------------------------------------------------
+    # -- experts and inputs ------------------------------------------------------------------------
 
     def _largest_num_frames(self) -> int:
         factor = self.checkpoint.temporal_factor
@@ -460,13 +470,17 @@ class Wan22(nn.Module):
         )
 
     def _expert_at(self, video: VideoWork, step: int) -> str:
-        """Return the expert of a step. The second expert runs strictly below the boundary."""
+        """Return the name of a step's expert. The second expert runs strictly below the
+        boundary.
+        """
         ratio = self.checkpoint.boundary_ratio
         below = ratio is not None and video.timesteps[step] < ratio * NUM_TRAIN_TIMESTEPS
         return EXPERTS[below]
 
     def _computed_steps(self, video: VideoWork) -> tuple[bool, ...]:
-        """Return whether each step is computed. The first step of an expert always is."""
+        """Return a flag for each step that is true if the step is computed. The first step of an
+        expert is always computed.
+        """
         threshold, steps = video.request.step_cache, range(len(video.timesteps))
         if threshold is None:
             return (True,) * len(steps)
@@ -482,8 +496,9 @@ class Wan22(nn.Module):
         return video.flow
 
     def _switch_expert(self, video: VideoWork, name: str) -> None:
-        """Compute the prompts' K/V for the expert of this step. Collective under tensor
-        parallelism."""
+        """Compute the prompts' K/V for the expert `name`, unless they are those of this expert.
+        With tensor parallelism, this is a collective operation.
+        """
         if video.expert != name:
             own = (
                 range(len(video.texts))
@@ -496,8 +511,8 @@ class Wan22(nn.Module):
             video.expert = name
 
     def _inputs(self, video: VideoWork) -> torch.Tensor:
-        """Return the input of the network: latents alone, with the conditioning as further
-        channels, or with the image as first latent frame."""
+        """Return the network's input: the latents, the latents with the conditioning as additional
+        channels, or the latents with the image as first latent frame."""
         if video.condition is None:
             return video.latents
         if video.clean_frames:
@@ -509,10 +524,13 @@ class Wan22(nn.Module):
         return torch.cat((video.condition, video.latents[:, video.clean_frames :]), dim=1)
 
     def _condition(self, image_HWC: torch.Tensor, wanted: VideoRequest) -> torch.Tensor:
-        """Return the latents of the image [z_dim, 1, h, w], or the mask and latents of all frames
-        [factor + z_dim, F, h, w]."""
+        """Return the conditioning on a start image. For `ti2v`, it is the latents of the image
+        [z_dim, 1, h, w]. For `i2v`, it is the mask and latents of all frames [factor + z_dim, F,
+        h, w].
+        """
         assert self.vae is not None
-        # diffusers scales to [0, 1] first, then to [-1, 1]; the same order gives the same bits
+        # Like diffusers, scale to [0, 1] first and then to [-1, 1], so the results are
+        # bit-identical.
         pixels = 2.0 * (image_HWC.to(self.device).float() / 255.0) - 1.0
         pixels_1C1HW = pixels.permute(2, 0, 1)[None, :, None]
         if self.checkpoint.kind == "ti2v":
@@ -525,7 +543,7 @@ class Wan22(nn.Module):
 
 
 class Wan22Pipeline(CheckpointPipeline[Wan22Layout]):
-    """Owns a `Wan22`. vLLM's model loader builds this class and loads its weights."""
+    """The model class that vLLM's model loader builds and loads with weights. It owns a `Wan22`."""
 
     def find_layout(self, path: Path) -> Wan22Layout:
         return find_layout(path)

@@ -24,39 +24,41 @@ from vllm_omni.outputs import RequestFailed
 
 @dataclass(frozen=True)
 class VideoRequest:
-    """A validated request. The negative prompt is run only if guidance is above 1."""
+    """A validated request. The negative prompt has an effect only if the guidance scale is above
+    1.
+    """
 
     prompt: str
-    """Text of the video."""
+    """Text that describes the video."""
     negative_prompt: str
     """Text to guide away from."""
     height: int
-    """Pixels."""
+    """Height of the video in pixels."""
     width: int
-    """Pixels."""
+    """Width of the video in pixels."""
     num_frames: int
-    """Video frames."""
+    """Number of video frames."""
     latent_shape: tuple[int, int, int, int]
-    """[z_dim, F, h, w]."""
+    """Shape of the latents, [z_dim, F, h, w]."""
     num_inference_steps: int
-    """Denoise steps."""
+    """Number of denoise steps."""
     guidance: float
     """Guidance scale of the first or only expert."""
     guidance_2: float
     """Guidance scale below the boundary."""
     flow_shift: float | None
-    """Shift of the noise schedule. None: the checkpoint's."""
+    """Shift of the noise schedule, or None for the value of the checkpoint."""
     seed: int
     """Seed of the noise."""
     fps: float
-    """Video frames per second."""
+    """Frame rate of the video, in frames per second."""
     step_cache: float | None = None
-    """Threshold for skipping steps. None: off."""
+    """Threshold for skipping denoise steps (`step_cache.py`), or None if every step is computed."""
 
     @property
     def guided(self) -> bool:
-        """Whether the negative prompt is run. As in diffusers, the guidance scale of the first
-        expert determines this for both.
+        """Return whether the network also runs with the negative prompt. As in diffusers, the
+        guidance scale of the first expert determines this for both experts.
         """
         return self.guidance > 1
 
@@ -64,7 +66,11 @@ class VideoRequest:
 def read_request(
     params: DiffusionParams, checkpoint: Wan22Checkpoint, options: Wan22Options, omni: OmniConfig
 ) -> VideoRequest:
-    """Validate one request's scalars and resolve its defaults. Raises `RequestFailed`."""
+    """Validate the parameters of a request and resolve its defaults. The tensors are not read.
+
+    Raises:
+        RequestFailed: A value is invalid.
+    """
     if not params.one_shot:
         raise _invalid("this model makes whole videos: send one_shot")
     if params.num_images != 1:
@@ -127,7 +133,11 @@ def read_request(
 def read_image(
     tensors: Mapping[str, torch.Tensor], request: VideoRequest, checkpoint: Wan22Checkpoint
 ) -> torch.Tensor | None:
-    """Return the start image, uint8 [H, W, 3], or None. Raises `RequestFailed`."""
+    """Return the start image, uint8 [H, W, 3], or None if the request has none.
+
+    Raises:
+        RequestFailed: The tensors are invalid for this request or checkpoint.
+    """
     allowed = set() if checkpoint.kind == "t2v" else {"image"}
     unknown = sorted(set(tensors) - allowed)
     if unknown:
@@ -151,8 +161,8 @@ def read_image(
 
 
 def default_num_frames(checkpoint: Wan22Checkpoint, options: Wan22Options) -> int:
-    """Return the deployment's default, otherwise that of the authors, within the server's
-    limits.
+    """Return the default number of frames: the server's default or, if there is none, the authors'
+    default within the server's limit.
     """
     wanted = options.defaults.num_frames or min(
         recommended(checkpoint).num_frames, options.max_num_frames
@@ -161,7 +171,7 @@ def default_num_frames(checkpoint: Wan22Checkpoint, options: Wan22Options) -> in
 
 
 def default_guidance(checkpoint: Wan22Checkpoint, options: Wan22Options) -> tuple[float, float]:
-    """Return the default scales (above the boundary, below it)."""
+    """Return the default guidance scales above and below the boundary."""
     best = recommended(checkpoint)
     if options.defaults.guidance_scale is None:
         first, second = best.guidance, best.guidance if best.guidance_2 is None else best.guidance_2
@@ -179,8 +189,10 @@ def _guidance(
     checkpoint: Wan22Checkpoint,
     options: Wan22Options,
 ) -> tuple[float, float]:
-    """Apply a single scale in the request to both experts, as in diffusers, unless it is equal to
-    the default.
+    """Return the guidance scales above and below the boundary.
+
+    As in diffusers, a single scale in the request applies to both experts, unless it equals the
+    default.
     """
     first, second = default_guidance(checkpoint, options)
     if params.guidance_scale is not None and params.guidance_scale != first:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The noise schedule and solver of one request: diffusers' scheduler with the checkpoint's
-config."""
+"""Creates the noise schedule and solver of a request: diffusers' scheduler with the config of the
+checkpoint."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,12 +14,12 @@ def new_scheduler(
     flow_shift: float | None,
     device: torch.device,
 ) -> Any:
-    """Return a scheduler at its first step.
+    """Return a new scheduler at its first step.
 
     Args:
-        values: `scheduler_config.json` of a class in `checkpoint.SCHEDULERS`.
+        values: Content of `scheduler_config.json`, for a class in `checkpoint.SCHEDULERS`.
         num_inference_steps: Number of denoise steps.
-        flow_shift: Shift of the noise schedule. None: the config's.
+        flow_shift: Shift of the noise schedule, or None for the value in the config.
         device: Device of the timesteps.
     """
     import diffusers

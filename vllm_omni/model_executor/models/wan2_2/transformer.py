@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bidirectional Wan transformer of Wan 2.1 and 2.2: one forward pass over several videos at
+"""The bidirectional transformer of Wan 2.1 and 2.2. One forward pass processes several videos at
 different timesteps.
 
-It contains the parameters and maths of one network on this rank (a tensor-parallel shard, a
-pipeline stage, or a part of the tokens). It has no requests, guidance or schedules. A batch entry
-attends to all of its tokens and to its prompt's 512 text embeddings. Leading latent frames may be
-clean: their tokens are at timestep 0 (Wan 2.2's `expand_timesteps`).
+The module contains the parameters and maths of one network on this rank (a tensor-parallel shard, a
+pipeline stage, or a part of the tokens). It does not depend on requests, guidance or schedules. A
+batch entry attends to all of its tokens and to the 512 text embeddings of its prompt. Leading
+latent frames may be clean; their tokens then have timestep 0 (`expand_timesteps` of Wan 2.2).
 
 Maths: diffusers `WanTransformer3DModel` 0.42 (Wan-Video/Wan2.2, wan/modules/model.py).
 """
@@ -33,7 +33,7 @@ from vllm_omni.model_executor.models.wan2_2.config import Wan22Config
 
 
 class OwnTokens:
-    """Replaces the K/V window in a bidirectional network: attention reads the K/V that its layer
+    """Replaces the K/V window in a bidirectional network. Attention reads the K/V that its layer
     has just written.
     """
 
@@ -60,7 +60,7 @@ class VideoItem:
     """One batch entry of a forward pass. All tensors are on the model's device."""
 
     inputs: torch.Tensor
-    """Input channels, [in_channels, F, h, w], any float dtype."""
+    """Input of the network, [in_channels, F, h, w], in any float dtype."""
     timestep: float
     """Timestep of all frames except the first `clean_frames`, in [0, 1000]."""
     rope: tuple[torch.Tensor, torch.Tensor]
@@ -68,7 +68,7 @@ class VideoItem:
     cross_kv: torch.Tensor
     """Keys and values of the prompt, [layers, 2, S, N, H], from `cross_attention_kv`."""
     clean_frames: int = 0
-    """Leading latent frames at timestep 0."""
+    """Number of leading latent frames with timestep 0."""
     window: OwnTokens = field(default_factory=OwnTokens)
     """K/V of the current layer."""
 
@@ -78,8 +78,9 @@ class VideoItem:
 
 
 class Wan22Transformer(WanTransformer[Wan22Config]):
-    """This rank's part of one network. Parameters are uninitialised, in torch's default dtype and
-    device."""
+    """The layers of one network on this rank. The constructor leaves parameters uninitialised,
+    in torch's default dtype and on its default device.
+    """
 
     def __init__(
         self,
@@ -109,16 +110,17 @@ class Wan22Transformer(WanTransformer[Wan22Config]):
     def forward(
         self, items: Sequence[VideoItem], hidden_BTD: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Predict the flow eps - x0 of every video. Collective under tensor and sequence
-        parallelism.
+        """Predict the flow eps - x0 of every video.
+
+        With tensor or sequence parallelism, this is a collective operation.
 
         Args:
             items: Batch entries with equal F, h, w.
-            hidden_BTD: Result of the previous pipeline stage. None on the first stage.
+            hidden_BTD: Result of the previous pipeline stage, or None on the first stage.
 
         Returns:
-            The flow, [B, out_channels, F, h, w] fp32, on the last stage; hidden states on earlier
-            stages.
+            The flow [B, out_channels, F, h, w], fp32, on the last stage, and hidden states on
+            earlier stages.
         """
         size = items[0].inputs.shape[1:]
         num_tokens = self.num_tokens(items[0].inputs)
@@ -131,15 +133,16 @@ class Wan22Transformer(WanTransformer[Wan22Config]):
         return unpatchify(self.parallel.gather_tokens(self.head(x, head_times), num_tokens), size)
 
     def modulation_of(self, timesteps: Sequence[float]) -> torch.Tensor:
-        """Return the blocks' modulation at each timestep, fp32 [S, 6 D]. The step cache compares
-        them."""
+        """Return the modulation of the blocks at each timestep, fp32 [S, 6 D]. The step cache
+        compares the modulation of different steps.
+        """
         layers = self.time_embedding, self.time_projection
         return embed_time(timesteps, self.config.freq_dim, *layers, self.device)[1].flatten(1)
 
     def _times(
         self, items: Sequence[VideoItem], tokens_per_frame: int, own: slice
     ) -> tuple[TimestepEmbeddings, TimestepEmbeddings]:
-        """Return the embeddings for the head and for the blocks."""
+        """Return the timestep embeddings for the head and those for the blocks."""
         clean = any(item.clean_frames for item in items)
         timesteps = [*(item.timestep for item in items), *([0.0] if clean else [])]
         time, modulation = embed_time(

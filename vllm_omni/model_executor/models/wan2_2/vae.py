@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`VideoVAE`: Wan's autoencoder (2.1 and 2.2) for whole clips, with normalised latents as input and
-output.
+"""The autoencoders of Wan 2.1 and 2.2 for whole clips (`VideoVAE`). Latents are normalised.
 
-The network is the same as for streams (`StreamingWanVAE`). With tiles, and on GPUs if it is not
-fused, it is diffusers' `AutoencoderKLWan`, which stores its feature cache internally between the
-frames of one call and then clears it, so calls must not overlap.
+The network is that of streams (`StreamingWanVAE`). With tiling, and on GPUs where it cannot be
+fused, diffusers' `AutoencoderKLWan` is used instead. It stores its feature cache in the model
+during a call and clears it after the call, so calls must not overlap.
 """
 
 # C channels, T frames, H height, W width
@@ -27,12 +26,17 @@ from vllm_omni.model_executor.models.wan2_2.checkpoint import check_vae_keys
 class VideoVAE(nn.Module):
     """The autoencoder of a checkpoint.
 
-    `values` is `vae/config.json` without keys that start with an underscore. `tiling` processes
-    overlapping tiles. Raises ValueError.
+    Args:
+        values: Content of `vae/config.json`, without keys that start with an underscore.
+        dtype: Dtype of weights and activations.
+        tiling: Whether to process overlapping tiles.
+
+    Raises:
+        ValueError: The config contains unknown keys or is not supported.
     """
 
     network: Any
-    """The network, with diffusers' parameter names."""
+    """The network. Its parameters have diffusers' names."""
 
     def __init__(
         self, values: Mapping[str, Any], *, dtype: torch.dtype = torch.float32, tiling: bool = False
@@ -41,7 +45,7 @@ class VideoVAE(nn.Module):
         check_vae_keys(dict(values))
         self.dtype = dtype
         config = VAEConfig.from_dict(values)
-        device = torch.empty(0).device  # where layers are built
+        device = torch.empty(0).device  # the device on which layers are built
         fused = fused_vae(device, dtype)
         self.fast_paths: tuple[FastPath, ...] = ()
         if not tiling and (device.type == "cpu" or fused.is_on):
@@ -59,14 +63,17 @@ class VideoVAE(nn.Module):
         )
 
     def clear_derived(self) -> None:
-        """Invalidate tensors derived from weights, because new weights were loaded."""
+        """Discard tensors that were derived from weights. Call this after new weights are
+        loaded.
+        """
         if isinstance(self.network, StreamingWanVAE):
             self.network.clear_derived()
 
     @torch.no_grad()
     def encode(self, pixels_1CTHW: torch.Tensor) -> torch.Tensor:
-        """Encode [1, 3, T, H, W] in [-1, 1] to the normalised posterior mean [z_dim, F, h, w],
-        fp32."""
+        """Encode pixels [1, 3, T, H, W] in [-1, 1] as the normalised posterior mean [z_dim, F,
+        h, w], fp32.
+        """
         pixels, network = pixels_1CTHW.to(self.dtype), self.network
         if isinstance(network, StreamingWanVAE):
             moments, _ = network.encode_moments(pixels, None)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strict loading of a Wan directory in diffusers' layout: one or two transformers, VAE, text
-encoder.
+"""Loads a Wan directory in diffusers' layout strictly: one or two transformers, the VAE and the
+text encoder.
 
-Names and shapes of every component are compared before any of its data is read
-(`model_executor/checkpoint/loading.py`).
+The tensor names and shapes of a component are compared with the expected ones before any of its
+data is read (`model_executor/checkpoint/loading.py`).
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ from vllm_omni.model_executor.models.wan2_2.vae import VideoVAE
 
 
 def load_transformer(transformer: nn.Module, folder: Path, config: Wan22Config) -> None:
-    """Load a network, or this rank's stage and shard of it."""
+    """Load a transformer's weights. Only the layers and shards of this rank are loaded."""
     load_strict(
         transformer,
         open_tensors(folder),
@@ -52,9 +52,10 @@ def load_pipeline_weights(
     vae: VideoVAE | None,
     text_encoder: TextEncoder | AwaitedText | None,
 ) -> None:
-    """Load every component of this rank, after checking that all of them exist.
+    """Check that all components of this rank exist, and load them.
 
-    Raises ValueError.
+    Raises:
+        ValueError: A component is missing or does not match the model.
     """
     if text_encoder is not None:
         layout.require("text_encoder", "tokenizer")
@@ -81,10 +82,10 @@ _FILE_MARKS = {
 def adapter_targets(
     experts: Mapping[str, nn.Module], config: Wan22Config
 ) -> dict[str, AdapterTarget]:
-    """Return the experts as targets of LoRA adapters. If there are two networks, a file's name may
-    identify its expert.
+    """Return the experts as targets of LoRA adapters. If there are two experts, the name of an
+    adapter file may identify its expert.
     """
-    # not needed to describe a checkpoint
+    # Imported here, because the description of a checkpoint does not require this module.
     from vllm_omni.model_executor.models.wan.transformer.layers import PatchEmbedding
 
     marks = _FILE_MARKS if len(experts) > 1 else {}

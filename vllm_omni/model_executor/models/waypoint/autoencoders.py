@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waypoint's autoencoders with a common interface (`FrameCodec`): TAEHV for streams in 1.5, and an
-autoencoder of single images in Waypoint-1.
+"""Waypoint's autoencoders with a common interface (`FrameCodec`): TAEHV for the streams of Waypoint
+1.5, and an autoencoder for the single images of Waypoint-1.
 
 Latents are not normalised. Waypoint-1's autoencoder is a residual network with weight-normalised
-convolutions. It always computes 512x512 pixels.
+convolutions. This autoencoder always computes 512x512 pixels.
 """
 
 # T frames, C channels, H, W pixels
@@ -25,9 +25,7 @@ from vllm_omni.model_executor.models.waypoint.config import WaypointConfig
 
 
 class FrameCodec(nn.Module):
-    """An autoencoder for sessions. The size of the decoder's memory does not depend on the size of
-    the video.
-    """
+    """An autoencoder for sessions. The decoder's memory does not depend on the video size."""
 
     layout: CacheLayout | None = None
     """Shapes of the decoder's memory. None: the decoder has no memory."""
@@ -42,12 +40,12 @@ class FrameCodec(nn.Module):
         """Decode one latent frame.
 
         Args:
-            latent_CThw: Latents, T = 1.
+            latent_CThw: Latents of one frame, so T = 1.
             size: Height and width of the frames.
-            memory: Cache after the previous frame. None: a stream starts with this frame.
+            memory: Cache after the previous frame. None: the stream starts with this frame.
 
         Returns:
-            uint8 [frames, *size, 3] and the next cache.
+            The video frames, uint8 [frames, *size, 3], and the next cache.
         """
         raise NotImplementedError
 
@@ -59,7 +57,7 @@ class FrameCodec(nn.Module):
         *,
         tiny: bool = False,
     ) -> tuple[torch.Tensor, VAECache | None]:
-        """Return `decode_latent`. There is no tiny decoder."""
+        """Return the result of `decode_latent`. There is no tiny decoder."""
         assert not tiny
         return self.decode_latent(latents_CFhw, size, before)
 
@@ -86,7 +84,7 @@ class FrameCodec(nn.Module):
 
 
 class StreamingTAEHV(TAEHV, FrameCodec):
-    """`taehv1_5`.
+    """The autoencoder `taehv1_5`, as a `FrameCodec` for streams.
 
     Args:
         size: Height and width of the autoencoder's frames in pixels.
@@ -107,7 +105,7 @@ class StreamingTAEHV(TAEHV, FrameCodec):
         self.size, self.layout = size, CacheLayout(self.decoder_memory(*size), dtype)
 
     def encode_image(self, image_HWC: torch.Tensor) -> torch.Tensor:
-        """Repeat the image for the four frames of its latent."""
+        """Encode a start image, repeated for the four video frames of its latent frame."""
         frames = to_codec(image_HWC.unsqueeze(0), self.size, self.dtype).expand(
             FRAMES_PER_LATENT, -1, -1, -1
         )
@@ -136,9 +134,9 @@ def to_pixels(frames_TCHW: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
 # -- Waypoint-1 ------------------------------------------------------------------------------------
 
 IMAGE_SIZE, IMAGE_CODEC_SIZE = (360, 640), (512, 512)
-"""Height and width of Waypoint-1's frames, and of its autoencoder's images."""
+"""Height and width of Waypoint-1's video frames, and of its autoencoder's images."""
 _BLOCKS = (1, 1, 1, 1)
-"""Residual blocks in each of the four stages."""
+"""Number of residual blocks in each of the four stages."""
 
 
 def _conv(
@@ -154,7 +152,7 @@ def _projection(inputs: int, outputs: int, kernel: int, *, bias: bool = True) ->
 
 
 class ResBlock(nn.Sequential):
-    """A residual block of three convolutions, the middle one in groups of 16 channels."""
+    """A residual block of three convolutions. The middle convolution has groups of 16 channels."""
 
     def __init__(self, channels: int) -> None:
         wide = 2 * channels
@@ -173,15 +171,16 @@ def _residual(channels: int, count: int) -> nn.Module:
 
 
 class ImageStages(nn.Module):
-    """Stages that convert each of `widths` to the next, with the names in the file.
+    """Stages that each convert one of `widths` to the next. The parameters have their names in the
+    file.
 
-    The result of a stage is the sum of its layers and of a shortcut: a convolution and `fold`,
-    which moves pixels to channels or back.
+    The result of a stage is the sum of its layers' result and a shortcut. The shortcut is a
+    convolution and `fold`, which moves pixels to channels or back.
 
     Args:
-        blocks: Residual blocks of each stage.
-        stage: Creates the layers of a stage from (width, next width, blocks).
-        folded: Channels before `fold` per channel after it.
+        blocks: Number of residual blocks of each stage.
+        stage: Function that creates the layers of a stage from (width, next width, blocks).
+        folded: Number of channels before `fold` for each channel after it.
     """
 
     def __init__(
@@ -209,7 +208,8 @@ class ImageStages(nn.Module):
 
 
 class ImageEncoder(ImageStages):
-    """Encoder of images. Returns the mean. Arguments are the keys of its released YAML file."""
+    """Encoder of images, which returns the mean. Its arguments are the keys of the released YAML
+    file."""
 
     def __init__(
         self,
@@ -253,7 +253,7 @@ class ImageEncoder(ImageStages):
 
 
 class ImageDecoder(ImageStages):
-    """Decoder of images. Arguments are the keys of its released YAML file."""
+    """Decoder of images. Its arguments are the keys of the released YAML file."""
 
     def __init__(
         self,
@@ -285,7 +285,7 @@ class ImageDecoder(ImageStages):
     def forward(
         self, latents_TCHW: torch.Tensor, size: tuple[int, int] = IMAGE_SIZE
     ) -> torch.Tensor:
-        """Return [T, channels, *size], about [-1, 1]."""
+        """Return images [T, channels, *size] with values of about [-1, 1]."""
         repeated = latents_TCHW.repeat_interleave(self.repeats, 1) / math.sqrt(self.repeats)
         x = self.through_stages(self.conv_in(latents_TCHW) + repeated)
         return functional.interpolate(self.conv_out(functional.silu(x)), size, mode="bicubic")
@@ -305,8 +305,8 @@ class ImageCodec(FrameCodec):
     """Encoder and decoder of images.
 
     Args:
-        encoder: Arguments of `ImageEncoder` that differ from the released ones.
-        decoder: Arguments of `ImageDecoder` that differ from the released ones.
+        encoder: Arguments of `ImageEncoder` that differ from the released arguments.
+        decoder: Arguments of `ImageDecoder` that differ from the released arguments.
         dtype: Type of weights and activations.
     """
 
@@ -332,8 +332,8 @@ class ImageCodec(FrameCodec):
 
 
 def make_codec(config: WaypointConfig, sizes: Mapping[str, Any], dtype: torch.dtype) -> FrameCodec:
-    """Build the autoencoder of a checkpoint. `sizes` contains arguments that differ from the
-    released ones.
+    """Build the autoencoder of a checkpoint. `sizes` contains the arguments that differ from the
+    released arguments.
     """
     if config.temporal_compression > 1:
         return StreamingTAEHV(config.channels, **sizes, size=config.codec_size, dtype=dtype)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a Waypoint checkpoint, names of its tensors, and strict loading.
+"""The files of a Waypoint checkpoint, the names of its tensors, and strict loading.
 
 The released file of 1.5 (393 tensors) and the state dict of the original engine (361 tensors; 366
 in Waypoint-1, which was released in this form) have different names. `network_source` converts both
 to the names of `WaypointTransformer`. Both files repeat the six modulation projections for every
-block; loading checks that the copies are equal."""
+block. The loader checks that the copies are equal."""
 
 import logging
 import math
@@ -51,9 +51,10 @@ TAEHV_FILES: Final = (
     "vae/diffusion_pytorch_model.safetensors",
 )
 _TAEHV_WIDTHS: Final = ("encoder.0", "decoder.1", "decoder.8", "decoder.14", "decoder.20")
-"""Convolutions of TAEHV whose output channels are its arguments."""
+"""Convolutions of TAEHV. The numbers of output channels of these convolutions are arguments of
+`StreamingTAEHV`."""
 LAYOUTS = ("v1_5", "v1")
-"""The released layouts, by their names for `make-tiny`."""
+"""Names of the released layouts, as `make-tiny` uses them."""
 IMAGES_FOLDER, TEXT_FOLDER = "ae", "text_encoder"
 AUTOENCODER_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     "encoder": (
@@ -66,9 +67,9 @@ AUTOENCODER_KEYS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "decoder": ("latent_channels", "ch_0", "ch_max", "decoder_blocks_per_stage", "channels"),
 }
-"""Keys that are read from `{half}_conf.yml` of Waypoint-1's autoencoder."""
+"""Keys that are read from each half's `{half}_conf.yml` of Waypoint-1's autoencoder."""
 UMT5_XL: dict[str, Any] = {**UMT5_XXL, "d_model": 2048, "d_ff": 5120, "num_heads": 32}
-"""google/umt5-xl."""
+"""`UMT5Config` values of google/umt5-xl."""
 
 RULES: Rules = (
     (r"^transformer\.blocks\.", "blocks."),
@@ -85,16 +86,16 @@ RULES: Rules = (
     (r"\.(attn|cross)\.([qkv])_proj\.", r".\1.\2."),
     (r"^blocks\.0\.cond_proj\.", "cond_proj."),
 )
-"""Renames of stored tensors that are not split."""
+"""Rules that rename stored tensors that are not split."""
 _UNUSED = re.compile(r"\.cond_heads\.|^(ctrl|prompt)_cfg\.null_emb\Z")
-"""Tensors that are not read: heads of another mode, and embeddings for training."""
+"""Stored tensors that are not read: heads of another mode, and embeddings for training."""
 
 
 def network_source(stored: TensorSource, config: WaypointConfig) -> AdaptedSource:
-    """Return a stored network with the names of `transformer_shapes`.
+    """Return a view of a stored network in which tensors have the names of `transformer_shapes`.
 
     Raises:
-        ValueError: The names are ambiguous.
+        ValueError: The stored names are ambiguous.
     """
     first, cells = config.d_model, math.prod(config.patch)
     changed: dict[str, Forms] = {
@@ -127,8 +128,8 @@ def transformer_shapes(config: WaypointConfig, *, stored: bool = False) -> dict[
     """Return the shape of every tensor of the network, by the model's names.
 
     Args:
-        config: Architecture.
-        stored: Include the copies of the modulation projections in a file.
+        config: Architecture of the network.
+        stored: Whether to include the copies of the modulation projections that a file contains.
     """
     shapes = _network_shapes(config)
     return (
@@ -140,7 +141,7 @@ def transformer_shapes(config: WaypointConfig, *, stored: bool = False) -> dict[
 
 @cache
 def _network_shapes(config: WaypointConfig) -> dict[str, Shape]:
-    # not needed to describe a checkpoint
+    # Imported here, because describing a checkpoint does not need it.
     from vllm_omni.model_executor.models.waypoint.transformer import WaypointTransformer
 
     with torch.device("meta"):
@@ -150,13 +151,15 @@ def _network_shapes(config: WaypointConfig) -> dict[str, Shape]:
 
 
 def _repeats(config: WaypointConfig) -> dict[str, str]:
-    """Return the copies of the modulation projections in later blocks, with the model's names."""
+    """Return the names of the modulation projections' copies in later blocks, each with the name of
+    its parameter in the model."""
     names = [f"cond_proj.{index}.weight" for index in range(6)]
     return {f"blocks.{block}.{name}": name for block in range(1, config.n_layers) for name in names}
 
 
 def load_transformer(transformer: "WaypointTransformer", stored: TensorSource) -> None:
-    """Load the network strictly, from either form of the file. Raises ValueError."""
+    """Load the network strictly from either form of the file. Raises ValueError if names, shapes or
+    copies do not match."""
     config = transformer.config
     source = network_source(stored, config)
     load_strict(transformer, source, transformer_shapes(config, stored=True), what="transformer")
@@ -187,20 +190,20 @@ def load_transformer(transformer: "WaypointTransformer", stored: TensorSource) -
 
 @dataclass(frozen=True)
 class CheckpointLayout:
-    """Paths of the components of a checkpoint. None: missing."""
+    """Paths of the components of a checkpoint. None: the component is missing."""
 
     root: Path
     """The checkpoint directory."""
     taehv: Path | None
-    """Autoencoder of 1.5."""
+    """Autoencoder of Waypoint 1.5."""
     text_encoder: Path | None
-    """Folder of transformers' umt5 and its tokenizer."""
+    """Folder of the umt5 text encoder (transformers) and its tokenizer."""
 
     def config(self) -> dict[str, Any]:
         return read_config(self.root)
 
     def require(self, config: WaypointConfig) -> None:
-        """Raise ValueError (one line) unless the components that `config` requires exist."""
+        """Raise a one-line ValueError unless all components that `config` requires exist."""
         streams = config.temporal_compression > 1
         images = [(f"{IMAGES_FOLDER}/{half}.safetensors",) for half in AUTOENCODER_KEYS]
         components = [(WEIGHTS_FILE,), *([TAEHV_FILES] if streams else images)]
@@ -218,7 +221,7 @@ class CheckpointLayout:
             )
 
     def codec_sizes(self) -> dict[str, Any]:
-        """Return the autoencoder's arguments that its files specify, as JSON types.
+        """Return those arguments of the autoencoder that its files specify, as JSON types.
 
         Raises:
             ValueError: A file is invalid.
@@ -235,7 +238,8 @@ class CheckpointLayout:
         return sizes
 
     def text_config(self, width: int) -> dict[str, Any]:
-        """Return `UMT5Config` values from the encoder's config, or the released ones.
+        """Return the `UMT5Config` values from the text encoder's config, or the released values if
+        it has no config.
 
         Args:
             width: Width of the text embeddings.
@@ -246,7 +250,7 @@ class CheckpointLayout:
         return open_tensors(self.root / WEIGHTS_FILE)
 
     def load_codec(self, codec: nn.Module) -> None:
-        """Load the autoencoder. Raises ValueError."""
+        """Load the autoencoder. Raises ValueError if its tensors do not match."""
         if self.taehv is not None:
             load_autoencoder(codec, open_tensors(self.taehv), what="TAEHV")
             return
@@ -259,7 +263,7 @@ def find_layout(path: Path) -> CheckpointLayout:
     """Locate the components in `path`.
 
     Raises:
-        ValueError: There is no config of a Waypoint model. The message is one line.
+        ValueError: The directory contains no config of a Waypoint model. The message is one line.
     """
     if not is_checkpoint(path):
         raise ValueError(
@@ -275,7 +279,8 @@ def find_layout(path: Path) -> CheckpointLayout:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether `path` holds a Waypoint model's `config.yaml`. Cheap. Never raises."""
+    """Return whether `path` contains the `config.yaml` of a Waypoint model. The check is cheap and
+    never raises."""
     try:
         config = read_config(path) if (path / CONFIG_FILE).is_file() else {}
     except (ValueError, OSError):
@@ -287,9 +292,9 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return the fields of vLLM's config object, JSON types only. Needs no weight files.
+    """Return the fields of vLLM's config object, as JSON types. Weight files are not needed.
 
-    Raises ValueError.
+    Raises ValueError if the checkpoint is not usable.
     """
     layout = find_layout(path)
     values = layout.config()
@@ -303,16 +308,18 @@ def hf_config(path: Path) -> dict[str, Any]:
 
 
 def load_autoencoder(module: nn.Module, source: TensorSource, *, what: str) -> None:
-    """Load TAEHV, or the encoder or decoder for images. Parameters have the stored names.
+    """Load TAEHV, or the encoder or the decoder for images. The parameters of these modules have
+    the stored names.
 
     Raises:
-        ValueError: Names or shapes differ.
+        ValueError: Tensor names or shapes do not match.
     """
     load_strict(module, source, shapes_of(module), what=what)
 
 
 def read_config(path: Path, name: str = CONFIG_FILE) -> dict[str, Any]:
-    """Return the mapping in a YAML file of the folder `path`, or its section `model`.
+    """Return the mapping in a YAML file of the folder `path`, or the file's section `model` if it
+    has one.
 
     Raises:
         ValueError: The file is invalid.

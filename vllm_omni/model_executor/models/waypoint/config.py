@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes of a Waypoint checkpoint (`WaypointConfig`, from `config.yaml`), its controls, and its
-serving configuration.
+"""Architecture of a Waypoint checkpoint (`WaypointConfig`, from `config.yaml`), its controls, and
+its serving configuration.
 
-Two generations share the network: Waypoint-1 (gates, text, one video frame per latent) and 1.5
-(value residual, no text, four video frames per latent).
+Two generations of models share the network. Waypoint-1 has gates, text input, and one video frame
+per latent frame. Waypoint 1.5 has a value residual, no text input, and four video frames per latent
+frame.
 """
 
 import itertools
@@ -27,7 +28,7 @@ from vllm_omni.model_executor.streaming.stream import StreamModelSetup
 logger = logging.getLogger("vllm." + __name__)
 
 CODEC_STRIDE: Final = 16
-"""Pixels per latent cell side in the autoencoder's frame, in both generations."""
+"""Side of a latent cell in pixels of the autoencoder's frame, in both generations."""
 PROMPT_ROWS: Final = 512
 """Sequence length of an encoded prompt. Padding is zero and takes part in attention."""
 
@@ -40,50 +41,51 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Architecture, with the names of `config.yaml`. The defaults apply to keys that it omits."""
+    """Architecture of a network. Fields have the names of the keys in `config.yaml`. The defaults
+    of the fields apply to keys that the file omits."""
 
     d_model: Count
     """Width of the network."""
     n_layers: Count
     """Number of blocks."""
     n_heads: Count
-    """Query heads."""
+    """Number of query heads."""
     mlp_ratio: Count
     """Width of the feed-forward layers, as a multiple of `d_model`."""
     channels: Count
-    """Latent channels."""
+    """Number of latent channels."""
     height: Count
-    """Rows of the token grid, after patching."""
+    """Number of rows of the token grid, after patching."""
     width: Count
-    """Columns of the token grid, after patching."""
+    """Number of columns of the token grid, after patching."""
     local_window: Count
     """Number of frames that a local layer attends to, including the current one."""
     global_window: Count
     """Number of frames covered by the window of a global layer, including the current one."""
     global_pinned_dilation: Count
-    """A global layer retains every n-th frame of its window."""
+    """Distance n of the retained frames: a global layer retains every n-th frame of its window."""
     global_attn_period: Count
-    """Every n-th layer is global."""
+    """Period n of the global layers: every n-th layer is global."""
     base_fps: Count
     """Latent frames per second in training."""
     model_type: str = "waypoint-1"
-    """Generation of the model."""
+    """Generation of the model, for example `waypoint-1.5`."""
     n_kv_heads: Count = 0
-    """Key/value heads. Default: `n_heads`."""
+    """Number of key/value heads. Default: `n_heads`."""
     tokens_per_frame: Count = 0
-    """Tokens of a latent frame. Default: `height * width`."""
+    """Number of tokens of a latent frame. Default: `height * width`."""
     global_attn_offset: int = 0
     """Index of the first global layer, modulo `global_attn_period`."""
     patch: tuple[Count, Count] = (1, 1)
-    """Latent rows and columns of a token."""
+    """Number of latent rows and columns that form a token."""
     n_buttons: Count = 256
-    """Number of buttons."""
+    """Number of buttons in the controls."""
     ctrl_conditioning_period: Count = 3
-    """Every n-th block has a `ControlFusion`."""
+    """Period n: every n-th block has a `ControlFusion`."""
     prompt_conditioning: str | None = None
-    """`cross_attention`, or None for a model without prompts."""
+    """How a prompt conditions the network: `cross_attention`. None: the model takes no prompts."""
     prompt_conditioning_period: Count | None = None
-    """Every n-th block has a `CrossAttention`. Default: `ctrl_conditioning_period`."""
+    """Period n: every n-th block has a `CrossAttention`. Default: `ctrl_conditioning_period`."""
     prompt_embedding_dim: Count | None = None
     """Width of the text embeddings."""
     scheduler_sigmas: tuple[float, ...] = (
@@ -95,9 +97,9 @@ class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
     )
     """Noise level before each denoise step, from 1 down to 0."""
     inference_fps: Count = 0
-    """Video frames per second when served. Default: `base_fps`."""
+    """Number of video frames per second when the model is served. Default: `base_fps`."""
     temporal_compression: Count = 1
-    """Video frames per latent frame."""
+    """Number of video frames per latent frame."""
     value_residual: bool = False
     """Whether layers mix in the values of the first layer."""
     gated_attn: bool = False
@@ -166,13 +168,13 @@ class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def codec_size(self) -> tuple[int, int]:
-        """Height and width in pixels of the autoencoder's frames in 1.5."""
+        """Height and width in pixels of the autoencoder's frames in Waypoint 1.5."""
         return self.latent_shape[1] * CODEC_STRIDE, self.latent_shape[2] * CODEC_STRIDE
 
     @property
     def native_size(self) -> tuple[int, int]:
-        """Height and width in pixels of the video: 720x1280 or 360x640, which 1.5 resizes to
-        `codec_size`."""
+        """Height and width in pixels of the video: (720, 1280) or (360, 640). Waypoint 1.5 resizes
+        frames between this size and `codec_size`."""
         if self.temporal_compression == 1:
             return 360, 640
         height, width = self.codec_size
@@ -183,7 +185,7 @@ class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def time_step(self) -> int:
-        """Distance in rotary positions between two latent frames."""
+        """Distance between two latent frames in rotary positions."""
         return self.base_fps * self.temporal_compression // self.inference_fps
 
     @property
@@ -192,14 +194,14 @@ class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def plan(self) -> ChunkPlan:
-        """Chunks of one latent frame, including the first. The longer of the two ring buffers
-        determines how many frames are visible.
+        """The chunk plan. Every chunk, including the first, has one latent frame. The longer of the
+        two ring buffers determines how many frames are visible.
         """
         stride = self.temporal_compression
         return ChunkPlan(1, 1, self.global_window, 0, FrameRate(first=stride, later=stride))
 
     def latent_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the latent height and width, which do not depend on the video size.
+        """Return the latent height and width. The latent size does not depend on the video size.
 
         Raises:
             ValueError: The size is not supported.
@@ -224,8 +226,8 @@ class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_checkpoint(cls, values: Mapping[str, Any]) -> "WaypointConfig":
-        """Read the mapping of a `config.yaml`. Raises ValueError for missing keys and unsupported
-        values.
+        """Read the mapping of a `config.yaml`. Raises ValueError if keys are missing or values are
+        not supported.
 
         Unknown keys are logged and ignored, because not all published files were available.
         """
@@ -239,8 +241,8 @@ class WaypointConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def known_keys(cls) -> frozenset[str]:
-        """Return the keys of a `config.yaml` that are read, validated, or known to concern only
-        training."""
+        """Return the keys of a `config.yaml` that are read or validated, or that are known to
+        concern only training."""
         return frozenset((*cls.__struct_fields__, *_IMPLEMENTED, *_UNUSED))
 
 
@@ -260,7 +262,7 @@ _UNUSED = (
     "ae_uri",
     "prompt_encoder_uri",
 )
-"""Keys that concern training or other files."""
+"""Keys of `config.yaml` that concern training or other files."""
 _FIXED: Final = (
     "latent_frames_per_chunk",
     "first_chunk_latent_frames",
@@ -271,13 +273,14 @@ _FIXED: Final = (
     "max_steps",
     "sequence_parallel",
 )
-"""Options that are determined by the checkpoint."""
+"""Options that users cannot set, because the checkpoint determines them."""
 
 PRESETS: Final[Mapping[PresetName, Preset]] = {
     "reference": Preset(),
     "small": Preset(model={"text_encoder_device": "cpu"}, quantization="fp8", kv_cache_dtype="fp8"),
 }
-"""Steps, windows and decoder are determined by the checkpoint, so no preset can be faster."""
+"""There is no faster preset, because the checkpoint determines the steps, the windows and the
+decoder."""
 
 
 class WaypointOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -290,7 +293,8 @@ WaypointStream = StreamModelSetup[WaypointConfig, WaypointOptions]
 
 
 def read_stream(checkpoint: Mapping[str, Any], omni: OmniConfig) -> WaypointStream:
-    """Return the family's part of `hf_config` with the serving options. Raises ValueError."""
+    """Read the family's part of `hf_config` and the serving options. Raises ValueError if either is
+    invalid."""
     config = WaypointConfig.from_checkpoint(checkpoint["transformer"])
     return StreamModelSetup(config, WaypointOptions.read_unless(_FIXED, omni.model), config.plan)
 
@@ -321,8 +325,8 @@ _KEYS: Final[Mapping[int, str]] = {
 
 
 def virtual_key(code: int) -> Button:
-    """Return the button of a virtual-key code. For example, a code without a name results
-    in vk_5b.
+    """Return the button of a virtual-key code. A code without a name results in a button such as
+    `vk_5b`.
     """
     name, *codes = _KEYS.get(code, f"vk_{code:02x}").split()
     return Button(name, name.replace("_", " ").capitalize(), tuple(codes))
@@ -330,8 +334,8 @@ def virtual_key(code: int) -> Button:
 
 @cache
 def action_space(config: WaypointConfig) -> ActionSpace:
-    """Return one button per virtual-key code, the mouse's motion since the last latent frame, and
-    the wheel."""
+    """Return the controls: one button per virtual-key code, the mouse's motion since the last
+    latent frame, and the wheel."""
     return ActionSpace(
         buttons=tuple(virtual_key(code) for code in range(config.n_buttons)),
         axes=(
@@ -345,8 +349,8 @@ def action_space(config: WaypointConfig) -> ActionSpace:
 
 
 def control_vectors(actions: ActionFrames) -> torch.Tensor:
-    """Convert controls to fp32 [N, buttons + 3]: mouse dx, dy, then every button, then the wheel's
-    sign."""
+    """Convert controls to vectors, fp32 [N, buttons + 3]. A vector consists of the mouse's dx and
+    dy, every button, and the sign of the wheel's motion."""
     return torch.cat(
         (actions.axes_NA, actions.buttons_NB.float(), actions.scroll_N.sign().unsqueeze(1)), dim=1
     )

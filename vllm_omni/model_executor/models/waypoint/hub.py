@@ -2,8 +2,8 @@
 """Downloads of the released Waypoint models, each with its autoencoder and, for Waypoint-1, its
 text encoder.
 
-Sizes were published or follow from the parameters. The model cards state Apache-2.0. The licences
-of the autoencoders' repositories were not available."""
+Download sizes are published, or follow from the number of parameters. The model cards state
+Apache-2.0. The licences of the autoencoders' repositories were not available."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ _FILES = ("config.yaml", "model.safetensors")
 
 
 def _v1_5(name: str) -> tuple[HubComponent, ...]:
-    """Return the files of 1.5. TAEHV is in the transformer's repository."""
+    """Return the files of a Waypoint 1.5 release. TAEHV is in the repository of the transformer."""
     return (HubComponent(f"{_OWNER}/{name}", (*_FILES, "vae/*"), "", 3.8),)
 
 
@@ -36,7 +36,7 @@ def _v1(name: str) -> HubSource:
 
 
 PIECES = _v1_5("Waypoint-1.5-1B")
-"""1.5 at 1280x720."""
+"""Files of Waypoint 1.5 at 1280x720."""
 
 RELEASES = {
     "waypoint_360p": HubSource(_v1_5("Waypoint-1.5-1B-360P")),

@@ -63,16 +63,16 @@ Request = DiffusionRequest[WaypointSession, WaypointChunk]
 
 @dataclass(frozen=True, kw_only=True)
 class WaypointSetup(StreamingSetup[WaypointConfig, WaypointOptions]):
-    """Arguments of `Waypoint`, resolved and checked."""
+    """Resolved and validated arguments of `Waypoint`."""
 
     read_stream = staticmethod(read_stream)
 
     layout: CheckpointLayout
-    """Components of the checkpoint."""
+    """Paths of the components of the checkpoint."""
     codec: Mapping[str, Any]
-    """Arguments of the autoencoder that differ from the released ones."""
+    """Arguments of the autoencoder that differ from the released arguments."""
     text_config: Mapping[str, Any]
-    """`UMT5Config` values; empty for a model without prompts."""
+    """`UMT5Config` values of the text encoder. Empty: the model takes no prompts."""
 
     @classmethod
     def own_fields(
@@ -109,7 +109,8 @@ class Waypoint(StreamingModel[WaypointSession, WaypointChunk]):
         )
 
     def load_checkpoint(self, layout: CheckpointLayout) -> None:
-        """Load all parameters of this rank strictly. Raises ValueError."""
+        """Load all parameters of this rank strictly. Raises ValueError if the checkpoint does not
+        match."""
         layout.require(self.config)
         load_transformer(self.transformer, layout.open_network())
         layout.load_codec(self.codec)
@@ -198,8 +199,8 @@ class Waypoint(StreamingModel[WaypointSession, WaypointChunk]):
         return prediction.unsqueeze(2) if self.parallel.last_stage else prediction
 
     def warmup_inputs(self) -> list[Inputs]:
-        """Return a chunk with an image and one without. They cover every kind of forward pass, and
-        the first and a later decode of a stream."""
+        """Return the inputs of a chunk with a start image and of a chunk without one. Together they
+        run every kind of forward pass, and the first and a later decode of a stream."""
         image = torch.zeros(self.omni.height, self.omni.width, 3, dtype=torch.uint8)
         params = DiffusionParams(session_id="warm-up")
         return [(params, {"image": image}), (params, {})]
@@ -207,13 +208,14 @@ class Waypoint(StreamingModel[WaypointSession, WaypointChunk]):
     # -- helpers -------------------------------------------------------------------------
 
     def _prompt_kv(self, text_SE: torch.Tensor) -> torch.Tensor:
-        """Return the K/V of an encoded prompt. Collective under tensor parallelism."""
+        """Return the cross-attention K/V of an encoded prompt. The call is collective under tensor
+        parallelism."""
         padded = functional.pad(text_SE, (0, 0, 0, PROMPT_ROWS - len(text_SE)))
         return self.transformer.cross_attention_kv(padded)
 
     def start_step(self, request: Request) -> None:
-        """Compute the terms of controls and prompt for all passes of a chunk. Collective under
-        tensor parallelism."""
+        """Compute the terms for controls and prompt, which all passes of a chunk share. The call is
+        collective under tensor parallelism."""
         chunk = request.work
         if chunk.terms is not None:
             return

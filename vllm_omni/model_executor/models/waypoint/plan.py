@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory and compute of Waypoint for `vllm-omni plan`.
 
-The token grid is fixed, and there are two kinds of K/V ring buffers. Byte counts
-come from building the network on the meta device. The code of the network is imported only when one
-is planned.
+The token grid is fixed, and there are two kinds of K/V ring buffers. Byte counts are taken from a
+network that is built on the meta device. The code of the network is only imported when a network is
+planned.
 """
 
 import math
@@ -19,9 +19,10 @@ from vllm_omni.model_executor.models.waypoint.releases import GRIDS, released_co
 from vllm_omni.planning.stream_model import AutoencoderMemory, Changes, FamilyPlan, StreamModel
 
 _TEXT_WEIGHTS = 7.6e9
-"""Bytes of umt5-xl's encoder in bf16."""
+"""Size in bytes of umt5-xl's encoder in bf16."""
 _WORKSPACE = 0.9e9
-"""Bytes of a decode at 512 tokens per frame: measured peak minus weights and session."""
+"""Working memory in bytes of a decode at 512 tokens per frame: the measured peak minus the weights
+and the session."""
 
 
 def _named(name: str, changes: Changes) -> StreamModel:
@@ -36,8 +37,8 @@ def _of_checkpoint(directory: str, checkpoint: Mapping[str, Any], changes: Chang
 def _stream_model(
     name: str, config: WaypointConfig, changes: Changes, codec: Mapping[str, Any] | None = None
 ) -> StreamModel:
-    """Return the description of a network. `codec` overrides the released sizes of the
-    autoencoder."""
+    """Return the description of a network for `vllm-omni plan`. `codec` overrides the released
+    sizes of the autoencoder."""
     from vllm_omni.model_executor.models.waypoint.state import FrameRings
 
     fixed = sorted(
@@ -89,7 +90,7 @@ def _stream_model(
 
 def _passed(name: str, shape: tuple[int, ...]) -> bool:
     """Return whether every token passes through this linear layer. Layers for controls and prompts
-    run only once.
+    do not, because they run only once per frame or prompt.
     """
     return (
         name.startswith("blocks.")

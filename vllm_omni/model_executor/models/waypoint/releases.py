@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configurations of the released Waypoint networks, by their names for `vllm-omni download`.
 
-This module only contains tables: `hub.py` downloads, `checkpoint.py` locates and `plan.py` counts.
+This module contains only tables. `hub.py` downloads the networks, `checkpoint.py` locates them, and
+`plan.py` computes their memory.
 """
 
 from collections.abc import Mapping
@@ -34,7 +35,7 @@ WAYPOINT_1_5: Final[Mapping[str, Any]] = {
     "inference_fps": 60,
     "temporal_compression": 4,
 }
-"""`config.yaml` of 1.5 at 1280x720."""
+"""Content of the `config.yaml` of Waypoint 1.5 at 1280x720."""
 _WAYPOINT_1: Final[Mapping[str, Any]] = {
     "model_type": "waypoint-1",
     "d_model": 2560,
@@ -58,12 +59,12 @@ _WAYPOINT_1: Final[Mapping[str, Any]] = {
     "base_fps": 60,
 }
 GRIDS: Final[Mapping[str, tuple[int, int]]] = {"waypoint": (16, 32), "waypoint_360p": (8, 16)}
-"""Releases of 1.5: height and width of the token grid."""
+"""Height and width of the token grid, by the name of the Waypoint 1.5 release."""
 
 
 def released_config(name: str) -> WaypointConfig:
-    """Return the configuration of a release of 1.5 (a name in `GRIDS`), or for other names that of
-    Waypoint-1."""
+    """Return the configuration of a release. Names in `GRIDS` are releases of Waypoint 1.5, and all
+    other names stand for Waypoint-1."""
     if name not in GRIDS:
         return WaypointConfig.from_checkpoint(_WAYPOINT_1)
     height, width = GRIDS[name]

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of a Waypoint session: K/V ring buffers and a chunk's working set.
+"""State of a Waypoint session (K/V ring buffers) and working set of a chunk.
 
-Local layers retain the newest frames, global layers every `dilation`-th frame of a longer window.
-The K/V of a frame are written to slots that no earlier frame reads, so an aborted frame does not
-change the session. The keys that a frame attends to are always the first ones in a buffer. The slot
-of a frame and its number of keys are tensors on the device (`FrameSlot`), so that one CUDA graph
-serves all frames of a stream.
+Local layers retain the newest frames. Global layers retain every `dilation`-th frame of a longer
+window. The K/V of a frame are written to slots that no earlier frame reads, so an aborted frame
+does not change the session. The keys that a frame attends to are always at the beginning of a
+buffer. The slot of a frame and the number of its keys are tensors on the device (`FrameSlot`), so
+one CUDA graph serves all frames of a stream.
 
-A chunk is one latent frame. The first chunk of a session also has the latent frame of the start
-image, if there is one. An image in a later chunk is not supported, because it would overwrite the
-slot of a frame that is needed again if the chunk is aborted.
+A chunk is one latent frame. If there is a start image, the first chunk of a session also contains
+the latent frame of this image. An image in a later chunk is not supported, because it would
+overwrite the slot of a frame that is needed again if the chunk is aborted.
 """
 
 # T tokens of a frame, N key/value heads, H head dim, C = H/2 channel pairs, K kinds of ring buffers
@@ -32,20 +32,21 @@ from vllm_omni.model_executor.streaming.session import (
 from vllm_omni.outputs import RequestFailed
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
-"""(cos, sin) of a frame's tokens, fp32 [T, C]."""
+"""Rotary tables (cos, sin) of a frame's tokens, fp32 [T, C]."""
 
 # -- ring buffers --------------------------------------------------------------------------------
 
 
 class FrameWindow(KVWindow):
-    """K/V of the frames with an index that is a multiple of `dilation`, and of the current frame.
+    """A window with the K/V of the current frame and of all frames that have an index divisible by
+    `dilation`.
 
-    A retained frame overwrites the slot of the frame that it evicts, which it does not attend to.
-    All other frames use the slot after the retained ones while they are current.
+    A retained frame overwrites the slot of the frame that it evicts, and it does not attend to the
+    evicted frame. All other frames use the slot after the retained frames while they are current.
 
     Args:
-        window_frames: Number of frames covered by the window.
-        dilation: Every n-th frame is retained.
+        window_frames: Number of frames that the window covers.
+        dilation: Distance of the retained frames: every `dilation`-th frame is retained.
         window: Other arguments of `KVWindow`.
     """
 
@@ -79,7 +80,7 @@ class FrameWindow(KVWindow):
         return [*retained, frame] if frame % self.dilation else retained
 
     def num_keys(self, frame: int) -> int:
-        """Return how many keys `frame` attends to. They are the first ones in the buffer."""
+        """Return how many keys `frame` attends to. These keys are at the beginning of the buffer."""
         return (self._num_retained(frame) + (frame % self.dilation > 0)) * self.tokens_per_frame
 
     def _span(self, frames: range) -> slice | None:
@@ -88,7 +89,7 @@ class FrameWindow(KVWindow):
 
 @dataclass(frozen=True)
 class FrameSlot:
-    """Slot of a frame in the ring buffers, on the device."""
+    """The slot of a frame in the ring buffers, as tensors on the device."""
 
     tokens_KT: torch.Tensor
     """Slots of the frame's tokens in each kind of buffer, int64."""
@@ -99,12 +100,12 @@ class FrameSlot:
 
 
 class FrameRings(WindowSet):
-    """The ring buffers of a rank's layers: one of the local and one of the global layers.
+    """The ring buffers of a rank's layers: one for the local layers and one for the global layers.
 
     Args:
-        config: Architecture.
-        layers: Layers of the rank.
-        window: Heads, types and device for `KVWindow`.
+        config: Architecture of the network.
+        layers: Indices of the rank's layers.
+        window: Other arguments of `KVWindow`: heads, types and device.
     """
 
     def __init__(self, config: WaypointConfig, layers: range, **window: Any) -> None:
@@ -137,7 +138,8 @@ class FrameRings(WindowSet):
         return self.rings[kind], index
 
     def frame_slot(self, frame: int) -> FrameSlot:
-        """Return the slot of `frame`. It is created once for all passes of the frame."""
+        """Return the slot of `frame`. Call this once per frame, because all passes of the frame use
+        the same slot."""
         size = self.clean.tokens_per_frame
         tokens_KT = torch.tensor(
             [[window.slot(frame) * size] for window in self.rings]
@@ -158,7 +160,8 @@ class FrameRings(WindowSet):
         v_TNH: torch.Tensor,
         slot: FrameSlot,
     ) -> torch.Tensor:
-        """Write the K/V of a frame in a layer and return the attention of its queries."""
+        """Write the K/V of a frame in a layer, and return the attention result of the frame's
+        queries."""
         window, index = self.window(layer)
         kind, _ = self.layers[layer]
         if slot.sets_scales:
@@ -172,7 +175,7 @@ class FrameRings(WindowSet):
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """View FP8 as bytes, because PyTorch has no indexed write for FP8."""
+    """View an FP8 tensor as bytes, because PyTorch has no indexed write for FP8."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
@@ -186,7 +189,8 @@ class WaypointSession(StreamingSession[FrameRings, SessionValue]):
         return self.check_committed(self.window.committed_frames)
 
     def check_committed(self, committed_frames: int) -> range:
-        """Check that the number of frames is one per chunk, plus one for a start image."""
+        """Check that there is one frame per chunk, and optionally one for a start image. Return the
+        frame of the next chunk."""
         if committed_frames - self.chunk_index not in (0, 1):
             raise RequestFailed(
                 "invalid_snapshot", "the snapshot's chunks and frames do not fit together"
@@ -196,24 +200,26 @@ class WaypointSession(StreamingSession[FrameRings, SessionValue]):
 
 @dataclass(eq=False, kw_only=True)
 class WaypointChunk(StreamingChunk[FrameRings, SessionValue]):
-    """One chunk in flight: one latent frame, preceded by that of a start image if there is one.
+    """One chunk in flight: one latent frame, preceded by the latent frame of a start image if there
+    is one.
 
-    `latents` are those of the last frame.
+    `latents` contains the latents of the last frame.
     """
 
     controls: torch.Tensor
-    """fp32 [buttons + 3] on the host."""
+    """Controls of the chunk, fp32 [buttons + 3] on the host."""
     ropes: Sequence[Rotation] = ()
-    """Rotary tables of each frame."""
+    """Rotary tables of each frame of the chunk."""
     slots: Sequence[FrameSlot] = ()
-    """Slot of each frame."""
+    """Slot of each frame of the chunk."""
     image: torch.Tensor | None = None
     """Latent of the start image, fp32 [C, h, w]. None: the chunk has no image."""
     terms: torch.Tensor | None = None
     """Result of `WaypointTransformer.controls`, computed before the first pass."""
 
     def frame_index(self, step: int) -> int:
-        """Return the index of the frame that pass `step` computes. An image uses the first pass."""
+        """Return the index within the chunk of the frame that pass `step` computes. The first pass
+        computes the start image, if there is one."""
         return min(step, len(self.frames) - 1)
 
     def latents_at(self, step: int) -> torch.Tensor:

@@ -3,13 +3,14 @@
 of a rectified flow.
 
 The tokens of a frame attend to each other and to the frames in every layer's ring buffer, without a
-mask. Noise level and controls are each represented by one vector: ada-RMS modulation with six
-projections shared by all blocks (a block has only biases), and a small MLP in every few blocks.
-Waypoint-1 adds gates on heads and cross-attention to a prompt. 1.5 mixes the values of its first
-layer into all others; pipeline stages send them along with the residual stream.
+mask. The noise level and the controls are represented by one vector each. The noise level acts
+through ada-RMS modulation, with six projections that all blocks share (a block only has its own
+biases). The controls act through a small MLP in every few blocks. Waypoint-1 adds gates on heads
+and cross-attention to a prompt. Waypoint 1.5 mixes the values of its first layer into all other
+layers; pipeline stages send these values along with the residual stream.
 
 No step of a forward pass synchronises with the device. Values that differ between frames are device
-tensors, so that one CUDA graph serves all frames of a session.
+tensors, so one CUDA graph serves all frames of a session.
 
 The code was written from a description and recorded tensors of the original (README.md), without
 using its code.
@@ -48,7 +49,7 @@ from vllm_omni.model_executor.models.waypoint.config import PROMPT_ROWS, Waypoin
 from vllm_omni.model_executor.models.waypoint.state import FrameRings, FrameSlot, Rotation
 
 _EPS = float(torch.finfo(torch.float32).eps)
-"""Epsilon of every norm, for all dtypes."""
+"""Epsilon of every norm. All dtypes use the same epsilon."""
 _NOISE_WIDTH = 512
 
 
@@ -57,15 +58,16 @@ class FrequencyTables:
     """Constant frequencies of the network, fp32 on the CPU."""
 
     noise: torch.Tensor
-    """[256], of the noise embedding."""
+    """Frequencies of the noise embedding, [256]."""
     xy: torch.Tensor
     """Rotary frequencies of one spatial axis."""
     time: torch.Tensor
-    """Rotary frequencies of time."""
+    """Rotary frequencies of the temporal axis."""
 
     @classmethod
     def of_config(cls, config: WaypointConfig) -> "FrequencyTables":
-        # not the default dtype and device, which are set while models are built
+        # The default dtype and device are not used, because they are changed while models are
+        # built.
         exact: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
         half, spatial, temporal = _NOISE_WIDTH // 2, config.head_dim // 8, config.head_dim // 4
         noise = torch.pow(10000.0, -torch.arange(half, **exact) / (half - 1))
@@ -80,15 +82,15 @@ class FrequencyTables:
 
 
 def rms(x: torch.Tensor) -> torch.Tensor:
-    """Return x / sqrt(mean(x^2) + eps) over the last dimension, computed in fp32, in the dtype of
-    `x`."""
+    """Return x / sqrt(mean(x^2) + eps) over the last dimension in the dtype of `x`. The computation
+    is in fp32."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + _EPS)).to(x.dtype)
 
 
 def rms_rotate(x_BTNH: torch.Tensor, cos_BTC: torch.Tensor, sin_BTC: torch.Tensor) -> torch.Tensor:
-    """Normalise each head, rotate channels (2j, 2j + 1), and return all first components before all
-    second ones."""
+    """Normalise each head and rotate its channel pairs (2j, 2j + 1). In the result, the first
+    components of all pairs come before the second components."""
     first, second = rms(x_BTNH).float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos_BTC.unsqueeze(-2), sin_BTC.unsqueeze(-2)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1).to(
@@ -116,7 +118,7 @@ def silu_sum(x: torch.Tensor, term: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class FusedOps(layers_fused_ops.FusedOps):
-    """The functions above."""
+    """The fused pointwise ops of Waypoint's network, which are the functions above."""
 
     rms: Callable[..., torch.Tensor] = rms
     rms_rotate: Callable[..., torch.Tensor] = rms_rotate
@@ -131,22 +133,22 @@ class FusedOps(layers_fused_ops.FusedOps):
 
 @dataclass(frozen=True)
 class FrameItem:
-    """One batch entry of a forward pass. All tensors are on the model's device."""
+    """One batch entry of a forward pass. Its tensors are on the model's device."""
 
     latents: torch.Tensor
-    """fp32 [C, h, w]."""
+    """Input latents, fp32 [C, h, w]."""
     sigma: float
-    """Noise level; 0 for the clean-context pass."""
+    """Noise level. 0 in the clean-context pass."""
     rope: Rotation
-    """Result of `rope`."""
+    """Rotary tables of the frame: the result of `WaypointTransformer.rope`."""
     control: torch.Tensor
-    """Result of `controls`."""
+    """Terms of the frame's controls: the result of `WaypointTransformer.controls`."""
     window: FrameRings
-    """The session's ring buffers, which every block writes at `slot`."""
+    """Ring buffers of the session. Every block writes to them at `slot`."""
     slot: FrameSlot
-    """Where the K/V of the frame are written."""
+    """Slot to which the K/V of the frame are written."""
     prompt_kv: torch.Tensor | None = None
-    """Result of `cross_attention_kv`. None: no prompt."""
+    """Result of `cross_attention_kv`. None: the model takes no prompts."""
 
 
 @dataclass(frozen=True)
@@ -154,15 +156,16 @@ class ForwardInputs:
     """Inputs of the layers in one forward pass."""
 
     items: Sequence[FrameItem]
-    """Batch entries."""
+    """Batch entries of the forward pass."""
     cos: torch.Tensor
-    """fp32 [B, T, C]."""
+    """Cosines of the rotary tables, fp32 [B, T, C]."""
     sin: torch.Tensor
-    """fp32 [B, T, C]."""
+    """Sines of the rotary tables, fp32 [B, T, C]."""
     controls: Iterator[torch.Tensor]
-    """[B, 1, D] for each block with a `ControlFusion`, in order."""
+    """Terms of the controls, [B, 1, D], for each block with a `ControlFusion`, in order."""
     prompts: Iterator[Sequence[torch.Tensor]]
-    """[2, S, N, H] of each batch entry, for each block with a `CrossAttention`, in order."""
+    """Prompt K/V [2, S, N, H] of each batch entry, for each block with a `CrossAttention`, in
+    order."""
 
     def attend(
         self, layer: int, q_BTNH: torch.Tensor, k_BTNH: torch.Tensor, v_BTNH: torch.Tensor
@@ -179,15 +182,15 @@ class LayerBuilder:
     """Constructor arguments that all layers of this rank share."""
 
     config: WaypointConfig
-    """Architecture."""
+    """Architecture of the network."""
     parallel: ParallelContext
-    """Position of the rank."""
+    """Parallel layout of this rank."""
     fused_ops: FusedOps
     """Pointwise ops, compiled or eager."""
     precision: LinearPrecision
     """Precision of the linear layers."""
     prefix: str
-    """Name of the layer in the pipeline, for quantization."""
+    """Name of the layer in the pipeline, by which quantization is configured."""
 
     def under(self, name: str) -> "LayerBuilder":
         return replace(self, prefix=f"{self.prefix}.{name}")
@@ -214,7 +217,8 @@ def whole_mlp(width: int, hidden: int, out: int) -> nn.Sequential:
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention of a frame to its ring buffer. `layer` is the absolute index."""
+    """Grouped-query attention of a frame to its ring buffer. `layer` is the index of the layer in
+    the whole network."""
 
     def __init__(self, build: LayerBuilder, layer: int) -> None:
         super().__init__()
@@ -242,7 +246,8 @@ class SelfAttention(nn.Module):
     def forward(
         self, a_BTD: torch.Tensor, first_v: torch.Tensor | None, inputs: ForwardInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the result and the values of the first layer. `first_v` is None in that layer."""
+        """Return the result of attention, and the values of the first layer. `first_v` contains
+        these values; it is None in the first layer itself."""
         q, k, v = (
             part.unflatten(-1, (-1, self.config.head_dim))
             for part in self.qkv(a_BTD).split(self.sizes, dim=-1)
@@ -260,7 +265,8 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Attention to a prompt. Its padding is zero and, as in the original, not masked."""
+    """Cross-attention to a prompt. The padding of the prompt is zero and is not masked, as in the
+    original."""
 
     def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
@@ -273,7 +279,7 @@ class CrossAttention(nn.Module):
         self.out_proj = build.item(width, dim, "out_proj")
 
     def keys_values(self, prompt_SE: torch.Tensor) -> torch.Tensor:
-        """Return [2, S, N, H], which depends only on the prompt."""
+        """Return the K/V of a prompt, [2, S, N, H]. The K/V depend only on the prompt."""
         k, v = (
             part.unflatten(-1, (-1, self.head_dim))
             for part in self.kv(rms(prompt_SE)).chunk(2, dim=-1)
@@ -289,7 +295,7 @@ class CrossAttention(nn.Module):
 
 
 class ControlFusion(nn.Module):
-    """fc2 silu(fc1_x rms(x) + fc1_c rms(u)). The second product does not depend on x (`term`)."""
+    """fc2 silu(fc1_x rms(x) + fc1_c rms(u)). The second product (`term`) does not depend on x."""
 
     def __init__(self, build: LayerBuilder) -> None:
         super().__init__()
@@ -342,15 +348,16 @@ class WaypointBlock(nn.Module):
 class WaypointTransformer(StageNetwork):
     """This rank's part of the network.
 
-    Parameters have torch's default dtype and device, and those of the noise MLP are fp32.
+    Parameters have torch's default dtype and device. The parameters of the noise MLP are always
+    fp32.
 
     Args:
-        config: Architecture.
-        parallel: Position of the rank. None: a single rank.
-        compiled: Compile pointwise ops.
-        cuda_graphs: Replay forward passes as CUDA graphs (`ForwardGraphs`).
+        config: Architecture of the network.
+        parallel: Parallel layout of this rank. None: there is only one rank.
+        compiled: Whether to compile pointwise ops.
+        cuda_graphs: Whether to replay forward passes as CUDA graphs (`ForwardGraphs`).
         quantization: Quantization of the linear layers.
-        prefix: Name of the network in the pipeline, for quantization.
+        prefix: Name of the network in the pipeline, by which quantization is configured.
     """
 
     def __init__(
@@ -368,7 +375,7 @@ class WaypointTransformer(StageNetwork):
         dim = config.d_model
         self.tables = FrequencyTables.of_config(config)
         self.graphs = ForwardGraphs() if cuda_graphs else None
-        # few channels; one token
+        # The first layer has few channels, and the second one has a single token as input.
         retained = [f"{prefix}.blocks.*.attn.gate_proj", f"{prefix}.blocks.*.control.fc1_c"]
         self._build = LayerBuilder(
             config,
@@ -395,7 +402,7 @@ class WaypointTransformer(StageNetwork):
 
     @property
     def layers(self) -> list[WaypointBlock]:
-        """This stage's blocks."""
+        """The blocks of this stage, in order."""
         return [block for block in self.blocks.values() if isinstance(block, WaypointBlock)]
 
     @property
@@ -408,12 +415,12 @@ class WaypointTransformer(StageNetwork):
 
     @property
     def num_cache_heads(self) -> int:
-        """Heads of this rank's K/V cache."""
+        """Number of heads in this rank's K/V cache."""
         return self.config.n_kv_heads // self.parallel.tensor_size
 
     @property
     def cross_kv_nbytes(self) -> int:
-        """Bytes of one prompt's `cross_attention_kv`."""
+        """Size in bytes of the `cross_attention_kv` of one prompt."""
         width = (self.config.prompt_embedding_dim or 0) // self.parallel.tensor_size
         return (
             sum(block.cross is not None for block in self.layers)
@@ -430,15 +437,16 @@ class WaypointTransformer(StageNetwork):
     # -- once a frame or less ----------------------------------------------------------------------
 
     def embed_noise(self, sigma: float) -> torch.Tensor:
-        """Return fp32 [D] of a noise level in [0, 1]. Phases are fp32 products, as in training."""
+        """Return the embedding of a noise level in [0, 1], fp32 [D]. Phases are fp32 products, as
+        in training."""
         phases = torch.tensor(1000.0 * sigma, dtype=torch.float32) * self.tables.noise
         waves = math.sqrt(2) * torch.cat((phases.sin(), phases.cos()))
         embedded: torch.Tensor = self.denoise_step_emb(waves.to(self.device))
         return embedded
 
     def modulation(self, sigma: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ([L, 6, D], [2, D]) of a noise level, for blocks and head. Cached, because there
-        are few levels."""
+        """Return the modulation for a noise level: [L, 6, D] for the blocks and [2, D] for the
+        head. The result is cached, because there are few noise levels."""
         if sigma not in self._modulation:
             embedded = self.embed_noise(sigma)
             blocks = []
@@ -456,20 +464,21 @@ class WaypointTransformer(StageNetwork):
         return self._modulation[sigma]
 
     def embed_controls(self, controls: torch.Tensor) -> torch.Tensor:
-        """Embed controls, fp32 [buttons + 3] of `control_vectors`, as [D]."""
+        """Return the embedding [D] of controls, which are a vector of `control_vectors`, fp32
+        [buttons + 3]."""
         embedded: torch.Tensor = self.ctrl_emb(to_device(controls.to(self.dtype), self.device))
         return embedded
 
     def controls(self, controls: torch.Tensor) -> torch.Tensor:
-        """Return the terms of a frame's controls, [control blocks, D], with this rank's
-        channels."""
+        """Return the terms that a frame's controls add, [control blocks, D], for the channels of
+        this rank."""
         embedded = self.embed_controls(controls)
         terms = [block.control.term(embedded) for block in self.layers if block.control is not None]
         return torch.stack(terms) if terms else embedded.new_empty(0, embedded.shape[0])
 
     def cross_attention_kv(self, prompt_SE: torch.Tensor) -> torch.Tensor:
-        """Return [prompt blocks, 2, S, N, H] of text embeddings. Their padding is zero and takes
-        part in attention."""
+        """Return the K/V of text embeddings, [prompt blocks, 2, S, N, H]. The padding of the
+        embeddings is zero and takes part in attention."""
         items = prompt_SE.to(self.device, self.dtype)
         retained = [
             block.cross.keys_values(items) for block in self.layers if block.cross is not None
@@ -477,8 +486,8 @@ class WaypointTransformer(StageNetwork):
         return torch.stack(retained) if retained else items.new_empty(0)
 
     def rope(self, frame: int) -> Rotation:
-        """Return (cos, sin) [T, C] of a latent frame, fp32: channels of x, y, then time. Frame
-        indices are unbounded."""
+        """Return the rotary tables (cos, sin) of a latent frame, fp32 [T, C], with the channels of
+        x, y and time in this order. Frame indices are not limited."""
         time = frame * self.config.time_step * self.tables.time.double()
         cos, sin = (
             torch.cat((spatial, lanes.float().expand(len(spatial), -1)), dim=-1)
@@ -488,7 +497,7 @@ class WaypointTransformer(StageNetwork):
 
     @cached_property
     def _spatial(self) -> Rotation:
-        """Return (cos, sin) of the channels of x and y, on the CPU."""
+        """Return the rotary tables (cos, sin) of the channels of x and y, on the CPU."""
         config, lanes = self.config, self.tables.xy.double()
         x = (2 * torch.arange(config.width, dtype=torch.float64) + 1) / config.width - 1
         y = (2 * torch.arange(config.height, dtype=torch.float64) + 1) / config.height - 1
@@ -507,8 +516,8 @@ class WaypointTransformer(StageNetwork):
     ) -> torch.Tensor:
         """Predict velocities, fp32 [B, C, h, w], and write each frame's K/V into its window.
 
-        Collective under tensor parallelism. `hidden_BTD` is the result of the previous pipeline
-        stage; earlier stages return hidden states.
+        The call is collective under tensor parallelism. `hidden_BTD` is the result of the previous
+        pipeline stage. All stages except the last return hidden states instead of velocities.
         """
         levels = [self.modulation(item.sigma) for item in items]
         inputs: Inputs = {
@@ -530,7 +539,7 @@ class WaypointTransformer(StageNetwork):
         }
         if self.graphs is None:
             return self._predict(items, inputs | prompts)
-        # a closed window drops its memory
+        # The windows are copied, because a window drops its memory when it is closed.
         held = [replace(item, window=copy.copy(item.window)) for item in items]
         sets_scales = tuple(item.slot.sets_scales for item in items)
         return self.graphs(
@@ -543,8 +552,8 @@ class WaypointTransformer(StageNetwork):
         )
 
     def _predict(self, items: Sequence[FrameItem], given: Inputs) -> torch.Tensor:
-        """Run `forward`. It reads only those values of `items` that a graph may retain. Inputs are
-        in `given`.
+        """Compute `forward`. Inputs that differ between calls are in `given`. Of `items`, only
+        values that a graph may retain are read.
         """
         placed = zip(items, given["tokens"], given["key_ranges"], strict=True)
         prompts = zip(
@@ -577,8 +586,8 @@ class WaypointTransformer(StageNetwork):
         return self._velocity(functional.silu(self._build.fused_ops.modulate(x, scale, bias)))
 
     def _tokens(self, latents_BChw: torch.Tensor) -> torch.Tensor:
-        """Return tokens [B, T, D], row by row. The convolution is computed as a matrix product, so
-        that results are bit-identical regardless of the batch.
+        """Return tokens [B, T, D], row by row. The patch convolution is computed as a matrix
+        product, so that results are bitwise independent of the batch.
         """
         (high, wide), weight = self.config.patch, self.patchify.weight
         cells = (

@@ -2,15 +2,15 @@
 """`NullImagePipeline`: generates images and videos without a network, to test and measure the code
 around a model.
 
-It follows the contract of one-shot models (entrypoints/openai/__init__.py) and costs almost
-nothing. An image depends only on prompts, seed, steps, guidance and input images. It does not
-depend on its batch, or on how `n` is split into requests. `DiffusionParams.options` can delay the
-model or make it fail (`NullFaults`).
+`NullImagePipeline` follows the contract of one-shot models (entrypoints/openai/__init__.py) and
+takes almost no time. An image depends only on prompts, seed, steps, guidance and input images. The
+same image results from any batch, and however `n` is split into requests. `DiffusionParams.options`
+can delay a request or make it fail (`NullFaults`).
 
-An image consists of squares of 8 pixels, one per latent, with the colour of the latent. The first
-square has the mean colour of all input images (grey 0 without any). The grey level of the second
-square is 10 times their number, plus 100 if there is a mask. In a video, all pixels of frame n have
-the value n % 256, except for the first square.
+An image consists of 8 x 8 pixel squares, one per latent, with the colour of the latent. The first
+square has the mean colour of all input images, or is black if there are none. The grey level of the
+second square is 10 times the number of input images, plus 100 if there is a mask. In a video, all
+pixels of frame n have the value n % 256, except for the first square.
 """
 
 import hashlib
@@ -39,10 +39,10 @@ LATENT_CHANNELS = 3
 
 @dataclass
 class _Image:
-    """Working set of a request."""
+    """Working set of an image or video request."""
 
     latents_NCHW: torch.Tensor
-    """Current latents."""
+    """Current latents of the request."""
     faults: NullFaults
     """Delays and failures of the request."""
     mean_C: torch.Tensor
@@ -177,8 +177,8 @@ class NullImagePipeline(StepPipeline):
 
 
 def _look_at_inputs(tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-    """Mean colour of the input pictures, uint8 [3], and the level that tells their number and
-    whether there is a mask.
+    """Return the mean colour of the input images, uint8 [3], and the grey level of the second
+    square.
     """
     images = [
         tensor

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Squares in the frames of the null world that show the received actions, so that tests can read
-them after codecs and browsers.
+"""Draws squares that show the received actions into the frames of the null world, so that tests can
+read the actions even after the frames have passed through codecs and browsers.
 
-Each square has 8 x 8 pixels. The squares fill the last rows of a frame from the left and then the
-rows above: one per button, one per axis and one for the wheel, in the order of the action space. A
-held button is white, a released one black. The gray value of an axis or the wheel is 128 at rest
-and differs from it by up to 127: in proportion to the range of the axis, or by its value if the
-range is unlimited. A chunk without any action has no squares.
+Each square has 8 x 8 pixels. A frame has one square per button, one per axis and one for the wheel,
+in the order of the action space. The squares fill the bottom of the frame from left to right, and
+then the rows above. The square of a held button is white, and that of a released button is black.
+The square of an axis or the wheel has gray value 128 at rest. An axis changes its gray value by up
+to 127, in proportion to its range, or by its own value if the range is unlimited. A chunk without
+any action has no squares.
 """
 
 import numpy as np
@@ -23,7 +24,7 @@ def is_idle(rows: ActionFrames | None) -> bool:
 
 
 def levels(space: ActionSpace, rows: ActionFrames) -> np.ndarray:
-    """Return the gray values of each row of controls, uint8 [N, squares]."""
+    """Return the gray values of the squares for each row of controls, uint8 [N, squares]."""
     buttons_NB = rows.buttons_NB.to(torch.float32) * 255
     gains_A = torch.tensor([_gain(axis) for axis in space.axes])
     values_NV = torch.cat([rows.axes_NA * gains_A, rows.scroll_N[:, None] * 127], 1)
@@ -32,7 +33,7 @@ def levels(space: ActionSpace, rows: ActionFrames) -> np.ndarray:
 
 
 def draw(frames_THWC: torch.Tensor, space: ActionSpace, rows: ActionFrames) -> None:
-    """Draw the squares of T rows of controls into T frames, uint8."""
+    """Draw the squares for T rows of controls into T frames, which are uint8."""
     for position, gray_T in enumerate(torch.from_numpy(levels(space, rows)).unbind(1)):
         top, left = _corner(position, *frames_THWC.shape[1:3])
         frames_THWC[:, top : top + SIDE, left : left + SIDE] = gray_T[:, None, None, None]

@@ -7,8 +7,9 @@ from vllm_omni.actions import CAMERA_SPACE, ActionSpace
 
 
 class NullWorldOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options under `omni.model`."""
+    """Options of `null_world` under `omni.model`."""
 
     actions: ActionSpace = CAMERA_SPACE
-    """Controls of the model as JSON (`vllm_omni/actions.py`). Tests imitate other models with them.
-    Default: the camera keys."""
+    """Controls of the model as JSON (`vllm_omni/actions.py`). Tests use other controls to imitate
+    other models. Default: the camera keys.
+    """

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`NullWorldPipeline`: a world model without a network, to test and measure code around a model.
 
-It costs almost nothing but behaves like a causal world model. The latents of a chunk depend on
-prompt, seed, camera, actions and all earlier chunks of the session. Its layers can be split over
-pipeline stages, and its frames identify their chunk. `DiffusionParams.options` can delay the model
-or make it fail (`NullOptions`).
+`NullWorldPipeline` takes almost no time but behaves like a causal world model. The latents of a
+chunk depend on prompt, seed, camera, actions and all earlier chunks of the session. The layers can
+be split over pipeline stages, and each frame identifies the chunk that it belongs to.
+`DiffusionParams.options` can delay a chunk or make it fail (`NullOptions`).
 
 All pixels of frame n of a session have the value n % 256, except for pixel (0, 0) and the squares
 that show actions (`marks.py`). Pixel (0, 0) is (chunk % 256, signature % 256, 0), where the
@@ -47,7 +47,7 @@ FRAMES_PER_LATENT = 4
 
 
 class NullFaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Delays and failures of a request."""
+    """Artificial delays and failures of a request."""
 
     step_ms: float = 0.0
     """Duration of each denoise step in milliseconds."""
@@ -58,35 +58,35 @@ class NullFaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fail_in: str | None = None
     """Phase that raises an error: `prepare`, `denoise` or `decode`."""
     fail_at: int = 0
-    """Step that fails, for `denoise`."""
+    """Index of the denoise step that fails if `fail_in` is `denoise`."""
     nan_at: int | None = None
-    """Step after which the latents are NaN."""
+    """Index of the step after which the latents are NaN. None: no step makes them NaN."""
     clean_pass: bool = False
     """Whether the last step is a clean-context pass, which does not change the latents."""
 
 
 class NullOptions(NullFaults, frozen=True, forbid_unknown_fields=True):
-    """`DiffusionParams.options` of one chunk."""
+    """Contents of `DiffusionParams.options` for one chunk."""
 
     steps: int = 5
-    """Number of steps."""
+    """Number of denoise steps of the chunk."""
 
 
 class NullScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`NullSession.scalars` as read from a file."""
+    """Values returned by `NullSession.scalars`, as read from a snapshot file."""
 
     chunk_index: ChunkIndex
     """Index of the next chunk."""
     prompt: Text
-    """Prompt of the session."""
+    """Prompt of the session's last chunk."""
     seed: Seed
-    """Seed of the session."""
+    """Seed of the session's last chunk."""
 
 
 class NullSession(SessionState):
-    """Session of the null world.
+    """State of a session of the null world.
 
-    `memory_CHW` is the sum of all committed latents, fp32. Later chunks depend on it.
+    Later chunks depend on `memory_CHW`, the fp32 sum of all committed latents.
     """
 
     def __init__(
@@ -144,16 +144,16 @@ class NullSession(SessionState):
 
 @dataclass
 class _Chunk:
-    """Working set of a chunk."""
+    """Working set of one chunk of the null world."""
 
     latents_CHW: torch.Tensor
-    """Current latents."""
+    """Current latents of the chunk."""
     options: NullOptions
-    """Options of the chunk."""
+    """Options that the request of the chunk sets."""
     prompt: str
     """Prompt of the session after the chunk."""
     rows: ActionFrames | None
-    """Controls per latent frame. None: the request has none."""
+    """Controls for each latent frame. None: the request has no controls."""
 
 
 Request = DiffusionRequest[NullSession, _Chunk]

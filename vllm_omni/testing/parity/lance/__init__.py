@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparison of Lance with golden files: decoder, latents, packing, sampling of each task, vision
+"""Compares Lance with golden files: decoder, latents, packing, the sampling of each task, vision
 tower and autoencoder.
 
-All sizes come from the recordings and their metadata, so the directory may have other sizes,
-prompts or seeds. `recorded.py` defines the tolerances.
+All sizes are read from the recordings and their metadata, so a directory may use any sizes, prompts
+and seeds. `recorded.py` defines the tolerances.
 """
 
 from pathlib import Path
@@ -47,7 +47,9 @@ def run_fp32(scenario: GoldenScenario) -> None:
 
 
 def run_bf16(scenario: GoldenScenario) -> None:
-    """Compare final results only. Inputs come from the fp32 recording in the same directory."""
+    """Compare only the final results in bf16. The inputs come from the fp32 recording in the same
+    directory.
+    """
     inputs_file = GoldenScenario(
         scenario.directory / "golden_fp32.safetensors", ComparisonReport("lance", "inputs")
     )

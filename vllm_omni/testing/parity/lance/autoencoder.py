@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparison of Lance's autoencoder with recordings, and of its full-size tensors with the released
-checkpoint's names.
+"""Compares Lance's autoencoder with recordings, and the names of its full-size tensors with those
+in the released checkpoint.
 """
 
 import json
@@ -42,7 +42,7 @@ def run_vae(scenario: GoldenScenario) -> None:
         mean, log_var = vae.posterior(scenario.get(f"{clip}.x"))
         judge("encode: mean", mean, f"{clip}.mu_norm", VAE)
         judge("encode: log-variance", log_var, f"{clip}.logvar", VAE)
-        # Recorded before the clamp to [-1, 1], which is part of our decoder.
+        # The recording precedes the clamp to [-1, 1], which is part of our decoder.
         expected = scenario.get(f"{clip}.dec").clamp(-1.0, 1.0)
         scenario.compare("decode", vae.decode_video(scenario.get(f"{clip}.z")), expected, VAE)
 

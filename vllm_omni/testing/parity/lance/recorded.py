@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recorded tiny Lance model, and the comparison of results in each precision.
+"""Loads the recorded tiny Lance model and compares results in each precision.
 
-Tolerances. fp32: 2e-5 per stage and 1e-4 for final latents. Ids, masks, positions and greedy tokens
-must be equal. bf16: relative L2 distance from the recorded bf16 result of at most 2 %, or twice the
-distance of that result from the recorded fp32 result, because both are rounded independently.
-Greedy tokens in bf16 are compared up to the first step whose two best logits differ by less than
-2 % of the largest logit.
+In fp32, the tolerance is 2e-5 per stage and 1e-4 for final latents. Ids, masks, positions and
+greedy tokens must be equal. In bf16, the relative L2 distance from the recorded bf16 result may be
+at most 2 %, or twice the distance between the recorded bf16 and fp32 results if that is more,
+because our result and the recording are rounded independently. Greedy tokens in bf16 are compared
+up to the first step whose two best logits differ by less than 2 % of the largest logit.
 """
 
 import json
@@ -43,12 +43,14 @@ _LATENT_SETTINGS = {
     "max_num_frames": None,
     "max_latent_size": None,
 }
-"""Supported settings of the latents. None: any value."""
+"""Supported settings of the latents, by key. None: any value is supported."""
 _OTHER_LLM_KEYS = (
     *("max_position_embeddings", "tie_word_embeddings", "_attn_implementation", "image_token_id"),
     *("layer_module", "qk_norm", "qk_norm_und", "qk_norm_gen", "apply_qwen_2_5_vl_pos_emb"),
 )
-"""Recorded keys of the language model that do not affect the comparison or are fixed in Lance."""
+"""Keys of the recorded language model's configuration that do not affect the comparison or are
+fixed in Lance.
+"""
 STAGE, LATENT, TABLE, VAE = 2e-5, 1e-4, 1e-6, 2e-5
 _BF16 = 2e-2
 WEIGHTS = "state_dict.safetensors"
@@ -59,8 +61,8 @@ class ToyModel:
 
     Args:
         directory: Directory with the recordings.
-        precision: `fp32` or `bf16`, the recording to read.
-        dtype: Dtype of the model.
+        precision: Precision of the recording to read, `fp32` or `bf16`.
+        dtype: Dtype in which the model is built.
     """
 
     def __init__(self, directory: Path, precision: str, dtype: torch.dtype) -> None:
@@ -103,7 +105,7 @@ class ToyModel:
         return {number: word for word, number in self.vocabulary.items()}
 
     def encode(self, text: str) -> list[int]:
-        """Tokenise with the recorded vocabulary, longest match first."""
+        """Tokenise text with the recorded vocabulary. The longest match is always taken."""
         ids = []
         while text:
             word = max(
@@ -124,7 +126,7 @@ class ToyModel:
 
 
 class Fp32Judge:
-    """Compares a stage with its fp32 recording, if there is one."""
+    """Compares a stage with its fp32 recording, if the stage was recorded."""
 
     def __init__(self, scenario: GoldenScenario) -> None:
         self.scenario = scenario
@@ -138,7 +140,7 @@ class Fp32Judge:
 
 
 class Bf16Judge:
-    """Compares the relative L2 distance of a stage, and tokens as far as bf16 determines them."""
+    """Compares a stage by relative L2 distance, and tokens only as far as bf16 determines them."""
 
     def __init__(self, scenario: GoldenScenario, fp32: GoldenScenario) -> None:
         self.scenario, self.fp32 = scenario, fp32
@@ -159,9 +161,10 @@ class Bf16Judge:
         self.scenario.compare(f"{stage} (relative L2)", distance, torch.tensor(0.0), allowed)
 
     def _decided(self, logits: str) -> int:
-        """Return the number of leading tokens that bf16 determines."""
+        """Return the number of tokens at the start that bf16 determines unambiguously."""
         chosen_by = self.fp32.get(logits)
-        # recorded after each token: the last logits of the prompt determine the first token
+        # These logits were recorded after each token, so the prompt's last logits determine the
+        # first token.
         if logits == "a.greedy_logits":
             chosen_by = torch.cat((self.fp32.get("a.logits")[-1:], chosen_by[:-1]))
         best = chosen_by.topk(2, dim=-1).values
@@ -183,7 +186,7 @@ def greedy(
     steps: int,
     end_token: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode greedily and return the tokens and the logits of each."""
+    """Decode greedily, and return the tokens and the logits from which each token was chosen."""
     capacity = sum(placed.segment.length for placed in context) + steps
     reading = UnderstandingChunk(
         cache=model.network.language_model.new_cache(capacity),

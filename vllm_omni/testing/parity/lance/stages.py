@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparison of Lance's decoder, latent embedding and tables with recordings."""
+"""Compares Lance's decoder, latent embedding and tables with recordings."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from vllm_omni.testing.parity.lance.recorded import STAGE, TABLE, Fp32Judge, Jud
 
 
 def compare_text(scenario: GoldenScenario, model: ToyModel, judge: Judge) -> None:
-    """Compare a text prefill (layers, K/V, logits) and greedy decoding after it."""
+    """Compare the prefill of a text (layers, K/V and logits) and the greedy decoding that follows."""
     if "a.input_ids" not in scenario:
         return
     ids = scenario.get("a.input_ids").tolist()
@@ -49,12 +49,14 @@ def compare_text(scenario: GoldenScenario, model: ToyModel, judge: Judge) -> Non
     steps = len(scenario.get("a.greedy_tokens"))
     tokens, logits = greedy(model, context, VisualContents(), steps + 1, end_token=-1)
     judge("text: greedy tokens", tokens[:steps], "a.greedy_tokens", 0.0)
-    # recorded after each token was fed
+    # These logits were recorded after each token was fed to the model.
     judge("text: greedy logits", logits[1:], "a.greedy_logits", STAGE)
 
 
 def compare_velocity(scenario: GoldenScenario, model: ToyModel, judge: Judge) -> None:
-    """Compare one velocity after a short context, stage by stage. The context must not grow."""
+    """Compare one velocity prediction after a short context, stage by stage. The prediction must
+    not add to the context.
+    """
     if "b.x_t" not in scenario:
         return
     network, writer = model.network, model.stepper.writer
@@ -102,12 +104,14 @@ def compare_velocity(scenario: GoldenScenario, model: ToyModel, judge: Judge) ->
 
 
 def _in_order(hidden: Any) -> torch.Tensor:
-    """Return the hidden states of a block in the original's order: start, cells, end."""
+    """Return the hidden states of a block in the order of the original: start token, cells, end
+    token.
+    """
     return torch.cat((hidden["und"][:1], hidden["gen"], hidden["und"][1:]))
 
 
 def compare_tables(scenario: GoldenScenario, model: ToyModel) -> None:
-    """Compare the position table, its indices, timestep features and schedules."""
+    """Compare the position table and its indices, the timestep features and the schedules."""
     config, judge = model.config, Fp32Judge(scenario)
     size = config.max_latent_size
     tiny = model.network.latent_pos_embed.rows(config.max_latent_frames, size, size)

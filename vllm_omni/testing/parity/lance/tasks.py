@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparison of Lance's tasks with recordings: prompts, sampling, responses and vision tower.
+"""Compares Lance's tasks with recordings: prompts, sampling, responses and vision tower.
 
 Prompts are built from this package's templates with the recorded vocabulary.
 """
@@ -50,27 +50,29 @@ VARIANTS = {
     "channel": ClassifierFreeGuidance(_SCALE, _INTERVAL, "channel", 0.0),
     "norenorm": ClassifierFreeGuidance(_SCALE, _INTERVAL, "none", 0.0),
 }
-"""Guidance of the recorded variants of a task, which the recordings do not contain."""
+"""Guidance settings of each recorded variant of a task. The recordings do not contain these
+settings.
+"""
 
 
 @dataclass(frozen=True)
 class TaskInputs:
-    """Inputs of a recorded task."""
+    """Inputs of one recorded task."""
 
     task: Task
-    """The task."""
+    """The recorded task."""
     prompt: PromptSegments
-    """Prompt, built from the recorded text."""
+    """Prompt of the task, built from the recorded text."""
     vit_grid: Grid | None
-    """Grid of the vision tower's output, if the task has a visual input."""
+    """Grid of the vision tower's output. None: the task has no visual input."""
     reference: torch.Tensor | None
-    """Latents of the reference image, if there is one."""
+    """Latents of the reference image. None: the task has no reference image."""
     noise: torch.Tensor | None
-    """Initial noise. None for understanding tasks."""
+    """Initial noise of the sampling. None for understanding tasks."""
     first_frame: torch.Tensor | None
-    """Latents of the given first frame, if there is one."""
+    """Latents of the given first frame. None: the task has no given frame."""
     visuals: VisualContents
-    """Embeddings of the visual inputs."""
+    """Embeddings of the task's visual inputs."""
 
     @classmethod
     def read_scenario(cls, scenario: GoldenScenario, model: ToyModel, task: Task) -> "TaskInputs":
@@ -108,9 +110,9 @@ class TaskInputs:
 def _texts(
     scenario: GoldenScenario, model: ToyModel, task: Task, ids: list[int]
 ) -> tuple[str, str | None]:
-    """Return the text of the user and, for understanding tasks, the system prompt.
+    """Return the user's text and, for understanding tasks, the system prompt.
 
-    Understanding requests contain their system prompt.
+    Only understanding requests contain their own system prompt.
     """
     if task not in READING_TASKS:
         modality = scenario.get(f"{task}.sample_modality").tolist()
@@ -194,7 +196,7 @@ def _ids(segment: SequenceSegment, model: ToyModel) -> list[int]:
 
 
 def _grids(inputs: TaskInputs, blocks: Sequence[SequenceSegment]) -> list[Grid]:
-    """Return the grids in the original's units: patches, and latents with both sides doubled."""
+    """Return the grids in the units of the original: patches, and latents with both sides doubled."""
     vision = (
         []
         if inputs.vit_grid is None
@@ -223,9 +225,10 @@ def _compare_generation(
     recorded: str,
     judge: Judge,
 ) -> None:
-    """Compare sampling with the recorded noise.
+    """Compare the sampling of a task, starting from the recorded noise.
 
-    The original's path without a K/V cache corresponds to separate positions here.
+    The path of the original that uses no K/V cache corresponds to separate positions in this
+    package.
     """
     cached = recorded.endswith(".kv")
     steps = _num_steps(scenario, inputs.task)
@@ -302,7 +305,7 @@ def _compare_text(
 
 
 def attention_allowed(segments: Sequence[SequenceSegment]) -> torch.Tensor:
-    """Return the dense attention mask, bool [S, S], query by key."""
+    """Return the dense attention mask, bool [S, S], indexed by query and then by key."""
     owner = torch.cat(
         [torch.full((segment.length,), index) for index, segment in enumerate(segments)]
     )

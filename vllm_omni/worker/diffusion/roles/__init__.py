@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Roles of ranks: one file per role, and a table that selects the role of a rank at startup."""
+"""Roles of ranks. This module contains the table from which the role of a rank is chosen at
+startup.
+"""
 
 from collections.abc import Callable, Mapping
 
@@ -17,7 +19,8 @@ STEPS: Mapping[str, Callable[[RankParts], StepSplit]] = {
         parts.model, parts.parallel.stage, parts.parallel.num_stages
     ),
 }
-"""The denoise steps of a chunk that a rank with layers runs, by `omni.pipeline`."""
+"""Functions that return which denoise steps of a chunk a rank with layers runs, by the value of
+`omni.pipeline`."""
 
 
 def _with_layers(role: Callable[[RankParts, StepSplit], LayersRole]) -> Callable[[RankParts], Role]:
@@ -32,9 +35,10 @@ ROLES: tuple[tuple[Callable[[RankParts], bool], Callable[[RankParts], Role]], ..
     (lambda parts: parts.parallel.last_stage, _with_layers(LastStage)),
     (lambda parts: True, _with_layers(LayersStage)),
 )
-"""Pairs of a condition and a role. The role of a rank is that of the first condition that holds."""
+"""Pairs of a condition and a role. A rank gets the role of the first condition that is true for it.
+"""
 
 
 def role_for(parts: RankParts) -> Role:
-    """Return the role of a rank, determined by the options and the position of the rank."""
+    """Return the role of a rank, which depends on the options and on the position of the rank."""
     return next(role(parts) for fits, role in ROLES if fits(parts))

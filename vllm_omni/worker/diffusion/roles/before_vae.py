@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The last pipeline stage with layers if a VAE stage follows (`omni.vae_stage`).
 
-It runs the noise schedule, checks chunks and commits them. After every step it sends a small host
-message to the VAE stage (`send_to_vae_stage`). The message includes the latents of a chunk as soon
-as they are final, which may be one clean-context pass before the chunk ends. Messages to the VAE
-stage must not wait for the current denoise step, so the host waits for the device before a step
-instead of after it.
+This stage runs the noise schedule, checks chunks and commits them. After every step, it sends a
+small host message to the VAE stage (`send_to_vae_stage`). As soon as the latents of a chunk are
+final, the message includes them; this may be one clean-context pass before the chunk ends. Messages
+to the VAE stage must not wait for the current denoise step, so the host waits for the device before
+a step instead of after it.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,8 @@ from vllm_omni.worker.diffusion.sessions.in_flight import ChunksInFlight
 class BeforeVAE(LayersRole):
     """Role of the last stage with layers before a VAE stage.
 
-    A batch that only collects results is not a step of this rank, so it does not wait.
+    For a batch that only collects results, this rank does nothing on the device, so the host does
+    not wait.
     """
 
     decodes_chunks = False
@@ -59,29 +60,29 @@ class BeforeVAE(LayersRole):
 def send_to_vae_stage(
     model: VAEStageModel, in_flight: ChunksInFlight, states: Sequence[RequestState], ranks: int
 ) -> IntermediateTensors:
-    """Return the message after a step in which `states` took part or failed.
+    """Return the message to the VAE stage after a step in which `states` took part or failed.
 
-    With several ranks per stage, each sends the message to its counterpart, and all messages must
-    be equal. A rank that detects a failure early (`FiniteCheck.known`) therefore reports it only at
-    the end of the chunk, where the ranks agree.
+    With several ranks per stage, each rank sends the message to its counterpart, and all messages
+    must be equal. A rank that detects a failure early (`FiniteCheck.known`) therefore reports the
+    failure only at the end of the chunk, when the ranks agree on it.
 
     Args:
         model: The model.
-        in_flight: Chunks in flight of this rank.
-        states: Requests of the step.
+        in_flight: Chunks in flight on this rank.
+        states: Requests that took part in the step or failed.
         ranks: Number of ranks that share the layers of a stage.
     """
     chunks: list[ChunkNote] = []
     failures: dict[str, tuple[str, str]] = {}
     latents: list[torch.Tensor] = []
-    # a finished chunk precedes the next one
+    # A finished chunk comes before the next chunk of its session.
     for state in sorted(states, key=lambda state: not state.done):
         request = state.chunk
         if ranks == 1 and state.failure is None and state.finite is not None and state.finite.known:
             try:
                 state.finite.require("the chunk's latents")
             except RequestFailed as failure:
-                state.failure = failure  # the VAE stage then never starts to decode it
+                state.failure = failure  # so that the VAE stage does not start to decode the chunk
         if state.failure is not None:
             failures[state.request_id] = (state.failure.code, str(state.failure.message))
             if request is not None:

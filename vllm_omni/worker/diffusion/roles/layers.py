@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pipeline stage with layers that is not the last one.
 
-It sends hidden states to the next stage and receives the return messages of the last stage.
+The stage sends hidden states to the next stage and receives the return messages of the last stage.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,8 +19,8 @@ from vllm_omni.worker.diffusion.roles.with_layers import LayersRole, MicroStep
 class LayersStage(LayersRole):
     """Role of a stage that depends on results of the last stage.
 
-    The next step of a chunk starts, and a chunk is committed, when the last stage's return message
-    has arrived.
+    Before the next step of a chunk can start, or the chunk can be committed, the return message of
+    the last stage must have arrived.
     """
 
     decodes_chunks = False
@@ -59,7 +59,7 @@ class LayersStage(LayersRole):
     def _receive_result(self, request: DiffusionRequest, ok: bool, latents: torch.Tensor) -> None:
         """Apply the result of a step that the last stage has finished."""
         if request.state is None:
-            return  # aborted or finished in the meantime
+            return  # the chunk was aborted or has finished in the meantime
         self.model.set_latents(request, latents.view(self.model.latents(request).shape))
         if request.step >= request.num_steps:
             if ok:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Role`: the part of one rank in an engine step, and its messages to other pipeline stages.
+"""`Role`: the work of one rank in an engine step, and its messages to other pipeline stages.
 
-A rank has one role for its lifetime (`vllm_omni.worker.diffusion.roles.role_for`). The runner calls
-it and does not depend on the topology. Only roles write `DiffusionRequest.step`. With several
-ranks, every decision that precedes a collective must be equal on all of them (`RankAgreement`).
+A rank has the same role for its lifetime (`vllm_omni.worker.diffusion.roles.role_for`). The runner
+calls the role and does not depend on the topology of the engine. Only roles write
+`DiffusionRequest.step`. With several ranks, every decision that precedes a collective must be the
+same on all ranks (`RankAgreement`).
 """
 
 from abc import ABC, abstractmethod
@@ -44,7 +45,7 @@ from vllm_omni.worker.diffusion.sessions.store import SessionStore
 from vllm_omni.worker.diffusion.shared_text import SharedText
 
 Envelopes = dict[str, torch.Tensor]
-"""Packed results or packed failures by request id."""
+"""Packed results and packed failures, by request id."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class RankParts:
     device: torch.device
     """Device of the rank."""
     parallel: ParallelContext
-    """Position of the rank: its stage, and its ranks that share layers."""
+    """Position of the rank: its stage, and its position among the ranks that share layers."""
     pp: GroupCoordinator
     """Pipeline group of the rank."""
     num_ranks: int
@@ -64,7 +65,7 @@ class RankParts:
     step_at_a_time: bool
     """Whether the scheduler runs one denoise step per engine step."""
     model: SupportsStepExecution
-    """The model."""
+    """The model, as an interface for denoise steps."""
     adapters: NoAdapters
     """LoRA adapters of the rank."""
     agreement: RankAgreement
@@ -72,21 +73,21 @@ class RankParts:
     sessions: SessionStore
     """Sessions of the rank."""
     in_flight: ChunksInFlight
-    """Chunks in flight of the rank."""
+    """Chunks in flight on the rank."""
     admission: Admission
-    """Admits and releases requests."""
+    """Object that admits and releases requests."""
     results: ResultStream
     """Decodes chunks and copies results to the host."""
     pacer: StepPacer
     """Limits how far the host runs ahead of the device."""
     texts: SharedText
-    """Distributes text embeddings."""
+    """Distributes text embeddings to the ranks with layers."""
     decodes: bool
     """Whether this rank takes part in decoding if its stage decodes."""
     shares_decode: bool
     """Whether the ranks that share a stage decode together."""
     overlap: bool
-    """Whether the result of a chunk is returned in an engine step after its last step."""
+    """Whether the result of a chunk is returned in an engine step after the chunk's last step."""
     max_batch_size: int
     """Maximum number of requests in one forward pass."""
 
@@ -106,8 +107,8 @@ class RankParts:
 
         Args:
             vllm_config: Configuration of the engine.
-            network: The model as loaded.
-            model: The same model, as an interface for denoise steps.
+            network: The loaded model.
+            model: The loaded model, as an interface for denoise steps.
             adapters: LoRA adapters of the rank.
             device: Device of the rank.
             parallel: Position of the rank.
@@ -157,14 +158,14 @@ class RankParts:
 
 
 class Role(ABC):
-    """The part of one rank in the topology of an engine.
+    """Defines the work of one rank, which depends on the topology of the engine.
 
     Args:
-        parts: Objects of the rank.
+        parts: Objects that the rank uses.
     """
 
     decodes_chunks: ClassVar[bool] = False
-    """Whether chunks end on this rank, after the last layers (`ChunkEnd.finish`)."""
+    """Whether chunks are finished on this rank, after the last layers (`ChunkEnd.finish`)."""
 
     def __init__(self, parts: RankParts) -> None:
         self.parts = parts
@@ -186,9 +187,10 @@ class Role(ABC):
         )
 
     def connect(self) -> None:
-        """Connect all stages forward and the stages with layers backward (collective).
+        """Connect all stages in the forward direction, and the stages with layers also backward
+        (collective).
 
-        Call it before the first chunk.
+        This method must be called before the first chunk.
         """
         connect_forward(self.parts.pp, self.parts.device)
         stages = self.parts.parallel.num_stages
@@ -206,7 +208,7 @@ class Role(ABC):
             received: Tensors from the previous stage; None on the first stage.
 
         Returns:
-            Tensors for the next stage, or on the last stage the results that are due.
+            Tensors for the next stage. On the last stage, the results to deliver in this step.
         """
 
     @abstractmethod
@@ -221,26 +223,25 @@ class Role(ABC):
         Args:
             states: Scheduled requests.
             received: Tensors from the previous stage; None on the first stage.
-            outputs: Receives the envelopes of finished and failed requests.
+            outputs: Dict that receives the envelopes of finished and failed requests.
 
         Returns:
             Tensors for the next stage, or None on the last stage.
         """
 
     def receive_results(self, request_ids: Iterable[str]) -> None:  # noqa: B027 - most roles receive none
-        """Apply return messages of the last stage up to the latest one for one of the requests."""
+        """Apply all return messages of the last stage up to the latest message about one of the
+        given requests."""
 
     def listen(self) -> None:  # noqa: B027
         """Post the receives of return messages (`ReturnChannel.listen`).
 
-        Call it whenever hidden states have been sent.
+        This method is called whenever hidden states have been sent.
         """
 
 
 def pack_results(states: Sequence[RequestState], outputs: Envelopes) -> None:
-    """Wait for the results of those `states` that have one, and add their envelopes to
-    `outputs`.
-    """
+    """Wait for the pending results of `states`, and add their envelopes to `outputs`."""
     for state in states:
         if state.pending is not None:
             outputs[state.request_id] = state.pending.envelope()

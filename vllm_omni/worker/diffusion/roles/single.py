@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SingleRank`: the role of the only pipeline stage. Read this file first.
+"""`SingleRank`: the role of a rank if there is only one pipeline stage. Read this file first.
 
-The rank holds all layers and the decoder, alone or with other ranks that share the layers (tensor
-or sequence parallelism). An engine step, from top to bottom:
+The stage holds all layers and the decoder. A stage consists of one rank, or of several ranks that
+share the layers (tensor or sequence parallelism). An engine step, from top to bottom:
 
     step            launch one denoise step, deliver the results of earlier steps meanwhile
       micro_step    admit new requests, form batches
@@ -29,11 +29,12 @@ from vllm_omni.worker.diffusion.roles.role import Envelopes, Role, pack_results
 
 
 class SingleRank(Role):
-    """Runs one denoise step per engine step. The scheduler receives the device time of each."""
+    """Runs one denoise step per engine step. The device time of each step is reported to the
+    scheduler."""
 
     decodes_chunks = True
     runs_schedule: ClassVar[bool] = True
-    """Whether this rank updates the latents, and therefore checks them and ends chunks."""
+    """Whether this rank updates the latents, and therefore also checks them and finishes chunks."""
 
     def step(
         self, states: Sequence[RequestState], received: IntermediateTensors | None
@@ -42,7 +43,8 @@ class SingleRank(Role):
         self.pacer.launching()
         self.micro_step(states, received, outputs)
         self.pacer.launched(moves=len(earlier) < len(states))
-        # This step's work is queued: the device is busy while the host packs earlier results.
+        # The work of this step is queued, so the device is busy while the host packs the results of
+        # earlier steps.
         pack_results(earlier, outputs)
         # A clean-context pass is launched while the device runs the last denoise step. The host is
         # then free when the frames are decoded, however long it takes to launch the pass.
@@ -57,8 +59,8 @@ class SingleRank(Role):
         received: IntermediateTensors | None,
         outputs: Envelopes,
     ) -> IntermediateTensors | None:
-        # Ranks that share the layers see the same list. A finished chunk may be in it once more, to
-        # deliver a result that was held back.
+        # This list is the same on all ranks that share the layers. `states` may contain a finished
+        # chunk once more, to deliver a result that was held back.
         chunks = [state for state in states if not state.is_session_operation and not state.done]
         waiting = self.in_flight.waiting(chunks)
         if self.parts.omni.kv_growth:
@@ -68,7 +70,7 @@ class SingleRank(Role):
             if state.failure is None and state.chunk is None and state not in waiting:
                 self.admission.admit(state, outputs)
         alive = [state for state in chunks if state.failure is None and state not in waiting]
-        # ranks that share the layers run the same requests; one of them encodes text
+        # Ranks that share the layers run the same requests. Only one of these ranks encodes text.
         if self.agreement.several:
             alive = self.agreement.alive(chunks, waiting, None)
             self.parts.texts.complete(first_steps(alive), {})
@@ -83,9 +85,9 @@ class SingleRank(Role):
     ) -> torch.Tensor | None:
         """Run one forward pass for one batch.
 
-        On one rank an exception fails only the request that causes it: the batch is repeated one
-        request at a time. On several ranks the exception is raised, because the other ranks are in
-        the collectives of this batch and the engine can only exit.
+        If the engine has one rank, an exception fails only the request that causes it, because the
+        batch is repeated one request at a time. If it has several ranks, the exception is raised
+        and the engine exits, because the other ranks wait in the collectives of the batch.
 
         Args:
             states: Requests with equal `batch_key` and adapters.
@@ -111,7 +113,7 @@ class SingleRank(Role):
             return None
         for state, request in zip(states, requests, strict=True):
             if self.runs_schedule and request.step == request.num_steps - request.clean_passes:
-                # launched now, read in `end_batch`
+                # The check is launched now, and its result is read in `end_batch`.
                 state.finite = FiniteCheck(self.model.latents(request))
         return result
 
@@ -126,9 +128,10 @@ class SingleRank(Role):
         return prediction
 
     def end_batch(self, states: Sequence[RequestState], outputs: Envelopes) -> None:
-        """End the chunks of a batch whose latents are final: check, decode, commit.
+        """Check, decode and commit the chunks of a batch whose last step this was.
 
-        The decode is launched before a clean-context pass, because the frames do not depend on it.
+        If a chunk still has a clean-context pass after its latents are final, the decode is
+        launched before that pass, because the frames do not depend on it.
         """
         alive = [state for state in states if state.failure is None]
         self.chunk_end.decode_before_clean_pass(alive)
@@ -139,9 +142,7 @@ class SingleRank(Role):
 
 
 class WholeChunks(SingleRank):
-    """Runs all steps of a chunk in one engine step, for schedulers that expect this (vLLM's
-    own).
-    """
+    """Runs all steps of a chunk in one engine step, as vLLM's own schedulers expect."""
 
     def step(
         self, states: Sequence[RequestState], received: IntermediateTensors | None
@@ -159,7 +160,7 @@ def first_steps(states: Sequence[RequestState]) -> list[DiffusionRequest]:
 
 
 def _chunk_order(state: RequestState) -> tuple[str, float]:
-    """Sort key: chunks of one session in the order of their index."""
+    """Return a sort key that puts the chunks of a session in the order of their index."""
     return (
         ("", 0.0)
         if state.params is None

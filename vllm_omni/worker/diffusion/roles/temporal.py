@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StageSteps`: a pipeline in which every stage owns one denoise step (`omni.pipeline` "temporal").
+"""`StageSteps`: a pipeline in which every stage runs one denoise step (`omni.pipeline` "temporal").
 
 A chunk passes through all stages in one engine step. Stage i holds the whole network and the K/V
-window of step i; it receives the chunk's latents, runs step i and sends the latents to the next
-stage. The session's next chunk follows one stage behind, so that a single session uses all stages.
-The last stage decodes and sends the result to the others (`ReturnChannel`). Its message contains
-the inputs of the last step, which a stage needs in order to attend to the first chunk of a session
-as that step left it. The position of a stage in the pipeline, and therefore its role, is the same
-as for any stage with layers. This module does not depend on a model.
+window of step i. Stage i receives the chunk's latents, runs step i and sends the latents to the
+next stage. The session's next chunk follows one stage behind, so a single session uses all stages.
+The last stage decodes, and sends a message to the other stages (`ReturnChannel`). The message
+contains the inputs of the last step, which a stage needs in order to attend to the first chunk of a
+session at that noise level. The position of a stage in the pipeline, and therefore its role, is the
+same as for any stage with layers. This module does not depend on a model.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from vllm_omni.model_executor.interfaces import DiffusionRequest, SupportsStepEx
 
 
 class StageSteps:
-    """The denoise steps of a rank in a temporal pipeline. A `StepSplit`.
+    """Implementation of `StepSplit` for a rank in a temporal pipeline.
 
     Args:
         model: The model.
@@ -35,14 +35,14 @@ class StageSteps:
     def run_steps(
         self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None
     ) -> torch.Tensor:
-        """Run this stage's step, which is the only one of a chunk on this rank.
+        """Run this stage's denoise step, which is the only step of a chunk that this rank runs.
 
         Args:
             batch: Chunks that run the step.
             hidden: Result of the previous stage; None on the first stage.
 
         Returns:
-            Latents [B, ...].
+            Latents of the chunks after the step, [B, ...].
         """
         if hidden is not None:
             for request, latents in zip(batch, hidden, strict=True):
@@ -57,5 +57,6 @@ class StageSteps:
         return torch.stack([self._model.latents(request) for request in batch])
 
     def latents_for_earlier_stages(self, request: DiffusionRequest) -> torch.Tensor:
-        """Return and remove the inputs of the last step. For the last stage."""
+        """Return and remove the stored inputs of the last step. Only the last stage calls this
+        method."""
         return self._entered.pop(request.request_id)

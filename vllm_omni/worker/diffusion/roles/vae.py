@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the VAE as a separate pipeline stage (`omni.vae_stage`), after the ranks with layers.
 
-Its counterpart (`BeforeVAE`) sends a small host message after every step, with the latents of a
-chunk as soon as they are final. The VAE stage starts the decode on a separate CUDA stream and
-returns to the engine immediately, so that the next step is scheduled while both devices work. A
-result is returned with the first engine step that finds it ready. An engine step that only collects
-results waits for them, but only briefly, because other batches are queued.
+The last stage with layers (`BeforeVAE`) sends a small host message after every step. The message
+contains the latents of a chunk as soon as they are final. The VAE stage starts the decode on a
+separate CUDA stream and returns to the engine immediately, so the next step is scheduled while both
+devices work. A result is returned by the first engine step that finds it ready. An engine step that
+only collects results waits for them, but only briefly, because other batches are queued.
 
-A chunk is committed here when the ranks with layers have committed it. If its decode fails earlier
-(during a clean-context pass), the session is not changed. If it fails in the step that commits, the
-other ranks are ahead: the session then remains live on all ranks but refuses every later chunk
-until it is closed or reset. This module does not depend on a model.
+The VAE stage commits a chunk when the ranks with layers have committed it. If the decode of a chunk
+fails before that (during a clean-context pass), the session is not changed. If the decode fails in
+the step that commits the chunk, the other ranks have already committed it. The session then remains
+live on all ranks, but every later chunk is refused until the session is closed or reset. This
+module does not depend on a model.
 """
 
 import time
@@ -28,22 +29,22 @@ from vllm_omni.worker.diffusion.link import ChunkNote, StageNote
 from vllm_omni.worker.diffusion.roles.role import Envelopes, RankParts, Role, pack_results
 
 _WAIT_S = 0.02
-"""Maximum time in seconds to wait for results in a step that only collects results, because other
-batches may be queued.
+"""Maximum time in seconds for which a step that only collects results waits for them. The time is
+short, because other batches may be queued.
 """
 _POLL_S = 0.0005
 _MAX_DECODES = 3
-"""Maximum number of decodes in flight of all sessions. Beyond this number the stage delays the
-steps, because it is the slowest stage.
+"""Maximum number of decodes in flight, of all sessions together. At this limit, the VAE stage waits
+for the oldest decode and thus delays the steps, because it is the slowest stage.
 """
 
 
 class VAEStage(Role):
     """Role of the VAE stage.
 
-    A rank decodes if `parts.decodes`; the other ranks of the stage only track chunks. With
-    `parts.shares_decode`, all of them decode together (`SupportsParallelDecode`) after they have
-    agreed to do so.
+    A rank decodes if `parts.decodes` is true; the other ranks of the stage only track chunks. With
+    `parts.shares_decode`, all ranks of the stage decode together (`SupportsParallelDecode`) after
+    they have agreed to do so.
     """
 
     def __init__(self, parts: RankParts) -> None:
@@ -72,8 +73,8 @@ class VAEStage(Role):
         note = StageNote.read_tensors(received.tensors)
         self.fail(states, note)
         for state in states:
-            # A chunk that the ranks with layers hold back or have refused does not start here
-            # either.
+            # A chunk does not start on this stage if the ranks with layers hold it back or have
+            # refused it.
             starts = state.is_session_operation or state.request_id in note.taking_part
             if state.failure is None and state.chunk is None and starts:
                 self.admission.admit(state, outputs)
@@ -91,10 +92,10 @@ class VAEStage(Role):
     def advance(
         self, states: Sequence[RequestState], note: StageNote, latents: Mapping[str, torch.Tensor]
     ) -> list[RequestState]:
-        """Apply the message of a step.
+        """Apply the message that the last stage with layers has sent after a step.
 
-        Results of committed chunks are then `pending` (not on ranks that only track chunks).
-        Refused and failed requests have their `failure`.
+        On ranks that decode, committed chunks then have a `pending` result. Refused and failed
+        requests then have a `failure`.
 
         Args:
             states: Scheduled requests.
@@ -127,11 +128,12 @@ class VAEStage(Role):
         return done
 
     def ready(self, due: Sequence[RequestState], *, alone: bool) -> list[RequestState]:
-        """Return the requests of `due` whose result has arrived on the host.
+        """Return the requests of `due` whose results have arrived on the host.
 
         Args:
             due: Requests with a pending result.
-            alone: Whether the step only collects results; it then waits for up to `_WAIT_S`.
+            alone: Whether the step only collects results. Such a step waits for up to `_WAIT_S`
+                until a result has arrived.
         """
         deadline = time.perf_counter() + _WAIT_S
         while True:
@@ -163,7 +165,8 @@ class VAEStage(Role):
             state.failure = state.decode_failure
 
     def _drop_chunks(self, state: RequestState) -> None:
-        """Mark a session as lost, because other ranks committed a chunk that failed here."""
+        """Mark a session as lost, because other ranks have committed a chunk that failed on this
+        rank."""
         session_id = None if state.params is None else state.params.session_id
         if session_id is not None and session_id in self._sessions:
             self._sessions.get(session_id).failure = _lost()
@@ -173,8 +176,8 @@ class VAEStage(Role):
             self.in_flight.fail(state.chunk, because=_lost())
 
     def _loss(self, state: RequestState) -> RequestFailed | None:
-        """Return the reason why the session of a new chunk cannot continue, or None if it can or is
-        not live.
+        """Return the reason why the session of a new chunk cannot continue. The result is None if
+        it can continue, or if it is not live.
         """
         if state.chunk is not None or state.params is None or state.is_session_operation:
             return None

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LayersRole`: the additions to `SingleRank` for several pipeline stages, and the role of the last
-stage.
+"""`LayersRole`: the additions to `SingleRank` for several pipeline stages. `LastStage`: the role of
+the last stage.
 
 A stage receives hidden states and a mask of the requests that take part, runs its layers and sends
 a message to the next stage. A `StepSplit` determines which denoise steps this rank runs. Tests:
@@ -23,29 +23,30 @@ from vllm_omni.worker.diffusion.roles.single import SingleRank, first_steps
 
 
 class StepSplit(Protocol):
-    """The denoise steps of a chunk that a rank runs (`omni.pipeline`)."""
+    """Runs the denoise steps of a chunk, or the share of each step, that `omni.pipeline` assigns to
+    a rank."""
 
     def run_steps(
         self, batch: Sequence[DiffusionRequest], hidden: torch.Tensor | None
     ) -> torch.Tensor:
-        """Run this rank's part of a step, and advance `step` of each request.
+        """Run this rank's share of a step, and advance `step` of each request.
 
         Args:
             batch: Chunks that run the step.
             hidden: Result of the previous stage; None on the first stage.
 
         Returns:
-            `hidden` for the next stage.
+            The argument `hidden` for the next stage.
         """
 
     def latents_for_earlier_stages(self, request: DiffusionRequest) -> torch.Tensor:
-        """Return the latents for the earlier stages. Called on the last stage, once after each
-        `take`.
+        """Return the latents that are sent to the earlier stages. The last stage calls this method
+        once for each chunk after `run_steps`.
         """
 
 
 class EveryStep:
-    """This rank runs its layers in every step.
+    """Implementation of `StepSplit` for a rank that runs its layers in every step.
 
     Args:
         model: The model.
@@ -75,25 +76,25 @@ class MicroStep:
     """Outcome of one micro-step, from which the message to the next stage is created."""
 
     states: Sequence[RequestState]
-    """All requests of the batch."""
+    """All scheduled requests."""
     chunks: Sequence[RequestState]
-    """Requests that need computation."""
+    """Requests whose chunk is not finished. Session operations are not included."""
     alive: Sequence[RequestState]
-    """Requests that ran the step."""
+    """Requests that ran the micro-step."""
     starting: Sequence[DiffusionRequest]
     """Chunks that ran their first step."""
     waiting: Sequence[RequestState]
-    """Requests held back in this step."""
+    """Requests that were held back in this micro-step."""
     results: Sequence[torch.Tensor | None]
-    """Result of each forward pass, in order."""
+    """Results of the forward passes, in order."""
 
 
 class LayersRole(SingleRank):
-    """A stage that holds layers, before or after other stages.
+    """Role of a stage that holds layers, if there are several pipeline stages.
 
     Args:
-        parts: The objects of this rank.
-        steps: The part of each chunk's steps that this rank runs.
+        parts: Objects that the rank uses.
+        steps: Runs this rank's share of a chunk's denoise steps.
     """
 
     def __init__(self, parts: RankParts, steps: StepSplit) -> None:
@@ -106,8 +107,8 @@ class LayersRole(SingleRank):
         received: IntermediateTensors | None,
         outputs: Envelopes,
     ) -> IntermediateTensors | None:
-        # Equal on every rank. A finished chunk may be scheduled again to deliver a result held
-        # back.
+        # This list is the same on every rank. A finished chunk may be scheduled again to deliver a
+        # result that was held back.
         chunks = [state for state in states if not state.is_session_operation and not state.done]
         tensors = {} if received is None else received.tensors
         mask = None if received is None else self.agreement.read_mask(tensors, chunks)
@@ -137,8 +138,8 @@ class LayersRole(SingleRank):
         return self.steps.run_steps(requests, hidden)
 
     def end_batch(self, states: Sequence[RequestState], outputs: Envelopes) -> None:
-        """Like `SingleRank`, but also send the latents and status of each request to the earlier
-        stages.
+        """Finish chunks as `SingleRank` does, and send the latents and the status of each request
+        to the earlier stages.
         """
         super().end_batch(states, outputs)
         if self.channel is not None:
@@ -156,9 +157,10 @@ class LayersRole(SingleRank):
 
 
 class LastStage(LayersRole):
-    """The last of several pipeline stages, which has the last layers and the decoder.
+    """Role of the last of several pipeline stages, which has the last layers and the decoder.
 
-    It sends return messages to the earlier stages, decodes, and returns results to the engine.
+    The last stage sends return messages to the earlier stages, decodes, and returns results to the
+    engine.
     """
 
     def message(self, done: MicroStep, outputs: Envelopes) -> None:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Admission`: acquires a request's session and conditioning on one rank, and releases them at its
-end.
+"""`Admission`: acquires a request's session and conditioning on one rank, and releases them when
+the request ends.
 
-Before its first step, a generation request gets its session (created for the first chunk) and its
-encoded conditioning. The session is pinned until `release`. Session operations run immediately. An
-exception becomes the `failure` of the request, and a session that was created by the request is
-closed. This module does not depend on a model.
+Before its first step, a generation request gets its session (which is created for the first chunk)
+and its encoded conditioning. The session is pinned until `release` is called. Session operations
+run immediately. An exception becomes the `failure` of the request; if the request has created its
+session, the session is closed. This module does not depend on a model.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,8 @@ from vllm_omni.worker.diffusion.sessions.in_flight import ChunksInFlight
 from vllm_omni.worker.diffusion.sessions.store import SessionStore
 
 _UNKNOWN = 2**31 - 1
-"""Number of frames of a session that does not exist yet. It is larger than any window."""
+"""Number of frames that is used for a session that does not exist yet. The number is larger than
+any window."""
 
 
 class Admission:
@@ -37,7 +38,7 @@ class Admission:
     Args:
         model: Encodes conditions and creates sessions.
         sessions: Sessions of the rank.
-        in_flight: Chunks in flight of the rank.
+        in_flight: Chunks in flight on the rank.
         device: Device on which the model's stages are timed.
         adapters: LoRA adapters of the rank.
     """
@@ -74,11 +75,11 @@ class Admission:
     def grow_sessions(self, states: Sequence[RequestState], agreement: RankAgreement) -> None:
         """Grow the sessions of chunks that are about to be admitted, or limit their windows.
 
-        Ranks that share layers make the same decision (collective with `omni.kv_growth`).
+        All ranks that share layers make the same decision (collective with `omni.kv_growth`).
 
         Args:
-            states: Requests, which are the same on these ranks.
-            agreement: Agreement with these ranks.
+            states: Requests to be admitted, which are the same on all ranks that share layers.
+            agreement: Agreement with the ranks that share layers.
         """
         names = [state.params.session_id for state in states if state.params is not None]
         held = [
@@ -94,11 +95,12 @@ class Admission:
     ) -> None:
         """Acquire the session and the conditioning of a request, or run its session operation.
 
-        Raises nothing. Afterwards, the request has its `chunk`, its result or its `failure`.
+        This method raises no exceptions. Afterwards, the request has a `chunk`, a result or a
+        `failure`.
 
         Args:
-            state: The request.
-            outputs: Receives the result of a session operation, by request id.
+            state: Request to admit.
+            outputs: Dict that receives the result of a session operation, by request id.
             index: Chunk index that an earlier pipeline stage assigned; None on the first stage.
         """
         params = state.params
@@ -126,7 +128,8 @@ class Admission:
                 raise session.failure
             num_ahead, predecessor = self._in_flight.ahead(params.session_id)
             expected = session.chunk_index + num_ahead
-            # this rank does not know yet that the previous chunk failed
+            # If the indices differ, the predecessor may have failed on this rank, and the stage
+            # that assigned the index has not received the failure yet.
             if index is not None and index != expected:
                 predecessor = self._in_flight.failed(params.session_id, index - 1)
                 expected = expected if predecessor is None else index
@@ -164,7 +167,8 @@ class Admission:
             self._drop_unborn_session(state)
 
     def _select(self, state: RequestState, before: Selection) -> Selection:
-        """Select the adapters that the chunk specifies, otherwise those of its predecessor."""
+        """Select the adapters that the chunk specifies. If it specifies none, select those of its
+        predecessor."""
         assert state.params is not None
         if state.params.lora is not None:
             return self._adapters.select(state.params.lora)
@@ -185,12 +189,15 @@ class Admission:
         self._drop_unborn_session(state)
 
     def _drop_unborn_session(self, state: RequestState) -> None:
-        """Close the session of a failed first chunk, or of a one-shot request."""
+        """Close the session that a request has created, if its first chunk was not committed or if
+        the request is one-shot."""
         if state.opened_session and state.params is not None:
             session_id = state.params.session_id
             if session_id in self._sessions:
                 session = self._sessions.get(session_id)
-                lost = session.failure is not None  # other ranks still hold it: report the failure
+                # Other ranks still hold a session that has failed on this rank, so keep it here,
+                # too, and report the failure.
+                lost = session.failure is not None
                 if state.params.one_shot or (session.chunk_index == 0 and not lost):
                     self._sessions.close(session_id)
             state.opened_session = False

@@ -2,10 +2,10 @@
 """`BackgroundSnapshots`: periodic snapshots of live sessions on one rank that hardly delay chunks.
 
 A session is copied to host memory between two engine steps, and a thread writes the copy to a file
-during the next steps, so that only the copy delays the engine. Only one snapshot is written at a
-time. Its buffer, which is as large as the largest session so far, is retained, because allocating
-pages (in particular page-locked ones) costs more than the copy. This module does not depend on a
-model or on sockets.
+during the next steps, so only the copy delays the engine. Only one snapshot is written at a time.
+The buffer for the copy is as large as the largest session so far. The buffer is retained, because
+allocating memory (in particular page-locked memory) takes longer than the copy. This module does
+not depend on a model or on sockets.
 """
 
 import time
@@ -27,14 +27,14 @@ from vllm_omni.worker.diffusion.sessions.snapshots import (
 )
 
 _PIECE_BYTES: Final = 8 << 20
-"""Bytes written per system call. During a call the main thread can run."""
+"""Number of bytes that are written per system call. The main thread can run during a call."""
 
 
 class BackgroundSnapshots:
-    """Periodic snapshots of one rank.
+    """Periodic snapshots of the sessions on one rank.
 
     Args:
-        snapshots: Snapshots of the same rank.
+        snapshots: Saves and restores sessions on the same rank.
         device: Device of the sessions.
     """
 
@@ -47,10 +47,10 @@ class BackgroundSnapshots:
 
     @returns_result
     def stage(self, session_id: str) -> bytes:
-        """Copy a session to host memory in its state after the last finished chunk.
+        """Copy a session, in its state after the last finished chunk, to host memory.
 
         Returns:
-            `StagedRank` as JSON.
+            A `StagedRank` as JSON.
         """
         if self._writing is not None and not self._writing.done():
             raise RequestFailed(
@@ -66,12 +66,12 @@ class BackgroundSnapshots:
 
     @returns_result
     def write(self, session_id: str, path: str, starts: Sequence[int]) -> None:
-        """Start writing the copy to its offset in the file.
+        """Start writing the copy of a session to its offset in the file.
 
         Args:
-            session_id: Session that was staged.
-            path: The file.
-            starts: As `SnapshotPlan.starts`.
+            session_id: Id of the session that was staged.
+            path: Path of the snapshot file.
+            starts: Offsets of the ranks in the file; see `SnapshotPlan.starts`.
         """
         rank = rank_in_world()
         if self._staged != (session_id, starts[rank + 1] - starts[rank]):
@@ -82,8 +82,8 @@ class BackgroundSnapshots:
 
     @returns_result
     def written(self, session_id: str) -> float | None:
-        """Return None while the thread is writing, and then the CPU seconds that it took from the
-        steps.
+        """Return None while the thread is writing, and then the number of CPU seconds that writing
+        has taken from the denoise steps.
         """
         if self._staged is None or self._staged[0] != session_id or self._writing is None:
             raise RequestFailed(
@@ -104,7 +104,8 @@ class BackgroundSnapshots:
             position += tensor.nbytes
             if not tensor.nbytes:
                 continue
-            if slot.storage_offset() % tensor.element_size():  # misaligned for this dtype
+            # A slot may be misaligned for the dtype of its tensor. Copy the bytes in this case.
+            if slot.storage_offset() % tensor.element_size():
                 slot.copy_(tensor.contiguous().view(-1).view(torch.uint8))
             else:
                 slot.view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=is_cuda)
@@ -112,10 +113,11 @@ class BackgroundSnapshots:
             torch.cuda.current_stream(self._device).synchronize()
 
     def _write(self, path: Path, starts: Sequence[int], rank: int) -> float:
-        """Write the copy. Runs in the thread.
+        """Write the copy to the file. This method runs in the thread.
 
         Returns:
-            CPU seconds taken from the denoise steps; 0 unless the device is the CPU.
+            CPU seconds that writing has taken from the denoise steps. 0 unless the device is the
+                CPU.
         """
         started_s = time.thread_time()
         own = self._memory.numpy().data[: starts[rank + 1] - starts[rank]]

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ChunksInFlight`: the chunks of each session that this rank has started and not committed.
+"""`ChunksInFlight`: the chunks of each session that this rank has started but not committed.
 
-`ChunkOrder` decides which of them may run a step. If a chunk fails or is aborted, all later chunks
-of the session fail too, because they were computed from it. The session retains its last committed
-state. The first pipeline stage decides which chunks may start (`waiting`) and assigns their
-indices; later stages follow its mask. The last stage is the first to detect a failure. Until the
-scheduler releases the failed chunk, `failed` finds it for later chunks that an earlier stage still
-sends. This module does not depend on a model or on the scheduler.
+`ChunkOrder` decides which chunks in flight may run a step. If a chunk fails or is aborted, all
+later chunks of the session fail, too, because they were computed from it. The session retains its
+last committed state.
+
+The first pipeline stage decides which chunks may start (`waiting`) and assigns their indices; later
+stages follow its mask. The last stage is the first to detect a failure. Earlier stages may still
+send later chunks of the session to it. For these chunks, `failed` finds the failed predecessor
+until the scheduler releases it. This module does not depend on a model or on the scheduler.
 """
 
 from collections.abc import Sequence
@@ -18,11 +20,11 @@ from vllm_omni.outputs import RequestFailed
 
 
 class ChunksInFlight:
-    """Chunks in flight of one rank, oldest first.
+    """Chunks in flight on one rank, oldest chunk first.
 
     Args:
-        limit: Maximum number of chunks of a session in flight. With 1, no chunk waits or has a
-            predecessor.
+        limit: Maximum number of chunks of a session in flight. If it is 1, no chunk waits, and no
+            chunk has a predecessor in flight.
     """
 
     def __init__(self, limit: int) -> None:
@@ -31,14 +33,14 @@ class ChunksInFlight:
         self._failed: dict[str, list[RequestState]] = {}
 
     def ahead(self, session_id: str) -> tuple[int, DiffusionRequest | None]:
-        """Return the number of chunks in flight of a session, and the newest of them."""
+        """Return the number of chunks in flight of a session, and the newest of these chunks."""
         chunks = self._chunks.get(session_id)
         return (len(chunks), chunks[-1].chunk) if chunks else (0, None)
 
     def is_next(self, request: DiffusionRequest) -> bool:
-        """Whether a chunk directly follows the committed session.
+        """Return whether a chunk directly follows the last committed chunk of its session.
 
-        Only such a chunk may be decoded.
+        Other chunks in flight must not be decoded yet.
         """
         chunks = self._chunks.get(request.session.session_id, [])
         return bool(chunks) and chunks[0].chunk is request
@@ -46,11 +48,11 @@ class ChunksInFlight:
     def waiting(self, states: Sequence[RequestState]) -> list[RequestState]:
         """Return the requests of a batch that may not run a step yet.
 
-        Call it before any request of the batch runs its step.
+        Call this method before any request of the batch runs its step.
         """
         if self.order.limit == 1:
             return []
-        # session id -> its only queued chunk that may start
+        # For each session id, the only queued chunk of the session that may start.
         first: dict[str, tuple[float, RequestState]] = {}
         for state in states:
             if state.chunk is None and state.failure is None and state.params is not None:
@@ -75,7 +77,8 @@ class ChunksInFlight:
         return not self.order.may_move(step, steps, established=established)
 
     def failed(self, session_id: str, index: int) -> DiffusionRequest | None:
-        """Return the newest failed chunk with an index that was not released, or None."""
+        """Return the newest failed chunk of a session with this index that has not been released.
+        The result is None if there is no such chunk."""
         return next(
             (
                 state.chunk
@@ -88,7 +91,8 @@ class ChunksInFlight:
     def add_chunk(self, state: RequestState, predecessor: DiffusionRequest | None) -> None:
         """Register an admitted chunk.
 
-        If its predecessor has failed, the chunk fails too, and its steps are discarded.
+        If the predecessor has failed, the chunk fails, too, and the results of its steps are
+        discarded.
         """
         assert state.chunk is not None
         session_id = state.chunk.session.session_id
@@ -108,8 +112,8 @@ class ChunksInFlight:
 
         Args:
             request: The failed chunk.
-            because: Error of the later chunks. None means `predecessor_failed`: the session is
-                unchanged.
+            because: Error of the later chunks. By default the error is `predecessor_failed`, which
+                implies that the session is unchanged.
         """
         chunks = self._cut(request, keep_followers=False)
         for state in chunks[1:]:
@@ -129,7 +133,11 @@ class ChunksInFlight:
             self._failed[session_id] = left
 
     def _cut(self, request: DiffusionRequest, *, keep_followers: bool) -> list[RequestState]:
-        """Remove a chunk and return it and all later chunks."""
+        """Remove a chunk, and all later chunks unless `keep_followers` is set.
+
+        Returns:
+            The chunk and all later chunks. Empty if the chunk is not in flight.
+        """
         session_id = request.session.session_id
         chunks = self._chunks.get(session_id, [])
         position = next(

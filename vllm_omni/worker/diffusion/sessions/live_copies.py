@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LiveCopies`: snapshot files of sessions that are about to be moved, which are updated while the
-sessions are active.
+"""`LiveCopies`: snapshot files of sessions that are about to be moved. The files are updated while
+the sessions are active.
 
-The first version is written by a thread, directly from the memory of the session and on a separate
+A thread writes the first version of a file directly from the memory of the session, on a separate
 CUDA stream, while the engine runs its steps. The K/V of finished chunks do not change, and chunks
-in flight write only to slots that no later chunk reads, so that inconsistent data is exactly the
-data that the next version omits. A later version writes only tensors whose digest or location has
-changed. New tensors are stored at the offsets of tensors that have left the window, so that all
-others remain at their offsets in the file.
+in flight write only to slots that no later chunk reads. The only inconsistent data in the file is
+therefore data that the next version does not contain. For a later version, only tensors whose
+digest or location has changed are written. New tensors are stored at the offsets of tensors that
+have left the window, so all other tensors remain at their offsets in the file.
 
-The last version is written while the session is paused, so that the file is then a complete
-snapshot. With the digests of this version, the other server can check the session in device memory.
-This module does not depend on a model or on sockets.
+The last version is written while the session is paused, so the file is then a complete snapshot.
+The other server uses the digests of this version to check the session in device memory. This module
+does not depend on a model or on sockets.
 """
 
 import logging
@@ -43,7 +43,8 @@ from vllm_omni.worker.diffusion.sessions.snapshots import (
 logger = logging.getLogger("vllm." + __name__)
 
 _MOST_COPIES: Final = 4
-"""Maximum number of files at a time. It is limited, because each file is mapped into memory."""
+"""Maximum number of files at the same time. The number is limited, because each file is mapped into
+memory."""
 
 Place = tuple[str, str]
 """Name and digest of a tensor."""
@@ -51,33 +52,34 @@ Place = tuple[str, str]
 
 @dataclass
 class _Copy:
-    """This rank's part of one file."""
+    """This rank's part of one snapshot file."""
 
     session_id: str = ""
-    """Session of the version that is being written."""
+    """Id of the session in the version that is being written."""
     chunk_index: int = 0
-    """Its next chunk."""
+    """Index of the session's next chunk in the version that is being written."""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Tensors of the version, in the order of the file. Empty after they have been written."""
+    """Tensors of the version that is being written, in the order of the file; empty once writing
+    has started."""
     digests: dict[str, str] = field(default_factory=dict)
-    """Their digests."""
+    """Digests of the tensors in the version that is being written, by name."""
     places: dict[int, Place] = field(default_factory=dict)
-    """Content of the file by position."""
+    """Names and digests of the tensors in the file, by offset."""
     sizes: dict[int, int] = field(default_factory=dict)
-    """Number of bytes at each of these offsets."""
+    """Sizes of the tensors in the file in bytes, by offset."""
     allocated: int = 0
-    """End of the part of the file for which memory or disk space is allocated."""
+    """Offset in the file up to which memory or disk space is allocated."""
     mapping: Any = None
-    """The file's bytes in memory. None: not mapped yet."""
+    """The file mapped into memory, or None if the file is not mapped yet."""
     writing: "Future[int] | None" = None
-    """The thread's work: bytes written."""
+    """Number of bytes written, as a future that is done when writing has finished."""
 
 
 class LiveCopies:
-    """Files of the sessions of one rank that are about to be moved.
+    """Snapshot files of those sessions on one rank that are about to be moved.
 
     Args:
-        snapshots: Snapshots of the same rank.
+        snapshots: Saves and restores sessions on the same rank.
         device: Device of the sessions.
     """
 
@@ -89,10 +91,10 @@ class LiveCopies:
 
     @returns_result
     def describe(self, session_id: str, path: str) -> bytes:
-        """Describe a session for the next version of a file, with digests.
+        """Describe a session for the next version of a file, including digests.
 
         Returns:
-            `RankDescription` as JSON, with its tensors in the order of the file.
+            A `RankDescription` as JSON, with the tensors in the order of the file.
         """
         session = self._snapshots.committed(session_id)
         tensors = session.tensors()
@@ -113,15 +115,15 @@ class LiveCopies:
     def write(
         self, session_id: str, path: str, chunk_index: int, starts: Sequence[int], is_playing: bool
     ) -> None:
-        """Write the data that has changed.
+        """Write the data that has changed since the last version of the file.
 
         Args:
-            session_id: Session that was described.
-            path: The file.
+            session_id: Id of the session that was described.
+            path: Path of the snapshot file.
             chunk_index: Index of the session's next chunk in the description.
-            starts: As `SnapshotPlan.starts`.
-            is_playing: Whether to write in the thread; `written` returns the result when it has
-                finished.
+            starts: Offsets of the ranks in the file; see `SnapshotPlan.starts`.
+            is_playing: Whether to write in the thread while the engine continues. `written` returns
+                the result when writing has finished.
         """
         copy = self._copies.get(path)
         if copy is None or (copy.session_id, copy.chunk_index) != (session_id, chunk_index):
@@ -138,11 +140,14 @@ class LiveCopies:
             for name, position, tensor in positions
             if copy.places.get(position) != (name, copy.digests[name])
         ]
-        # a version that cannot be written leaves nothing that is known
+        # If this version cannot be written, the content of the file is unknown, so clear
+        # `copy.places` until writing has finished.
         copy.tensors, copy.places = {}, {}
         places = {position: (name, copy.digests[name]) for name, position, _ in positions}
         copy.sizes = {position: tensor.nbytes for _, position, tensor in positions}
-        if is_playing and not session.growing_nbytes:  # memory that grows may be unmapped
+        # A growing window may be unmapped while the engine continues, so do not write it in the
+        # thread.
+        if is_playing and not session.growing_nbytes:
             copy.writing = self._thread.submit(
                 self._write, Path(path), starts, copy, changed, places
             )
@@ -153,7 +158,7 @@ class LiveCopies:
 
     @returns_result
     def written(self, path: str) -> int | None:
-        """Return None while the thread is writing, and then the number of bytes.
+        """Return None while the thread is writing, and then the number of bytes written.
 
         Raises:
             RequestFailed: The file cannot be written.
@@ -165,8 +170,9 @@ class LiveCopies:
 
     @returns_result
     def end(self, path: str) -> None:
-        """Release the memory of a file. Idempotent. A thread that is still writing the file
-        finishes first.
+        """Release the memory that is used for a file. Idempotent.
+
+        If the thread is still writing the file, the memory is released when it has finished.
         """
         self._copies.pop(path, None)
 
@@ -180,16 +186,18 @@ class LiveCopies:
         *,
         is_ahead: bool = True,
     ) -> int:
-        """Write `changed`, after which the file has `places`, and return the number of bytes
-        written.
+        """Write the tensors in `changed`, and record `places` as the new content of the file.
 
-        If `is_ahead`, this runs in the thread.
+        If `is_ahead` is set, this method runs in the thread.
+
+        Returns:
+            Number of bytes written.
         """
         rank, started_s = rank_in_world(), time.perf_counter()
         num_bytes = sum(tensor.nbytes for _, tensor in changed)
         with planned_file(path, starts) as descriptor, torch.inference_mode():
             begin, end = max(starts[rank], copy.allocated), starts[rank + 1]
-            if begin < end:  # writing to a mapping without disk space would end the process
+            if begin < end:  # writing to a mapping without disk space would kill the process
                 os.posix_fallocate(descriptor, begin, end - begin)
                 copy.mapping = None
             copy.allocated = end
@@ -218,8 +226,9 @@ class LiveCopies:
 
 
 def _in_places(copy: _Copy, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Order tensors so that those in the file keep their offsets, and others of equal size fill
-    gaps.
+    """Order tensors for the next version of a file.
+
+    Tensors that are already in the file keep their offsets. New tensors fill gaps of equal size.
     """
     left = dict(tensors)
     stay = {

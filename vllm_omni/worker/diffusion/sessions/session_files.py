@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SuspendedFiles`: stores suspended sessions on disk that do not fit into host memory.
+"""`SuspendedFiles`: stores on disk those suspended sessions that do not fit into host memory.
 
-A file is a snapshot. The file has no name in its directory, so that it disappears with the process,
-however the process ends. A session is verified with digests that were computed before it left the
-device. Files are written and read between engine steps. This module does not depend on a model.
+Each session is stored as a snapshot file. The file has no name in its directory, so the operating
+system deletes it when the process ends for any reason. When a session is read, it is verified with
+digests that were computed before it left the device. Files are written and read between engine
+steps. This module does not depend on a model.
 """
 
 import os
@@ -25,14 +26,14 @@ from vllm_omni.worker.diffusion.sessions.store import SessionFile
 
 
 class SuspendedFiles:
-    """Files of one rank, which must be the only one of its engine.
+    """Files of suspended sessions. The engine must have only one rank.
 
     Args:
         folder: Directory on the disk (`omni.suspend_dir`). The directory is created if necessary.
-        snapshots: Snapshots of the rank.
+        snapshots: Saves and restores sessions on the rank.
 
     Raises:
-        ValueError: No file can be created there.
+        ValueError: No file can be created in the directory.
     """
 
     def __init__(self, folder: Path, snapshots: SessionSnapshots) -> None:
@@ -47,14 +48,15 @@ class SuspendedFiles:
         return tempfile.TemporaryFile(buffering=0, dir=self._folder)
 
     def write(self, session: Any, digests: Mapping[str, str]) -> SessionFile:
-        """Write a session. It is unchanged.
+        """Write a session to a new file. The session is not changed.
 
         Args:
-            session: The session, on the host or on the device.
-            digests: `tensor_digests` of its tensors.
+            session: Session to write, with its tensors on the host or on the device.
+            digests: Digests of the session's tensors, as returned by `tensor_digests`.
 
         Raises:
-            RequestFailed: `storage_full` or `snapshot_storage`. No file remains.
+            RequestFailed: The file cannot be written, and no file remains. The code is
+                `storage_full` or `snapshot_storage`.
         """
         planned = plan([self._snapshots.described(session)], package_version(), None)
         try:
@@ -75,7 +77,7 @@ class SuspendedFiles:
 
     @torch.inference_mode()
     def read(self, stored: SessionFile) -> SessionState:
-        """Create a session from its file, which is not changed.
+        """Create a session from its file. The file is not changed.
 
         Raises:
             RequestFailed: The file is damaged or cannot be read. No session remains.

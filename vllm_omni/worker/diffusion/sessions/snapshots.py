@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SessionSnapshots`: saves and restores sessions on one rank.
 
-Both run between engine steps. A session is saved in its state after the last committed chunk,
-regardless of chunks in flight; saving does not change it. Restoring creates a new session through
-the model, with the same capacity checks as the session store; if it fails, no session remains. This
-module does not depend on a model.
+Saving and restoring run between engine steps. A session is saved in its state after the last
+committed chunk, regardless of chunks in flight, and is not changed. Restoring creates a new session
+through the model, with the capacity checks of the session store. If restoring fails, no session
+remains. This module does not depend on a model.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ from vllm_omni.worker.diffusion.runner import DiffusionGPUModelRunner
 logger = logging.getLogger("vllm." + __name__)
 
 _SAMPLES = 16
-"""Number of values of each parameter in the digest of the weights."""
+"""Number of values of each parameter that the digest of the weights covers."""
 _SHAPE_FIELDS = (
     "prompt",
     "seed",
@@ -52,16 +52,16 @@ _SHAPE_FIELDS = (
     "sink_frames",
     "options",
 )
-"""Fields of a first chunk's request that a snapshot may contain."""
+"""Fields of the first chunk's request that a snapshot may contain."""
 
 Result = dict[str, Any]
 P = ParamSpec("P")
 
 
 def returns_result(work: Callable[P, Any]) -> Callable[P, Result]:
-    """Decorate an RPC to return `{"ok": result}` or `{"error": [code, message]}` on every rank.
+    """Decorate an RPC so that every rank returns `{"ok": result}` or `{"error": [code, message]}`.
 
-    An exception would hide the results of the other ranks.
+    The RPC does not raise an exception, because this would hide the results of the other ranks.
     """
 
     @functools.wraps(work)
@@ -85,10 +85,10 @@ def returns_result(work: Callable[P, Any]) -> Callable[P, Result]:
 
 
 class SessionSnapshots:
-    """Snapshots of one rank.
+    """Saves and restores the sessions of one rank.
 
     Args:
-        runner: Owner of the sessions. Only its session store and model are used.
+        runner: Model runner, which owns the sessions.
     """
 
     def __init__(self, runner: DiffusionGPUModelRunner) -> None:
@@ -98,7 +98,7 @@ class SessionSnapshots:
 
     @returns_result
     def describe(self, session_id: str) -> bytes:
-        """Return `RankDescription` of a session as JSON."""
+        """Return the `RankDescription` of a session as JSON."""
         return msgspec.json.encode(self.described(self.committed(session_id)))
 
     def described(
@@ -110,10 +110,10 @@ class SessionSnapshots:
         """Describe this rank's part of a session, without its data.
 
         Args:
-            session: The session.
-            tensors: Tensors of the session in the order of the file. Default: the order of the
-                session.
-            digests: As `RankPart.digests`.
+            session: Session to describe.
+            tensors: Tensors of the session in the order of the file. Default: the tensors in the
+                session's own order.
+            digests: Digests of the tensors by name; see `RankPart.digests`.
         """
         return describe(
             self._identity(),
@@ -128,13 +128,13 @@ class SessionSnapshots:
 
     @returns_result
     def write(self, session_id: str, path: str, chunk_index: int, starts: Sequence[int]) -> None:
-        """Copy this rank's tensors into the file.
+        """Copy this rank's tensors of a session into the snapshot file.
 
         Args:
-            session_id: Session to save.
-            path: The file.
-            chunk_index: Required index of the session's next chunk.
-            starts: As `SnapshotPlan.starts`.
+            session_id: Id of the session to save.
+            path: Path of the snapshot file.
+            chunk_index: Index that the session's next chunk must have.
+            starts: Offsets of the ranks in the file; see `SnapshotPlan.starts`.
         """
         session = self.committed(session_id)
         if session.chunk_index != chunk_index:
@@ -149,8 +149,9 @@ class SessionSnapshots:
 
         Args:
             session_id: Id of the new session.
-            path: The file.
-            data_parallel_rank: The only data-parallel rank that restores it; None selects all.
+            path: Path of the snapshot file.
+            data_parallel_rank: Data-parallel rank that restores the session, or None if all ranks
+                restore it.
         """
         own = self._runner.vllm_config.parallel_config.data_parallel_index
         if data_parallel_rank is None or data_parallel_rank == own:
@@ -160,14 +161,16 @@ class SessionSnapshots:
     def update(self, session_id: str, path: str, data_parallel_rank: int | None = None) -> None:
         """Update a restored session from a later version of its file.
 
-        Only the differences are read. If the version is complete, the digests of all tensors are
-        compared afterwards. Those of an earlier version differ where a chunk has changed the
-        session while the version was written. If this fails, the session is closed.
+        Only tensors that differ are read. If the version is complete, the digests of all tensors
+        are compared afterwards. The digests of an incomplete version are not compared, because a
+        chunk may have changed the session while the version was written. If the update fails, the
+        session is closed.
 
         Args:
             session_id: Id of the restored session.
-            path: The file.
-            data_parallel_rank: The only data-parallel rank that has it; None selects all.
+            path: Path of the snapshot file.
+            data_parallel_rank: Data-parallel rank that has restored the session, or None if all
+                ranks have restored it.
         """
         own = self._runner.vllm_config.parallel_config.data_parallel_index
         if data_parallel_rank is not None and data_parallel_rank != own:
@@ -200,7 +203,7 @@ class SessionSnapshots:
                 raise RequestFailed("invalid_snapshot", "the session was damaged on its way")
 
     def invalidate_weights(self) -> None:
-        """Invalidate the digest of the weights, because they were reloaded."""
+        """Invalidate the digest of the weights after the weights have been reloaded."""
         self._weights = self._model = None
 
     def _restore(self, session_id: str, path: Path) -> None:
@@ -210,12 +213,12 @@ class SessionSnapshots:
         sessions.add_session(self.load(session_id, path, sessions.make_room))
 
     def load(self, session_id: str, path: Path, make_room: Callable[[int], None]) -> Any:
-        """Create a session from a file, without making it live.
+        """Create a session from a file, without adding it to the session store.
 
         Args:
             session_id: Id of the session.
-            path: The file.
-            make_room: Makes room for so many bytes, or raises.
+            path: Path of the snapshot file.
+            make_room: Function that makes room for a number of bytes, or raises an exception.
 
         Raises:
             RequestFailed: The file is invalid or does not fit. No session remains.
@@ -243,7 +246,7 @@ class SessionSnapshots:
                     raise RequestFailed(
                         "invalid_snapshot", "the snapshot's parts belong to different chunks"
                     )
-                make_room(session.nbytes)  # more than `nbytes` if its window has grown
+                make_room(session.nbytes)  # larger than `nbytes` if the session's window has grown
             except BaseException:
                 session.close()
                 raise
@@ -251,7 +254,8 @@ class SessionSnapshots:
             return session
 
     def committed(self, session_id: str) -> Any:
-        """Return a session with all finished chunks committed and all tensors written."""
+        """Return a session after committing all its finished chunks and waiting until all its
+        tensors have been written."""
         self._runner.settle(session_id)
         session = self._runner.sessions.get(session_id)
         if session.failure is not None:
@@ -261,7 +265,7 @@ class SessionSnapshots:
                 "unknown_session", f"session {session_id!r} has no finished chunk yet"
             )
         if self._runner.device.type == "cuda":
-            # a decode on another stream may still write a cache
+            # A decode on another CUDA stream may still be writing to a cache.
             torch.cuda.synchronize(self._runner.device)
         return session
 
@@ -292,13 +296,14 @@ def _opened(path: Path) -> Iterator[OpenSnapshot]:
 def model_identity(
     vllm_config: VllmConfig, shares_decode: bool, partition: Sequence[int]
 ) -> ModelIdentity:
-    """Describe everything besides the weights that must match for a session to resume
+    """Describe everything, except the weights, that must be the same for a session to resume
     bit-identically.
 
     Args:
         vllm_config: Configuration of the engine.
         shares_decode: Whether the ranks that share layers decode together.
-        partition: Current number of layers of each stage; () means as even as possible.
+        partition: Current number of layers of each stage. () means that layers are distributed as
+            evenly as possible.
     """
     hf_config = vllm_config.model_config.hf_config
     omni = (
@@ -321,7 +326,7 @@ def model_identity(
     stages = {name: omni[name] for name in ("vae_stage", "pipeline") if omni.get(name)}
     if partition:
         stages["pipeline_partition"] = list(partition)
-    if stages:  # they determine each rank's part of a session
+    if stages:  # the stages determine which part of a session each rank has
         described["stages"] = stages
     text = json.dumps(described, sort_keys=True, default=str)
     parallel = vllm_config.parallel_config
@@ -338,9 +343,9 @@ def model_identity(
 
 
 def weights_digest(parameters: Mapping[str, torch.Tensor]) -> str:
-    """Hash names, shapes, dtypes and evenly spaced samples of the parameters.
+    """Return a hash of the names, shapes, dtypes and evenly spaced samples of the parameters.
 
-    This is sufficient to distinguish checkpoints.
+    The samples are sufficient to distinguish checkpoints.
     """
     digest = hashlib.sha256()
     for name, parameter in sorted(parameters.items()):
@@ -357,10 +362,10 @@ def weights_digest(parameters: Mapping[str, torch.Tensor]) -> str:
 
 
 def _start_options(fields: Mapping[str, Any], session_id: str) -> DiffusionParams:
-    """Return the request that creates a session of the saved size.
+    """Return the parameters of a request that creates a session of the saved size.
 
     Raises:
-        RequestFailed: `invalid_snapshot`.
+        RequestFailed: The fields are invalid (code `invalid_snapshot`).
     """
     unknown = sorted(set(fields) - set(_SHAPE_FIELDS) - {"session_id"})
     if unknown:
@@ -374,5 +379,6 @@ def _start_options(fields: Mapping[str, Any], session_id: str) -> DiffusionParam
 
 
 def rank_in_world() -> int:
-    """Return the rank of this process in the engine, which determines its part of a file."""
+    """Return the rank of this process in the engine, which determines the part of a snapshot file
+    that the process writes and reads."""
     return int(get_world_group().rank_in_group)

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SessionStore`: creates, evicts and frees the sessions of one rank, and tracks their memory.
 
-The first chunk of a session creates it. A session outlives requests and is freed in one place
-(`close`). Admission is by bytes: the size of a session is known before it is created, and constant
-afterwards unless its K/V window grows (`omni.kv_growth`). A session that was idle for some time may
-be *suspended*: its state moves to host memory, which has a separate limit, and back before its next
-chunk (`omni.suspend_idle_s`). Above the limit, the sessions that have been idle longest are moved
-to files (`omni.suspend_dir`). Memory of closed sessions that a model retains (`trim_pool`) counts
-as free and is released for live sessions. This module does not depend on the scheduler or on model
-maths.
+The first chunk of a session creates the session. A session outlives its requests and is freed in
+only one place (`close`). Sessions are admitted by their size in bytes: the size of a session is
+known before it is created, and constant afterwards unless its K/V window grows (`omni.kv_growth`).
+
+A session that has been idle for some time may be *suspended* (`omni.suspend_idle_s`): its state
+moves to host memory, which has a separate limit, and moves back before the session's next chunk.
+When host memory reaches its limit, the sessions that have been idle longest are moved to files
+(`omni.suspend_dir`). A model may retain the memory of closed sessions; this memory counts as free
+and is released for live sessions (`trim_pool`). This module does not depend on the scheduler or on
+model maths.
 """
 
 import contextlib
@@ -32,24 +34,24 @@ logger = logging.getLogger("vllm." + __name__)
 
 @dataclass(frozen=True)
 class Suspension:
-    """When sessions may be suspended."""
+    """Conditions under which sessions may be suspended."""
 
     idle_s: float
     """Time in seconds without a request after which a session may be suspended."""
     max_bytes: int
-    """Maximum total size of all suspended sessions in bytes."""
+    """Maximum total size in bytes of all suspended sessions in host memory."""
     device: torch.device
     """Device on which sessions run. On a CPU, a suspended session is not moved."""
 
 
 class SessionFile:
-    """A suspended session on disk, which replaces the session in the store.
+    """A suspended session on disk. The object replaces the session in the store.
 
     Args:
-        session: The session, whose memory is freed by the caller.
-        file: Its file.
+        session: Session that was written. The caller frees its memory.
+        file: File that contains the session.
         num_bytes: Size of the file in bytes.
-        digests: Digests of the session's tensors.
+        digests: Digests of the session's tensors by name.
     """
 
     def __init__(
@@ -65,12 +67,12 @@ class SessionFile:
         self.adapters, self.file, self.num_bytes = session.adapters, file, num_bytes
 
     def close(self) -> None:
-        """Remove the file. Idempotent."""
+        """Close the file, which deletes it. Idempotent."""
         self.file.close()
 
 
 class SessionFiles(Protocol):
-    """Writes and reads suspended sessions."""
+    """Interface of the object that writes suspended sessions to disk and reads them."""
 
     def write(self, session: Any, digests: Mapping[str, str]) -> SessionFile: ...
 
@@ -83,9 +85,10 @@ class SessionStore:
     Args:
         max_sessions: Maximum number of live sessions.
         idle_s: Time in seconds without a request after which a session may be evicted.
-        max_bytes: Maximum total memory of all sessions on the device; None is unlimited.
-        clock: Time in seconds. With several ranks the clock must return the same value on all of
-            them, because eviction must be the same on all ranks.
+        max_bytes: Maximum total memory in bytes of all sessions on the device, or None for no
+            limit.
+        clock: Function that returns the time in seconds. With several ranks, it must return the
+            same value on all ranks, because eviction must be the same on all ranks.
     """
 
     def __init__(
@@ -99,21 +102,24 @@ class SessionStore:
         self.idle_s = idle_s
         self.max_bytes = max_bytes
         self.trim_pool: Callable[[int], None] = lambda nbytes: None
-        """`PoolsMemory.trim_pool` of the model, which limits the memory of closed sessions that it
-        retains.
+        """The model's `PoolsMemory.trim_pool`, which limits how much memory of closed sessions the
+        model retains.
         """
         self._clock = clock
         self._sessions: OrderedDict[str, SessionState | SessionFile] = OrderedDict()
         self._last_used: dict[str, float] = {}
         self._pins: dict[str, int] = {}
         self.suspension: Suspension | None = None
-        """When sessions may be suspended. None: never."""
+        """Conditions under which sessions may be suspended, or None if sessions are never
+        suspended."""
         self.files: SessionFiles | None = None
-        """Suspended sessions on disk. None: suspended sessions remain in host memory."""
+        """Object that writes and reads suspended sessions on disk, or None if suspended sessions
+        remain in host memory."""
         self._suspended: set[str] = set()
-        """Sessions in host memory."""
+        """Ids of the suspended sessions in host memory."""
         self._digests: dict[str, dict[str, str]] = {}
-        """Digests of the tensors of suspended sessions that may be moved to disk."""
+        """Digests of the tensors of suspended sessions in host memory, which may be moved to disk.
+        """
         self._trim_heap = HeapTrim()
 
     def __contains__(self, session_id: str) -> bool:
@@ -124,7 +130,7 @@ class SessionStore:
 
     @property
     def nbytes(self) -> int:
-        """Total size of the sessions on the device in bytes."""
+        """Total size in bytes of the sessions on the device."""
         return sum(
             session.nbytes
             for session_id, session in self._sessions.items()
@@ -133,17 +139,18 @@ class SessionStore:
 
     @property
     def suspended_nbytes(self) -> int:
-        """Total size of the suspended sessions in host memory in bytes."""
+        """Total size in bytes of the suspended sessions in host memory."""
         return sum(self._sessions[session_id].nbytes for session_id in self._suspended)
 
     def _files(self) -> list[SessionFile]:
         return [session for session in self._sessions.values() if isinstance(session, SessionFile)]
 
     def get(self, session_id: str) -> SessionState:
-        """Return a live session and mark it as used. If it is on disk, it is moved to the device.
+        """Return a live session and mark it as used. A session on disk is moved to the device.
 
         Raises:
-            RequestFailed: `unknown_session`: the session is not live. Otherwise as `resume`.
+            RequestFailed: The session is not live (code `unknown_session`), or it is on disk and
+                cannot be resumed (see `resume`).
         """
         if isinstance(self._use(session_id), SessionFile):
             self.resume(session_id)
@@ -166,9 +173,9 @@ class SessionStore:
         """Move a session back to the device if it is suspended.
 
         Raises:
-            RequestFailed: `capacity`: there is not enough memory for the session.
-                `invalid_snapshot` or `snapshot_storage`: its file is damaged or cannot be read. It
-                stays suspended.
+            RequestFailed: The session stays suspended, because there is not enough memory for it
+                (code `capacity`), or because its file is damaged or cannot be read (code
+                `invalid_snapshot` or `snapshot_storage`).
         """
         session = self._sessions.get(session_id)
         if session is None or not self._is_suspended(session_id):
@@ -177,7 +184,8 @@ class SessionStore:
         on_host = session.nbytes if session_id in self._suspended else 0
         self.pin(session_id)
         try:
-            # it may change places with another session, so that both are on the host for a moment
+            # The session may have to replace another one on the device. Both are then in host
+            # memory for a short time.
             self._make_room(session.nbytes, sessions=0, leaving_host=on_host)
         finally:
             self.unpin(session_id)
@@ -202,7 +210,7 @@ class SessionStore:
         """Move a session to disk.
 
         Raises:
-            RequestFailed: The session cannot be written and is not moved.
+            RequestFailed: The session cannot be written and stays where it is.
         """
         assert self.files is not None
         started_s, session = time.perf_counter(), self._sessions[session_id]
@@ -214,8 +222,8 @@ class SessionStore:
         _log("session_written", session.nbytes, started_s)
 
     def _suspend_idle(self, fits: Callable[[], bool], leaving_host: int) -> None:
-        """Suspend idle sessions, least recently used first, until `fits` returns True or none is
-        left.
+        """Suspend idle sessions, least recently used first, until `fits` returns True or no session
+        can be suspended.
         """
         for session_id in list(self._sessions):
             if fits():
@@ -228,16 +236,17 @@ class SessionStore:
                     return
 
     def _suspend(self, session_id: str, leaving_host: int) -> None:
-        """Move a session to host memory, and move others from there to disk if necessary.
+        """Move a session to host memory. If necessary, first move other sessions from host memory
+        to disk.
 
         Raises:
-            RequestFailed: A session cannot be written. It is not moved.
+            RequestFailed: A session cannot be written to disk and stays where it is.
         """
         assert self.suspension is not None
         session = self._sessions[session_id]
         assert not isinstance(session, SessionFile)
         digests: dict[str, str] = {}
-        if self.files is not None:  # on the device, because it is fast there
+        if self.files is not None:  # digests are computed on the device, where this is fast
             digests = tensor_digests(session.tensors())
             if session.nbytes > self.suspension.max_bytes:
                 self._write(session_id, digests)
@@ -269,7 +278,7 @@ class SessionStore:
         started_s, session = time.perf_counter(), self._sessions[session_id]
         assert not isinstance(session, SessionFile)
         if self.suspension.device.type != "cpu":
-            # a decode on another stream may still use the session
+            # A decode on another CUDA stream may still be using the session.
             torch.cuda.synchronize(self.suspension.device)
             session.to("cpu" if is_suspended else self.suspension.device)
         (self._suspended.add if is_suspended else self._suspended.discard)(session_id)
@@ -277,13 +286,13 @@ class SessionStore:
         _log(what, session.nbytes, started_s)
 
     def make_room(self, nbytes: int) -> None:
-        """Make room for one more session, suspending or closing idle sessions if needed.
+        """Make room for one more session. Idle sessions are suspended or closed if necessary.
 
         Args:
-            nbytes: Size of the session.
+            nbytes: Size of the session in bytes.
 
         Raises:
-            RequestFailed: `capacity`: the session does not fit.
+            RequestFailed: The session does not fit (code `capacity`).
         """
         if self.max_bytes is not None and nbytes > self.max_bytes:
             raise RequestFailed(
@@ -302,7 +311,7 @@ class SessionStore:
         now = self._clock()
         for session_id in list(self._sessions):  # least recently used first
             if self._is_suspended(session_id) and len(self) + sessions <= self.max_sessions:
-                continue  # it holds no memory of the device
+                continue  # closing it would free no memory on the device
             if not self._pins.get(session_id) and now - self._last_used[session_id] >= self.idle_s:
                 self.close(session_id)
                 if self._fits(nbytes, sessions=sessions):
@@ -320,14 +329,14 @@ class SessionStore:
         return self.max_bytes is None or self.nbytes + nbytes <= self.max_bytes
 
     def grow_session(self, session_id: str) -> int:
-        """Allocate the memory of a session's next chunk if possible.
+        """Allocate the memory for a session's next chunk if possible.
 
-        Idle sessions are closed if needed.
+        Idle sessions are closed if necessary.
 
         Returns:
-            `SessionState.held_frames`.
+            Number of frames for which the session then has memory (`SessionState.held_frames`).
         """
-        session = self.get(session_id)  # its use now protects it from eviction
+        session = self.get(session_id)  # marks the session as used, which prevents its eviction
         with contextlib.suppress(RequestFailed, torch.OutOfMemoryError):
             if missing := session.missing_nbytes():
                 self._make_room(missing, sessions=0)
@@ -335,7 +344,7 @@ class SessionStore:
         return session.held_frames
 
     def add_session(self, session: SessionState) -> None:
-        """Take ownership of a new session, whose id must not be in use."""
+        """Take ownership of a new session. The id of the session must not be in use."""
         assert session.session_id not in self._sessions
         self._sessions[session.session_id] = session
         self._last_used[session.session_id] = self._clock()
@@ -367,7 +376,7 @@ class SessionStore:
             copy.failure, copy.adapters = source.failure, source.adapters
             self.add_session(copy)
             return {"op": "fork", "session_id": params.fork_to, "chunk_index": source.chunk_index}
-        # `reset`: the next chunk creates a new session of this id
+        # After `reset`, the next chunk creates a new session with the same id.
         existed = self.close(params.session_id)
         return {"op": params.op, "session_id": params.session_id, "existed": existed}
 
@@ -381,7 +390,7 @@ class SessionStore:
             del self._pins[session_id]
 
     def is_pinned(self, session_id: str) -> bool:
-        """Whether a chunk of this session is in flight."""
+        """Return whether a chunk of a session is in flight."""
         return session_id in self._pins
 
     def close(self, session_id: str) -> bool:
@@ -404,14 +413,14 @@ class SessionStore:
             self.close(session_id)
 
     def to(self, device: torch.device | str) -> None:
-        """Move the sessions that are not suspended."""
+        """Move all sessions that are not suspended to `device`."""
         for session_id, session in self._sessions.items():
             if session_id not in self._suspended and not isinstance(session, SessionFile):
                 session.to(device)
         self.trim_pool(0)
 
     def stats(self) -> dict[str, Any]:
-        """Return statistics as JSON types, because they are sent over RPC."""
+        """Return statistics of the sessions as JSON types, which can be sent over RPC."""
         return {
             "sessions": len(self),
             "max_sessions": self.max_sessions,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The streaming VAE of Wan 2.2 and its tiny decoder equal the original implementations, and serve
-streams as those of 2.1 do."""
+"""The streaming VAE of Wan 2.2 and its tiny decoder equal the original implementations and serve
+streams as those of Wan 2.1 do.
+"""
 
 import json
 import shutil
@@ -57,12 +58,12 @@ def tiny() -> TinyVAEDecoder:
 
 @pytest.fixture(scope="module")
 def latents() -> torch.Tensor:
-    """[1, 6, 8, 2, 3]."""
+    """Return latents of shape [1, 6, 8, 2, 3]."""
     return load_file(GOLDEN / "wan22_vae_stream.safetensors")["z"]
 
 
 class Components(WanComponents):
-    """A checkpoint of a family with Wan 2.2's autoencoder."""
+    """Components of a model family that uses Wan 2.2's autoencoder."""
 
     download_name = "components"
     vae_release = "2.2"
@@ -73,7 +74,9 @@ class Components(WanComponents):
 
 @pytest.mark.parametrize("complete", [False, True])
 def test_every_recorded_stage_is_equal(complete: bool) -> None:
-    """On the part of the recordings in the repository, and on all of them."""
+    """Every recorded stage is equal, both in the recordings that the repository contains and in the
+    complete set.
+    """
     golden = shared_golden("wan22_vae") if complete else GOLDEN
     report = verify(golden)
     assert report.ok, report.to_text()
@@ -111,7 +114,9 @@ def test_a_changed_recording_fails(file: str, tensor: str, amount: float, tmp_pa
 def test_diffusers_layout_gives_the_same_network(
     tmp_path: Path, vae: StreamingWanVAE, latents: torch.Tensor
 ) -> None:
-    """A folder of diffusers with config and names, as the key map of the recordings states them."""
+    """A diffusers folder gives the same network. The folder's config and tensor names follow the
+    key map of the recordings.
+    """
     names = json.loads((GOLDEN / "wan22_vae.json").read_text())["key_map_orig_to_diffusers"]
     stored = load_file(GOLDEN / _WEIGHTS)
     assert {rename(name, VAE_RULES): name for name in stored} == {
@@ -135,7 +140,7 @@ def test_diffusers_layout_gives_the_same_network(
 
 
 def test_a_released_config_is_recognised() -> None:
-    """By its keys, not by the class name, which is that of Wan 2.1."""
+    """A released config is recognised by its keys, because its class name is that of Wan 2.1."""
     stored = {"_class_name": "AutoencoderKLWan", **WAN_2_2_VAE.to_dict()}
     assert VAEConfig.from_dict(stored) == WAN_2_2_VAE
     with torch.device("meta"):
@@ -161,7 +166,9 @@ def test_contradictory_configs_are_refused(changed: dict[str, object], message: 
 
 @pytest.mark.parametrize("release", ["original", "diffusers"])
 def test_a_checkpoint_is_found_by_its_files(release: str, tmp_path: Path) -> None:
-    """Also next to the files of Wan 2.1, in assets that several checkpoints share."""
+    """The checkpoint is found even next to the files of Wan 2.1 in assets that several checkpoints
+    share.
+    """
     (write_original_vae if release == "original" else write_diffusers_vae)(tmp_path, 0, VAE_2_2)
     write_tiny_vae(tmp_path / "taew2_2.pth", 0, vae=VAE_2_2)
     write_original_vae(tmp_path, 0)
@@ -191,7 +198,9 @@ def test_the_weights_of_the_other_release_are_refused(tmp_path: Path) -> None:
 def test_a_released_tiny_file_may_grow_one_frame_to_more(
     tmp_path: Path, tiny: TinyVAEDecoder, latents: torch.Tensor
 ) -> None:
-    """Then the last channels of the layer count."""
+    """If a released tiny decoder grows one frame to several, only the last channels of that layer
+    are loaded.
+    """
     stored = load_file(GOLDEN / _TINY_WEIGHTS)
     weight = stored["decoder.7.conv.weight"]
     stored["decoder.7.conv.weight"] = torch.cat((torch.ones_like(weight), weight))
@@ -202,7 +211,9 @@ def test_a_released_tiny_file_may_grow_one_frame_to_more(
 
 
 def test_released_sizes() -> None:
-    """Parameters, and bytes of a stream's state at 704x1280 in bf16."""
+    """The released sizes: numbers of parameters, and the bytes of a stream's state at 704x1280 in
+    bf16.
+    """
     with torch.device("meta"):
         vae = StreamingWanVAE(WAN_2_2_VAE, dtype=torch.bfloat16)
         tiny = TinyVAEDecoder(CHANNELS, WAN_2_2_VAE, dtype=torch.float16)
@@ -234,7 +245,9 @@ def test_a_stream_equals_the_whole_clip_bit_for_bit(
 def test_the_first_latent_is_no_history_of_the_time_convolutions(
     vae: StreamingWanVAE, latents: torch.Tensor
 ) -> None:
-    """After the second latent, the stage with one frame per latent holds zeros and that frame."""
+    """After the second latent, the history of the stage with one frame per latent contains zeros
+    and that frame.
+    """
     _, first = vae.decode(latents[:, :, :1], None)
     _, second = vae.decode(latents[:, :, 1:2], first)
     histories = [index for index in (11, 18) if not first.features[index].any()]
@@ -261,7 +274,9 @@ def test_later_latents_are_one_graph_for_each_part(
     latents: torch.Tensor,
     frames_per_call: int | None,
 ) -> None:
-    """`fullgraph` makes untraceable code an error, after which the decoder would run uncompiled."""
+    """The decoder is compiled with `fullgraph`, so untraceable code raises an error instead of
+    running uncompiled.
+    """
     compile_for_real, graphs = torch.compile, []
 
     def traced(network: Any, **options: Any) -> Any:
@@ -282,9 +297,11 @@ def test_later_latents_are_one_graph_for_each_part(
 
 
 def test_streams_are_decoded_one_by_one(vae: StreamingWanVAE, latents: torch.Tensor) -> None:
-    """So that frames do not depend on the other streams of a batch. A joint decode, which is equal
-    within rounding, keeps states of different age apart. The tolerance is that of the recorded
-    frames, because convolutions of two streams sum in another order, which depends on the CPU."""
+    """Streams are decoded one by one, so their frames do not depend on the other streams of a
+    batch. A joint decode is equal within rounding and separates states of different age. The
+    tolerance is that of the recorded frames, because convolutions of two streams sum in a different
+    order, which depends on the CPU.
+    """
     decoder = ChunkDecoder(vae)
     other = latents.flip(2)
     starts = [decoder.decode(latents[:, :, :1], None)[1], decoder.decode(other[:, :, :4], None)[1]]
@@ -301,7 +318,7 @@ def test_streams_are_decoded_one_by_one(vae: StreamingWanVAE, latents: torch.Ten
 def restored(
     decoder: ChunkDecoder, state: DecoderState, latents: int, file: Path, height: int = 32
 ) -> DecoderState:
-    """The state after it was written to a file and read from there, for frames of `height` x 48."""
+    """Return the state after writing it to a file and reading it back, for frames of `height` x 48."""
     file.write_bytes(save({name: each.contiguous() for name, each in state.tensors().items()}))
     with file.open("rb") as stored:
         length = int.from_bytes(stored.read(8), "little")
@@ -322,8 +339,9 @@ def test_a_restored_stream_continues_bit_for_bit(
     is_tiny: bool,
     tmp_path: Path,
 ) -> None:
-    """After one latent, and after the second, when the history of a time convolution is half
-    empty."""
+    """A restored stream continues with the same bits after one latent, and after the second one,
+    when the history of a time convolution is half empty.
+    """
     decoder = ChunkDecoder(vae, tiny)
     state = None
     for index in range(chunks):
@@ -345,7 +363,9 @@ def test_a_restored_stream_continues_bit_for_bit(
 def test_a_stream_may_switch_to_the_tiny_decoder(
     vae: StreamingWanVAE, tiny: TinyVAEDecoder, latents: torch.Tensor
 ) -> None:
-    """It restarts from the last latents, and its frames equal those of an unbroken stream."""
+    """The tiny decoder restarts from the last latents, and its frames equal those of a stream
+    without a switch.
+    """
     decoder = ChunkDecoder(vae, tiny, rounding="truncate")
     _, state = decoder.decode(latents[:, :, :7], None)
     assert decoder.can_be_tiny(state)
@@ -363,7 +383,7 @@ def test_sizes_that_are_no_multiple_of_sixteen_are_refused(
 
 
 def test_half_precision_keeps_the_frames(vae: StreamingWanVAE, latents: torch.Tensor) -> None:
-    """bf16 as released, against fp32."""
+    """Frames in bf16, the released precision, stay close to those in fp32."""
     half = StreamingWanVAE(vae.config, dtype=torch.bfloat16)
     load_vae(half, GOLDEN / _WEIGHTS)
     pixels, cache = half.decode(latents, None)

@@ -2,9 +2,9 @@
 """Locates the components of a causal Wan checkpoint: a published release, any training checkpoint,
 or diffusers' folders.
 
-In the original layouts, a training checkpoint is in a Wan 2.1 T2V directory and uses its
-`config.json`, VAE, text encoder and tokenizer; `releases.py` lists the published ones. This module
-only locates files; `weights.py` loads them.
+In the original layouts, a training checkpoint is in a Wan 2.1 T2V directory and uses the
+`config.json`, VAE, text encoder and tokenizer of this directory. `releases.py` lists the published
+training checkpoints. This module only locates files; `weights.py` loads them.
 """
 
 from collections.abc import Sequence
@@ -43,8 +43,8 @@ from vllm_omni.model_executor.models.wan.checkpoint.layout import (
 from vllm_omni.model_executor.models.wan.transformer.weights import TRANSFORMER_RULES, stored_sizes
 
 LAYOUTS = ("original", "diffusers", "stream_diffusion_v2")
-"""The supported layouts, by their names for `make-tiny`. `releases.py` lists the releases with the
-first layout.
+"""Names of the supported layouts, as `make-tiny` uses them. `releases.py` lists the releases with
+the first layout.
 """
 
 _CAUSAL_CLASSES = CLASSES[:2]
@@ -58,14 +58,14 @@ class CheckpointLayout(WanComponents):
     """
 
     download_name: ClassVar[str] = "causal_wan"
-    """Name for `vllm-omni download`."""
+    """Name of the family for `vllm-omni download`."""
 
     kind: Literal["original", "diffusers"]
-    """The layout."""
+    """Layout of the checkpoint's files."""
     origin: PublishedNetwork
     """The release to which the checkpoint belongs."""
     lora: Path | None
-    """LoRA to merge into the transformer at load time. None: no LoRA."""
+    """LoRA to merge into the transformer at load time. None: the release has no LoRA."""
 
     def release(self) -> str:
         return self.origin.download_name
@@ -87,7 +87,8 @@ class CheckpointLayout(WanComponents):
         return stored_sizes(shapes, str(self.transformer))
 
     def open_transformer(self) -> TensorSource:
-        """Open the network and merge its LoRA, if any. Raises ValueError (one line)."""
+        """Open the network and merge its LoRA, if it has one. Raises a one-line ValueError if this
+        fails."""
         network = open_transformer(self.transformer, self.origin.state_keys)
         if self.origin.loras and self.lora is None:
             positions = " or ".join(self.origin.loras)
@@ -102,8 +103,10 @@ class CheckpointLayout(WanComponents):
 
 
 def find_layout(path: Path) -> CheckpointLayout:
-    """Locate the components in `path`. Raises ValueError (one line) that states what was found and
-    what was expected.
+    """Locate the components in `path`.
+
+    If there is no causal Wan transformer, this function raises a one-line ValueError that states
+    what was found and what was expected.
     """
     kind: Literal["original", "diffusers"] = "original"
     origin, lora = OTHER, None
@@ -138,8 +141,8 @@ def open_transformer(path: Path, state_keys: Sequence[str] = STATE_KEYS) -> Tens
     training checkpoint.
 
     Raises:
-        ValueError: There is no Wan network. The message is one line with the known wrapper keys and
-            the first keys found.
+        ValueError: The file contains no Wan network. The message is one line that lists the known
+            wrapper keys and the first keys found.
     """
     source = open_tensors(path, state_keys)
     if not any(
@@ -150,7 +153,8 @@ def open_transformer(path: Path, state_keys: Sequence[str] = STATE_KEYS) -> Tens
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether `path` is a causal Wan checkpoint in any layout. Cheap. Never raises."""
+    """Return whether `path` is a causal Wan checkpoint in any layout. The check is cheap and never
+    raises."""
     try:
         find_layout(path)
     except (ValueError, OSError):
@@ -159,9 +163,10 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def hf_config(path: Path) -> dict[str, Any]:
-    """Return `chunk_hf_config` of this checkpoint, with `kind` and `release`. Raises ValueError.
+    """Return `chunk_hf_config` of this checkpoint, with `kind` and `release`. Raises ValueError if
+    the checkpoint is invalid.
 
-    It needs no weights, except for their names in a layout without a `config.json`.
+    No weights are read, except for their names in a layout without a `config.json`.
     """
     layout = find_layout(path)
     transformer = layout.transformer_config()
@@ -173,8 +178,8 @@ def hf_config(path: Path) -> dict[str, Any]:
 
 
 def why_not(path: Path) -> str | None:
-    """Return the reason why the only training checkpoint of a directory has no Wan network, or None
-    if it has one or does not exist.
+    """Return why the only training checkpoint of a directory contains no Wan network. Return None
+    if it contains one, or if there is no such checkpoint.
 
     If the directory has no other components, only the tensors of this checkpoint show whether it
     is a Wan network.
@@ -188,8 +193,8 @@ def why_not(path: Path) -> str | None:
 
 
 def _is_causal_diffusers(path: Path) -> bool:
-    """Return whether `transformer/` is a causal Wan, according to its class, or the class of the
-    pipeline if its own class is generic.
+    """Return whether `transformer/` is a causal Wan network, according to its class name. If that
+    name is generic, the class name of the pipeline decides.
     """
     if not (path / "transformer" / "config.json").is_file():
         return False

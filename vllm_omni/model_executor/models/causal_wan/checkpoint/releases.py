@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The published causal Wan 2.1 networks: file locations, and the settings of their training.
+"""The published causal Wan 2.1 networks: where their files are, and the settings with which they
+were trained.
 
 A training checkpoint is in a Wan 2.1 T2V directory and is identified by its file name. A checkpoint
 with another name uses the default options. Names, wrappers and settings come from the public
@@ -13,32 +14,33 @@ from pathlib import Path
 from typing import Any
 
 STATE_KEYS = ("generator_ema", "generator", "ema", "state_dict", "model", "module")
-"""Keys of the network in a training checkpoint (`.pt`), in order of preference; without any of
-them, the file is the network itself.
+"""Keys of the network in a training checkpoint (`.pt`), in order of preference. If the file
+contains none of these keys, it is the network itself.
 """
 
 LORA_KEYS = ("generator_lora",)
-"""The same for a LoRA; without any of these keys, the file is the LoRA itself."""
+"""Keys of a LoRA in a training checkpoint. If the file contains none of these keys, it is the LoRA
+itself."""
 
 
 @dataclass(frozen=True)
 class PublishedNetwork:
-    """One published network."""
+    """A published network and its settings."""
 
     download_name: str
-    """Name for `vllm-omni download`."""
+    """Name of the network for `vllm-omni download`."""
     files: tuple[str, ...]
-    """Paths in the checkpoint directory, by preference."""
+    """Paths of the network in the checkpoint directory, in order of preference."""
     state_keys: tuple[str, ...] = STATE_KEYS
     """Keys of the network that the release's own code evaluates, in order of preference."""
     loras: tuple[str, ...] = ()
     """Paths of LoRAs to merge into the network at load time."""
     transformer: Mapping[str, Any] = field(default_factory=dict)
-    """Keys for the `config.json` (window, sink frames, chunk) that are missing in the release's
-    directory.
+    """Keys (window, sink frames, chunk) that are missing in the release's `config.json`, and their
+    values.
     """
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults of `CausalWanOptions`."""
+    """Defaults of `CausalWanOptions` for this network."""
     shift: float = 5.0
     """Shift of the timestep table."""
     warps_steps: bool = True
@@ -56,7 +58,7 @@ class PublishedNetwork:
 
 
 OTHER = PublishedNetwork("causal_wan", ())
-"""A network with any other file name, or in diffusers' folders."""
+"""Stands for a network with any other file name, or in diffusers' folders."""
 
 RELEASES = (
     PublishedNetwork(
@@ -83,7 +85,7 @@ RELEASES = (
     PublishedNetwork(
         "longlive",
         ("models/longlive_base.pt", "longlive_base.pt"),
-        # the release's code evaluates the network itself, not its average
+        # The release's code evaluates the network itself, not its moving average.
         state_keys=("generator", *STATE_KEYS),
         loras=("models/lora.pt", "lora.pt"),
         transformer={"local_attn_size": 12, "sink_size": 3, "num_frame_per_block": 3},
@@ -113,12 +115,13 @@ RELEASES = (
         "rising noise",
     ),
 )
-"""All releases. The names in `files` are distinct, so their order does not matter."""
+"""All releases. No two releases have a file name in common, so the order of the releases does not
+matter."""
 
 
 def find_release(root: Path) -> tuple[PublishedNetwork, Path] | None:
-    """Return the release whose network is in `root` and the network's file, or None if there is
-    none.
+    """Return the release to which the network in `root` belongs, and the path of the network.
+    Return None if there is no published network.
     """
     for release in RELEASES:
         if (position := release.find(root)) is not None:

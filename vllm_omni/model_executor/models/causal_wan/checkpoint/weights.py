@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strict loading of a causal Wan checkpoint. The tables of names are `transformer/weights.py`'s.
+"""Strict loading of a causal Wan checkpoint, with the name tables of `wan/transformer/weights.py`.
 
 Names and shapes of the whole network are compared before any data is read
-(`model_executor/checkpoint/loading.py`).
-Held by tests/model_executor/models/causal_wan/test_causal_wan_weights.py.
+(`model_executor/checkpoint/loading.py`). Tested by
+tests/model_executor/models/causal_wan/test_causal_wan_weights.py.
 """
 
 from torch import nn
@@ -26,8 +26,8 @@ def load_transformer(transformer: nn.Module, source: TensorSource, config: Causa
 
 
 def adapter_target(transformer: nn.Module, config: CausalWanConfig) -> AdapterTarget:
-    """Return the transformer as a target of LoRA adapters."""
-    # not needed to describe a checkpoint
+    """Return the transformer as an `AdapterTarget` for LoRA adapters."""
+    # Imported here, because describing a checkpoint does not need it.
     from vllm_omni.model_executor.models.wan.transformer.layers import PatchEmbedding
 
     return AdapterTarget(

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""The fused pointwise ops of `fused_ops.py` as Triton kernels. Import this module only with Triton
-(`HAS_TRITON`).
+"""The fused pointwise ops of `fused_ops.py` as Triton kernels. Import this module only if Triton is
+available (`HAS_TRITON`).
 
-`fused_ops.py` defines the results. A program holds one token in registers, so each token is read
-and written once. It computes in fp32 and rounds once at the end. One kernel serves every number of
-tokens.
+`fused_ops.py` defines the results. A Triton program holds one token in registers, so each token is
+read and written only once. The program computes in fp32 and rounds once at the end. The same kernel
+is used for every number of tokens.
 """
 
 # T tokens, D width, N heads, K key/value heads, H head dim, C = H/2 rotary channels, F feed-forward
@@ -21,21 +21,22 @@ from vllm_omni.model_executor.layers.triton_rows import over_largest
 
 _NORM_WARPS = 8
 _SILU_WARPS = 8
-"""Block size of a program over a row of the feed-forward layer, which has 11008 channels at full
-size.
+"""Number of warps of a SiLU program. It processes one token of the feed-forward layer, which has
+11008 channels at full size.
 """
 _NUMBERS_PER_WARP = 1024
-"""Of a token's heads, 32 a thread."""
+"""Number of elements of a token's heads per warp, which is 32 elements per thread."""
 
 
 @triton.jit
 def _norm_kernel(
     x, update, weight, total, normed, token_scales, eps, D: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """total = x + update; normed = total / rms(total) * weight. Arguments that are None are
-    skipped.
+    """Compute total = x + update and normed = total / rms(total) * weight. Arguments that are None
+    are skipped.
 
-    If `token_scales` is given, `normed` is divided by a scale per token, which is written there.
+    If `token_scales` is given, `normed` is divided by a scale for each token, and the scales are
+    written to `token_scales`.
     """
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -83,7 +84,8 @@ def _norm_rope_kernel(
     HEADS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Normalise and rotate the heads of a token. The two halves of a head rotate with each other.
+    """Normalise and rotate the heads of a token. Each rotation pairs a channel of a head's first
+    half with the corresponding channel of its second half.
 
     `x` is [T, N * 2 C] with a token stride of `x_token`.
     """
@@ -107,7 +109,7 @@ def _norm_rope_kernel(
 def rms_norm(
     x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, quantized: bool = False
 ) -> Input:
-    """`fused_ops.rms_norm`."""
+    """Implement `fused_ops.rms_norm` with a Triton kernel."""
     return _norm(x_TD.contiguous(), None, None, weight_D, eps, quantized)
 
 
@@ -118,7 +120,7 @@ def add_norm(
     eps: float,
     quantized: bool = False,
 ) -> tuple[torch.Tensor, Input]:
-    """`fused_ops.add_norm`."""
+    """Implement `fused_ops.add_norm` with a Triton kernel."""
     total = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     return total, _norm(x_TD.contiguous(), update_TD.contiguous(), total, weight_D, eps, quantized)
 
@@ -133,7 +135,7 @@ def query_key(
     num_kv_heads: int,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`fused_ops.query_key`."""
+    """Implement `fused_ops.query_key` with a Triton kernel."""
     width = num_heads * q_weight_H.shape[0]
     turn = cos_TC.contiguous(), sin_TC.contiguous()
     keys = qkv_TF[:, width : width + num_kv_heads * k_weight_H.shape[0]]
@@ -143,7 +145,7 @@ def query_key(
 
 
 def silu_mul(gate_up_TF: torch.Tensor, quantized: bool = False) -> Input:
-    """`fused_ops.silu_mul`."""
+    """Implement `fused_ops.silu_mul` with a Triton kernel."""
     tokens, width = gate_up_TF.shape[0], gate_up_TF.shape[1] // 2
     out, token_scales = _rows(gate_up_TF, tokens, width, quantized)
     if tokens:
@@ -186,7 +188,9 @@ def _norm_rope(
     weight_H: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    """Normalise and rotate the heads of a slice of a wider tensor, [T, N H] -> [T, N, H]."""
+    """Normalise and rotate the heads in a slice [T, N H] of a wider tensor. Return them as [T,
+    N, H].
+    """
     lanes = cos_TC.shape[-1]
     heads = x_TF.shape[1] // (2 * lanes)
     out = torch.empty(x_TF.shape[0], heads, 2 * lanes, dtype=x_TF.dtype, device=x_TF.device)
@@ -204,7 +208,7 @@ def _norm_rope(
 def _rows(
     like: torch.Tensor, tokens: int, width: int, quantized: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Allocate a result, and the scales per token if it is quantized."""
+    """Allocate a result and, if it is quantized, the scales of its tokens."""
     out = torch.empty(tokens, width, dtype=FP8 if quantized else like.dtype, device=like.device)
     return out, torch.empty(
         tokens, 1, dtype=torch.float32, device=like.device

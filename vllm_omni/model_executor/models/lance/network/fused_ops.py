@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decoder's fused pointwise ops between matrix products and attention, as pure functions.
 
-For tensors on CUDA, each op is a kernel (`fused_kernels.py`). Otherwise it is a plain function, or
-compiled by torch for a dynamic number of tokens, so that requests of all sizes share it. All ops
-compute in fp32 and round once at the end.
+For tensors on CUDA, each op is a kernel (`fused_kernels.py`). For other tensors, it is a plain
+function or a function that torch compiles for a dynamic number of tokens. Requests of all sizes
+then share the compiled code. All ops compute in fp32 and round once at the end.
 """
 
 # T tokens, D width, N heads, K key/value heads, H head dim, C = H/2 rotary channels, F feed-forward
 # width
-# rounded: quantize the result to FP8 for the linear layer that takes it
+# quantized: whether to quantize the result to FP8 for the following linear layer
 # (`quantized_input.takes_quantized`)
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ def add_norm(
     eps: float,
     quantized: bool = False,
 ) -> tuple[torch.Tensor, Input]:
-    """Return (x + update, its RMS norm)."""
+    """Return the sum x + update and the result of its RMS normalisation."""
     x_TD = x_TD + update_TD
     return x_TD, rms_norm(x_TD, weight_D, eps, quantized)
 
@@ -53,8 +53,8 @@ def query_key(
     num_kv_heads: int,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Extract queries [T, N, H] and keys [T, K, H] from [queries | keys | values]; normalise and
-    rotate each head.
+    """Extract queries [T, N, H] and keys [T, K, H] from [queries | keys | values], and normalise
+    and rotate each head.
     """
     head_dim = q_weight_H.shape[0]
     heads_TNH = qkv_TF.unflatten(-1, (-1, head_dim))
@@ -72,8 +72,9 @@ def norm_rope(
     sin_TC: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    """Apply RMS normalisation per head, then rotate channel m with channel m + H/2, in the dtype of
-    `x_TNH`."""
+    """Apply RMS normalisation per head, then rotate channel m with channel m + H/2. The result
+    has the dtype of `x_TNH`.
+    """
     x = x_TNH.float()
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight_H.float()
     first, second = x.chunk(2, dim=-1)
@@ -84,7 +85,7 @@ def norm_rope(
 
 
 def silu_mul(gate_up_TF: torch.Tensor, quantized: bool = False) -> Input:
-    """Return silu(gate) * up of the two halves of the last dimension."""
+    """Return silu(gate) * up. `gate` and `up` are the two halves of the last dimension."""
     gate, up = gate_up_TF.chunk(2, dim=-1)
     if quantized:
         return quantize_tokens(functional.silu(gate.float()) * up.float(), gate_up_TF.dtype)
@@ -93,7 +94,9 @@ def silu_mul(gate_up_TF: torch.Tensor, quantized: bool = False) -> Input:
 
 @dataclass(frozen=True)
 class FusedOps(fused_ops.FusedOps):
-    """The functions above: plain, compiled or, for tensors on CUDA, a kernel."""
+    """The functions of this module in their fastest form: Triton kernels for tensors on CUDA,
+    compiled functions, or plain functions.
+    """
 
     rms_norm: Callable[..., Any] = rms_norm
     add_norm: Callable[..., tuple[torch.Tensor, Any]] = add_norm
@@ -108,8 +111,8 @@ class FusedOps(fused_ops.FusedOps):
 
     @staticmethod
     def fuse(function: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile for any number of tokens, from the first call on. All other sizes are fixed in
-        the kernel.
+        """Compile `function` for any number of tokens at its first call. All other sizes are
+        constants of the compiled code.
         """
         fused = torch.compile(function)
 

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The inputs of one forward pass: tokens of many requests in two contiguous lists, and the caches
-they attend to.
+"""The inputs of one forward pass: the tokens of many requests, and the caches that they attend to.
 
 The decoder has two experts, `und` (text, vision, markers) and `gen` (latents). The tokens of each
-expert are contiguous over all requests, so that every matrix product runs once. Attention is a list
-of small jobs: a contiguous run of one expert's queries against the first slots of one cache, or of
-its context. Within a bidirectional block the order of keys does not matter, so the generated block
-is stored before its context. Its address then does not depend on the prompt, so that one CUDA graph
-serves all prompts.
+expert are contiguous over all requests, so every matrix product runs only once. Attention is a list
+of small jobs. In each job, a contiguous run of one expert's queries attends to the first slots of
+one cache or of its context. Within a bidirectional block, the order of keys does not matter, so the
+generated block is stored before its context. Its address then does not depend on the prompt, and
+one CUDA graph can be used for all prompts.
 """
 
 # T tokens, D width, C rotary lanes
@@ -21,33 +20,35 @@ import torch
 Expert = Literal["und", "gen"]
 
 _CAPACITY_STEP = 128
-"""Minimum capacity in tokens; most prompts with their template are shorter."""
+"""Capacities of contexts are multiples of this number of tokens. Most prompts with their
+template are shorter.
+"""
 
 
 @dataclass(eq=False)
 class BranchCache:
     """K/V cache of one context on this rank.
 
-    The slots before the context hold the block that is being denoised.
+    The slots before the context contain the block that is being denoised.
     """
 
     k: torch.Tensor
-    """Keys, [L, block + capacity, K, H]."""
+    """Keys of all layers, [L, block + capacity, K, H]."""
     v: torch.Tensor
-    """Values, of the same shape."""
+    """Values of all layers, with the same shape as the keys."""
     length: int = 0
-    """Tokens in the context so far."""
+    """Number of tokens that have been written to the context."""
     block: int = 0
-    """Slots before the context. A denoise step writes only there."""
+    """Number of slots before the context. A denoise step writes only to these slots."""
 
     @property
     def capacity(self) -> int:
-        """Maximum tokens of the context."""
+        """Return the maximum number of tokens of the context."""
         return self.k.shape[1] - self.block
 
     @property
     def end(self) -> int:
-        """The slot after the context."""
+        """Return the index of the slot after the context."""
         return self.block + self.length
 
     @property
@@ -56,12 +57,12 @@ class BranchCache:
 
     @property
     def sizes(self) -> Hashable:
-        """Equal for interchangeable caches (`MemoryPool`)."""
+        """Return a key that is equal for interchangeable caches (`MemoryPool`)."""
         return self.k.shape, self.k.dtype, self.k.device, self.block
 
     def clear(self) -> None:
-        """Reset the cache to its initial state, because kernels may read (but not use) slots that
-        were never written.
+        """Reset the cache to its initial state. Its slots are set to zero, because kernels may read
+        slots that were never written, although they do not use their values.
         """
         self.k.zero_()
         self.v.zero_()
@@ -86,67 +87,74 @@ class BranchCache:
 
 
 def padded_capacity(tokens: int) -> int:
-    """Round up a context length, so that requests with other prompts can reuse the cache."""
+    """Round up a context length to a cache capacity. Requests with other prompts can then reuse the
+    cache."""
     return -(-tokens // _CAPACITY_STEP) * _CAPACITY_STEP
 
 
 @dataclass(frozen=True)
 class CacheWrite:
-    """Write the keys and values of `tokens` into `cache`, starting at slot `start`."""
+    """A write of the keys and values of some tokens to a cache."""
 
     expert: Expert
     """Expert of the tokens."""
     tokens: slice
-    """Range among the expert's tokens."""
+    """Range of the tokens among the expert's tokens."""
     cache: BranchCache
-    """Cache to write to."""
+    """Cache to which keys and values are written."""
     start: int
-    """First slot."""
+    """Index of the first slot that is written."""
 
 
 @dataclass(frozen=True)
 class CacheAttention:
-    """Attention of `tokens` to a cache."""
+    """An attention job: some tokens attend to a cache."""
 
     expert: Expert
     """Expert of the tokens."""
     tokens: slice
-    """Range among the expert's tokens."""
+    """Range of the tokens among the expert's tokens."""
     cache: BranchCache
-    """Cache to attend to."""
+    """Cache that the tokens attend to."""
     keys: int | None
-    """Number of leading context tokens to attend to. None: the block and the whole context."""
+    """Number of leading context tokens to attend to, or None for the block and the whole
+    context.
+    """
     causal: bool = False
-    """Whether the last query sees all keys, the second to last one key fewer, and so on."""
+    """Whether attention is causal: the last query attends to all keys, the second to last query
+    to one key fewer, and so on.
+    """
 
 
 @dataclass(frozen=True)
 class TokenPack:
-    """Tokens of one forward pass of `Qwen2MoTForCausalLM`. An expert without tokens is missing."""
+    """Tokens of one forward pass of `Qwen2MoTForCausalLM`. The dictionaries have no entry for an
+    expert without tokens.
+    """
 
     embeds: dict[Expert, torch.Tensor]
     """Embeddings [T, D] of each expert's tokens."""
     rope: dict[Expert, tuple[torch.Tensor, torch.Tensor]]
-    """Rotary tables (cos_TC, sin_TC), fp32."""
+    """Rotary tables (cos_TC, sin_TC) of each expert's tokens, fp32."""
     stores: list[CacheWrite]
-    """Writes to caches, in every layer."""
+    """Writes to caches in every layer."""
     attends: list[CacheAttention]
-    """Attention calls, in every layer."""
+    """Attention jobs in every layer."""
     seen: dict[BranchCache, torch.Tensor]
-    """For each cache whose block is attended to, 0 and the number of slots of block and context,
-    int32 [2] on the device. A CUDA graph of the pass can therefore be used for contexts of any
-    length.
+    """Key ranges of the attention to blocks, by cache: 0 and the number of slots of block and
+    context, int32 [2] on the device. Because they are on the device, a CUDA graph of the pass can
+    be used for contexts of any length.
     """
 
     @property
     def caches(self) -> list[BranchCache]:
-        """Return the caches that the pass reads or writes, each once."""
+        """Return the caches that the pass reads or writes, without duplicates."""
         return list(dict.fromkeys(store.cache for store in self.stores))
 
     @property
     def key(self) -> Hashable:
-        """Return the writes and reads, expressed as indices of `caches`. The key is equal for all
-        denoise steps of images or videos of the same size.
+        """Return a key of the pass: its writes and reads, with caches replaced by indices of
+        `caches`. The key is equal for all denoise steps of images or videos of the same size.
         """
         number = {cache: index for index, cache in enumerate(self.caches)}
         stores = (
@@ -161,10 +169,10 @@ class TokenPack:
 
 @dataclass
 class PackBuilder:
-    """Collects the tokens of several requests."""
+    """Collects the tokens of several requests for one forward pass."""
 
     embeds: dict[Expert, list[torch.Tensor]] = field(default_factory=lambda: {"und": [], "gen": []})
-    """Token embeddings of each expert, [T, D] each."""
+    """Token embeddings of each expert, as a list of tensors [T, D]."""
     rope: dict[Expert, list[tuple[torch.Tensor, torch.Tensor]]] = field(
         default_factory=lambda: {"und": [], "gen": []}
     )
@@ -174,9 +182,9 @@ class PackBuilder:
     stores: list[CacheWrite] = field(default_factory=list)
     """Writes to the caches."""
     attends: list[CacheAttention] = field(default_factory=list)
-    """Attention jobs, in order."""
+    """Attention jobs in the order in which they were added."""
     seen: dict[BranchCache, torch.Tensor] = field(default_factory=dict)
-    """As in `TokenPack`."""
+    """Value of `TokenPack.seen`."""
 
     def add_tokens(
         self,
@@ -186,8 +194,8 @@ class PackBuilder:
         cache: BranchCache,
         start: int,
     ) -> slice:
-        """Add tokens whose keys are written to slots from `start` on. Returns their range among the
-        tokens of the expert.
+        """Add tokens, and write their keys and values to the slots from `start` on. Return the
+        range of the tokens among the expert's tokens.
         """
         first = self.counts[expert]
         tokens = slice(first, first + embeds_TD.shape[0])
@@ -200,16 +208,18 @@ class PackBuilder:
     def attend_to_block(
         self, expert: Expert, tokens: slice, cache: BranchCache, seen: torch.Tensor
     ) -> None:
-        """Let tokens attend to the block and the context of a cache. seen: see `TokenPack`."""
+        """Add a job in which tokens attend to the block and the context of a cache. `seen` is an
+        entry of `TokenPack.seen`.
+        """
         self.seen[cache] = seen
         self.attends.append(CacheAttention(expert, tokens, cache, None))
 
     def attend(
         self, expert: Expert, tokens: slice, cache: BranchCache, keys: int, *, causal: bool
     ) -> None:
-        """Let tokens attend to a context.
+        """Add a job in which tokens attend to a context.
 
-        A causal run that continues the previous run is merged with it into one job.
+        A causal run of tokens that continues the previous run is merged with it into one job.
         """
         last = self.attends[-1] if self.attends else None
         if (

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ulysses sequence parallelism for latents: each rank has all weights and a part of the `gen`
+"""Ulysses sequence parallelism for latents. Each rank has all weights and a part of the `gen`
 tokens.
 
-Contexts are short, but a long video has many latents. `und` tokens are therefore computed on every
-rank, and `gen` tokens are sharded. In attention, each rank holds a subset of the heads for all
-tokens. An all-to-all reshards `gen` tokens to heads, and back after attention. For `und` tokens, a
-rank selects its heads, and an all-gather collects the results of the other ranks. Caches hold only
-this rank's heads. Without sequence parallelism, everything here is the identity.
+Contexts are short, but a long video has many latents. Every rank therefore computes all `und`
+tokens, and `gen` tokens are sharded. In attention, each rank has a subset of the heads for all
+tokens. An all-to-all reshards `gen` tokens to heads before attention, and back after it. For `und`
+tokens, a rank selects its heads, and an all-gather collects the results of the other ranks. Caches
+contain only this rank's heads. Without sequence parallelism, the functions of this module change
+nothing.
 """
 
 # T tokens, t of them on this rank, N query heads, K key/value heads, H head dim, D width; _r: this
@@ -37,9 +38,9 @@ class HeadShare:
     kv_heads: int
     """Number of K/V heads."""
     first_head: int
-    """First query head."""
+    """Index of the first query head."""
     first_kv_head: int
-    """First K/V head."""
+    """Index of the first K/V head."""
 
     @property
     def kv(self) -> slice:
@@ -47,10 +48,11 @@ class HeadShare:
 
 
 def head_share(config: LanceConfig, size: int, rank: int) -> HeadShare | None:
-    """Return the share of `rank` of `size`, or None if heads or K/V heads cannot be divided evenly.
+    """Return the heads of rank `rank` out of `size` ranks. Return None if the query heads or the
+    K/V heads cannot be divided evenly.
 
-    If there are more ranks than K/V heads, all ranks whose query heads use a K/V head hold a copy
-    of it.
+    If there are more ranks than K/V heads, every rank has a copy of the K/V head that its query
+    heads use.
     """
     heads, kv_heads = config.num_heads, config.num_kv_heads
     if heads % size or (kv_heads % size and size % kv_heads):
@@ -61,8 +63,8 @@ def head_share(config: LanceConfig, size: int, rank: int) -> HeadShare | None:
 
 
 class TokenSplit:
-    """Resharding between tokens and heads. Raises ValueError if the heads cannot be divided evenly
-    over the sequence-parallel ranks.
+    """Reshards tensors between tokens and heads. The constructor raises ValueError if the heads
+    cannot be divided evenly over the sequence-parallel ranks.
     """
 
     def __init__(self, config: LanceConfig, parallel: ParallelContext) -> None:
@@ -87,11 +89,11 @@ class TokenSplit:
 
     @property
     def num_cache_heads(self) -> int:
-        """Number of K/V heads in the caches of this rank."""
+        """Return the number of K/V heads in the caches of this rank."""
         return self._kv_heads
 
     def own(self, pack: TokenPack) -> tuple[dict[Expert, torch.Tensor], dict[Expert, Rope]]:
-        """Return the embeddings and rotations of this rank."""
+        """Return the embeddings and rotations of the tokens that this rank computes."""
         if not self.active or "gen" not in pack.embeds:
             return dict(pack.embeds), dict(pack.rope)
         tokens = self._parallel.token_slice(pack.embeds["gen"].shape[0])
@@ -108,8 +110,8 @@ class TokenSplit:
         v_tKH: torch.Tensor,
         num_tokens: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return this rank's heads of all `num_tokens` tokens: q [T, N_r, H], k and v [T, K_r,
-        H].
+        """Return this rank's heads for all `num_tokens` tokens: queries [T, N_r, H], keys and
+        values [T, K_r, H].
         """
         if not self.active:
             return q_tNH, k_tKH, v_tKH
@@ -130,7 +132,9 @@ class TokenSplit:
         return q, k, v
 
     def to_tokens(self, expert: Expert, mixed_TNH: torch.Tensor) -> torch.Tensor:
-        """Return all heads of this rank's tokens: [T, N_r, H] -> [t, N, H]."""
+        """Reshard the results of attention from this rank's heads [T, N_r, H] to this rank's
+        tokens [t, N, H].
+        """
         if not self.active:
             return mixed_TNH
         if expert == "gen":
@@ -140,7 +144,7 @@ class TokenSplit:
         return torch.cat(parts, dim=1)
 
     def join(self, expert: Expert, rows_tD: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """All-gather the hidden states of all tokens on every rank."""
+        """All-gather hidden states, so that every rank has those of all tokens."""
         if not self.active or expert == "und":
             return rows_tD
         return self._parallel.gather_tokens(rows_tD.unsqueeze(0), num_tokens)[0]

@@ -2,10 +2,11 @@
 """`Qwen2MoTForCausalLM`: a Qwen2.5-VL decoder with two experts, and the projections of latents.
 
 The expert `und` processes text, vision tokens and block markers, and the expert `gen` processes
-latent tokens. Both attend to each other. A `TokenPack` (`pack.py`) describes the tokens of one
-forward pass. Parameters have their checkpoint names (`layers.N.self_attn.q_proj[_moe_gen].weight`,
-...); each rank loads its heads and columns. Maths: bytedance/Lance, modeling/lance. Tests: the
-golden files and tests/model_executor/models/lance/test_lance_transformer.py.
+latent tokens. Tokens of the two experts attend to each other. A `TokenPack` (`pack.py`) describes
+the tokens of one forward pass. Parameters have their checkpoint names
+(`layers.N.self_attn.q_proj[_moe_gen].weight`, ...), and each rank loads its heads and columns.
+Maths: bytedance/Lance, modeling/lance. The golden files and
+tests/model_executor/models/lance/test_lance_transformer.py test this module.
 """
 
 # T tokens, D width, N query heads, K key/value heads, H head dim, F feed-forward width; _r: this
@@ -55,13 +56,15 @@ from vllm_omni.model_executor.models.lance.network.token_split import (
 
 _SUFFIX: dict[Expert, str] = {"und": "", "gen": "_moe_gen"}
 _MLP_TOKENS = 32768
-"""Maximum number of tokens per call of a feed-forward layer. It limits the activations, which are
-two thirds of the peak memory of a forward pass.
+"""Maximum number of tokens per call of a feed-forward layer. It limits the layer's activations,
+which otherwise are two thirds of the peak memory of a forward pass.
 """
 
 
 class ExpertLayer(ShardedModule):
-    """The weights of one expert in one layer. Heads and columns are sharded over tensor ranks."""
+    """The weights of one expert in one layer. Heads and columns are sharded over tensor-parallel
+    ranks.
+    """
 
     def __init__(
         self,
@@ -178,8 +181,8 @@ class Qwen2MoTModel(nn.Module):
 
 
 class Qwen2MoTForCausalLM(nn.Module):
-    """The decoder. `forward` runs one `TokenPack`. Text logits and embeddings are separate
-    calls."""
+    """The decoder. `forward` runs one `TokenPack`. Separate methods compute text logits and
+    embeddings."""
 
     def __init__(
         self,
@@ -219,13 +222,15 @@ class Qwen2MoTForCausalLM(nn.Module):
         return self.lm_head.weight.device
 
     def new_cache(self, capacity: int, block: int = 0) -> BranchCache:
-        """Return an empty cache of this rank's heads, for a context and a generated block."""
+        """Return an empty cache for this rank's heads. It has `capacity` slots for a context and
+        `block` slots for a generated block.
+        """
         shape = self._cache_shape(block + capacity)
         k, v = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2))
         return BranchCache(k, v, block=block)
 
     def take_cache(self, pool: MemoryPool[BranchCache], capacity: int, block: int) -> BranchCache:
-        """Return a pooled cache of this size, or a new one (`new_cache`)."""
+        """Return a cache of this size from the pool, or a new cache (`new_cache`)."""
         sizes = self._cache_shape(block + capacity), self.dtype, self.device, block
         return pool.take_memory(sizes, lambda: self.new_cache(capacity, block))
 
@@ -243,15 +248,15 @@ class Qwen2MoTForCausalLM(nn.Module):
         return functional.embedding(ids_T, self.model.embed_tokens.weight)
 
     def logits(self, hidden_TD: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Return the fp32 logits [T, num_tokens] for final `und` hidden states. Further rows of the
-        matrix do not correspond to tokens.
+        """Return the fp32 logits [T, num_tokens] for the final hidden states of the `und` expert.
+        The rows of the weight beyond `num_tokens` do not correspond to tokens.
         """
         return functional.linear(hidden_TD, self.lm_head.weight[:num_tokens]).float()
 
     def forward(self, pack: TokenPack) -> dict[Expert, torch.Tensor]:
         """Run all layers and return the hidden states of each expert after the final norm, [T, D].
 
-        Collective if there are several ranks.
+        With several ranks, this is a collective operation.
         """
         x = self.hidden_states(pack)
         norms = {"und": self.model.norm, "gen": self.model.norm_moe_gen}
@@ -268,8 +273,8 @@ class Qwen2MoTForCausalLM(nn.Module):
     def hidden_states(
         self, pack: TokenPack, layers: int | None = None
     ) -> dict[Expert, torch.Tensor]:
-        """Run the first `layers` layers (None: all), and return the residual stream of the tokens
-        of each expert.
+        """Run the first `layers` layers (default: all), and return the residual stream of each
+        expert's tokens.
         """
         x, rope = self._split.own(pack)
         updates: dict[Expert, torch.Tensor] = {}
@@ -289,7 +294,7 @@ class Qwen2MoTForCausalLM(nn.Module):
     ) -> None:
         """Run one layer and replace the entries of `x`.
 
-        `updates` holds the last summand of each expert, which has not been added to `x` yet.
+        `updates` contains the pending update of each expert, which has not been added to `x` yet.
         """
         eps, head_dim = self.config.rms_norm_eps, self.config.head_dim
         queries: dict[Expert, torch.Tensor] = {}
@@ -352,8 +357,8 @@ class Qwen2MoTForCausalLM(nn.Module):
 
 
 class TimeEmbedder(nn.Module):
-    """Embeds a timestep in [0, 1]: cos and sin of 128 frequencies, followed by two linear layers
-    (`mlp.0`, `mlp.2`).
+    """Embeds a timestep in [0, 1] as the cosines and sines of 128 frequencies, followed by two
+    linear layers (`mlp.0`, `mlp.2`).
     """
 
     def __init__(self, width: int) -> None:
@@ -365,7 +370,7 @@ class TimeEmbedder(nn.Module):
         self.mlp = nn.ModuleDict({"0": first, "2": second})
 
     def forward(self, timesteps_S: torch.Tensor) -> torch.Tensor:
-        """Embed fp32 timesteps [S] as [S, width] in the dtype of the weights."""
+        """Return the embeddings [S, width] of fp32 timesteps [S], in the dtype of the weights."""
         first = self.mlp["0"]
         assert isinstance(first, LinearWeight)
         features = timestep_features(timesteps_S).to(first.weight.dtype)
@@ -374,7 +379,9 @@ class TimeEmbedder(nn.Module):
 
 
 def timestep_features(timesteps_S: torch.Tensor) -> torch.Tensor:
-    """Return fp32 [S, 256]: [cos(t f) | sin(t f)], f = 10000^(-k/128). T is not scaled."""
+    """Return the features [cos(t f) | sin(t f)] of timesteps, fp32 [S, 256], for f =
+    10000^(-k/128). The timestep t is not scaled.
+    """
     half = TIMESTEP_FREQUENCIES // 2
     lanes = torch.arange(half, dtype=torch.float32, device=timesteps_S.device)
     angles = timesteps_S.float()[:, None] * torch.exp(-math.log(10000.0) * lanes / half)
@@ -382,13 +389,13 @@ def timestep_features(timesteps_S: torch.Tensor) -> torch.Tensor:
 
 
 class LancePositionEmbedding3D(nn.Module):
-    """The fixed 3-D sine table of latent positions, with one row per (frame, row, column) of a
-    frames x size x size grid.
+    """The fixed 3-D sine table of latent positions. It has one entry for each (frame, row, column)
+    of a frames x size x size grid.
 
-    A third of the width is frame, a third row (both made even), the rest column; each part is [sin
-    | cos] with frequencies 10000^(-k / half), computed in fp64. stored: keep the checkpoint's table
-    (`pos_embed`) instead of computing the rows that are asked for. It differs from the 2-D table of
-    the model's predecessor, even for a single frame.
+    A third of the width encodes the frame, a third the row (both rounded to even numbers), and the
+    rest the column. Each part is [sin | cos] with frequencies 10000^(-k / half), computed in fp64.
+    If `stored`, the checkpoint's table (`pos_embed`) is used instead of computed entries. The table
+    differs from the 2-D table of the model's predecessor, even for a single frame.
     """
 
     def __init__(self, width: int, frames: int, size: int, stored: bool = False) -> None:
@@ -404,7 +411,7 @@ class LancePositionEmbedding3D(nn.Module):
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> torch.Tensor:
-        """Return the position values of a latent grid in token order, [frames * height * width,
+        """Return the position embeddings of a latent grid in token order, [frames * height * width,
         D]."""
         if frames > self.frames or max(height, width) > self.size:
             raise ValueError(
@@ -425,22 +432,22 @@ class LancePositionEmbedding3D(nn.Module):
         return grid.flatten(0, 2)
 
     def flat_ids(self, frames: int, height: int, width: int) -> torch.Tensor:
-        """Return the table indices of a grid, int64."""
+        """Return the index in the stored table of each cell of a grid, int64."""
         t, h, w = torch.arange(frames), torch.arange(height), torch.arange(width)
         return (((t * self.size)[:, None] + h)[:, :, None] * self.size + w).flatten()
 
 
 def sine_table(dim: int, length: int) -> torch.Tensor:
-    """Return fp32 [length, dim]: [sin | cos] of position * 10000^(-k / (dim / 2)), computed in
-    fp64."""
+    """Return the sine table [length, dim] of one axis, fp32. Its rows are [sin | cos] of position *
+    10000^(-k / (dim / 2)), computed in fp64."""
     frequencies = 10000.0 ** (-torch.arange(dim // 2, dtype=torch.float64) / (dim / 2))
     angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
     return torch.cat((angles.sin(), angles.cos()), dim=1).float()
 
 
 class LanceNetwork(nn.Module):
-    """The network in a Lance `model.safetensors`, without the vision tower and with the
-    checkpoint's names.
+    """The network in a Lance `model.safetensors`, without the vision tower. Its parameters have the
+    names of the checkpoint.
     """
 
     def __init__(
@@ -466,19 +473,21 @@ class LanceNetwork(nn.Module):
     def embed_latents(
         self, x_TC: torch.Tensor, time_TD: torch.Tensor, positions_TD: torch.Tensor
     ) -> torch.Tensor:
-        """Return latent tokens [T, D]. `time_TD` may be a single row for all tokens."""
+        """Return the embeddings [T, D] of latent tokens. `time_TD` may have a single row for all
+        tokens.
+        """
         return self.vae2llm(x_TC.to(self.vae2llm.weight.dtype)) + time_TD + positions_TD
 
     def velocity(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """Return the fp32 velocity [T, 48] for final `gen` hidden states."""
+        """Return the fp32 velocity [T, 48] for the final hidden states of the `gen` expert."""
         return self.llm2vae(hidden_TD).float()
 
 
 def split_heads(config: LanceConfig, parallel: ParallelContext) -> HeadShare:
-    """Return this rank's heads under tensor parallelism.
+    """Return this rank's heads with tensor parallelism.
 
     Raises:
-        ValueError: The heads cannot be divided.
+        ValueError: The heads cannot be divided evenly over the ranks.
     """
     size = parallel.tensor_size
     share = head_share(config, size, parallel.tensor_rank)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`LanceWanVAE`: the Wan 2.2 autoencoder (48 channels, 16x16x4) for single images and whole clips.
 
-The network is the same as for streams (`StreamingWanVAE`); each clip is treated as a complete
-stream. Latents are normalised fp32 [B, C, T, h, w]. T latent frames correspond to 4 T - 3 video
-frames.
+The network is that of `StreamingWanVAE`, and each clip is treated as a complete stream. Latents are
+normalised fp32 tensors [B, C, T, h, w]. T latent frames correspond to 4 T - 3 video frames.
 """
 
 # B clips, C channels, T frames, H height, W width
@@ -23,8 +22,8 @@ from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE
 
 
 class LanceWanVAE(nn.Module):
-    """The Wan 2.2 autoencoder. See the module docstring. `dtype` is the dtype of weights and
-    activations.
+    """The Wan 2.2 autoencoder for single images and whole clips. `dtype` is the dtype of weights
+    and activations.
     """
 
     z_channels = LATENT_CHANNELS
@@ -38,11 +37,12 @@ class LanceWanVAE(nn.Module):
     def encode_video(
         self, pixels_BCTHW: torch.Tensor, generator: torch.Generator | None = None
     ) -> torch.Tensor:
-        """Pixels [B, 3, T, H, W] in [-1, 1] -> normalised latents [B, C, 1 + (T-1)//4, H/16, W/16],
-        fp32.
+        """Encode pixels [B, 3, T, H, W] in [-1, 1] as normalised latents [B, C, 1 + (T-1)//4, H/16,
+        W/16], fp32.
 
-        generator: None selects the mean of the posterior; otherwise a sample is drawn around it as
-        in the original: the noise is scaled with the raw deviation, not the normalised one.
+        If `generator` is None, the latents are the mean of the posterior. Otherwise they are a
+        sample of it. As in the original, the noise is scaled with the raw standard deviation
+        instead of the normalised one.
         """
         mean, log_var = self.posterior(pixels_BCTHW)
         if generator is None:
@@ -51,7 +51,7 @@ class LanceWanVAE(nn.Module):
         return mean + torch.exp(log_var / 2) * noise
 
     def posterior(self, pixels_BCTHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (normalised mean, log-variance), fp32."""
+        """Return the normalised mean and the log-variance of the posterior, fp32."""
         _, _, frames, height, width = pixels_BCTHW.shape
         if frames < 1 or height % PIXELS_PER_LATENT or width % PIXELS_PER_LATENT:
             raise ValueError(
@@ -73,35 +73,37 @@ class LanceWanVAE(nn.Module):
         return self.vae.decode(latents_BCTHW, None)[0]
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Like `encode_video`, for images [B, 3, H, W] -> [B, C, h, w] or clips; returns the mean
-        of the posterior.
+        """Encode clips like `encode_video`, or images [B, 3, H, W] as latents [B, C, h, w]. The
+        latents are the mean of the posterior.
         """
         if pixels.dim() == 4:
             return self.encode_video(pixels.unsqueeze(2)).squeeze(2)
         return self.encode_video(pixels)
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Like `decode_video`, for images [B, C, h, w] -> [B, 3, H, W] or clips."""
+        """Decode clips like `decode_video`, or image latents [B, C, h, w] to pixels [B, 3, H,
+        W].
+        """
         if latents.dim() == 4:
             return self.decode_video(latents.unsqueeze(2)).squeeze(2)
         return self.decode_video(latents)
 
 
 def to_tokens(latents_CTHW: torch.Tensor) -> torch.Tensor:
-    """Reshape [C, T, h, w] to token order [T * h * w, C]."""
+    """Rearrange latents [C, T, h, w] to tokens [T * h * w, C]."""
     return latents_CTHW.permute(1, 2, 3, 0).flatten(0, 2)
 
 
 def from_tokens(tokens_NC: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:
-    """Reshape token order [T * h * w, C] to [C, T, h, w]."""
+    """Rearrange tokens [T * h * w, C] to latents [C, T, h, w]."""
     return tokens_NC.view(*grid, -1).permute(3, 0, 1, 2)
 
 
 def to_uint8(
     pixels_CTHW: torch.Tensor, rounding: Literal["round", "truncate"] = "round"
 ) -> torch.Tensor:
-    """Convert pixels [3, T, H, W] in [-1, 1] to uint8 [T, H, W, 3]: clamped, scaled to 255 and
-    rounded (or truncated) in fp32.
+    """Convert pixels [3, T, H, W] in [-1, 1] to uint8 frames [T, H, W, 3]. The values are clamped,
+    scaled to 255, and rounded or truncated in fp32.
     """
     levels = (pixels_CTHW.float().clamp(-1.0, 1.0) * 0.5 + 0.5) * 255
     if rounding == "round":

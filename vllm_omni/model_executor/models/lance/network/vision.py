@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Qwen2.5-VL vision tower: converts pixels to patches, and patches to embeddings in the
-decoder's width. The network is transformers'.
+"""The Qwen2.5-VL vision tower. It converts pixels to patches, and patches to embeddings with the
+decoder's width. The network comes from transformers.
 """
 
 from typing import Any
@@ -24,8 +24,8 @@ class VisionTower(nn.Module):
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
-        # The released config asks for flash_attention_2, a package of its own; torch's attention
-        # needs none.
+        # The released config selects flash_attention_2, which is a separate package. Torch's
+        # attention is used instead, because it needs no other package.
         values: dict[str, Any] = {**config.to_dict(), "attn_implementation": "sdpa"}
         self.tower = Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLVisionConfig(**values))
         self.requires_grad_(False)
@@ -43,12 +43,11 @@ class VisionTower(nn.Module):
 
 
 def to_patches(video_CTHW: torch.Tensor) -> tuple[torch.Tensor, Grid]:
-    """Convert normalised pixels [3, T, H, W] (H, W multiples of 28) to (patches [N, 1176], grid
-    (T/2, H/14, W/14)).
+    """Convert normalised pixels [3, T, H, W] to patches [N, 1176] and their grid (T/2, H/14, W/14).
 
-    A clip of odd length is extended by repeating its last frame, so that an image is used twice.
-    Patches are in groups of 2x2 that the tower merges into one token; the features of a patch are
-    ordered (channel, frame, row, column).
+    H and W must be multiples of 28. If the number of frames is odd, the last frame is repeated, so
+    an image is used twice. The patches are ordered in groups of 2x2, because the tower merges such
+    a group into one token. The features of a patch are in the order (channel, frame, row, column).
     """
     if video_CTHW.shape[1] % _FRAMES:
         video_CTHW = torch.cat((video_CTHW, video_CTHW[:, -1:]), dim=1)
@@ -62,5 +61,5 @@ def to_patches(video_CTHW: torch.Tensor) -> tuple[torch.Tensor, Grid]:
 
 
 def decoder_grid(grid_thw: Grid) -> Grid:
-    """Convert a grid in patches to a grid in embeddings (after the 2x2 merge)."""
+    """Convert a grid of patches to the grid of embeddings after the 2x2 merge."""
     return grid_thw[0], grid_thw[1] // _MERGE, grid_thw[2] // _MERGE

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a request's context into a K/V cache: text, vision embeddings and clean reference latents.
+"""Writes the context of a request to a K/V cache. A context consists of text, vision embeddings and
+clean reference latents.
 
-A token attends to everything before it and, within a visual block, to the whole block. The whole
-context therefore needs only one forward pass of the decoder.
+A token attends to all tokens before it, and a token in a visual block attends to the whole block.
+The whole context therefore needs only one forward pass of the decoder.
 """
 
 from collections.abc import Sequence
@@ -19,27 +20,28 @@ Rope = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class ContextSegment:
-    """A segment and its token positions."""
+    """A segment of a context and the positions of its tokens."""
 
     segment: SequenceSegment
-    """The segment."""
+    """Segment of the context."""
     positions_3T: torch.Tensor
-    """int64 [3, length]."""
+    """Positions of the segment's tokens, int64 [3, length]."""
 
 
 @dataclass(frozen=True)
 class VisualContents:
-    """Content of the visual blocks of a context."""
+    """Contents of the visual blocks of a context."""
 
     vit: torch.Tensor | None = None
-    """Vision embeddings in the decoder's width, [n, D]."""
+    """Vision embeddings with the decoder's width, [n, D], or None without a vision block."""
     reference: torch.Tensor | None = None
-    """Clean latents, fp32 [n, 48]."""
+    """Clean latents of the reference, fp32 [n, 48], or None without a reference block."""
 
 
 class ContextWriter:
-    """Adds contexts to a forward pass. `markers` are the ids of the start and end tokens of a
-    block."""
+    """Adds contexts and generated blocks to a forward pass. `markers` are the ids of the start
+    and end tokens of a block.
+    """
 
     def __init__(self, network: LanceNetwork, markers: tuple[int, int]) -> None:
         self.network = network
@@ -69,11 +71,13 @@ class ContextWriter:
         return cos.to(self.device), sin.to(self.device)
 
     def block_rope(self, positions_3T: torch.Tensor) -> tuple[Rope, Rope]:
-        """Return the rotations of (the two markers, the grid cells) of a visual block."""
+        """Return the rotations of the two markers and the rotations of the grid cells of a
+        visual block.
+        """
         return self.rope(positions_3T[:, [0, -1]]), self.rope(positions_3T[:, 1:-1])
 
     def position_values(self, grid: tuple[int, int, int]) -> torch.Tensor:
-        """Return the latent position embeddings of a grid, [n, D], in the model's dtype."""
+        """Return the position embeddings of a latent grid, [n, D], in the model's dtype."""
         return self.network.latent_pos_embed.rows(
             *grid, self.device, self.network.language_model.dtype
         )
@@ -85,8 +89,9 @@ class ContextWriter:
         context: Sequence[ContextSegment],
         visuals: VisualContents,
     ) -> slice | None:
-        """Append `context` to `cache` and return the range of the last text run among the `und`
-        tokens."""
+        """Append `context` to `cache`. Return the range of the last text run among the `und`
+        tokens, or None if there is no text.
+        """
         last = None
         for placed in context:
             segment = placed.segment
@@ -121,8 +126,8 @@ class ContextWriter:
         return last
 
     def seen(self, cache: BranchCache) -> torch.Tensor:
-        """Return the number of slots of its finished context and of itself that a block attends to,
-        in the form of `TokenPack.seen`.
+        """Return the entry of `TokenPack.seen` for a cache with a complete context. It covers the
+        slots of the generated block and of the context.
         """
         return torch.tensor([0, cache.end], dtype=torch.int32, device=self.device)
 
@@ -134,8 +139,9 @@ class ContextWriter:
         rope: tuple[Rope, Rope],
         seen: torch.Tensor,
     ) -> slice:
-        """Add the generated block before the context and return its `gen` tokens. `seen` is
-        `self.seen(cache)`."""
+        """Add the generated block, which is stored before the context. Return the range of its
+        `gen` tokens. `seen` is the result of `self.seen(cache)`.
+        """
         assert cache.block == 2 + latents_ND.shape[0]
         markers, cells = self._add_latents(builder, cache, latents_ND, rope, 0)
         builder.attend_to_block("und", markers, cache, seen)
@@ -150,7 +156,7 @@ class ContextWriter:
         rope: tuple[Rope, Rope],
         start: int,
     ) -> tuple[slice, slice]:
-        """Add a permanent latent block to the cache from slot `start` on, and return its `und` and
+        """Add a latent block to the cache from slot `start` on. Return the ranges of its `und` and
         `gen` tokens.
         """
         markers = builder.add_tokens("und", self.markers(), rope[0], cache, start)

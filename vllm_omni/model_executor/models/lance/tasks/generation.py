@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ImageGeneration`: the state of an image or video while it is generated: contexts, latents,
-schedule, guidance.
+"""The state of an image or video while it is generated (`ImageGeneration`): contexts, latents,
+schedule and guidance.
 
     first step
-        the conditional context is written; the others copy the part that they share and add their
-        rest
+        write the conditional context; other contexts copy the part that they share with it and
+        write the remaining part
     N steps
-        one velocity for each branch (conditional; the others while guidance acts), one Euler step
+        compute a velocity for each branch (the conditional branch, and the other branches while
+        guidance applies), and run one Euler step
 
-A denoise step writes the keys and values of its block before the context and does not modify the
-context. Only `advance` changes the inputs of later steps, so a failed step can be run again. Held
-by the golden files and tests/model_executor/models/lance/test_lance_pipeline.py.
+A denoise step writes the keys and values of its block to the slots before the context and does not
+modify the context. Only `advance` changes the inputs of later steps, so a failed step can be run
+again. The golden files and tests/model_executor/models/lance/test_lance_pipeline.py test this
+module.
 """
 
-# K pictures, N latent tokens of one, C channels
+# K images, N latent tokens of each image, C channels
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -46,10 +48,12 @@ from vllm_omni.model_executor.step_cache import computed_steps
 
 @dataclass(frozen=True)
 class GenerationPlan:
-    """Positions of all tokens of a generation. Contexts do not include the generated block."""
+    """Contexts of a generation and the positions of all tokens. The contexts do not include the
+    generated block.
+    """
 
     cond: list[ContextSegment]
-    """Conditional context."""
+    """Conditional context, with all segments of the prompt."""
     uncond: list[ContextSegment]
     """Context without the user's text."""
     unseen: list[ContextSegment]
@@ -63,7 +67,7 @@ class GenerationPlan:
     shared: int
     """Number of leading segments that `cond` and `uncond` share."""
     grid: Grid
-    """(T, h, w) of the generated block in latents."""
+    """Size (T, h, w) of the generated block in latent cells."""
 
     @property
     def num_latents(self) -> int:
@@ -78,7 +82,7 @@ class GenerationPlan:
 
     @property
     def block(self) -> int:
-        """Return the tokens of the generated block: latents and two markers."""
+        """Return the number of tokens of the generated block: its latents and two markers."""
         return self.num_latents + 2
 
 
@@ -89,11 +93,14 @@ def plan_generation(
 ) -> GenerationPlan:
     """Assign positions to the contexts of a prompt.
 
-    uncond_positions: With `cond`, the text after the user's text has the positions of the
-    conditional context, provided that both contexts end with that text and that nothing (no
-    negative prompt) replaces the user's text; the generated block always has positions of its own
-    context. noise_before_text: in both contexts, the positions of the generated block start where
-    the user's text starts; it still attends to all of the text.
+    Args:
+        prompt: Segments of the prompt.
+        uncond_positions: With `cond`, the text after the user's text has the positions of the
+            conditional context, if both contexts end with this text and no negative prompt replaces
+            the user's text. Otherwise, its positions are recomputed. The generated block always has
+            the positions of its own context.
+        noise_before_text: Whether the positions of the generated block start where the user's text
+            starts, in both contexts. The block still attends to all of the text.
     """
     cond = position_segments(prompt.cond, positions(prompt.cond))
     uncond = position_segments(prompt.uncond, positions(prompt.uncond))
@@ -132,46 +139,49 @@ class ImageGeneration:
     plan: GenerationPlan
     """Positions of all tokens."""
     visuals: VisualContents
-    """Embeddings of the reference; cleared after the contexts are written."""
+    """Embeddings of the reference. They are cleared after the contexts are written."""
     guidance: ClassifierFreeGuidance
-    """Classifier-free guidance."""
+    """Settings of classifier-free guidance."""
     timesteps: torch.Tensor
-    """`num_steps` + 1 timesteps from 1 to 0."""
+    """The `num_steps` + 1 timesteps from 1 to 0."""
     latents: torch.Tensor
-    """fp32 [K, N, C]."""
+    """Latents of all images, fp32 [K, N, C]."""
     cond: list[BranchCache]
     """Caches of the conditional context, one per image."""
     uncond: list[BranchCache]
-    """Caches of the context without the user's text, one per image. Empty without guidance."""
+    """Caches of the context without the user's text, one per image. The list is empty without
+    guidance by the text.
+    """
     unseen: list[BranchCache] = field(default_factory=list)
-    """Caches of the context without the reference, one per image. Empty if there is no guidance by
-    the reference.
+    """Caches of the context without the reference, one per image. The list is empty without
+    guidance by the reference.
     """
     pinned: int = 0
-    """Number of leading latent tokens that remain unchanged (the first frame)."""
+    """Number of leading latent tokens that do not change, because they are a given first frame."""
     renorm_pinned: bool = True
     """Whether pinned tokens are included in the global norm of the guidance."""
     step_cache: float | None = None
-    """Threshold of `step_cache.py`. None: every step is computed."""
+    """Threshold for skipping denoise steps (`step_cache.py`), or None if every step is computed."""
     computed: tuple[bool, ...] = ()
-    """Whether each denoise step is computed. Set when the contexts are written."""
+    """Flag of each denoise step that is true if the step is computed. The flags are set when the
+    contexts are written."""
     step: int = -1
-    """Index of the next denoise step. -1: the contexts must be written first."""
+    """Index of the next denoise step, or -1 until the contexts are written."""
     prediction: torch.Tensor | None = None
-    """fp32 velocities [branches, K, N, C] of the current step, or of the last computed one."""
+    """Velocities [branches, K, N, C], fp32, of the last denoise step that was computed."""
 
     cells: list[slice] = field(default_factory=list)
-    """Ranges of the `gen` tokens of this generation in the current pass, conditional images
-    first.
+    """Ranges of this generation's `gen` tokens in the current pass. Those of the conditional branch
+    come first.
     """
     _time: torch.Tensor | None = None
-    """Embeddings of `timesteps`. `finish_context` sets this and the next three fields."""
+    """Embeddings of `timesteps`. `finish_context` sets them."""
     _positions: torch.Tensor | None = None
     """Position embeddings of the latent tokens."""
     _ropes: list[tuple[Rope, Rope]] = field(default_factory=list)
-    """Result of `block_rope` for the block of each branch."""
+    """Results of `block_rope` for the block of each branch."""
     _seen: dict[BranchCache, torch.Tensor] = field(default_factory=dict)
-    """`TokenPack.seen` of each cache."""
+    """Entry of `TokenPack.seen` for each cache."""
 
     @property
     def num_steps(self) -> int:
@@ -183,7 +193,7 @@ class ImageGeneration:
 
     @property
     def guided(self) -> bool:
-        """Whether the current step needs more than the conditional branch."""
+        """Return whether the current step needs other branches than the conditional one."""
         return self._guided_at(self.step)
 
     def _guided_at(self, step: int) -> bool:
@@ -191,20 +201,22 @@ class ImageGeneration:
 
     @property
     def computes(self) -> bool:
-        """Whether the current step needs the network."""
+        """Return whether the current step needs a forward pass."""
         return not self.prefilled or self.computed[self.step]
 
     # -- the context -------------------------------------------------------------------------------
 
     def add_context(self, writer: ContextWriter, builder: PackBuilder) -> None:
-        """Add the conditional context to the first pass. The context is written to the cache of the
+        """Add the conditional context to the first pass. The pass writes it to the cache of the
         first image.
         """
         self.cond[0].length = 0
         writer.append_segments(builder, self.cond[0], self.plan.cond, self.visuals)
 
     def add_uncond_context(self, writer: ContextWriter, builder: PackBuilder) -> None:
-        """Copy the conditional context and add the other contexts to the second pass."""
+        """Copy the conditional context to the caches of the other images, and add the remaining
+        parts of the other contexts to the second pass.
+        """
         for cache in self.cond[1:]:
             cache.copy_context(self.cond[0], self.cond[0].length)
         if self.uncond:
@@ -217,7 +229,7 @@ class ImageGeneration:
             writer.append_segments(builder, self.unseen[0], self.plan.unseen, VisualContents())
 
     def finish_context(self, writer: ContextWriter) -> None:
-        """Prepare the inputs of all denoise steps, after the second pass."""
+        """Prepare the inputs of all denoise steps. Call this after the second pass."""
         for branch in (self.uncond, self.unseen):
             for cache in branch[1:]:
                 cache.copy_context(branch[0], branch[0].length)
@@ -238,7 +250,7 @@ class ImageGeneration:
     # -- one denoise step --------------------------------------------------------------------------
 
     def add_step(self, writer: ContextWriter, builder: PackBuilder) -> None:
-        """Add the blocks of all images and guidance branches at the current step."""
+        """Add the blocks of all images and branches for the current step to the pass."""
         assert self._time is not None and self._positions is not None
         time = self._time[self.step]
         if self.pinned:
@@ -262,13 +274,13 @@ class ImageGeneration:
         return released
 
     def take_velocity(self, velocity_TC: torch.Tensor) -> None:
-        """Store this generation's part of a pass's velocities."""
+        """Store this generation's velocities. `velocity_TC` contains those of the whole pass."""
         rows = torch.stack([velocity_TC[cells] for cells in self.cells])
         self.prediction = rows.view(-1, len(self.cond), *rows.shape[1:])
 
     def advance(self) -> None:
-        """Advance to the next step: guidance and Euler step in fp32. After the contexts have been
-        written, this selects the first step.
+        """Apply guidance and an Euler step in fp32, and advance to the next step. If only the
+        contexts have been written, advance to the first denoise step.
         """
         if self.prefilled:
             self._euler()
@@ -300,7 +312,8 @@ def _length(context: Sequence[ContextSegment]) -> int:
 
 
 def _common(first: Sequence[SequenceSegment], second: Sequence[SequenceSegment]) -> int:
-    """Return the number of leading segments that both sequences share, up to the user's text."""
+    """Return the number of leading segments that both sequences share. The count ends at the user's
+    text."""
     count = 0
     for one, other in zip(first, second, strict=False):
         if one != other or one.user:

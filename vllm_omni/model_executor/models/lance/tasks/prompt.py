@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chat template, the system prompts and the tokenizer: converts a task and a user's text to
-segments.
+"""Converts a task and a user's text to segments, with the chat template, the system prompts and the
+tokenizer.
 
     <|im_start|>system\\n SYSTEM <|im_end|>\\n<|im_start|>user\\n [vision] [reference] USER
     <|im_end|>\\n <|im_start|>assistant\\n [noise | the answer]
 
-The unconditional context is the same without USER (or with a negative prompt in its place);
-`LanceOptions` selects the prompts of other implementations. A user's text never produces special
-tokens. Held by tests/model_executor/models/lance/test_lance_prompt.py, test_lance_choices.py and
-the golden files.
+The unconditional context has the same template, but without USER or with a negative prompt in its
+place. `LanceOptions` selects the prompts of other implementations. A user's text never produces
+special tokens. tests/model_executor/models/lance/test_lance_prompt.py, test_lance_choices.py and
+the golden files test this module.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ from vllm_omni.model_executor.models.lance.tasks.sequence_layout import Grid, Se
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 VISION_PAD = "<|video_pad|>"
-"""Placeholder of every visual token, also of images."""
+"""Placeholder for each visual token of an image or video."""
 SPECIAL_TOKENS = (IM_START, IM_END, VISION_START, VISION_END, VISION_PAD)
 
 _DRAW_IMAGE = (
@@ -67,17 +67,17 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """Conversions of text to token ids."""
+    """Functions that convert text to token ids."""
 
     encode_template: Encode
-    """For the chat template; may return special tokens."""
+    """Function for the chat template. Its result may contain special tokens."""
     encode_user: Encode
-    """For a user's text; never returns special tokens."""
+    """Function for a user's text. Its result never contains special tokens."""
 
 
 @dataclass(frozen=True)
 class ConversationMessage:
-    """A message of a conversation before the question."""
+    """An earlier message of a conversation, before the prompt."""
 
     role: Literal["user", "assistant"]
     """Author of the message."""
@@ -87,20 +87,19 @@ class ConversationMessage:
 
 @dataclass(frozen=True)
 class PromptSegments:
-    """Segments of one request. If there is a noise block, it is the last segment of each
-    sequence.
-    """
+    """Sequences of segments for one request. A noise block is the last segment of each sequence."""
 
     cond: tuple[SequenceSegment, ...]
-    """All segments."""
+    """Conditional sequence with all segments."""
     uncond: tuple[SequenceSegment, ...]
-    """Without the user's text. Empty for understanding requests."""
+    """Sequence without the user's text, or empty for understanding requests."""
     unseen: tuple[SequenceSegment, ...] = ()
-    """Without the image or video."""
+    """Sequence without the image or video, or empty for understanding requests."""
 
 
 def system_prompt_of(task: Task, served: LanceOptions) -> str:
-    """Return the default system prompt of a task, with the apostrophes of edits as configured."""
+    """Return the default system prompt of a task. The apostrophe in the prompts of edits depends on
+    `served`."""
     prompt = SYSTEM_PROMPTS[task]
     return (
         prompt if served.choices.edit_apostrophe == "typographic" else prompt.replace("\u2019", "'")
@@ -121,19 +120,19 @@ def build_prompt(
     messages: Sequence[ConversationMessage] = (),
     image_message: int | None = None,
 ) -> PromptSegments:
-    """Return a request's segments. Grids are (T, h, w) in decoder tokens.
+    """Return the segments of a request. Grids are (T, h, w) in decoder tokens.
 
     Args:
         task: Task of the request.
-        tokens: Conversions of text to token ids.
+        tokens: Functions that convert text to token ids.
         user_text: The user's text.
-        system_prompt: System prompt. None: the task's.
-        negative_prompt: Text of the unconditional context.
-        vit: Grid of the image or video in the vision tower.
-        reference: Grid of the reference's latents.
-        noise: Grid of the latents to generate.
+        system_prompt: System prompt. Default: the system prompt of the task.
+        negative_prompt: Text of the unconditional context. Default: no text.
+        vit: Grid of the image or video in the vision tower, if any.
+        reference: Grid of the reference's latents, if any.
+        noise: Grid of the latents to generate, if any.
         messages: Earlier messages of the conversation.
-        image_message: Index of the message with the image or video. None: `user_text`.
+        image_message: Index of the message with the image or video. Default: it is in `user_text`.
     """
     system = system_prompt_of(task, served) if system_prompt is None else system_prompt
     encode = tokens.encode_template
@@ -178,8 +177,8 @@ def _conversation(
     vit: Grid | None,
     image_message: int,
 ) -> PromptSegments:
-    """Return the tokens of several messages, each formatted with the template. The image precedes
-    the text of its message.
+    """Return the segments of several messages. Each message is formatted with the chat template,
+    and an image precedes the text of its message.
     """
     segments, ids = [], list(first)
     for number, turn in enumerate(messages):
@@ -197,8 +196,8 @@ def _text(ids: Sequence[int], user: bool = False) -> SequenceSegment:
 
 
 class LanceTokenizer:
-    """The `tokenizer.json` of a checkpoint, read directly, because the image checkpoint has no
-    `tokenizer_config.json`.
+    """The tokenizer of a checkpoint. `tokenizer.json` is read directly, because the image
+    checkpoint contains no `tokenizer_config.json`.
     """
 
     def __init__(self, path: Path, special: Mapping[str, int], vocab_size: int) -> None:
@@ -207,9 +206,9 @@ class LanceTokenizer:
                 Tokenizer.from_file(str(path)),
                 Tokenizer.from_file(str(path)),
             )
-        except Exception as error:  # the library raises bare Exception for all errors in the file
+        except Exception as error:  # the library raises Exception for invalid files
             raise ValueError(f"{path} cannot be read as a tokenizer; download it again") from error
-        # names of special tokens in a user's text are plain text
+        # The names of special tokens in a user's text are encoded as plain text.
         self._user.encode_special_tokens = True
         self.ids: dict[str, int] = {}
         for token in SPECIAL_TOKENS:
@@ -235,6 +234,6 @@ class LanceTokenizer:
         )
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of generated ids without special tokens."""
+        """Return the text of generated token ids. Special tokens are omitted."""
         text: str = self._template.decode(list(ids), skip_special_tokens=True)
         return text

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The maths between forward passes: flow-matching steps, renormalised guidance, and token sampling.
+"""The maths between forward passes: flow-matching timesteps, renormalised guidance and token
+sampling.
 
-The functions do not synchronise with the device.
+No function synchronises the host with the device.
 """
 
 # N latent tokens, C channels, V vocabulary
@@ -14,7 +15,10 @@ RENORM_TYPES = ("global", "channel", "none")
 
 
 def flow_timesteps(num_steps: int, shift: float) -> torch.Tensor:
-    """Return fp32 [num_steps + 1] from 1 to 0: t = s u / (1 + (s - 1) u), u = 1 - i / num_steps."""
+    """Return the timesteps from 1 to 0, fp32 [num_steps + 1].
+
+    Timestep i is t = s u / (1 + (s - 1) u) for u = 1 - i / num_steps and the shift s.
+    """
     u = torch.linspace(1.0, 0.0, num_steps + 1)
     return shift * u / (1 + (shift - 1) * u)
 
@@ -23,21 +27,21 @@ def flow_timesteps(num_steps: int, shift: float) -> torch.Tensor:
 class ClassifierFreeGuidance:
     """Classifier-free guidance of one generated image or video.
 
-    It applies to steps with low < t <= high if a scale is above 1.
+    Guidance applies to steps with low < t <= high if one of the scales is greater than 1.
     """
 
     scale: float
-    """Scale against the context without the user's text."""
+    """Scale of guidance against the context without the user's text."""
     interval: tuple[float, float]
-    """(low, high), in [0, 1]."""
+    """Interval (low, high) of timesteps with guidance, in [0, 1]."""
     renorm: str
-    """`global` limits the norm of the guided velocity to that of the conditional velocity over all
-    tokens and channels, `channel` per token, and `none` applies no limit.
+    """Renormalisation, which limits the norm of the guided velocity to that of the conditional
+    velocity: over all tokens and channels (`global`), for each token (`channel`), or not (`none`).
     """
     renorm_min: float
-    """The smallest factor of the renormalisation."""
+    """Smallest factor of the renormalisation."""
     image_scale: float = 1.0
-    """Guidance scale of an edit against the context without the image or clip."""
+    """Scale of guidance against the context without the image or clip, for edits."""
 
     @property
     def guides_text(self) -> bool:
@@ -61,12 +65,12 @@ class ClassifierFreeGuidance:
         unseen_NC: torch.Tensor | None = None,
         counted: slice = slice(None),
     ) -> torch.Tensor:
-        """Return the guided velocity, fp32, as BAGEL combines the two scales.
+        """Return the guided velocity, fp32. The two scales are combined as in BAGEL.
 
         Args:
-            cond_NC: Velocity in the full context.
-            uncond_NC: Velocity without the user's text. None: `scale` has no effect.
-            unseen_NC: Velocity without the image or clip. None: `image_scale` has no effect.
+            cond_NC: Velocity with the full context.
+            uncond_NC: Velocity without the user's text, or None for no guidance by the text.
+            unseen_NC: Velocity without the image or clip, or None for no guidance by the image.
             counted: Tokens that are included in the `global` norm.
         """
         guided = cond_NC
@@ -85,16 +89,16 @@ class ClassifierFreeGuidance:
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """How the next token is sampled."""
+    """Settings of token sampling."""
 
     temperature: float
-    """0: the most likely token."""
+    """Temperature. 0 selects the most likely token."""
     top_p: float
-    """Sample only from the most likely tokens whose probabilities add up to this value."""
+    """Total probability of the most likely tokens from which tokens are sampled."""
 
     def choose(self, logits_V: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-        """Return the id of the next token, int64 [1] on the device. uniform: a random number in [0,
-        1) on the device.
+        """Return the id of the next token, int64 [1] on the device. `uniform` is a random number in
+        [0, 1) on the device.
         """
         if self.temperature == 0.0:
             return logits_V.argmax(dim=-1, keepdim=True)
@@ -102,7 +106,7 @@ class TokenChoice:
             descending=True
         )
         before = probabilities.cumsum(-1) - probabilities
-        # the most likely token always remains
+        # The most likely token is always retained.
         retained = torch.where(before < self.top_p, probabilities, 0.0)
         reached = retained.cumsum(-1)
         index = (reached <= uniform * reached[-1]).sum(dim=0, keepdim=True).clamp(max=len(ids) - 1)

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request as a packed sequence of segments: token ids, attention modes, and 3-D positions.
+"""Represents a request as a sequence of segments with token ids, attention modes and 3-D positions.
 
-A sequence consists of text runs and visual blocks. A block is a start marker, one token per grid
-cell in (t, h, w) order, and an end marker. Attention is causal in text and bidirectional inside a
-block. No other segment attends to a `noise` block.
+A sequence consists of text runs and visual blocks. A block consists of a start marker, one token
+per grid cell in (t, h, w) order, and an end marker. Attention is causal in text and bidirectional
+inside a block. No other segment attends to a `noise` block.
 
-Positions (time, height, width) are derived from a running counter P. Text of n tokens takes P ..
-P+n-1 on all axes. A block with grid (T, h, w) uses (P, P, P) for its start marker, (P+1+2t, P+1+i,
-P+1+j) for its cells and one more than the largest position for its end marker. Sequences with a
-reference are re-anchored: vision blocks start at time 1000, and a target with the grid of the
-reference has the positions of the reference.
+Positions (time, height, width) are derived from a running counter P. A text of n tokens has the
+positions P .. P+n-1 on all axes. In a block with grid (T, h, w), the start marker has position (P,
+P, P), the cells have positions (P+1+2t, P+1+i, P+1+j), and the position of the end marker is one
+more than the largest of these. The positions of sequences with a reference are adjusted: vision
+blocks start at time 1000, and a target with as many tokens as the reference has the positions of
+the reference.
 """
 
 from collections.abc import Sequence
@@ -19,8 +20,8 @@ from typing import Literal
 import torch
 
 TIME_STEP = 2
-"""Positions per latent frame or temporal patch: tokens_per_second 2 times one second per grid
-step.
+"""Number of temporal positions per latent frame or temporal patch. It is the product of
+tokens_per_second (2) and one second per grid step.
 """
 VIT_TIME_ORIGIN = 1000
 
@@ -33,11 +34,11 @@ class SequenceSegment:
     """A text run or a visual block."""
 
     kind: Kind
-    """Kind of the segment."""
+    """Kind of the segment: text, vision embeddings, reference latents, or latents to generate."""
     ids: tuple[int, ...] = ()
     """Token ids of a text run."""
     grid: Grid = (0, 0, 0)
-    """(T, h, w) of a block, in decoder tokens."""
+    """Grid (T, h, w) of a block in decoder tokens."""
     user: bool = False
     """Whether this run is the user's text."""
 
@@ -51,21 +52,23 @@ class SequenceSegment:
 
     @property
     def mode(self) -> str:
-        """The original's name of the segment's attention."""
+        """Return the name of the segment's attention mode in the original."""
         return {"text": "causal", "vit": "full", "reference": "full_noise", "noise": "noise"}[
             self.kind
         ]
 
     @property
     def modality(self) -> int:
-        """The original's code of the segment's kind."""
+        """Return the code of the segment's kind in the original."""
         if self.kind == "text":
             return 0 if self.user else -1
         return {"vit": 4, "reference": 2, "noise": 1}[self.kind]
 
 
 def raw_positions(segments: Sequence[SequenceSegment]) -> list[torch.Tensor]:
-    """Return the positions of each segment, int64 [3, length], from the counter alone."""
+    """Return the positions of each segment, int64 [3, length], without the adjustments for a
+    reference.
+    """
     counter, result = 0, []
     for segment in segments:
         if segment.kind == "text":
@@ -83,8 +86,8 @@ def positions(
 ) -> list[torch.Tensor]:
     """Return each segment's final positions, int64 [3, length].
 
-    `anchor_vit` starts vision blocks at time 1000. None: only if the sequence has a reference
-    block.
+    If `anchor_vit` is true, vision blocks start at time 1000. Default: only if the sequence
+    contains a reference block.
     """
     placed = raw_positions(segments)
     reference = next(
@@ -106,8 +109,8 @@ def positions(
 
 
 def block_positions(start: int, grid: Grid) -> torch.Tensor:
-    """Return the positions of a visual block, int64 [3, length], including markers, for a start
-    marker at position `start`.
+    """Return the positions of a visual block, including its markers, int64 [3, length]. The start
+    marker has position `start` on all axes.
     """
     frames, height, width = grid
     first = start + 1
@@ -126,12 +129,12 @@ def block_positions(start: int, grid: Grid) -> torch.Tensor:
 def rope_tables(
     positions_3T: torch.Tensor, head_dim: int, sections: tuple[int, int, int], theta: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (cos_TC, sin_TC), fp32 [T, head_dim / 2]. Each frequency rotates by the position on
-    one axis.
+    """Return the rotary tables (cos_TC, sin_TC), fp32 [T, head_dim / 2]. Each frequency rotates by
+    the position on one axis.
 
-    The first `sections[0]` frequencies belong to time, the next ones to height, the last ones to
-    width. Equal positions on all axes result in ordinary rotary embedding. Angles are computed in
-    fp64.
+    The first `sections[0]` frequencies are for time, the next `sections[1]` for height, and the
+    last `sections[2]` for width. Equal positions on all axes result in ordinary rotary embeddings.
+    Angles are computed in fp64.
     """
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     axis = torch.repeat_interleave(torch.arange(3), torch.tensor(sections))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Creates the `ImageGeneration` or `UnderstandingChunk` of a validated request: encodes references,
-assigns positions, samples noise and allocates caches.
+"""Creates the `ImageGeneration` or `UnderstandingChunk` of a validated request.
+
+To start a request, references are encoded, positions are assigned, noise is sampled and caches are
+allocated.
 """
 
 from collections.abc import Callable
@@ -35,16 +37,16 @@ from vllm_omni.seeds import nth_seed
 
 @dataclass(frozen=True)
 class RequestStarter:
-    """The parts of `Lance` that run before the first step of a request."""
+    """Starts requests with the components of `Lance`, before their first step."""
 
     tokenizer: LanceTokenizer
     """Tokenizer of the checkpoint."""
     vision: VisionTower
-    """Vision tower."""
+    """Vision tower that encodes images and clips for the decoder."""
     vae: LanceWanVAE
-    """Autoencoder."""
+    """Autoencoder that encodes references."""
     network: LanceNetwork
-    """The language model with its generation experts."""
+    """Decoder with both experts, and the latent projections."""
     options: LanceOptions
     """Serving options."""
 
@@ -62,13 +64,14 @@ class RequestStarter:
         """Start an image or video generation.
 
         Args:
-            inputs: The checked request.
-            reserved_bytes: Reserved memory of the session.
+            inputs: The validated request.
+            reserved_bytes: Size in bytes of the memory that the session has reserved.
             timer: Timer of the request's stages.
-            new_cache: Creates an empty cache from (capacity of a context, size of a block).
+            new_cache: Function that creates an empty cache, given the capacity of a context and the
+                size of a block.
 
         Raises:
-            RequestFailed: `capacity`; the caches exceed `reserved_bytes`.
+            RequestFailed: The caches would exceed `reserved_bytes` (`capacity`).
         """
         reads_source = inputs.task in EDIT_TASKS
         rows = vit = encoded = None
@@ -137,8 +140,8 @@ class RequestStarter:
         """Start an understanding request.
 
         Args:
-            inputs: The checked request.
-            chunk_tokens: Text tokens per request. None: the whole text.
+            inputs: The validated request.
+            chunk_tokens: Number of text tokens per request, or None for the whole text.
             timer: Timer of the request's stages.
         """
         rows = grid = None
@@ -182,17 +185,17 @@ class RequestStarter:
     def _see(
         self, source: torch.Tensor, preset: SizePreset | None, timer: StageTimer
     ) -> tuple[torch.Tensor, Grid]:
-        """Encode frames for the decoder and return (embeddings, grid)."""
+        """Encode frames with the vision tower. Return the embeddings and their grid."""
         with timer.stage("vision"):
             patches, grid = to_patches(for_vit(source, preset))
             return self.vision(patches, grid), decoder_grid(grid)
 
 
 def continue_understanding(response: TextReply, request: DiffusionRequest) -> UnderstandingChunk:
-    """Return the next chunk of a text.
+    """Return the next chunk of a text that several requests generate.
 
     Raises:
-        RequestFailed: The text has ended, or the request contains a prompt, options or tensors.
+        RequestFailed: The text is complete, or the request contains a prompt, options or tensors.
     """
     params = request.params
     if params.prompt is not None or params.options or request.tensors:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`BatchStepper`: one engine step of a mixed batch of image generation and understanding requests.
+"""Runs one engine step of a mixed batch of generation and understanding requests (`BatchStepper`).
 
-    pass 1    contexts of new generations, blocks of running ones; prompts of new understanding
-    requests, tokens of others
-    pass 2    the separate part of new unconditional contexts
-    pass 3..  further tokens of understanding requests, if a step decodes several
+    pass 1    contexts of new generations and blocks of running generations; prompts of new
+              understanding requests and tokens of running ones
+    pass 2    the parts of new unconditional contexts that differ from the conditional context
+    pass 3..  further tokens of understanding requests, if a step decodes several tokens
 
-Every matrix product of a pass covers all requests. If a step contains only running generations,
-only its inputs differ between denoise steps. It can therefore be a CUDA graph, which later requests
-with the same caches reuse.
+Every matrix product of a pass covers all requests. If a batch contains only running generations,
+its steps differ only in their inputs. Such a step can therefore be replayed as a CUDA graph, and
+later requests with the same caches reuse the graph.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,13 @@ from vllm_omni.model_executor.models.lance.tasks.understanding import Understand
 
 
 class BatchStepper:
-    """markers: Ids of the start and end tokens of a visual block. num_tokens: Logits beyond this
-    number do not correspond to tokens of the tokenizer.
+    """Runs engine steps of a mixed batch.
 
-    graphs: CUDA graphs of denoise steps. None: kernels are launched one by one.
+    Args:
+        network: The decoder and the latent projections.
+        markers: Ids of the start and end tokens of a visual block.
+        num_tokens: Number of tokens of the tokenizer. Further logits do not correspond to tokens.
+        graphs: CUDA graphs of denoise steps, or None to launch kernels one by one.
     """
 
     def __init__(
@@ -50,11 +53,11 @@ class BatchStepper:
         understandings: Sequence[UnderstandingChunk],
         tokens_per_step: int = 1,
     ) -> None:
-        """Compute the velocities (or context) of every generation, and up to `tokens_per_step`
+        """Compute the velocities (or the contexts) of every generation, and up to `tokens_per_step`
         tokens of each understanding request.
 
-        No state changes before `ImageGeneration.advance` and `UnderstandingChunk.settle`, so the
-        step can be run again after an exception.
+        Only `ImageGeneration.advance` and `UnderstandingChunk.settle` change the inputs of later
+        steps, so the step can be run again after an exception.
         """
         for understanding in understandings:
             understanding.start_step()
@@ -68,7 +71,7 @@ class BatchStepper:
                 generation.add_context(self.writer, builder)
         for understanding in understandings:
             understanding.add_tokens(self.writer, builder)
-        if builder.empty:  # no step of this one needs the network
+        if builder.empty:  # no request needs the network in this step
             return
         hidden: dict[Expert, torch.Tensor]
         hidden = (
@@ -112,7 +115,9 @@ class BatchStepper:
             understanding.choose(row)
 
     def _denoise(self, pack: TokenPack) -> torch.Tensor:
-        """Run a pack of running drawings. Returns the rows of their latents."""
+        """Run a pack that contains only running generations. Return the hidden states of their
+        latents.
+        """
         if self.graphs is None:
             return self._latent_slices(pack)
         experts = list(pack.embeds)

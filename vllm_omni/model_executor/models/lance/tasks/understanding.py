@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`UnderstandingChunk`: token-by-token decoding of an understanding request about an image or a
-clip.
+"""Decodes the text of an understanding request token by token (`UnderstandingChunk`).
 
-The prompt is processed in one forward pass, and its last position (the newline after `assistant`)
-produces the first token. Each later pass processes the newest token. Tokens are sampled on the
-device; the host reads them once per engine step. Only `settle` changes the inputs of a later step,
-so a failed step can be run again.
+One forward pass processes the prompt, and its last position (the newline after `assistant`)
+produces the first token. Each later pass processes the latest token. Tokens are sampled on the
+device, and the host reads them once per engine step. Only `settle` changes the inputs of a later
+step, so a failed step can be run again.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,80 +29,84 @@ class TextRules:
     """Rules for sampling tokens and for ending the text."""
 
     choice: TokenChoice
-    """How tokens are sampled."""
+    """Settings of token sampling."""
     seed: int
-    """Seed of sampling."""
+    """Seed of token sampling."""
     max_tokens: int
     """Maximum number of tokens of the whole text."""
     end_token: int
     """Id of the token that ends the text."""
     stop: tuple[str, ...] = ()
-    """Strings that end the generation. They are not included in the result."""
+    """Strings that end the generation and are not included in the result."""
 
 
 @dataclass(frozen=True)
 class UnderstandingProgress:
-    """The decoded tokens."""
+    """Decoded tokens of a text, and the state that decoding continues from."""
 
     length: int = 0
-    """Number of used slots of the cache."""
+    """Number of cache slots in use."""
     next_position: int = 0
-    """Position of the newest token."""
+    """Position of the latest token."""
     tokens: tuple[int, ...] = ()
     """All decoded tokens, including the end token."""
     newest: torch.Tensor | None = None
-    """The last token, int64 [1] on the device."""
+    """Id of the latest token, int64 [1] on the device."""
     finish_reason: str | None = None
-    """`stop` or `length`. None: the text is not complete."""
+    """Reason why the text ended: `stop` or `length`. None until the text is complete."""
     sent: int = 0
-    """Number of characters that have been returned."""
+    """Number of characters that have been returned to the client."""
 
     def text(self, decode: Decode, rules: TextRules) -> str:
-        """Return the text up to a stop string, without characters that may still change."""
+        """Return the text up to the first stop string. Characters that may still change are
+        omitted.
+        """
         text = decode([token for token in self.tokens if token != rules.end_token])
         found = [position for stop in rules.stop if (position := text.find(stop)) >= 0]
         if found:
             return text[: min(found)]
         if self.finish_reason is None:
-            text = text.rstrip("\ufffd")  # a character with incomplete bytes
+            text = text.rstrip("\ufffd")  # replacement of incomplete bytes
             held = max((len(stop) - 1 for stop in rules.stop), default=0)
             return text[: max(self.sent, len(text) - held)]
         return text
 
     def new_text(self, decode: Decode, rules: TextRules) -> str:
-        """Return the characters of `text` that have not been sent yet."""
+        """Return the characters of the text that have not been returned to the client yet."""
         return self.text(decode, rules)[self.sent :]
 
 
 @dataclass(eq=False)
 class UnderstandingChunk:
-    """One chunk of a text in flight."""
+    """One chunk of a text that is being decoded."""
 
     cache: BranchCache
-    """K/V of prompt and text."""
+    """K/V cache of the prompt and the text."""
     rules: TextRules
     """Rules for sampling tokens and for ending the text."""
     chunk_tokens: int
     """Maximum number of tokens of this chunk."""
     progress: UnderstandingProgress = field(default_factory=UnderstandingProgress)
-    """The decoded tokens. The session adopts it when the chunk succeeds."""
+    """Decoded tokens. The session stores them when the chunk succeeds."""
     context: Sequence[ContextSegment] = ()
-    """The prompt, for the first chunk."""
+    """Segments of the prompt, or empty after the first chunk."""
     visuals: VisualContents = field(default_factory=VisualContents)
-    """Embeddings of the image or video, for the first chunk only."""
+    """Embeddings of the image or video, or empty after the first chunk."""
     prompt_tokens: int = 0
     """Number of tokens of the prompt."""
     first_token: int = 0
-    """Number of tokens before this chunk."""
+    """Number of text tokens that were decoded before this chunk."""
     logits: torch.Tensor | None = None
-    """fp32 logits [V] of the last pass, checked for NaN at the end of the chunk."""
+    """Logits [V] of the last pass, fp32. They are checked for NaN at the end of the chunk."""
 
     row: int = 0
-    """Index of the `und` token in the current pass whose logits determine the next token."""
+    """Index of the `und` token, in the current pass, with the logits of the next token."""
     _live: UnderstandingProgress = field(default_factory=UnderstandingProgress)
-    """`progress` with the tokens of the step that runs. A failed step discards it."""
+    """Copy of `progress` that includes the tokens of the current step. A failed step discards
+    it.
+    """
     _pending: list[torch.Tensor] = field(default_factory=list)
-    """Tokens of the step that runs, still on the device."""
+    """Tokens of the current step that are still on the device."""
 
     @property
     def wanted(self) -> int:
@@ -114,11 +117,11 @@ class UnderstandingChunk:
         )
 
     def start_step(self) -> None:
-        """Start or restart a step."""
+        """Start an engine step. The results of a failed step are discarded."""
         self._live, self._pending = self.progress, []
 
     def add_tokens(self, writer: ContextWriter, builder: PackBuilder) -> None:
-        """Add the prompt or the newest token to the forward pass."""
+        """Add the prompt or the latest token to the forward pass."""
         live = self._live
         self.cache.length = live.length
         if live.length == 0:
@@ -136,7 +139,8 @@ class UnderstandingChunk:
         self.row = last.stop - 1
 
     def choose(self, logits_V: torch.Tensor) -> None:
-        """Sample the next token from this request's logits, without host synchronisation."""
+        """Sample the next token from this request's logits, without synchronising the host with the
+        device."""
         number = len(self.progress.tokens) + len(self._pending)
         draw = torch.rand(
             1, generator=torch.Generator().manual_seed(noise_seed(self.rules.seed, 0, number))
@@ -147,8 +151,8 @@ class UnderstandingChunk:
         self._live = replace(self._live, newest=token)
 
     def settle(self, decode: Decode) -> None:
-        """Copy the tokens of this step to the host and check whether the text has ended.
-        Synchronises with the device.
+        """Copy the tokens of this step to the host, and check whether the text is complete. This
+        synchronises the host with the device.
         """
         tokens = [*self.progress.tokens, *torch.cat(self._pending).tolist()]
         reason = None

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor names of Wan's frozen components, as tables.
+"""Rename tables for the tensors of Wan's frozen components.
 
-Components use Wan's own names (`.pth`) or those of diffusers and transformers. `loading.py` loads
-with these tables, and `layout.py` reads sizes with them.
+The tensors of a component have Wan's own names (in `.pth` files) or those of diffusers and
+transformers. `loading.py` uses these tables to load weights, and `layout.py` uses them to read
+sizes.
 """
 
 from vllm_omni.model_executor.checkpoint.loading import Rules
@@ -21,7 +22,7 @@ VAE_RULES: Rules = (
     (r"\.residual\.3\.", ".norm2."),
     (r"\.residual\.6\.", ".conv2."),
     (r"\.shortcut\.", ".conv_shortcut."),
-    # Wan 2.2: a list per level, of residual blocks and a resampling layer.
+    # Wan 2.2 has a list of residual blocks and a resampling layer for each level.
     (
         r"\.downsamples\.(\d+)\.downsamples\.\d+\.(resample|time_conv)\.",
         r".down_blocks.\1.downsampler.\2.",
@@ -29,7 +30,7 @@ VAE_RULES: Rules = (
     (r"\.downsamples\.(\d+)\.downsamples\.(\d+)\.", r".down_blocks.\1.resnets.\2."),
     (r"\.upsamples\.(\d+)\.upsamples\.\d+\.(resample|time_conv)\.", r".up_blocks.\1.upsampler.\2."),
     (r"\.upsamples\.(\d+)\.upsamples\.(\d+)\.", r".up_blocks.\1.resnets.\2."),
-    # Wan 2.1: one list. Per level, the decoder's has three residual blocks and an upsampler.
+    # Wan 2.1 has a single list, with three residual blocks and an upsampler per decoder level.
     (r"\.downsamples\.(\d+)\.", r".down_blocks.\1."),
     *(
         (rf"\.upsamples\.{4 * level + block}\.", f".up_blocks.{level}.resnets.{block}.")
@@ -60,8 +61,8 @@ TEXT_RULES: Rules = (
     (r"^blocks\.(\d+)\.ffn\.fc1\.", r"encoder.block.\1.layer.1.DenseReluDense.wi_1."),
     (r"^blocks\.(\d+)\.ffn\.fc2\.", r"encoder.block.\1.layer.1.DenseReluDense.wo."),
 )
-"""Wan's umt5-xxl names -> transformers' `UMT5EncoderModel`. Transformers' own names are not
-changed.
+"""Mapping of Wan's names for umt5-xxl to those of transformers' `UMT5EncoderModel`. Transformers'
+own names are not changed.
 """
 
 CLIP_RULES: Rules = (
@@ -79,6 +80,6 @@ CLIP_RULES: Rules = (
     (r"\.mlp\.0\.", ".mlp.fc1."),
     (r"\.mlp\.2\.", ".mlp.fc2."),
 )
-"""Mapping of Wan's names of the vision tower, with separate queries, keys and values, to those of
-transformers' `CLIPVisionModel`.
+"""Mapping of Wan's names for the vision tower to those of transformers' `CLIPVisionModel`, after
+queries, keys and values are split into separate tensors.
 """

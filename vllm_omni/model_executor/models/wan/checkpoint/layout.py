@@ -2,11 +2,11 @@
 """Locates the frozen components of a Wan checkpoint, under Wan's own file names or in diffusers'
 folders.
 
-Files that are missing in the checkpoint's directory are looked up in its `assets/`, a folder or a
-link to a directory that several checkpoints share.
+Files that are missing in the checkpoint's directory are looked up in its `assets/`. This can be a
+folder, or a link to a directory that several checkpoints share.
 
 This module only locates files; `loading.py` loads them. A missing component is an error only when
-it is needed (`require`). An engine with dummy weights can therefore start from config files alone,
+it is needed (`require`). An engine with dummy weights can therefore start from config files only,
 and a stage that does not decode needs no VAE. Each model family adds the location of its
 transformer.
 """
@@ -64,7 +64,7 @@ COMPONENT_PLACES: dict[str, tuple[str, ...]] = {
 
 ASSETS_FOLDER = "assets"
 TINY_VAE_FILES: dict[VAERelease, str] = {"2.1": "taew2_1.pth", "2.2": "taew2_2.pth"}
-"""File of the tiny decoder for the latents of each autoencoder; also as `.safetensors`."""
+"""Name of the tiny decoder's file for each autoencoder. The suffix may also be `.safetensors`."""
 TINY_VAE_FILE = TINY_VAE_FILES["2.1"]
 
 
@@ -76,33 +76,33 @@ def component_places(release: VAERelease) -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class WanComponents:
-    """The paths of a checkpoint's components. Subclasses set `download_name`, the name for
-    `vllm-omni download`."""
+    """Paths of a checkpoint's components. Each model family has a subclass that sets
+    `download_name`."""
 
     download_name: ClassVar[str]
-    """Name for `vllm-omni download`."""
+    """Name of the family's release for `vllm-omni download`."""
     vae_release: ClassVar[VAERelease] = "2.1"
     """Wan release whose autoencoder the family uses."""
 
     root: Path
-    """Folder that holds the components."""
+    """Folder that contains the components."""
     transformer: Path
-    """Folder of safetensors, or a weight file."""
+    """Transformer: a folder of safetensors files, or a single weight file."""
     vae: Path | None
-    """`.pth` or `.safetensors` file, or a folder. None: missing."""
+    """VAE: a `.pth` or `.safetensors` file or a folder, or None if it is missing."""
     text_encoder: Path | None
-    """`.pth` or `.safetensors` file, or a folder. None: missing."""
+    """Text encoder: a `.pth` or `.safetensors` file or a folder, or None if it is missing."""
     tokenizer: Path | None
-    """Folder of the tokenizer. None: missing."""
+    """Folder of the tokenizer, or None if it is missing."""
     image_encoder: Path | None = field(default=None, kw_only=True)
-    """`.pth` or `.safetensors` file, or a folder. None: missing."""
+    """Image encoder: a `.pth` or `.safetensors` file or a folder, or None if it is missing."""
     tiny_vae: Path | None = field(default=None, kw_only=True)
-    """TAEHV file. None: missing."""
+    """TAEHV file, or None if it is missing."""
 
     @classmethod
     def of_folder(cls, root: Path, transformer: Path, **own: Any) -> Self:
-        """Return the layout with the components in `root`. `own` contains the fields of the
-        family.
+        """Locate the components in `root` and return the layout. `own` contains the family's
+        additional fields.
         """
         return cls(
             root=root,
@@ -117,7 +117,9 @@ class WanComponents:
         return self.download_name
 
     def require(self, *components: Component) -> None:
-        """Raise ValueError (one line) unless the named components exist with their weights."""
+        """Raise ValueError, with a single-line message, unless the named components exist with
+        their weights.
+        """
         missing = [part for part in components if not self._present(part)]
         if missing:
             places = component_places(self.vae_release)
@@ -156,8 +158,8 @@ class WanComponents:
         return any(position.glob("tokenizer*.json" if part == "tokenizer" else "*.safetensors"))
 
     def vae_config(self) -> VAEConfig:
-        """Return the architecture of the VAE from its config, from the shapes of its weights, or by
-        default that of the release.
+        """Return the architecture of the VAE according to its config, the shapes of its weights, or
+        by default the release.
         """
         if self.vae is not None and (self.vae / "config.json").exists():
             return VAEConfig.from_dict(read_json(self.vae / "config.json"))
@@ -175,8 +177,8 @@ class WanComponents:
         )
 
     def text_config(self) -> dict[str, Any]:
-        """Return `UMT5Config` values from the encoder's config, from the shapes of its weights, or
-        by default those of the release.
+        """Return `UMT5Config` values according to the text encoder's config, the shapes of its
+        weights, or by default the release.
         """
         if stated := stated_text(self.text_encoder):
             return stated
@@ -197,8 +199,8 @@ class WanComponents:
         }
 
     def clip_config(self) -> dict[str, Any]:
-        """Return `CLIPVisionConfig` values from the encoder's config, from the shapes of its
-        weights, or by default those of the release.
+        """Return `CLIPVisionConfig` values according to the image encoder's config, the shapes of
+        its weights, or by default the release.
         """
         path = self.image_encoder
         if path is not None and (path / "config.json").exists():
@@ -225,8 +227,10 @@ class WanComponents:
         }
 
     def checked_vae(self, latent_channels: int) -> VAEConfig:
-        """Return the architecture of the VAE, or raise ValueError (one line) if it does not match
-        the transformer.
+        """Return the architecture of the VAE.
+
+        Raises:
+            ValueError: The VAE does not match the transformer. The message is a single line.
         """
         vae = self.vae_config()
         if vae.z_dim != latent_channels:
@@ -262,20 +266,21 @@ def chunk_hf_config(
     context: Literal["umt5", "clip"] = "umt5",
     **info: str,
 ) -> dict[str, Any]:
-    """Return the fields of vLLM's config object for a causal Wan model, JSON types only.
+    """Return the fields of vLLM's config object for a causal Wan model. The values have JSON types.
 
-    In addition to the keys that vLLM reads, `name` contains `transformer` (its config as stored),
-    `vae` and `context` (architectures with the keys of diffusers and transformers), and `info`.
+    In addition to the keys that vLLM reads, the result has the key `name`. Its value contains the
+    transformer's config as stored, the architectures of the VAE and of the context encoder with the
+    keys of diffusers and transformers, and the entries of `info`.
 
     Args:
         architecture: Name of the model class.
         name: Key of the family's own fields.
         layout: Components of the checkpoint.
         transformer: Config of the transformer as stored.
-        config: The same, parsed.
+        config: Parsed config of the transformer.
         rules: Renames from the stored tensor names to those of the transformer.
-        context: Encoder of the embeddings for cross-attention.
-        facts: Further fields under `name`.
+        context: Encoder that produces the embeddings for cross-attention.
+        info: Further entries under `name`.
 
     Raises:
         ValueError: The components do not fit together.
@@ -302,8 +307,9 @@ def chunk_hf_config(
 def engine_fields(
     architecture: str, *, dim: int, heads: int, layers: int, context: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the fields of vLLM's config object that vLLM reads. `context` is the config of the
-    prompt or image encoder."""
+    """Return the fields that vLLM reads from its config object. `context` is the config of the text
+    or image encoder.
+    """
     return {
         "architectures": [architecture],
         "dtype": "bfloat16",
@@ -316,8 +322,8 @@ def engine_fields(
 
 
 def stated_text(encoder: Path | None) -> dict[str, Any]:
-    """Return `UMT5Config` values from the `config.json` of a text encoder's folder, or {} if there
-    is none.
+    """Return `UMT5Config` values from the `config.json` of a text encoder's folder, or {} if the
+    file does not exist.
 
     Raises:
         ValueError: The config belongs to another model.
@@ -337,8 +343,8 @@ def stated_text(encoder: Path | None) -> dict[str, Any]:
 
 
 def checked_text(text: dict[str, Any], width: int, root: Path) -> dict[str, Any]:
-    """Return `text` if its embeddings have the width that the transformer expects, otherwise raise
-    ValueError (one line).
+    """Return `text` if its embeddings have the width that the transformer expects. Otherwise raise
+    ValueError with a single-line message.
     """
     if text["d_model"] != width:
         raise ValueError(
@@ -349,7 +355,9 @@ def checked_text(text: dict[str, Any], width: int, root: Path) -> dict[str, Any]
 
 
 def own_config(folder: Path) -> dict[str, Any]:
-    """Return the `config.json` of a folder if it describes a network; {} without one."""
+    """Return the `config.json` of a folder, or {} if there is none or it does not describe a
+    network.
+    """
     path = folder / "config.json"
     values = read_json(path) if path.is_file() else {}
     return {} if is_root_config(values) else values
@@ -363,12 +371,12 @@ def find_transformer(
     Args:
         path: The folder of the components, or the transformer's folder inside it.
         names: Names of the transformer's folder in `path`, in order of preference.
-        found: Returns whether a folder is a transformer's.
-        model: Name of the model in errors.
+        found: Function that returns whether a folder contains a transformer of this model.
+        model: Name of the model in error messages.
 
     Raises:
-        ValueError: There is no transformer. The message is one line that states what was found and
-            what was expected.
+        ValueError: `path` contains no transformer. The message is a single line that states what
+            was found and what was expected.
     """
     folder = next((path / name for name in names if found(path / name)), None)
     if folder is not None:
@@ -388,8 +396,9 @@ def find_transformer(
 
 
 def find_components(root: Path, release: VAERelease = "2.1") -> dict[str, Path | None]:
-    """Return the paths of the components of `component_places` in `root` or its assets. None
-    means missing."""
+    """Return the path of each component of `component_places`, in `root` or its `assets/`, or None
+    if the component is missing.
+    """
     places = component_places(release)
     return {part: _own_or_shared(root, names) for part, names in places.items()}
 
@@ -400,10 +409,10 @@ def find_tiny_vae(root: Path, release: VAERelease = "2.1") -> Path | None:
 
 
 def check_tiny_vae(layout: WanComponents, wanted_by: str) -> None:
-    """Check that a checkpoint has the tiny decoder, which is required by the option `wanted_by`.
+    """Check that a checkpoint contains the tiny decoder, which the option `wanted_by` requires.
 
     Raises:
-        ValueError: The checkpoint lacks the file.
+        ValueError: The file of the tiny decoder is missing.
     """
     if layout.tiny_vae is None:
         raise ValueError(
@@ -413,7 +422,7 @@ def check_tiny_vae(layout: WanComponents, wanted_by: str) -> None:
 
 
 def has_components(root: Path) -> bool:
-    """Whether `root` holds at least one component, of either release."""
+    """Return whether `root` contains at least one component of Wan 2.1 or 2.2."""
     return any(
         position is not None
         for release in TINY_VAE_FILES
@@ -422,8 +431,8 @@ def has_components(root: Path) -> bool:
 
 
 class StoredShapes(dict[str, Shape]):
-    """The shapes of a file's tensors, under their names after applying `rules`. Raises ValueError
-    for a missing name.
+    """The shapes of a file's tensors by name, after `rules` are applied to the names. The lookup of
+    a missing name raises ValueError.
     """
 
     def __init__(self, path: Path, rules: Rules) -> None:

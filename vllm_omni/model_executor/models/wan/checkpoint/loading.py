@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strict loading of Wan 2.1's frozen components, with the name tables of `component_names.py`."""
+"""Loads Wan's frozen components strictly, with the rename tables of `component_names.py`."""
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial
@@ -31,7 +31,7 @@ _CLIP_UNUSED = (
     "visual_projection.",
     "embeddings.position_ids",
 )
-"""Name prefixes of other tensors in a file that contains the vision tower."""
+"""Name prefixes of tensors that are ignored, because the vision tower does not use them."""
 
 
 def load_component_weights(
@@ -41,8 +41,8 @@ def load_component_weights(
     text_encoder: "TextEncoder | AwaitedText | None" = None,
     image_encoder: "ImageEncoder | None" = None,
 ) -> None:
-    """Load every component of this rank (None: not on this rank), after checking that all of them
-    exist."""
+    """Check that all components of this rank exist, and load them. A component that this rank does
+    not need is None."""
     if image_encoder is not None:
         layout.require("image_encoder")
     if text_encoder is not None:
@@ -61,8 +61,9 @@ def load_components(
     vae: "StreamingWanVAE | None" = None,
     text_encoder: "TextEncoder | AwaitedText | None" = None,
 ) -> None:
-    """Load the components of this rank (None: not on this rank). The caller must have called
-    `layout.require`."""
+    """Load the components of this rank. A component that this rank does not need is None. The
+    caller must have called `layout.require` for the others.
+    """
     if vae is not None and layout.vae is not None:
         load_vae(vae, layout.vae)
     if text_encoder is not None and layout.text_encoder is not None:
@@ -70,8 +71,8 @@ def load_components(
 
 
 def load_vae(vae: "StreamingWanVAE", path: Path) -> None:
-    """Load a VAE, or the encoder or decoder if `vae` is only one of them, from Wan's `.pth` file or
-    a diffusers folder.
+    """Load a VAE from Wan's `.pth` file or from a diffusers folder. If `vae` has only an encoder or
+    only a decoder, only that half is loaded.
     """
     load_strict(vae, open_tensors(path), _vae_shapes(vae.config), VAE_RULES, what="VAE")
     vae.clear_derived()
@@ -79,7 +80,7 @@ def load_vae(vae: "StreamingWanVAE", path: Path) -> None:
 
 @cache
 def _vae_shapes(config: "VAEConfig") -> Mapping[str, Shape]:
-    """Return the shapes of both halves."""
+    """Return the shapes of all tensors of the encoder and the decoder, by name."""
     from vllm_omni.model_executor.models.wan.vae.vae import StreamingWanVAE
 
     with torch.device("meta"):
@@ -87,8 +88,12 @@ def _vae_shapes(config: "VAEConfig") -> Mapping[str, Shape]:
 
 
 def load_image_encoder(encoder: "ImageEncoder", path: Path) -> None:
-    """Load the vision tower from Wan's `.pth`, which contains it, or from a transformers folder.
-    Raises ValueError."""
+    """Load the vision tower from Wan's `.pth` file of the whole CLIP model, or from a transformers
+    folder.
+
+    Raises:
+        ValueError: Tensors are missing, unexpected or misshapen.
+    """
     source = open_tensors(path)
     ignored = [
         name
@@ -102,8 +107,11 @@ def load_image_encoder(encoder: "ImageEncoder", path: Path) -> None:
 
 
 def _clip_forms(name: str) -> Mapping[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """Return conversions: Q, K and V are stacked in one tensor, and embeddings have leading
-    dimensions of one."""
+    """Return the conversions of a stored tensor, by the names of the results.
+
+    In Wan's file, Q, K and V are stacked in one tensor, and embeddings have leading dimensions of
+    size one.
+    """
     if name.startswith("visual.") and ".to_qkv." in name:
         parts = enumerate("qkv")
         return {

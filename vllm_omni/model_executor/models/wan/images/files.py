@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert a client's image to the VAE's input: stretched (`prepare_image`) or cropped
-(`cut_image`), or in two steps (`fit_image` or `stretch_image`, then `image_pixels`)."""
+"""Converts a client's image to the VAE's input.
+
+`prepare_image` stretches the image, and `cut_image` crops it. The conversion can also be done in
+two steps: `fit_image` or `stretch_image` resizes the image, and then `image_pixels` converts it.
+"""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,14 +17,14 @@ from torch import nn
 def prepare_image(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Return an image in the VAE's input format: [1, 3, 1, height, width], fp32 in about [-1, 1].
 
-    Both sides are resized, as in the original, where the output size already follows the image's
-    aspect ratio. As in the original, the resize is bicubic without antialiasing, and its overshoot
-    is not clamped.
+    The image is resized to the output size without regard to its aspect ratio. The original does
+    the same, but chooses an output size that follows the image's aspect ratio. As in the original,
+    the resize is bicubic without antialiasing, and its overshoot is not clamped.
 
     Args:
-        image: uint8 [h, w, 3], or float [3, h, w] in [0, 1]. The result is on the same device.
-        height: Pixels.
-        width: Pixels.
+        image: Image, uint8 [h, w, 3] or float [3, h, w] in [0, 1]. The result is on its device.
+        height: Height of the result in pixels.
+        width: Width of the result in pixels.
 
     Raises:
         ValueError: The shape or dtype is wrong, or a value is not finite.
@@ -50,18 +53,18 @@ def prepare_image(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 def cut_image(image_HWC: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Center-crop a uint8 image to the aspect ratio of `width` x `height` and resize it. The result
-    is as in `prepare_image`.
+    has the format of `prepare_image`.
 
-    The resize is bilinear with antialiasing, by Pillow on the host, as in the original code of
-    Matrix-Game.
+    As in the original code of Matrix-Game, Pillow resizes the image on the host, bilinearly and
+    with antialiasing.
     """
     cut = Image.fromarray(image_HWC.cpu().numpy()).crop(middle_box(image_HWC, height, width))
     return pixels_of(resize_image(torch.from_numpy(np.array(cut)), height, width))
 
 
 def resize_image(image_HWC: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Resize a uint8 image, bilinear with antialiasing, by Pillow on the host. The aspect ratio is
-    not preserved.
+    """Resize a uint8 image with Pillow on the host, bilinearly and with antialiasing. The aspect
+    ratio is not preserved.
     """
     image = Image.fromarray(image_HWC.cpu().numpy())
     return torch.from_numpy(np.array(image.resize((width, height), Image.Resampling.BILINEAR)))
@@ -92,7 +95,7 @@ def fit_image(image_HWC: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 
 def stretch_images(images_HWC: Sequence[torch.Tensor], side: int) -> list[torch.Tensor]:
-    """Apply `stretch_image` to all reference images, each on its own thread."""
+    """Apply `stretch_image` to all reference images in parallel, with one thread per image."""
     with ThreadPoolExecutor(max(len(images_HWC), 1)) as threads:
         return list(threads.map(lambda image: stretch_image(image, side), images_HWC))
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conditioning on a start image.
+"""Computes the conditioning of a session's chunks on its start image.
 
-Each chunk gets Wan's additional input channels `y`: a mask, and the latents of the clip
-`[image, grey, grey, ...]`.
+The conditioning of a chunk is Wan's additional input channels `y`: a mask, and the latents of the
+clip `[image, grey, grey, ...]`.
 
 The original encodes the image and all grey frames as one clip. Here the causal encoder runs chunk
-by chunk, which gives bit-identical results without knowing the length in advance. When two
-consecutive latent frames differ by no more than `_SETTLED`, the later one is used for all following
-frames, and the encoder does not run again. `LaterCondition` lists the choices of other
+by chunk. Its results are bit-identical, and the length of the clip need not be known in advance.
+When two consecutive latent frames differ by no more than `_SETTLED`, the later one is used for all
+following frames, and the encoder does not run again. `LaterCondition` lists the methods of other
 implementations.
 
 `GreyCondition` computes the conditioning on the first pipeline stage, which embeds patches. Each
@@ -38,10 +38,11 @@ from vllm_omni.tensors.saved import SavedTensors
 MASK_CHANNELS = 4
 """Number of channels of the mask: one per video frame of a latent frame."""
 _SETTLED = {torch.float32: 2**-8, torch.bfloat16: 2**-6}
-"""Maximum ignored change between consecutive latent frames relative to their standard deviation, by
-the dtype of the VAE. The released model converts its conditioning to bfloat16, which rounds by
-2**-8; a VAE in bfloat16 rounds in every layer. Changes are halved with about every latent frame, so
-the sum of all later changes has the same size.
+"""Maximum change between consecutive latent frames that is ignored, relative to their standard
+deviation, by the dtype of the VAE. The released model converts its conditioning to bfloat16, which
+rounds by 2**-8. The limit for a bfloat16 VAE is higher, because it rounds in every layer. Each
+change is about half of the previous one, so the sum of all later changes is as large as the last
+change.
 """
 
 
@@ -50,13 +51,13 @@ class ConditionLayout:
     """Layout of a session's `ConditionState`."""
 
     height: int
-    """Pixels."""
+    """Height of the video in pixels."""
     width: int
-    """Pixels."""
+    """Width of the video in pixels."""
     later: LaterCondition
-    """Conditioning of later chunks."""
+    """Conditioning of the chunks after the chunk with the start image."""
     chunk_frames: int
-    """Latent frames of a later chunk."""
+    """Number of latent frames in every chunk except the first of a session."""
     encoder: CacheLayout
     """Layout of the encoder's cache."""
 
@@ -66,8 +67,8 @@ class ConditionLayout:
         """Restore a state from a snapshot.
 
         Raises:
-            RequestFailed: `invalid_snapshot` with the name of a tensor that is missing or has
-                another shape or dtype.
+            RequestFailed: A tensor is missing or has a different shape or dtype
+                (`invalid_snapshot`). The message names the tensor.
         """
         shape = saved.shape("last") or []
         repeats = settled and self.later != "streamed"
@@ -84,42 +85,43 @@ class ConditionLayout:
 
 @dataclass(frozen=True)
 class ConditionSettling:
-    """Whether a state has settled, as far as the host can determine without synchronisation."""
+    """Result of a settling check that is being copied from the device to the host."""
 
     encoded: int
-    """Latent frames that were encoded."""
+    """Number of latent frames that were encoded."""
     unsettled: PendingScalar
-    """Number of encoded latent frames that differ from their predecessor. The number is being
-    copied from the device.
+    """Number of encoded latent frames that differ from their predecessor. The copy from the device
+    may still be in progress.
     """
 
 
 @dataclass(frozen=True, eq=False)
 class ConditionState:
-    """State of a session's conditioning. Immutable. Forks share it.
+    """Immutable state of a session's conditioning. Forks of the session share it.
 
-    Until it is `resolved`, it has the values of a state that has not settled.
+    A state that is not yet `resolved` has the field values of a state that has not settled.
     """
 
     height: int
-    """Pixels."""
+    """Height of the video in pixels."""
     width: int
-    """Pixels."""
+    """Width of the video in pixels."""
     cache: VAECache | None
-    """The encoder's cache. None: the encoder does not run again, or it restarts."""
+    """Cache of the encoder, or None if the encoder does not run again or restarts."""
     last_1CFhw: torch.Tensor
-    """The newest latent frame, fp32. In a settled state: the conditioning of all later chunks,
-    which is one latent frame or a whole chunk."""
+    """Latest latent frame, fp32. In a settled state, it is the conditioning of all later chunks:
+    one latent frame, or the frames of a whole chunk.
+    """
     settled: bool = False
     """Whether later chunks repeat `last_1CFhw`."""
     num_encoded: int = 1
-    """Latent frames that were encoded since the image."""
+    """Number of latent frames that were encoded since the start image, including it."""
     settling: ConditionSettling | None = None
-    """Result of the check that is being copied from the device. None: the state is resolved."""
+    """Result of the settling check, or None if the state is resolved."""
 
     def resolved(self) -> "ConditionState":
-        """Return the state with the result from the device. It synchronises if the result has not
-        arrived.
+        """Return the state after the result of the settling check is applied. The host waits for
+        the device if the result has not arrived.
         """
         if self.settling is None:
             return self
@@ -138,7 +140,7 @@ class ConditionState:
         return self.last_1CFhw.nbytes + (self.cache.nbytes if self.cache is not None else 0)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of a resolved state by stable name, for digests and snapshots."""
+        """Return the tensors of a resolved state, by names that digests and snapshots use."""
         cached = self.cache.tensors() if self.cache is not None else {}
         return {"last": self.last_1CFhw, **cached}
 
@@ -149,7 +151,7 @@ class ConditionState:
 
 
 class GreyCondition:
-    """Computes the conditioning of chunks, without holding session state.
+    """Computes the conditioning of chunks without storing state of the sessions.
 
     Args:
         vae: The VAE with its encoder.
@@ -175,17 +177,17 @@ class GreyCondition:
     def next(
         self, image_1CTHW: torch.Tensor | None, num_latents: int, state: ConditionState | None
     ) -> tuple[torch.Tensor, ConditionState]:
-        """Return y [20, F, h, w] fp32 of the next `num_latents` latent frames, and the next state.
+        """Return the conditioning y [20, F, h, w] fp32 of the next latent frames, and the next
+        state.
 
         Args:
-            image_1CTHW: New start image, [1, 3, 1, H, W] in [-1, 1] (`prepare_image`). None:
-            continue
-                from `state`.
-            num_latents: Latent frames.
-            state: State after the previous chunk. None: there is no state yet.
+            image_1CTHW: New start image, [1, 3, 1, H, W] in [-1, 1] (`prepare_image`), or None to
+                continue from `state`.
+            num_latents: Number F of latent frames.
+            state: State after the previous chunk, or None before the first chunk.
 
         Raises:
-            ValueError: There is neither an image nor a state.
+            ValueError: Both the image and the state are None, or `num_latents` is less than 1.
         """
         if num_latents < 1:
             raise ValueError(f"num_latents must be at least 1, got {num_latents}")
@@ -238,8 +240,8 @@ class GreyCondition:
     ) -> tuple[list[torch.Tensor], ConditionState]:
         """Encode the next `num_latents` latent frames of grey, unless they no longer change.
 
-        On CUDA the host does not synchronise to check this: the encoder runs for all frames, and
-        the device discards the results after the state has settled.
+        On CUDA, the host does not synchronise to check whether they change. The encoder runs for
+        all frames, and the device discards the results after the state has settled.
         """
         if state.cache is None or num_latents == 0:
             return [state.last_1CFhw] * num_latents, state
@@ -248,7 +250,7 @@ class GreyCondition:
         unsettled = torch.zeros((), dtype=torch.int32, device=last.device)
         for _ in range(num_latents):
             latent, cache = self.vae.encode(self._grey_frames(state, 1), cache)
-            # later latent frames are as good as equal to this one
+            # If the change is this small, all later latent frames practically equal this one.
             settled = (latent - last).abs().max() <= _SETTLED[self.vae.dtype] * latent.std()
             last, changes = torch.where(changes, latent, last), changes & ~settled
             unsettled = unsettled + changes
@@ -262,7 +264,7 @@ class GreyCondition:
     def _repeat(
         self, state: ConditionState, num_latents: int
     ) -> tuple[list[torch.Tensor], ConditionState]:
-        """Return the conditioning that is used for all later chunks. It is encoded once."""
+        """Return the conditioning that all later chunks use. Only the first call encodes it."""
         if not state.settled:
             afresh = self.later == "fresh_grey"
             retained, _ = self.vae.encode(
@@ -274,21 +276,21 @@ class GreyCondition:
                 last_1CFhw=retained[:, :, -num_latents:].contiguous(),
                 settled=True,
             )
-        if state.last_1CFhw.shape[2] == 1:  # also if the state settled in the chunk of the image
+        if state.last_1CFhw.shape[2] == 1:  # also if it settled in the image's chunk
             return [state.last_1CFhw] * num_latents, state
         assert state.last_1CFhw.shape[2] == num_latents, "chunks after the first are of one size"
         return [state.last_1CFhw], state
 
     @staticmethod
     def _is_readable(flag: torch.Tensor) -> bool:
-        """Return whether the host can read a flag without synchronisation."""
+        """Return whether the host can read `flag` without synchronising with a device."""
         return not flag.is_cuda
 
     def _grey_frames(
         self, state: ConditionState, num_latents: int, *, first: bool = False
     ) -> torch.Tensor:
-        """Return grey video frames that are encoded as `num_latents` latent frames. With `first`
-        there is one additional frame, because they start a clip.
+        """Return the grey video frames for `num_latents` latent frames. With `first`, they start a
+        clip and contain one additional frame.
         """
         frames = int(first) + num_latents * self.vae.config.temporal_factor
         return torch.zeros(1, 3, frames, state.height, state.width, device=state.last_1CFhw.device)
@@ -299,10 +301,10 @@ class GreyCondition:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ImageStartedPipeline:
-    """`StreamingSession.own` of a session that starts with an image. Immutable."""
+    """Immutable base of `StreamingSession.own` for sessions that start with an image."""
 
     condition: ConditionState | None
-    """State of the conditioning. None on ranks that embed no patches."""
+    """State of the conditioning, or None on ranks that embed no patches."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         retained: Mapping[str, torch.Tensor] = (
@@ -319,19 +321,20 @@ class ImageStartedPipeline:
 
 
 class ImageStartedScalars(SessionScalars, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The result of `ImageStartedSession.scalars`, as read from a file."""
+    """Scalars of a session's snapshot, in the format that `ImageStartedSession.scalars` writes."""
 
     condition_settled: bool | None
-    """`ConditionState.settled`. None: the rank has no conditioning."""
+    """Value of `ConditionState.settled`, or None if the rank has no conditioning."""
     condition_encoded: Annotated[int, msgspec.Meta(ge=1)] = 1
-    """`ConditionState.num_encoded`."""
+    """Value of `ConditionState.num_encoded`."""
 
 
 World = TypeVar("World", bound=ImageStartedPipeline)
 
 
 class ImageStartedSession(StreamingSession[Window, World], Generic[Window, World]):
-    """A session that starts with an image. Its `own` is the family's `ImageStartedPipeline`."""
+    """A session that starts with an image. Its `own` is an instance of the family's subclass of
+    `ImageStartedPipeline`."""
 
     scalars_type: ClassVar[type[ImageStartedScalars]] = ImageStartedScalars
 
@@ -356,10 +359,13 @@ class ImageStartedSession(StreamingSession[Window, World], Generic[Window, World
         """Restore the conditioning from a snapshot.
 
         Args:
-            layout: Layout of the state. None: this rank has no conditioning.
+            layout: Layout of the state, or None if this rank has no conditioning.
+            retained: Scalars of the snapshot.
+            saved: Tensors of the snapshot.
+            device: Device of the restored tensors.
 
         Raises:
-            RequestFailed: `invalid_snapshot`.
+            RequestFailed: The snapshot is invalid (`invalid_snapshot`).
         """
         settled = retained.condition_settled
         if (layout is None) != (
@@ -375,8 +381,8 @@ class ImageStartedSession(StreamingSession[Window, World], Generic[Window, World
 
 
 def image_warmup(omni: OmniConfig, space: ActionSpace) -> list[Inputs]:
-    """Return a first and a later chunk of the largest size, because a later chunk decodes more
-    frames.
+    """Return the warm-up inputs of a first and a second chunk at the largest video size. A second
+    chunk is included because it decodes more frames.
     """
     image = torch.zeros(omni.height, omni.width, 3, dtype=torch.uint8)
     images = dict.fromkeys(("image", *map(image_tensor, space.image_names)), image)

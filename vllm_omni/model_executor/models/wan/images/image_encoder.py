@@ -2,9 +2,9 @@
 """Encodes a start image for cross-attention with the CLIP vision tower of Wan 2.1's image-to-video
 models (ViT-H/14).
 
-The result is the input of the tower's last layer, for all tokens and without the final norm, so the
-last layer is never built. Weights have Wan's own names, in a file that also holds the text tower,
-or transformers' names.
+The result is the input of the tower's last layer, for all tokens and without the final norm. The
+last layer is therefore never built. The weights have Wan's own names, in a file that also contains
+the text tower, or transformers' names.
 """
 
 # S tokens, E width
@@ -25,14 +25,14 @@ _STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 class ImageEncoder(nn.Module):
-    """The vision tower without its last layer. Parameters are uninitialised until
-    `weights.load_image_encoder`.
+    """The vision tower without its last layer. Its parameters are uninitialised until
+    `load_image_encoder` loads them.
 
     Args:
         config: `CLIPVisionConfig` values of the whole tower.
-        device: `model`: torch's current default device. `cpu`: host memory; results are sent to the
-            caller's device.
-        dtype: Type of the weights.
+        device: Device of the weights: torch's current default device (`model`), or host memory
+            (`cpu`). In the latter case, results are copied to the caller's device.
+        dtype: Dtype of the weights.
     """
 
     def __init__(
@@ -53,7 +53,9 @@ class ImageEncoder(nn.Module):
         positions.copy_(torch.arange(positions.shape[1]).unsqueeze(0))
 
     def shapes(self) -> dict[str, Shape]:
-        """Return the shape of every tensor of the whole tower by name."""
+        """Return the shape of every tensor of the whole tower, including the last layer, by
+        name.
+        """
         with torch.device("meta"):
             return shapes_of(CLIPVisionModel(CLIPVisionConfig(**self.whole)))
 
@@ -63,7 +65,7 @@ class ImageEncoder(nn.Module):
     ) -> torch.Tensor:
         """Return the hidden states [S, E] of an image [1, 3, H, W] in [-1, 1].
 
-        They have the tower's dtype and are on `device` (default: the tower's).
+        The hidden states have the tower's dtype and are on `device` (default: the tower's device).
         """
         weight = self.model.embeddings.class_embedding
         pixels = clip_pixels(
@@ -74,8 +76,9 @@ class ImageEncoder(nn.Module):
 
 
 def clip_pixels(pixels_1CHW: torch.Tensor, side: int) -> torch.Tensor:
-    """Convert pixels in [-1, 1] to the tower's input: stretched to a square, bicubic without
-    antialiasing."""
+    """Convert pixels in [-1, 1] to the tower's input. The image is stretched to a square with
+    bicubic interpolation and without antialiasing.
+    """
     square = functional.interpolate(
         pixels_1CHW, size=(side, side), mode="bicubic", align_corners=False
     )

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text embeddings of prompts: cleaning, the umt5-xxl tokenizer and encoder, and a bounded cache of
-recent prompts.
+"""Encodes prompts as text embeddings with umt5-xxl, and caches the embeddings of recent prompts.
 
 Only valid tokens are encoded, and the transformer appends zeros as padding. The embeddings of valid
-tokens equal those of the original, because its attention is bidirectional with padding masked. On
-CUDA, prompts are padded to one of a few lengths, each with its own CUDA graph, because eager
-launches take the host longer than the device.
+tokens equal those of the original, because its attention is bidirectional and masks the padding. On
+CUDA, each prompt is padded to one of a few lengths with their own CUDA graphs, because eager kernel
+launches take the host longer than the kernels take the device.
 
-Only one of several ranks encodes (`ParallelContext.encodes`). On the others, `AwaitedText` replaces
-the encoder: it allocates the text embeddings, which the worker fills before they are read
-(`worker/diffusion/shared_text.py`). Cleaning: Robbyant/lingbot-world @ a43bec7,
-wan/modules/tokenizers.py, mode `whitespace`.
+Only one of several ranks encodes (`ParallelContext.encodes`). On the other ranks, `AwaitedText`
+replaces the encoder. It allocates the text embeddings, and the worker fills them before they are
+read (`worker/diffusion/shared_text.py`). Prompts are cleaned as in Robbyant/lingbot-world @
+a43bec7, wan/modules/tokenizers.py, mode `whitespace`.
 
-`tokenizer.json` is read with the `tokenizers` library. Why not transformers 5: it rebuilds a T5
-tokenizer from its vocabulary alone and loses byte fallback and the id of the unknown token, which
-changes the ids of rare characters.
+`tokenizer.json` is read with the `tokenizers` library instead of transformers 5. Transformers 5
+rebuilds a T5 tokenizer from its vocabulary only and loses byte fallback and the id of the unknown
+token, which changes the ids of rare characters.
 """
 
 # S valid tokens of a prompt, P padded ones, E text width
@@ -42,13 +41,13 @@ from vllm_omni.model_executor.layers.cuda_graphs import ForwardGraphs, Inputs
 from vllm_omni.model_executor.models.wan.checkpoint.component_names import TEXT_RULES
 
 _SHORTEST = 64
-"""Minimum padded length in tokens. Below this length, reading the encoder's weights takes the
-device longer than computing.
+"""Minimum padded length in tokens. For shorter prompts, the device spends more time on reading the
+encoder's weights than on computing, so a smaller length would save no time.
 """
 
 
 def padded_lengths(max_tokens: int) -> list[int]:
-    """Return the padded lengths of prompts: powers of two, the last one capped at `max_tokens`."""
+    """Return the padded lengths of prompts: powers of two, with `max_tokens` as the last one."""
     lengths, length = [], _SHORTEST
     while length < max_tokens:
         lengths.append(length)
@@ -57,17 +56,19 @@ def padded_lengths(max_tokens: int) -> list[int]:
 
 
 class TextEncoder(nn.Module):
-    """The umt5 encoder with its tokenizer. Parameters are uninitialised until `load`.
+    """The umt5 encoder with its tokenizer. Parameters are uninitialised until `load` is called.
 
     Args:
         config: `UMT5Config` values.
-        tokenizer: A folder with `tokenizer.json` or `spiece.model`. None: weights only.
-        max_tokens: Longer prompts are truncated but retain the end-of-sequence token.
-        device: `model`: torch's current default device. `cpu`: host memory; results are sent to the
-            caller's device.
-        dtype: Type of the weights.
-        cache_bytes: Maximum bytes of cached text embeddings.
-        graphs: CUDA graphs of every padded length, captured at the first prompt. None: eager.
+        tokenizer: Folder with `tokenizer.json` or `spiece.model`, or None if no prompt is encoded.
+        max_tokens: Maximum number of tokens. Longer prompts are truncated but retain the
+            end-of-sequence token.
+        device: Device of the weights: torch's current default device (`model`), or host memory
+            (`cpu`). In the latter case, results are copied to the caller's device.
+        dtype: Dtype of the weights.
+        cache_bytes: Maximum size in bytes of the cached text embeddings.
+        graphs: CUDA graphs, captured for every padded length at the first prompt. If it is None,
+            the encoder runs eagerly.
     """
 
     def __init__(
@@ -95,14 +96,18 @@ class TextEncoder(nn.Module):
         self._is_captured = False
         self._cache: OrderedDict[tuple[str, torch.device], torch.Tensor] = OrderedDict()
         self.cached_bytes = 0
-        """Bytes in the prompt cache, at most `cache_bytes`."""
+        """Size in bytes of the cached text embeddings. It does not exceed `cache_bytes`."""
 
     @property
     def text_dim(self) -> int:
         return int(self.model.config.d_model)
 
     def load(self, path: Path) -> None:
-        """Load the parameters strictly. Raises ValueError."""
+        """Load the parameters strictly.
+
+        Raises:
+            ValueError: Tensors are missing, unexpected or misshapen.
+        """
         load_text_encoder(self.model, path)
         self.clear_prompts()
 
@@ -110,8 +115,8 @@ class TextEncoder(nn.Module):
     def encode(self, prompt: str, device: torch.device | str | None = None) -> torch.Tensor:
         """Return the text embeddings [S, E] of a prompt, S <= max_tokens, in the encoder's dtype.
 
-        The result is on `device` (default: the encoder's). The tensor belongs to the cache and must
-        not be written to.
+        The result is on `device` (default: the encoder's device). It belongs to the cache, so the
+        caller must not write to it.
         """
         own = self.model.shared.weight.device
         target = torch.empty(0, device=own if device is None else device).device
@@ -134,7 +139,7 @@ class TextEncoder(nn.Module):
         length = next(length for length in self._lengths if length >= len(ids))
         ids_1P = torch.zeros(1, length, dtype=torch.long)
         ids_1P[0, : len(ids)] = torch.tensor(ids)
-        # added to the attention scores
+        # The mask is added to the attention scores.
         mask_111P = torch.zeros(1, 1, 1, length, dtype=weight.dtype)
         mask_111P[..., len(ids) :] = torch.finfo(weight.dtype).min
         inputs = {
@@ -155,13 +160,15 @@ class TextEncoder(nn.Module):
         return states_1PE[0]
 
     def _capture(self) -> None:
-        """Run every padded length twice, because the second run captures the graph."""
+        """Encode a prompt of every padded length twice, because the second run captures the
+        graph.
+        """
         self._is_captured = True
         for length in 2 * self._lengths:
             self._hidden_states([0] * length)
 
     def clear_prompts(self) -> None:
-        """Evict all cached prompts and graphs."""
+        """Evict all cached text embeddings and clear the CUDA graphs."""
         self._cache.clear()
         self.cached_bytes = 0
         self._is_captured = False
@@ -179,14 +186,14 @@ class TextEncoder(nn.Module):
 def load_text_encoder(model: nn.Module, path: Path) -> None:
     """Load transformers' `UMT5EncoderModel` from Wan's `.pth` or from a transformers folder."""
     source = open_tensors(path)
-    # the same matrix as shared.weight; some checkpoints store it twice
+    # This is the same matrix as shared.weight, and some checkpoints store both.
     tied = "encoder.embed_tokens.weight"
     ignored = [tied] if {tied, "shared.weight"} <= source.shapes.keys() else []
     load_strict(model, source, shapes_of(model), TEXT_RULES, what="text encoder", ignored=ignored)
 
 
 class AwaitedText:
-    """Replaces the text encoder on a rank that receives text embeddings from another rank. It holds
+    """Replaces the text encoder on a rank that receives text embeddings from another rank. It has
     no weights.
     """
 
@@ -203,11 +210,11 @@ class AwaitedText:
         self._width, self._dtype = int(values.d_model), dtype
 
     def load(self, path: Path) -> None:
-        """Do nothing: there are no parameters."""
+        """Do nothing, because this class has no parameters."""
 
     def encode(self, prompt: str, device: torch.device | str) -> torch.Tensor:
-        """Return memory for the text embeddings [S, E] of a prompt, which must be filled before it
-        is read.
+        """Return an uninitialised tensor [S, E] for the text embeddings of a prompt. The worker
+        fills it before it is read.
         """
         return torch.empty(
             len(self.prompts.tokenize(prompt)), self._width, dtype=self._dtype, device=device
@@ -224,16 +231,16 @@ def text_encoder_of(
     dtype: torch.dtype,
     cuda_graphs: bool = False,
 ) -> "TextEncoder | AwaitedText | None":
-    """Build this rank's text encoder, or None on a VAE stage and for an empty `config`.
+    """Build this rank's text encoder. Return None on a VAE stage and for an empty `config`.
 
     Args:
-        parallel: This rank.
+        parallel: Parallelism of this rank.
         config: `UMT5Config` values.
-        tokenizer: See `TextEncoder`.
-        max_tokens: See `TextEncoder`.
-        device: None: the model's device.
-        dtype: Type of the weights.
-        cuda_graphs: Whether to replay it as CUDA graphs if it is on the model's device.
+        tokenizer: Argument of `TextEncoder`.
+        max_tokens: Argument of `TextEncoder`.
+        device: `cpu` for host memory, or None for the model's device.
+        dtype: Dtype of the weights.
+        cuda_graphs: Whether to use CUDA graphs if the encoder is on the model's device.
     """
     if parallel.is_vae_stage or not config:
         return None
@@ -254,12 +261,12 @@ class PromptTokenizer:
     """Converts prompts to token ids.
 
     Args:
-        tokenizer: See `TextEncoder`.
-        max_tokens: See `TextEncoder`.
-        vocabulary: Size of the encoder's embedding.
+        tokenizer: Argument of `TextEncoder`.
+        max_tokens: Argument of `TextEncoder`.
+        vocabulary: Number of tokens in the encoder's embedding.
 
     Raises:
-        ValueError: The tokenizer does not fit the encoder.
+        ValueError: The tokenizer does not match the encoder.
     """
 
     def __init__(self, tokenizer: Path | None, max_tokens: int, vocabulary: int) -> None:
@@ -272,8 +279,8 @@ class PromptTokenizer:
             )
 
     def tokenize(self, prompt: str) -> list[int]:
-        """Return the token ids of a cleaned prompt including end-of-sequence, at most
-        `max_tokens`.
+        """Clean a prompt and return its token ids, including end-of-sequence. There are at most
+        `max_tokens` ids.
         """
         if self.tokenizer is None:
             raise ValueError(
@@ -283,8 +290,10 @@ class PromptTokenizer:
 
 
 def clean_prompt(prompt: str) -> str:
-    """Fix broken encodings, unescape HTML twice (`&amp;lt;`), and collapse white space."""
-    text = prompt.encode("utf-8", "replace").decode()  # lone surrogates cannot be encoded
+    """Return a prompt with fixed encoding errors, with HTML unescaped twice (for example
+    `&amp;lt;`), and with collapsed white space.
+    """
+    text = prompt.encode("utf-8", "replace").decode()  # replaces lone surrogates
     text = html.unescape(html.unescape(ftfy.fix_text(text)))
     return re.sub(r"\s+", " ", text).strip()
 
@@ -295,7 +304,7 @@ def prompt_key(prompt: str) -> str:
 
 
 class Tokenizer(Protocol):
-    """Converts text to ids. `size` is the number of tokens."""
+    """Converts text to token ids. `size` is the number of tokens in the vocabulary."""
 
     size: int
 
@@ -303,7 +312,9 @@ class Tokenizer(Protocol):
 
 
 class JsonTokenizer:
-    """A `tokenizer.json`. Its template appends the end-of-sequence token."""
+    """Tokenizer of a `tokenizer.json`. The template in this file appends the end-of-sequence
+    token.
+    """
 
     def __init__(self, path: Path, max_tokens: int) -> None:
         self.tokenizer = tokenizers.Tokenizer.from_file(str(path))
@@ -316,7 +327,7 @@ class JsonTokenizer:
 
 
 class SentencePieceTokenizer:
-    """A `spiece.model`. This class appends the end-of-sequence token."""
+    """Tokenizer of a `spiece.model`. This class appends the end-of-sequence token."""
 
     def __init__(self, path: Path, max_tokens: int) -> None:
         self.processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
@@ -328,8 +339,8 @@ class SentencePieceTokenizer:
 
 
 def open_tokenizer(folder: Path, max_tokens: int) -> Tokenizer:
-    """Open the tokenizer in `folder`, or raise ValueError (one line) if it is missing or
-    unreadable."""
+    """Open the tokenizer in `folder`. If it is missing or unreadable, raise ValueError with a
+    single-line message."""
     readers: dict[str, Callable[[Path, int], Tokenizer]] = {
         "tokenizer.json": JsonTokenizer,
         "spiece.model": SentencePieceTokenizer,
@@ -339,7 +350,7 @@ def open_tokenizer(folder: Path, max_tokens: int) -> Tokenizer:
             path = confined(folder, name)
             try:
                 return reader(path, max_tokens)
-            # both libraries raise bare Exception or RuntimeError on a damaged file
+            # For a damaged file, the two libraries raise plain Exception or RuntimeError.
             except Exception as error:
                 raise ValueError(
                     f"{path} is no tokenizer that can be read ({type(error).__name__}); get "

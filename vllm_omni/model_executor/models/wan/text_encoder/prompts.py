@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SharedPrompts`: cross-attention K/V of the latest prompt, computed once for consecutive sessions
-that use it.
+"""Shares the cross-attention K/V of a prompt between sessions (`SharedPrompts`). Consecutive
+sessions with the same prompt compute them only once.
 """
 
 from collections.abc import Callable, Hashable
@@ -15,11 +15,12 @@ from vllm_omni.model_executor.streaming.session import StreamingChunk
 
 
 class SharedPrompts:
-    """Cache of one prompt's K/V (up to 400 MiB at full size). In addition, live sessions hold their
-    own K/V.
+    """Caches the K/V of the latest prompt (up to 400 MiB at full size). Live sessions also
+    reference the K/V of their own prompts.
 
     Args:
-        compute: Text embeddings -> K/V. Collective under tensor parallelism.
+        compute: Function that computes K/V from text embeddings. With tensor parallelism, it is a
+            collective operation.
     """
 
     def __init__(self, compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -29,7 +30,7 @@ class SharedPrompts:
     def get(self, prompt: str, text: torch.Tensor) -> torch.Tensor:
         """Return the K/V of `prompt` with the text embeddings `text`, under the active adapters.
 
-        All callers share the result, so it must not be written to.
+        All callers share the result, so no caller may write to it.
         """
         key = prompt, weights_key()
         if self._newest is None or self._newest[0] != key:
@@ -37,36 +38,37 @@ class SharedPrompts:
         return self._newest[1]
 
     def complete_chunk(self, chunk: StreamingChunk[Any, Any]) -> None:
-        """Set the K/V of a chunk's prompt unless they are known. Collective under tensor
-        parallelism."""
+        """Set the K/V of a chunk's prompt unless they are already set. With tensor parallelism,
+        this is a collective operation.
+        """
         if chunk.cross_kv is None:
             assert chunk.text is not None
             chunk.cross_kv = self.get(chunk.prompt, chunk.text)
 
     def clear_prompt(self) -> None:
-        """Invalidate the cache, because weights were reloaded."""
+        """Clear the cache. Call this after weights are reloaded."""
         self._newest = None
 
 
 class HoldsPrompt(Protocol):
-    """A session or a chunk in flight, seen from the next chunk."""
+    """The session or the chunk in flight that a new chunk continues."""
 
     @property
     def prompt(self) -> str | None:
-        """Its prompt. None: there was no chunk."""
+        """Prompt of the session or chunk, or None if the session has no chunk yet."""
 
     @property
     def cross_kv(self) -> torch.Tensor | None:
-        """K/V of that prompt. None: they are not available."""
+        """Cross-attention K/V of the prompt, or None if they are not available."""
 
 
 def known_cross_kv(before: HoldsPrompt, prompt: str, *, same_adapters: bool) -> torch.Tensor | None:
-    """Return the K/V that a chunk with `prompt` can reuse. None: the chunk needs the text encoder.
+    """Return the K/V that a chunk with `prompt` can reuse, or None if its prompt must be encoded.
 
     Args:
-        before: The session or chunk that the new chunk continues.
-        prompt: Prompt of the chunk.
-        same_adapters: `DiffusionRequest.same_adapters`.
+        before: Session or chunk that the new chunk continues.
+        prompt: Prompt of the new chunk.
+        same_adapters: Value of `DiffusionRequest.same_adapters`.
     """
     return before.cross_kv if same_adapters and prompt == before.prompt else None
 
@@ -78,13 +80,14 @@ def encode_prompt(
     encoder: TextEncoder | AwaitedText,
     device: torch.device,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the text embeddings of a chunk's prompt and `known_cross_kv`, one of which is None.
+    """Return the text embeddings of a chunk's prompt and the result of `known_cross_kv`. One of the
+    two is None.
 
     Args:
         request: Request of the chunk.
-        prompt: Its prompt.
-        before: What the chunk continues.
-        encoder: Encodes the prompt, unless its K/V are known.
+        prompt: Prompt of the chunk.
+        before: Session or chunk that the new chunk continues.
+        encoder: Text encoder. It is used only if no K/V can be reused.
         device: Device of the embeddings.
     """
     with request.timer.stage("text"):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base of the family's causal transformers: one forward pass over chunks of several sessions, with
-K/V windows.
+"""Base class of the causal Wan transformers. One forward pass processes chunks of several sessions,
+each with its K/V window.
 
-A chunk attends to everything in its window without a mask, because the window contains only visible
-frames. No step of the forward pass synchronises with the device: slots and lengths are host
-integers, and timestep tensors remain on the device. Forward passes can be replayed as CUDA graphs.
+A chunk attends to its whole window without a mask, because the window contains only visible frames.
+The forward pass never synchronises the host with the device, because slots and lengths are host
+integers and timestep tensors remain on the device. Forward passes can be replayed as CUDA graphs.
 """
 
 # B batch entries (one chunk of one session each), F frames, T tokens of a chunk on this rank, D
@@ -36,20 +36,21 @@ from vllm_omni.model_executor.models.wan.transformer.timesteps import TimestepEm
 from vllm_omni.model_executor.models.wan.transformer.transformer import Config, WanTransformer
 
 _KEPT_TIMESTEPS = 128
-"""Number of cached timestep embeddings (43 KiB each at 1.3B). The motion controller alone uses 101
-timesteps."""
+"""Maximum number of cached timestep embeddings (43 KiB each at 1.3B). The motion controller by
+itself uses 101 timesteps.
+"""
 _MOST_JOINED_BYTES: Final = 2 << 30
-"""Maximum size in bytes of graph inputs for batches of several chunks. Warm-up measures the memory
-of a single chunk's.
+"""Maximum size in bytes of the graph inputs of a batch with several chunks. Larger batches run
+without a CUDA graph, because warm-up measures only the graph memory of a single chunk.
 """
 
 
 class GraphView(KVView, Protocol):
-    """A K/V window that can be used by forward passes in CUDA graphs.
+    """A K/V window for forward passes in CUDA graphs.
 
-    `buffers` are the tensors that `write` and `attend` access in place. `graph_key` determines all
-    effects of these methods except values on the device. `graph_kind` is equal if the same kernels
-    run, possibly with different slots.
+    `buffers` are the tensors that `write` and `attend` access in place. If `graph_key` is equal for
+    two windows, these methods run the same kernels on the same slots, and only values on the device
+    may differ. If `graph_kind` is equal, they run the same kernels, possibly on different slots.
     """
 
     @property
@@ -62,28 +63,29 @@ class GraphView(KVView, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkItem:
-    """Inputs of one batch entry. All tensors are on the model's device, created once per chunk
-    except `latents`."""
+    """Inputs of one batch entry. All tensors are on the model's device. Except for `latents`,
+    they are created once per chunk.
+    """
 
     latents: torch.Tensor
-    """fp32 [16, F, h, w]; noisy, or clean in the clean-context pass."""
+    """Latents, fp32 [16, F, h, w]. They are noisy, or clean in the clean-context pass."""
     timestep: float
-    """In [0, 1000]."""
+    """Timestep of the forward pass, in [0, 1000]."""
     frames: range
-    """Absolute latent frames of the chunk."""
+    """Absolute indices of the chunk's latent frames."""
     rope: tuple[torch.Tensor, torch.Tensor]
-    """(cos_TC, sin_TC), fp32."""
+    """Rotations (cos_TC, sin_TC) of the chunk's tokens on this rank, fp32."""
     cross_kv: torch.Tensor
-    """[layers, 2, S, N, H] from `cross_attention_kv`, for the layers of this stage."""
+    """Result of `cross_attention_kv` for the layers of this stage, [layers, 2, S, N, H]."""
     window: GraphView
-    """K/V window, written at `frames`."""
+    """K/V window of the session. The forward pass writes the K/V of `frames` to it."""
     clean_tokens: int = 0
     """Number of leading tokens of the chunk, over all ranks, that have timestep 0 instead of
     `timestep`, because they are clean from the start.
     """
     lead_tokens: int = 0
-    """Number of tokens of the chunk, over all ranks, that precede those of `latents`.
-    `WanTransformer.embed` creates them, and no prediction is made for them.
+    """Number of tokens of the chunk, over all ranks, that precede the tokens of `latents`.
+    `WanTransformer.embed` creates them, and the network makes no prediction for them.
     """
 
 
@@ -92,28 +94,29 @@ class ImageItem(ChunkItem):
     """A batch entry of a session that starts from an image."""
 
     condition: torch.Tensor | None
-    """Mask and latents [20, F, h, w]. None after the first stage."""
+    """Conditioning (mask and latents) [20, F, h, w], or None on stages after the first."""
 
 
 class ChunkTransformer(WanTransformer[Config]):
-    """This rank's part of a causal network. Its batch entries are `ChunkItem`s.
+    """The layers of a causal network on this rank. Its batch entries are `ChunkItem`s.
 
     Args:
         config: Sizes of the network.
-        parallel: This rank. Default: a single rank.
+        parallel: Parallelism of this rank. Default: a single rank.
         residual_fp32: Whether to keep the residual stream in fp32.
-        compiled: Compile the fused pointwise ops with torch.compile.
-        cuda_graphs: Replay forward passes as CUDA graphs (`ForwardGraphs`).
+        compiled: Whether to compile the fused pointwise ops with torch.compile.
+        cuda_graphs: Whether to replay forward passes as CUDA graphs (`ForwardGraphs`).
         quantization: vLLM's config for `--quantization`.
     """
 
     fused_ops_type: ClassVar[type[FusedOps]] = FusedOps
-    """Fused pointwise ops of the model."""
+    """Class of the model's fused pointwise ops."""
     moving_fields: ClassVar[tuple[str, ...]] = ("latents",)
-    """Fields of a batch entry that change between forward passes: tensors, lists of tensors, or
-    None. `cross_kv` and `rope` are included."""
+    """Fields of a batch entry that change between forward passes, in addition to `cross_kv` and
+    `rope`. Their values are tensors, lists of tensors, or None."""
     steady_fields: ClassVar[tuple[str, ...]] = ("cross_kv",)
-    """The large fields among `moving_fields` that are never written to after their creation."""
+    """Large fields that change between forward passes but are never written to after they are
+    created."""
 
     def __init__(
         self,
@@ -137,10 +140,11 @@ class ChunkTransformer(WanTransformer[Config]):
         self.requires_grad_(False)
 
     def _add_layers(self) -> None:
-        """Build a family's layers in addition to the blocks."""
+        """Build the layers that a family adds to the blocks."""
 
     def window_sizes(self, tokens_per_frame: int) -> dict[str, Any]:
-        """Return the arguments of this rank's `KVWindow`s, except their frames and storage."""
+        """Return the constructor arguments of a `KVWindow` on this rank, except for its frames and
+        storage."""
         return {
             "num_layers": self.num_local_layers,
             "tokens_per_frame": tokens_per_frame,
@@ -156,18 +160,18 @@ class ChunkTransformer(WanTransformer[Config]):
     def forward(
         self, items: Sequence[Any], hidden_BTD: torch.Tensor | None = None, *, kv_only: bool = False
     ) -> torch.Tensor:
-        """Predict the flow eps - x0 of every chunk and write its K/V at its frames.
+        """Predict the flow eps - x0 of every chunk, and write the chunk's K/V to its window.
 
-        Collective under tensor and sequence parallelism.
+        With tensor or sequence parallelism, this is a collective operation.
 
         Args:
             items: Chunks with equal F, h, w and `lead_tokens`.
-            hidden_BTD: Result of the previous pipeline stage. None on the first stage.
-            kv_only: No prediction is needed. The last stage stops after its last K/V write and
-                returns zeros.
+            hidden_BTD: Result of the previous pipeline stage, or None on the first stage.
+            kv_only: Whether only K/V are needed. If so, the last stage stops after its last K/V
+                write and returns zeros.
 
         Returns:
-            [B, 16, F, h, w] fp32 on the last stage; hidden states on earlier stages.
+            The flow [B, 16, F, h, w], fp32, on the last stage, and hidden states on earlier stages.
         """
         inputs = self._time_inputs(items)
         if self.graphs is None:
@@ -180,7 +184,7 @@ class ChunkTransformer(WanTransformer[Config]):
             }
         if len(items) > 1 and sum(tensor.nbytes for tensor in inputs.values()) > _MOST_JOINED_BYTES:
             return self._predict(items, hidden_BTD, inputs, kv_only)
-        # a closed window drops its memory
+        # The graph holds copies of the windows, because a window that is closed drops its memory.
         held = [replace(batch_item, window=copy.copy(batch_item.window)) for batch_item in items]
 
         def predict(own: Inputs) -> torch.Tensor:
@@ -209,8 +213,9 @@ class ChunkTransformer(WanTransformer[Config]):
         )
 
     def _moving(self, item: Any) -> Inputs:
-        """Return the tensors of a batch entry that change between forward passes, by field and list
-        index."""
+        """Return the tensors of a batch entry that change between forward passes. Their names
+        consist of the field and, for lists, the index.
+        """
         cos, sin = item.rope
         moving: Inputs = {"cos": cos, "sin": sin}
         for name in ("cross_kv", *self.moving_fields):
@@ -222,7 +227,7 @@ class ChunkTransformer(WanTransformer[Config]):
         return moving
 
     def _placed(self, number: int, item: Any, own: Inputs) -> Any:
-        """Return the batch entry with its changing tensors replaced by those in `own`."""
+        """Return a copy of the batch entry with its changing tensors replaced by those in `own`."""
         moving: dict[str, Any] = {}
         for name in self._moving(item):
             field, _, position = name.partition(".")
@@ -240,7 +245,7 @@ class ChunkTransformer(WanTransformer[Config]):
         times: Inputs,
         kv_only: bool,
     ) -> torch.Tensor:
-        """Run `forward` from the result of `_time_inputs`."""
+        """Run the forward pass. `times` is the result of `_time_inputs`."""
         latents, lead_tokens = items[0].latents, items[0].lead_tokens
         num_tokens = lead_tokens + self.num_tokens(latents)
         marks_BT1 = times.get("clean tokens")
@@ -261,8 +266,8 @@ class ChunkTransformer(WanTransformer[Config]):
     def _time_inputs(self, items: Sequence[Any]) -> Inputs:
         """Return the time embeddings of a batch by name: `time` [B, D] and `modulation` [B, 6, D].
 
-        If a batch entry has clean tokens, also return the embeddings of timestep 0, [1, D] and [6,
-        D], and whether each token of this rank is clean, bool [B, T, 1].
+        If a batch entry has clean tokens, the result also contains the embeddings of timestep 0,
+        [1, D] and [6, D], and whether each token of this rank is clean, bool [B, T, 1].
         """
         times = [self._time(item.timestep) for item in items]
         inputs = {
@@ -283,8 +288,9 @@ class ChunkTransformer(WanTransformer[Config]):
         return inputs
 
     def _time(self, timestep: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return e [D] and its six modulation vectors E [6, D] for a timestep, fp32, cached as long
-        as the weights are equal.
+        """Return the embedding e [D] of a timestep and its six modulation vectors E [6, D], fp32.
+
+        The result is cached until the weights change.
         """
         key = timestep, weights_key()
         known = self._times.get(key)
@@ -304,7 +310,7 @@ class ChunkTransformer(WanTransformer[Config]):
 
 
 class ImageTransformer(ChunkTransformer[Config]):
-    """This rank's part of a network whose batch entries are `ImageItem`s."""
+    """The layers, on this rank, of a causal network with `ImageItem`s as batch entries."""
 
     moving_fields: ClassVar[tuple[str, ...]] = ("latents", "condition")
 

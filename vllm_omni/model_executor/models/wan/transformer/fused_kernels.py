@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""The fused pointwise ops of `fused_ops.py` as Triton kernels. Import this module only with Triton
-(`HAS_TRITON`).
+"""The fused pointwise ops of `fused_ops.py` as Triton kernels. Import this module only if Triton is
+available (`HAS_TRITON`).
 
-`fused_ops.py` defines the results. A program holds one token in registers, so each token is read
-and written once. It computes in fp32 and rounds once at the end. Shifts, scales, gates and
-rotations are read in place with any broadcasting. No launch depends on data.
-`benchmarks/elementwise_kernels.py` measures the speed.
+`fused_ops.py` defines the results. A Triton program holds one token in registers, so each token is
+read and written only once. The program computes in fp32 and rounds once at the end. Shifts, scales,
+gates and rotations are read in place with any broadcasting. No launch depends on data.
+`benchmarks/elementwise_kernels.py` measures the speed of the kernels.
 """
 
 # B batch entries, T tokens, D width (of this rank), C = H/2 rotary channels of a head. Kernel
-# parameters carry only Triton's own annotations, because Triton reads annotations itself.
+# parameters have only Triton's own annotations, because Triton interprets annotations itself.
 
 from typing import Any
 
@@ -25,9 +25,9 @@ from vllm_omni.model_executor.layers.triton_or_names import tl, triton
 from vllm_omni.model_executor.layers.triton_rows import over_largest
 
 WARPS = 4
-"""Number of warps per program. 8 were slower at 5120 channels, and 16 even slower."""
+"""Number of warps per program. At 5120 channels, 8 warps were slower and 16 warps even slower."""
 GELU_WARPS = 8
-"""Number of warps per program for one token of an FFN, up to 13824 channels."""
+"""Number of warps of a GELU program. It processes one FFN token of up to 13824 channels."""
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -36,10 +36,11 @@ def _residual_kernel(
     tokens, gate_batch, gate_token, scale_batch, scale_token, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, PLUS_ONE: tl.constexpr,
 ):  # fmt: skip
-    """total = (x + gate * update) * factor + offset; normed = LN(total) * scale + shift. Arguments
-    that are None are skipped.
+    """Compute total = (x + gate * update) * factor + offset and normed = LN(total) * scale + shift.
+    Arguments that are None are skipped.
 
-    If `token_scales` is given, `normed` is divided by a scale per token, which is written there.
+    If `token_scales` is given, `normed` is divided by a scale for each token, and the scales are
+    written to `token_scales`.
     """
     row = tl.program_id(0)
     batch, token = (row // tokens).to(tl.int64), (row % tokens).to(tl.int64)
@@ -95,8 +96,8 @@ def _rms_kernel(
     tokens, x_batch, x_token, squares_batch, squares_token, turn_batch, turn_token, dim, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """out = x / rms(x) * weight, with pairs of channels rotated. If `squares` is None, `x` has all
-    `dim` channels."""
+    """Compute out = x / rms(x) * weight and rotate pairs of channels. If `squares` is None, `x` has
+    all `dim` channels."""
     row = tl.program_id(0)
     batch, token = (row // tokens).to(tl.int64), (row % tokens).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -128,10 +129,11 @@ def _store_kernel(
     k_token, squares_token, turn_token, v_token, out_kind, out_token, dim, eps,
     N: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Write keys as in `_rms_kernel` to kind 0 of `out` and values to kind 1, divided by `scales`
-    per head if given.
+    """Write keys, processed as in `_rms_kernel`, to index 0 of `out` and values to index 1. If
+    `scales` is given, keys and values are divided by it per head.
 
-    A program holds all heads of one token: N heads of 2 C channels, padded to HEADS of 2 PAIRS.
+    A program holds all heads of one token: N heads of 2 C channels, padded to HEADS heads of 2
+    PAIRS channels.
     """
     token, kind = tl.program_id(0).to(tl.int64), tl.program_id(1)
     head, thread = tl.arange(0, HEADS)[:, None], tl.arange(0, 2 * PAIRS)[None, :]
@@ -173,7 +175,7 @@ def modulated_norm(
     dtype: torch.dtype,
     quantized: bool = False,
 ) -> Input:
-    """`fused_ops.modulated_norm`."""
+    """Implement `fused_ops.modulated_norm` with a Triton kernel."""
     return _residual(x, None, None, None, (scale, shift), eps, dtype, quantized)
 
 
@@ -187,7 +189,7 @@ def after_self_attention(
     moved: tuple[torch.Tensor, torch.Tensor] | None = None,
     quantized: bool = False,
 ) -> tuple[torch.Tensor, Input]:
-    """`fused_ops.after_self_attention`."""
+    """Implement `fused_ops.after_self_attention` with a Triton kernel."""
     total = torch.empty_like(x, memory_format=torch.contiguous_format)
     return total, _residual(
         x,
@@ -211,7 +213,7 @@ def after_cross_attention(
     eps: float,
     quantized: bool = False,
 ) -> tuple[torch.Tensor, Input]:
-    """`fused_ops.after_cross_attention`."""
+    """Implement `fused_ops.after_cross_attention` with a Triton kernel."""
     total = torch.empty_like(x, memory_format=torch.contiguous_format)
     return total, _residual(x, update, None, total, (scale, shift), eps, update.dtype, quantized)
 
@@ -226,13 +228,13 @@ def after_ffn(
     dtype: torch.dtype,
     quantized: bool = False,
 ) -> tuple[torch.Tensor, Input]:
-    """`fused_ops.after_ffn`."""
+    """Implement `fused_ops.after_ffn` with a Triton kernel."""
     total = torch.empty_like(x, memory_format=torch.contiguous_format)
     return total, _residual(x, update, gate, total, (scale, shift), eps, dtype, quantized)
 
 
 def gelu_to_fp8(x: torch.Tensor) -> QuantizedActivation:
-    """`fused_ops.gelu_to_fp8`."""
+    """Implement `fused_ops.gelu_to_fp8` with a Triton kernel."""
     x = x.contiguous()
     data = torch.empty_like(x, dtype=FP8)
     token_scales = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
@@ -244,7 +246,7 @@ def gelu_to_fp8(x: torch.Tensor) -> QuantizedActivation:
 
 
 def gated_add(x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """`fused_ops.gated_add`."""
+    """Implement `fused_ops.gated_add` with a Triton kernel."""
     total = torch.empty_like(x, memory_format=torch.contiguous_format)
     _add_and_norm(x, update, gate, total, None, None)
     return total
@@ -253,7 +255,7 @@ def gated_add(x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor) -> torc
 def rms_scale(
     x: torch.Tensor, squares: torch.Tensor | None, weight: torch.Tensor, dim: int, eps: float
 ) -> torch.Tensor:
-    """`fused_ops.rms_scale`."""
+    """Implement `fused_ops.rms_scale` with a Triton kernel."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _rms(x, squares, weight, None, out, dim, eps)
     return out
@@ -268,7 +270,7 @@ def rms_rope(
     dim: int,
     eps: float,
 ) -> torch.Tensor:
-    """`fused_ops.rms_rope`."""
+    """Implement `fused_ops.rms_rope` with a Triton kernel."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _rms(x, squares, weight, (cos_TC, sin_TC), out, dim, eps)
     return out.unflatten(-1, (-1, 2 * cos_TC.shape[-1]))
@@ -286,7 +288,7 @@ def store_keys_values(
     stored_2TNH: torch.Tensor,
     scales_2N: torch.Tensor | None,
 ) -> None:
-    """`fused_ops.store_keys_values`."""
+    """Implement `fused_ops.store_keys_values` with a Triton kernel."""
     heads, width = stored_2TNH.shape[2:]
     out_kind, out_token, *of_head = stored_2TNH.stride()
     assert of_head == [width, 1] and k.stride(-1) == v.stride(-1) == cos_TC.stride(-1) == 1
@@ -340,7 +342,7 @@ def _residual(
     quantized: bool,
     **others: Any,
 ) -> Input:
-    """Write the sum to `total` and return its norm in `dtype` or quantized."""
+    """Write the sum to `total` and return its normalised values, in `dtype` or quantized."""
     normed = torch.empty_like(
         x, dtype=FP8 if quantized else dtype, memory_format=torch.contiguous_format
     )
@@ -365,8 +367,9 @@ def _add_and_norm(
     moved: tuple[torch.Tensor, torch.Tensor] | None = None,
     plus_one: bool = True,
 ) -> None:
-    """Launch `_residual_kernel`. `modulation` holds the factor and the offset after the norm, with
-    equal strides."""
+    """Launch `_residual_kernel`. `modulation` contains the factor and the offset that are
+    applied after the norm. Their strides must be equal.
+    """
     shape, (scale, shift) = x.shape, modulation
     buffers = _strides(scale, shape)
     assert buffers == _strides(shift, shape)
@@ -413,8 +416,9 @@ def _rms(
 
 
 def _strides(tensor: torch.Tensor | None, shape: torch.Size) -> tuple[int, int]:
-    """Return the batch and token strides of `tensor`, broadcast over `shape`, [(B,) T, D]. Channels
-    are contiguous."""
+    """Return the batch and token strides of `tensor` after it is broadcast to `shape`, [(B,) T,
+    D]. Its channels must be contiguous.
+    """
     if tensor is None:
         return 0, 0
     assert tensor.stride(-1) == 1 or tensor.shape[-1] == 1

@@ -2,7 +2,7 @@
 """The transformer's fused pointwise ops between matrix products and attention, as pure functions.
 
 In eager mode, each operation moves about 100 MB at full size. When fused, each function reads its
-inputs once: with the kernels of `fused_kernels.py` for tensors on CUDA, otherwise with
+inputs only once. Tensors on CUDA use the kernels of `fused_kernels.py`, and other tensors use
 torch.compile. All functions compute in fp32 and round once at the end.
 """
 
@@ -21,7 +21,7 @@ from vllm_omni.model_executor.layers.attention.rope import apply_rope
 from vllm_omni.model_executor.layers.kv_cache.quantized_storage import store
 from vllm_omni.model_executor.layers.linear.quantized_input import Input, quantize_tokens
 
-# quantized: quantize the result to FP8 for the linear layer that takes it
+# quantized: whether to quantize the result to FP8 for the following linear layer
 # (`quantized_input.takes_quantized`)
 
 
@@ -33,8 +33,9 @@ def modulated_norm(
     dtype: torch.dtype,
     quantized: bool = False,
 ) -> Input:
-    """Return LN(x) * (1 + scale) + shift as `dtype`. Shift and scale are fp32 and broadcast over
-    tokens."""
+    """Return LN(x) * (1 + scale) + shift in `dtype`. Shift and scale are fp32 and may be
+    broadcast over tokens.
+    """
     normed = functional.layer_norm(x.float(), x.shape[-1:], eps=eps) * (1 + scale) + shift
     return quantize_tokens(normed, dtype) if quantized else normed.to(dtype)
 
@@ -49,10 +50,11 @@ def after_self_attention(
     moved: tuple[torch.Tensor, torch.Tensor] | None = None,
     quantized: bool = False,
 ) -> tuple[torch.Tensor, Input]:
-    """Add the gated attention and return (x, its affine LayerNorm in the dtype of `weight`).
+    """Add the gated attention, and return the sum and its affine LayerNorm in the dtype of
+    `weight`.
 
-    `moved` contains a factor and an offset for the sum, with the shape of `x` (the camera of
-    LingBot World).
+    `moved` contains a factor and an offset that are applied to the sum before the norm. They have
+    the shape of `x`. LingBot World uses them for its camera.
     """
     x = (x + gate * update.float()).to(x.dtype)
     if moved is not None:
@@ -69,7 +71,8 @@ def after_cross_attention(
     eps: float,
     quantized: bool = False,
 ) -> tuple[torch.Tensor, Input]:
-    """Add the cross-attention and return (x, its modulated LayerNorm in the dtype of `update`)."""
+    """Add the cross-attention, and return the sum and its modulated LayerNorm in the dtype of
+    `update`."""
     x = (x + update).to(x.dtype)
     return x, modulated_norm(x, shift, scale, eps, update.dtype, quantized)
 
@@ -84,15 +87,13 @@ def after_ffn(
     dtype: torch.dtype,
     quantized: bool = False,
 ) -> tuple[torch.Tensor, Input]:
-    """Return the result of `gated_add`, and the `modulated_norm` of the next block applied
-    to it.
-    """
+    """Add the gated FFN result, and return the sum and its modulated norm for the next block."""
     x = gated_add(x, update, gate)
     return x, modulated_norm(x, shift, scale, eps, dtype, quantized)
 
 
 def gelu_to_fp8(x: torch.Tensor) -> QuantizedActivation:
-    """Apply the tanh approximation of GELU and quantize to FP8."""
+    """Apply the tanh approximation of GELU and quantize the result to FP8."""
     return quantize_tokens(functional.gelu(x.float(), approximate="tanh"), x.dtype)
 
 
@@ -102,7 +103,9 @@ def gated_add(x: torch.Tensor, update: torch.Tensor, gate: torch.Tensor) -> torc
 
 
 def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
-    """Sum the squares over the channels (of this rank) in fp32, keeping the last dimension."""
+    """Return the sum of squares over the channels of this rank, in fp32. The last dimension is
+    kept.
+    """
     return x.float().square().sum(-1, keepdim=True)
 
 
@@ -111,7 +114,7 @@ def rms_scale(
 ) -> torch.Tensor:
     """Apply RMS normalisation in the dtype of `x`.
 
-    `squares` is the sum of squares over all `dim` channels. If it is None, `x` has all channels.
+    `squares` is the sum of squares over all `dim` channels, or None if `x` has all of them.
     """
     return _scaled(x, squares, weight, dim, eps).to(x.dtype)
 
@@ -125,7 +128,9 @@ def rms_rope(
     dim: int,
     eps: float,
 ) -> torch.Tensor:
-    """Apply `rms_scale`, split into heads [..., T, N, H] and rotate, in the dtype of `x`."""
+    """Apply `rms_scale`, split the result into heads [..., T, N, H], and rotate it. The result
+    has the dtype of `x`.
+    """
     heads = _scaled(x, squares, weight, dim, eps).unflatten(-1, (-1, 2 * cos_TC.shape[-1]))
     return apply_rope(heads, cos_TC, sin_TC).to(x.dtype)
 
@@ -142,7 +147,9 @@ def store_keys_values(
     stored_2TNH: torch.Tensor,
     scales_2N: torch.Tensor | None,
 ) -> None:
-    """Write `rms_rope` of keys [T, D], and values [T, D], into a window's memory (`KVSlot`)."""
+    """Apply `rms_rope` to keys [T, D] and write them, with values [T, D], to a window's
+    `KVSlot`.
+    """
     keys = rms_rope(k, squares, weight, cos_TC, sin_TC, dim, eps)
     values = v.unflatten(-1, keys.shape[-2:])
     store((keys, values), scales_2N, stored_2TNH)
@@ -157,7 +164,8 @@ def _scaled(
 
 @dataclass(frozen=True)
 class FusedOps(fused_ops.FusedOps):
-    """The functions above: plain, compiled for static shapes, or a kernel for tensors on CUDA."""
+    """The functions of this module in their fastest form: Triton kernels for tensors on CUDA, code
+    compiled for static shapes, or plain functions."""
 
     modulated_norm: Callable[..., Any] = modulated_norm
     after_self_attention: Callable[..., tuple[torch.Tensor, Any]] = after_self_attention

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared layers of the Wan family's diffusion transformers: embeddings, attention with K/V windows,
+"""Layers that the Wan diffusion transformers share: embeddings, attention with K/V windows, and the
 head.
 
-This module has no sessions and no schedule: each batch entry provides its K/V window and
-cross-attention K/V. A family composes blocks from these layers (`lingbot_world/transformer.py`,
-`causal_wan/transformer.py`).
+The layers do not depend on sessions or schedules, because each batch entry provides its K/V window
+and cross-attention K/V. Each family composes blocks from these layers
+(`lingbot_world/transformer.py`, `causal_wan/transformer.py`).
 
-Precision: linear layers run in the model's dtype. Modulation, normalisation, rotation, the time
-MLPs and the head run in fp32.
+Linear layers run in the model's dtype. Modulation, normalisation, rotation, the time MLPs and the
+head run in fp32.
 """
 
 # B batch entries (one chunk of one session each), L tokens of a chunk, T of them on this rank, D
@@ -40,8 +40,8 @@ from vllm_omni.model_executor.models.wan.transformer.timesteps import TimestepEm
 
 
 class AttentionItem(WindowItem, Protocol):
-    """One batch entry: a chunk with its window for self-attention and the K/V of its prompt,
-    [layers, 2, S, N, H].
+    """One batch entry: a chunk with its self-attention window and the cross-attention K/V of its
+    prompt, [layers, 2, S, N, H].
     """
 
     @property
@@ -49,7 +49,9 @@ class AttentionItem(WindowItem, Protocol):
 
 
 class PatchEmbedding(nn.Module):
-    """The (1, 2, 2) patch convolution as a matrix product over the tokens of `patchify`."""
+    """The (1, 2, 2) patch convolution, computed as a matrix product over the tokens of
+    `patchify`.
+    """
 
     def __init__(self, config: WanConfig) -> None:
         super().__init__()
@@ -91,8 +93,8 @@ class SelfAttention(nn.Module):
         exchange: WindowAttention,
         write_only: bool,
     ) -> torch.Tensor | None:
-        """Write K/V of `layer` into the windows, then attend. Return None after writing if
-        `write_only`.
+        """Write the K/V of `layer` to the windows, and return the result of attention. If
+        `write_only`, return None after the write.
         """
         q, k, v = self.qkv(x_BTD).chunk(3, dim=-1)
         squares_q, squares_k = squares_of_all_ranks(self.fused_ops, self.parallel, q, k)
@@ -116,7 +118,7 @@ class SelfAttention(nn.Module):
         v_BTD: torch.Tensor,
         rope: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        """Normalise and rotate keys while writing them into the windows, along with the values."""
+        """Normalise and rotate the keys, and write keys and values to the windows."""
         for number, position in enumerate(buffers):
             self.fused_ops.store_keys_values(
                 k_BTD[number],
@@ -154,7 +156,7 @@ class CrossAttention(nn.Module):
         self.o = RowLinear(dim, dim, parallel, quant_config, f"{prefix}.o")
 
     def keys_values(self, text_SD: torch.Tensor) -> torch.Tensor:
-        """Return K and V [2, S, N, H] of a prompt."""
+        """Return the cross-attention K and V [2, S, N, H] of a prompt."""
         k, v = self.kv(text_SD).chunk(2, dim=-1)
         return torch.stack((self._normed(k, self.norm_k), v)).unflatten(-1, (-1, self.head_dim))
 
@@ -172,7 +174,7 @@ class CrossAttention(nn.Module):
 
 
 class ImageProjection(nn.Module):
-    """Project an image encoder's hidden states to the width of an image-to-video network."""
+    """Projects an image encoder's hidden states to the width of an image-to-video network."""
 
     def __init__(self, config: WanConfig) -> None:
         super().__init__()
@@ -191,7 +193,7 @@ class ImageProjection(nn.Module):
 
 
 class OutputHead(nn.Module):
-    """Final modulation and projection to the (ph, pw, channel) values of each token's patch;
+    """Final modulation and projection to the (ph, pw, channel) values of each token's patch, in
     fp32.
     """
 
@@ -216,7 +218,9 @@ def embed_time(
     time_projection: nn.Sequential,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return e [B, D] and its six modulation vectors E [B, 6, D], fp32."""
+    """Return the embeddings e [B, D] of timesteps and their six modulation vectors E [B, 6, D],
+    fp32.
+    """
     half = freq_dim // 2
     frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
     angles = torch.outer(torch.tensor(timesteps, dtype=torch.float64), frequencies)
@@ -227,16 +231,18 @@ def embed_time(
 
 
 def patchify(x: torch.Tensor) -> torch.Tensor:
-    """[c, F, h, w] -> [F * h/2 * w/2, c * 4]: one token per 2x2 cells, values in (channel, row,
-    column) order."""
+    """Rearrange latents [c, F, h, w] to tokens [F * h/2 * w/2, c * 4]. Each token contains 2x2
+    cells in the order (channel, row, column).
+    """
     channels, frames, height, width = x.shape
     cells = x.view(channels, frames, height // 2, 2, width // 2, 2)
     return cells.permute(1, 2, 4, 0, 3, 5).reshape(-1, channels * 4)
 
 
 def unpatchify(tokens_BLP: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-    """[B, L, 4 * c] with values in (row, column, channel) order -> [B, c, F, h, w]. Inverts the
-    grid of `patchify`."""
+    """Rearrange predictions [B, L, 4 * c] to latents [B, c, F, h, w]. The tokens are in the
+    order of `patchify`, but the values of each token are in the order (row, column, channel).
+    """
     frames, height, width = size
     cells = tokens_BLP.view(-1, frames, height // 2, width // 2, 2, 2, tokens_BLP.shape[-1] // 4)
     return cells.permute(0, 6, 1, 2, 4, 3, 5).reshape(
@@ -245,7 +251,7 @@ def unpatchify(tokens_BLP: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
 
 
 def linear_fp32(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Run a linear layer in fp32 by calling the module, so that LoRA hooks take effect."""
+    """Run a linear layer in fp32. The module itself is called, so that LoRA hooks take effect."""
     assert isinstance(layer, nn.Linear)
     result: torch.Tensor = functional_call(
         layer, {"weight": layer.weight.float(), "bias": layer.bias.float()}, (x,)
@@ -256,8 +262,9 @@ def linear_fp32(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def squares_of_all_ranks(
     fused_ops: FusedOps, parallel: ParallelContext, *parts: torch.Tensor
 ) -> Sequence[torch.Tensor | None]:
-    """Sum squares over the channels of all ranks in one collective. Return None if a rank has all
-    channels."""
+    """Return the sum of squares of each tensor over the channels of all ranks. One collective
+    sums all tensors. The results are None if every rank has all channels.
+    """
     if parallel.tensor_size == 1:
         return [None] * len(parts)
     return parallel.all_reduce(
@@ -266,7 +273,7 @@ def squares_of_all_ranks(
 
 
 def stack_inputs(parts: Sequence[Input]) -> Input:
-    """`stack` inputs of linear layers. Either all inputs are quantized or none."""
+    """Apply `stack` to inputs of linear layers. Either all inputs are quantized or none is."""
     plain = [part for part in parts if isinstance(part, torch.Tensor)]
     if plain:
         return stack(plain)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timesteps of a batch: one for each entry, and timestep 0 for its leading clean tokens.
+"""Timestep embeddings of a batch. Each batch entry has one timestep, and its leading clean tokens
+have timestep 0.
 
-The leading tokens are clean from the start, for example those of a start image.
+Leading tokens can be clean from the start, for example the tokens of a start image.
 """
 
 # B batch entries, T tokens of an entry on this rank, D width, K vectors of an embedding
@@ -13,19 +14,21 @@ import torch
 
 @dataclass(frozen=True)
 class TimestepEmbeddings:
-    """Embeddings of a forward pass's timesteps, with K vectors each: 1 for the head, 6 for a
-    block."""
+    """Timestep embeddings of a forward pass. Each has K vectors: 1 for the head, or 6 for a
+    block.
+    """
 
     row_BKD: torch.Tensor
     """Embedding of each batch entry's timestep, fp32."""
     clean_KD: torch.Tensor | None = None
-    """Embedding of timestep 0, fp32. None: no token is clean."""
+    """Embedding of timestep 0, fp32, or None if no token is clean."""
     clean_BT1: torch.Tensor | None = None
-    """Whether each token is clean. None: no token is clean."""
+    """Flag of each token that is true if the token is clean, or None if no token is clean."""
 
     def plus(self, table_1KD: torch.Tensor) -> list[torch.Tensor]:
-        """Return the sum of each of the table's K vectors and the time embedding, broadcastable to
-        [B, T, D]. `self` has K vectors or one."""
+        """Add the timestep embedding to each of the table's K vectors. The embedding has K
+        vectors or one. The K results can be broadcast to [B, T, D].
+        """
         table = table_1KD.float()
         items = (table + self.row_BKD).unsqueeze(2).unbind(1)
         if self.clean_BT1 is None or self.clean_KD is None:

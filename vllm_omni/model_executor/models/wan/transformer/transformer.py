@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base of the Wan family's diffusion transformers: this rank's part of a network, and one forward
-pass of a batch.
+"""Base class of the Wan diffusion transformers: the layers of one rank and the forward pass of a
+batch.
 
-It contains the parameters and their order of use on this rank (a tensor-parallel shard, a pipeline
-stage, or a part of the tokens). It has no sessions, requests or schedules. A family defines the
-input channels (`WanTransformer.channels`) and additions to its blocks (for example
-`WanBlock.attend`).
+A rank has a tensor-parallel shard, a pipeline stage, or a part of the tokens. The transformer does
+not depend on sessions, requests or schedules. Each family defines the input channels
+(`WanTransformer.channels`) and changes its blocks where necessary (for example `WanBlock.attend`).
 
-Precision: linear layers run in the model's dtype. The residual stream (by default), modulation,
-gates, normalisation, rotation, the time MLPs and the head run in fp32.
+Linear layers run in the model's dtype. Modulation, gates, normalisation, rotation, the time MLPs,
+the head and (by default) the residual stream run in fp32.
 """
 
 # B batch entries, L tokens of an entry, T of them on this rank, D width, N heads (of this rank
@@ -51,21 +50,23 @@ from vllm_omni.model_executor.models.wan.transformer.timesteps import TimestepEm
 Config = TypeVar("Config", bound=WanConfig)
 
 Update = tuple[torch.Tensor, torch.Tensor]
-"""The last term that a block adds to the residual stream: the result of its FFN [B, T, D], and the
-gate of this result.
+"""A pending addition to the residual stream: the FFN result [B, T, D] of a block, and the gate of
+this result.
 """
 
 
 class WanItem(AttentionItem, Protocol):
-    """One batch entry of a forward pass. `rope` is (cos_TC, sin_TC) fp32 for this rank's tokens."""
+    """One batch entry of a forward pass. `rope` contains the fp32 rotations (cos_TC, sin_TC) of
+    this rank's tokens.
+    """
 
     @property
     def rope(self) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class FeedForward(nn.Sequential):
-    """Two linear layers with GELU in between, which is fused into the first product or the second
-    layer's quantization if possible.
+    """Two linear layers with GELU in between. If possible, GELU is fused into the first product or
+    into the quantization of the second layer's input.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class WanBlock(nn.Module):
         self.ffn = FeedForward(config, parallel, fused_ops, quant_config, f"{prefix}.ffn")
 
     def takes_quantized(self) -> bool:
-        """Return whether all layers that read the input of self-attention accept FP8."""
+        """Return whether all layers that read the input of self-attention accept FP8 inputs."""
         return takes_quantized(self.self_attn.qkv)
 
     def attend(
@@ -130,7 +131,8 @@ class WanBlock(nn.Module):
         exchange: WindowAttention,
         write_only: bool,
     ) -> torch.Tensor | None:
-        """Return the update of self-attention, before its gate; arguments as in `SelfAttention`."""
+        """Return the result of self-attention before its gate. The arguments are those of
+        `SelfAttention`."""
         attended: torch.Tensor | None = self.self_attn(
             hidden_BTD, items, rope, self.index, exchange, write_only
         )
@@ -143,8 +145,9 @@ class WanBlock(nn.Module):
         gate: torch.Tensor,
         items: Sequence[Any],
     ) -> tuple[torch.Tensor, Input]:
-        """Add the gated attention to the residual stream and return it and the input of
-        cross-attention."""
+        """Add the gated self-attention to the residual stream. Return the residual stream and
+        the input of cross-attention.
+        """
         norm3, quantized = self.norm3, takes_quantized(self.cross_attn.q)
         return self.fused_ops.after_self_attention(
             x_BTD, attended_BTD, gate, norm3.weight, norm3.bias, self.eps, None, quantized
@@ -158,7 +161,9 @@ class WanBlock(nn.Module):
         scale: torch.Tensor,
         items: Sequence[Any],
     ) -> tuple[torch.Tensor, Input]:
-        """Add cross-attention to the residual stream and return it and the input of the FFN."""
+        """Add cross-attention to the residual stream. Return the residual stream and the input
+        of the FFN.
+        """
         quantized = takes_quantized(self.ffn[0])
         return self.fused_ops.after_cross_attention(
             x_BTD, attended_BTD, shift, scale, self.eps, quantized
@@ -174,10 +179,10 @@ class WanBlock(nn.Module):
         exchange: WindowAttention,
         write_only: bool,
     ) -> tuple[torch.Tensor, Update | None]:
-        """Run one block. It takes and returns the residual stream and its pending update.
+        """Run one block. Its input and its result are the residual stream and a pending update.
 
-        The update is added by the next block, because a single pass can then add and normalise. If
-        `write_only`, stop after K/V are written.
+        The next block adds the update, because a single pass over memory can then add and
+        normalise. If `write_only`, stop after K/V are written.
         """
         shift1, scale1, gate1, shift2, scale2, gate2 = time.plus(self.modulation)
         dtype, quantized, x = self.norm3.weight.dtype, self.takes_quantized(), x_BTD
@@ -198,27 +203,29 @@ class WanBlock(nn.Module):
 
 
 class WanTransformer(StageNetwork, Generic[Config]):
-    """This rank's part of a network without the head. Parameters are uninitialised, in torch's
-    default dtype and device.
+    """The layers of a network on this rank, except for the head. The constructor leaves parameters
+    uninitialised, in torch's default dtype and on its default device.
 
     Args:
         config: Sizes of the network.
-        parallel: This rank. None: there is a single rank.
+        parallel: Parallelism of this rank, or None for a single rank.
         fused_ops: Fused pointwise ops.
         residual_fp32: Whether to keep the residual stream in fp32 instead of the model's dtype.
         quantization: vLLM's config for the blocks' linear layers, except `high_precision` and
             `int8_weights`.
-        prefix: Name of the network in the pipeline, for quantization.
+        prefix: Name of the network in the pipeline. Quantization configs refer to it.
     """
 
     block_type: ClassVar[type[WanBlock]] = WanBlock
     """Class of the blocks."""
     high_precision: ClassVar[tuple[str, ...]] = ()
-    """`fnmatch` patterns of the blocks' linear layers that are never quantized. Embeddings, time
-    and text layers, modulation and the head are torch's own layers and are never quantized either.
+    """`fnmatch` patterns of linear layers in the blocks that are never quantized. The embeddings,
+    time and text layers, modulation and head are never quantized either, because they are torch's
+    own layers.
     """
     int8_weights: ClassVar[tuple[str, ...]] = ()
-    """`fnmatch` patterns of linear layers that use int8 weights and multiply in the model's dtype.
+    """`fnmatch` patterns of linear layers in the blocks that use int8 weights and unquantized
+    inputs.
     """
 
     def __init__(
@@ -265,8 +272,8 @@ class WanTransformer(StageNetwork, Generic[Config]):
         )
 
     def _block(self, layer: int, index: int, fused_ops: FusedOps) -> WanBlock:
-        """Build an empty block. `layer` is the index within the whole network, `index` the index
-        within this stage.
+        """Build a block without weights. `layer` is its index in the whole network, and `index` is
+        its index in this stage.
         """
         name, block = f"{self.prefix}.blocks.{layer}", self._block_type(layer)
         return block(self.config, self.parallel, fused_ops, index, self.quant_config, name)
@@ -275,7 +282,7 @@ class WanTransformer(StageNetwork, Generic[Config]):
         return self.block_type
 
     def _add_context_layers(self) -> None:
-        """Build the layers of `embed_context`."""
+        """Build the layers that `embed_context` uses."""
         text_dim, dim = self.config.text_dim, self.config.dim
         self.text_embedding = nn.Sequential(
             nn.Linear(text_dim, dim), nn.GELU(approximate="tanh"), nn.Linear(dim, dim)
@@ -300,19 +307,19 @@ class WanTransformer(StageNetwork, Generic[Config]):
 
     @property
     def num_cache_heads(self) -> int:
-        """Number of heads in this rank's self-attention K/V cache."""
+        """Return the number of heads in this rank's self-attention K/V cache."""
         return self.config.num_heads // self.parallel.size
 
     @property
     def num_cross_heads(self) -> int:
-        """Number of heads in this rank's cross-attention K/V (all heads with sequence
-        parallelism).
+        """Return the number of heads in this rank's cross-attention K/V. With sequence parallelism,
+        these are all heads.
         """
         return self.config.num_heads // self.parallel.tensor_size
 
     @property
     def cross_kv_nbytes(self) -> int:
-        """Size in bytes of the `cross_attention_kv` of one prompt."""
+        """Return the size in bytes of the `cross_attention_kv` of one prompt."""
         elements = self.num_cross_heads * self.config.head_dim * self.config.text_len
         return 2 * self.num_local_layers * elements * self.dtype.itemsize
 
@@ -321,8 +328,9 @@ class WanTransformer(StageNetwork, Generic[Config]):
         return latents[0].numel() // (self.config.patch_size[1] * self.config.patch_size[2])
 
     def rope(self, frames: range, size: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's rotations (cos_TC, sin_TC), fp32, of a chunk of latent `size`
-        [channels, F, h, w]."""
+        """Return the rotations (cos_TC, sin_TC), fp32, of a chunk's tokens on this rank. `size`
+        is the shape of the latents, [channels, F, h, w].
+        """
         _, patch_height, patch_width = self.config.patch_size
         cos, sin = rope_tables(
             self.config.head_dim, frames, size[2] // patch_height, size[3] // patch_width
@@ -331,24 +339,28 @@ class WanTransformer(StageNetwork, Generic[Config]):
         return to_device(cos[own], self.device), to_device(sin[own], self.device)
 
     def channels(self, item: Any) -> torch.Tensor:
-        """Return the input channels of a batch entry on the first stage, contiguous [in_channels,
-        F, h, w]."""
+        """Return the first stage's input for a batch entry, a contiguous tensor [in_channels, F, h,
+        w]."""
         raise NotImplementedError
 
     def embed(self, items: Sequence[Any], own: slice) -> torch.Tensor:
-        """Return the embedded tokens `own` of each batch entry on the first stage, [B, T, D]."""
+        """Return the first stage's embeddings of the tokens `own` of each batch entry, [B, T,
+        D].
+        """
         tokens = stack([patchify(self.channels(item))[own] for item in items])
         embedded: torch.Tensor = self.patch_embedding(tokens)
         return embedded
 
     def cross_attention_kv(self, text_SE: torch.Tensor) -> torch.Tensor:
-        """Return K/V [layers, 2, text_len, N, H] of this stage's blocks for text embeddings.
+        """Return the cross-attention K/V [layers, 2, text_len, N, H] of this stage's blocks for
+        text embeddings.
 
-        Collective under tensor parallelism. Shorter prompts are padded with zeros, which take part
-        in attention as in the original.
+        Shorter prompts are padded with zeros. As in the original, attention includes the padding.
+        With tensor parallelism, this is a collective operation.
 
         Raises:
-            ValueError: The prompt is longer than text_len or has the wrong width.
+            ValueError: The prompt is longer than `text_len`, or its embeddings have the wrong
+                width.
         """
         items, width = text_SE.shape
         text_len, text_dim = self.config.text_len, self.config.text_dim
@@ -367,19 +379,20 @@ class WanTransformer(StageNetwork, Generic[Config]):
         *,
         kv_only: bool = False,
     ) -> torch.Tensor:
-        """Embed the batch on the first stage (`hidden_BTD` is None) and run this stage's blocks.
+        """Run this stage's blocks. On the first stage (`hidden_BTD` is None), embed the batch
+        first.
 
-        Collective under tensor and sequence parallelism.
+        With tensor or sequence parallelism, this is a collective operation.
 
         Args:
             items: Batch entries with equal F, h, w.
-            hidden_BTD: Result of the previous stage.
-            time: Embeddings of the timesteps, of six vectors each.
-            num_tokens: L.
-            kv_only: The last stage stops after its last K/V write.
+            hidden_BTD: Result of the previous stage, or None on the first stage.
+            time: Timestep embeddings with six vectors each.
+            num_tokens: Number L of tokens of a batch entry, over all ranks.
+            kv_only: Whether the last stage stops after its last K/V write.
 
         Returns:
-            [B, T, D].
+            Hidden states [B, T, D].
         """
         if hidden_BTD is None:
             x = self.embed(items, self.parallel.token_slice(num_tokens))

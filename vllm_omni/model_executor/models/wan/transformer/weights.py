@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor tables of a text-conditioned Wan transformer: Wan's own names, and diffusers' names mapped
-to them.
+"""Tensor names and shapes of a text-conditioned Wan transformer, and rename tables from diffusers'
+names to Wan's own names.
 
-Causal and bidirectional networks have the same tensors; a network with a camera has more. A
-family's `../checkpoint/loading.py` loads with these tables.
+Causal and bidirectional networks have the same tensors. A network with a camera has additional
+tensors. The families use these tables to load weights.
 """
 
 import re
@@ -15,10 +15,10 @@ from vllm_omni.model_executor.checkpoint.tensor_files import Shape
 from vllm_omni.model_executor.models.wan.architecture import WanConfig
 
 HEAD_DIM = 128
-"""Head size of every released network, which cannot be derived from tensor shapes."""
+"""Channels per head of every released network. They cannot be derived from tensor shapes."""
 
 Sizes = tuple[int | str, ...]
-"""A tensor's shape in letters and integers."""
+"""Shape of a tensor. A letter stands for a size that depends on the config."""
 
 
 TRANSFORMER_RULES: Rules = (
@@ -40,8 +40,8 @@ TRANSFORMER_RULES: Rules = (
     (r"\.ffn\.net\.0\.proj\.", ".ffn.0."),
     (r"\.ffn\.net\.2\.", ".ffn.2."),
 )
-"""Mapping of prefixes of training wrappers and of diffusers' names to Wan's own names, which are
-not changed.
+"""Mapping to Wan's own names. It removes the prefixes of training wrappers and renames diffusers'
+names. Wan's own names are not changed.
 """
 
 IMAGE_RULES: Rules = (
@@ -50,7 +50,7 @@ IMAGE_RULES: Rules = (
     (r"^condition_embedder\.image_embedder\.ff\.net\.2\.", "img_emb.proj.3."),
     (r"^condition_embedder\.image_embedder\.norm2\.", "img_emb.proj.4."),
 )
-"""The same for `IMAGE_TENSORS`."""
+"""Mapping of diffusers' names to Wan's own names for `IMAGE_TENSORS`."""
 
 TRANSFORMER_TENSORS: dict[str, Sizes] = {
     "patch_embedding.weight": ("D", "I", 1, 2, 2),
@@ -69,8 +69,8 @@ TRANSFORMER_TENSORS: dict[str, Sizes] = {
     "head.head.weight": ("O", "D"),
     "head.head.bias": ("O",),
 }
-"""Tensors outside the blocks. D width, I input channels, X text width, Q time frequencies, O output
-values of one 2x2 patch."""
+"""Tensors outside the blocks. The letters are D width, I input channels, X text width, Q time
+frequencies, and O output values of one 2x2 patch."""
 
 IMAGE_TENSORS: dict[str, Sizes] = {
     "img_emb.proj.0.weight": ("X",),
@@ -82,7 +82,7 @@ IMAGE_TENSORS: dict[str, Sizes] = {
     "img_emb.proj.4.weight": ("D",),
     "img_emb.proj.4.bias": ("D",),
 }
-"""Tensors of a network with an image as context; X is the width of the image embeddings."""
+"""Tensors of a network that attends to an image. X is the width of the image embeddings."""
 
 BLOCK_TENSORS: dict[str, Sizes] = {
     "modulation": (1, 6, "D"),
@@ -108,7 +108,9 @@ BLOCK_TENSORS: dict[str, Sizes] = {
 
 
 def transformer_shapes(config: WanConfig) -> dict[str, Shape]:
-    """Return the shape of every tensor of this architecture by name (825 at 1.3B, 1095 at 14B)."""
+    """Return the shape of every tensor of this architecture by name. There are 825 at 1.3B and
+    1095 at 14B.
+    """
     return network_shapes(config, TRANSFORMER_TENSORS, BLOCK_TENSORS)
 
 
@@ -121,13 +123,14 @@ def stored_sizes(
         "text_embedding.0.weight", "img_emb.proj.3.weight"
     ] = "text_embedding.0.weight",
 ) -> dict[str, int]:
-    """Return the sizes that a network's tensors imply, under the original's `config.json` keys.
+    """Derive the sizes of a network from its tensors, and return them under the `config.json` keys
+    of the original.
 
     Args:
         shapes: Shapes by Wan's own names.
-        where: The weights, in errors.
-        num_heads: The config's value. None: the config does not contain it.
-        context: The layer that projects the encoder's embeddings.
+        where: Name of the weights in error messages.
+        num_heads: Number of heads in the config, or None if the config does not contain it.
+        context: Name of the layer that projects the encoder's embeddings.
 
     Raises:
         ValueError: The tensors do not match these tables, or the number of heads is unknown.
@@ -158,8 +161,8 @@ def stored_sizes(
 def network_shapes(
     config: WanConfig, outside: Mapping[str, Sizes], block: Mapping[str, Sizes], **more_sizes: int
 ) -> dict[str, Shape]:
-    """Return the shapes of a network described by these tables. `more_sizes` defines additional
-    letters.
+    """Return the shapes of a network that the tables `outside` and `block` describe. `more_sizes`
+    defines additional letters.
     """
     patch = config.patch_size[1] * config.patch_size[2]
     sizes: dict[str, int] = {

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decodes the clean latents of one chunk to video frames with one of two decoders, and returns the
-state for the next chunk.
+"""Decodes the clean latents of one chunk to video frames with Wan's decoder or the tiny decoder.
 
-A decoder that decoded the previous chunk continues from its features (`VAECache`), so that a stream
-equals the decode of the whole clip. A decoder that did not (because the other one decoded it, or
-because `continuation` is `restart`, an extension of PR 3701) restarts: it first decodes the latest
-latents before the chunk again and discards their frames. The number of frames is therefore the same
-as in an uninterrupted stream. The accuracy of a restart depends on the decoder:
+A decoder that decoded the previous chunk continues from its features (`VAECache`). The frames of a
+stream therefore equal those of the whole clip. A decoder restarts if the other decoder decoded the
+previous chunk, or if `continuation` is `restart` (an extension of PR 3701). It then first decodes
+the latest latents before the chunk again and discards their frames. The number of frames is
+therefore the same as in an uninterrupted stream. The accuracy of a restart depends on the decoder:
 
-- The tiny decoder depends on `REACH` latents and receives that many, so its frames equal those of
-  an uninterrupted stream.
-- Wan's decoder depends on dozens of latents and receives `RESTART_LATENTS` (one causal convolution
-  depends on two). This is an approximation, whose error fades as the stream continues. More latents
-  would be more accurate but as slow as the other decoder.
+- The tiny decoder depends on `REACH` latents and receives `REACH` latents, so its frames equal
+  those of an uninterrupted stream.
+- Wan's decoder depends on dozens of latents and receives only `RESTART_LATENTS` (one causal
+  convolution depends on two). Its frames are therefore approximate, and the error fades as the
+  stream continues. More latents would be more accurate but slower.
 """
 
 # C channels, F latent frames, h, w latent cells, T video frames, H, W pixels
@@ -38,30 +37,30 @@ from vllm_omni.tensors.saved import SavedTensors
 
 RESTART_LATENTS = 2
 _JOINED_CELLS = 4096
-"""Maximum number of latent cells per frame, over all streams that are decoded together. Above this
-size, decoding is compute-bound.
+"""Maximum number of latent cells per frame, summed over all streams that are decoded together.
+Above this size, decoding is compute-bound.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class DecoderState:
-    """A stream's decoder state. Immutable. Forks share it."""
+    """Immutable decoder state of a stream. Forks of a session share it."""
 
     cache: VAECache | None
-    """Features of the decoder that generated the last frames. None: the next decoder restarts."""
+    """Features of the decoder that decoded the last chunk, or None if the next decode restarts."""
     newest: torch.Tensor | None = None
-    """The latest latents [1, C, F, h, w], fp32, as many as a restart requires. None: a restart
+    """The latest latents [1, C, F, h, w], fp32, as many as a restart requires, or None if a restart
     cannot occur.
     """
     tiny: bool = False
-    """Whether the tiny decoder made the last frames."""
+    """Whether the tiny decoder decoded the last chunk."""
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors by stable name, for digests and snapshots. The names identify the
+        """Return the tensors by names that digests and snapshots use. The names identify the
         decoder."""
         cache = {} if self.cache is None else self.cache.tensors()
         named = {f"{_TINY if self.tiny else ''}{name}": tensor for name, tensor in cache.items()}
@@ -82,21 +81,21 @@ class DecoderLayout:
     """Shapes of a stream's `DecoderState` on this rank."""
 
     latents: tuple[int, int, int]
-    """Channels, height and width of the whole frames' latents."""
+    """Channels, height and width of the latents of whole frames."""
     main: CacheLayout | None
-    """Cache of Wan's decoder. None: it has no cache on this rank."""
+    """Cache of the main decoder, or None if it has no cache on this rank."""
     tiny: CacheLayout | None
-    """Cache of the tiny decoder. None: it has no cache or is not loaded."""
+    """Cache of the tiny decoder, or None if it has no cache or is not loaded."""
 
     def restore(
         self, saved: SavedTensors, device: torch.device | str, num_latents: int
     ) -> DecoderState:
-        """Restore the state that was saved after `num_latents` latent frames, possibly by a server
-        with other decoders.
+        """Restore the state that was saved after `num_latents` latent frames. The server that saved
+        it may have used other decoders.
 
         Raises:
-            RequestFailed: `invalid_snapshot` with the name of a tensor that is missing or has
-                another shape or dtype.
+            RequestFailed: A tensor is missing or has a different shape or dtype
+                (`invalid_snapshot`). The message names the tensor.
         """
         newest = None
         shape = saved.shape(_NEWEST)
@@ -126,15 +125,17 @@ class DecoderLayout:
 
 
 class ChunkDecoder:
-    """Decodes chunks of any session, without holding session state.
+    """Decodes chunks of any session without storing state of the sessions.
 
     Args:
-        main: Decoder for all chunks for which `tiny` is not requested. It must include a decoder.
-        tiny: The tiny decoder, if loaded.
+        main: Autoencoder that decodes a chunk unless the tiny decoder is requested. Its decoder
+            must be built.
+        tiny: The tiny decoder, or None if it is not loaded.
         rounding: Rounding of pixels to uint8.
-        continuation: How `main` continues a stream; see the module docstring.
-        largest_cells: Latent cells per frame of the largest stream. Streams are decoded together
-            up to the number of cells of as many largest streams as fit into `_JOINED_CELLS`, or up
+        continuation: Whether `main` continues a stream from its cache or restarts at each chunk
+            (see the module docstring).
+        largest_cells: Number of latent cells per frame of the largest stream. Streams are decoded
+            together up to the cells of as many largest streams as fit into `_JOINED_CELLS`, or up
             to `_JOINED_CELLS` if none fits. Warm-up measures the memory of these sizes.
     """
 
@@ -159,8 +160,8 @@ class ChunkDecoder:
         )
 
     def can_be_tiny(self, before: DecoderState | None) -> bool:
-        """Return whether the tiny decoder can decode the next chunk, for which it needs the latents
-        for a restart.
+        """Return whether the tiny decoder can decode the next chunk. Unless it continues a stream
+        from its cache or starts one, it needs the latents for a restart.
         """
         return self.tiny is not None and (
             before is None or before.tiny or before.newest is not None
@@ -172,14 +173,14 @@ class ChunkDecoder:
         """Decode the next latents of a stream.
 
         Args:
-            latents_1CFhw: Clean latents.
-            before: State after the previous chunk. None: the stream starts with this chunk.
-            tiny: Use the tiny decoder; requires `can_be_tiny`.
+            latents_1CFhw: Clean latents of the chunk.
+            before: State after the previous chunk, or None if the stream starts with this chunk.
+            tiny: Whether to use the tiny decoder. Requires `can_be_tiny`.
 
         Returns:
             Pixels [1, 3, T, H, W] with T = 4 F (4 F - 3 at the start of a stream), and the new
-            state. If ranks decode bands of rows, `main` returns this rank's band, and the tiny
-            decoder whole frames.
+            state. If ranks decode bands of rows, `main` returns this rank's band, but the tiny
+            decoder returns whole frames.
         """
         decoder = self.main
         if tiny:
@@ -190,7 +191,7 @@ class ChunkDecoder:
             cache, newest = before.cache if before.tiny == tiny else None, before.newest
         if cache is None and newest is not None:
             again = newest[:, :, -(REACH if tiny else RESTART_LATENTS) :]
-            # parts are no larger than chunks, so that no more memory is needed
+            # The latents are split into parts no larger than a chunk to limit the memory.
             for part in again.split(latents_1CFhw.shape[2], dim=2):
                 _, cache = decoder.decode(part, cache)
         pixels, cache = decoder.decode(latents_1CFhw, cache)
@@ -206,8 +207,10 @@ class ChunkDecoder:
         *,
         tiny: bool = False,
     ) -> tuple[torch.Tensor | None, DecoderState]:
-        """Return `decode` as uint8 frames [T, H, W, 3], or None on ranks other than the first if
-        ranks decode bands."""
+        """Decode the next latents of a stream like `decode`, and return uint8 frames [T, H, W,
+        3] and the new state. If ranks decode bands, the frames are None on all ranks except the
+        first.
+        """
         pixels, state = self.decode(latents_CFhw.unsqueeze(0), before, tiny=tiny)
         frames = to_uint8(pixels, self.rounding)
         if tiny or not isinstance(self.main, StreamingWanVAE) or self.main.bands is None:
@@ -217,13 +220,13 @@ class ChunkDecoder:
     def decode_frames_together(
         self, latents_CFhw: Sequence[torch.Tensor], before: Sequence[DecoderState]
     ) -> list[tuple[torch.Tensor, DecoderState]]:
-        """Return `decode_together` as uint8 frames [T, H, W, 3]."""
+        """Return the results of `decode_together` with the pixels as uint8 frames [T, H, W, 3]."""
         decoded = self.decode_together([latents.unsqueeze(0) for latents in latents_CFhw], before)
         return [(to_uint8(pixels, self.rounding), state) for pixels, state in decoded]
 
     def most_streams(self, before: DecoderState | None, latents_CFhw: torch.Tensor) -> int:
-        """Return how many chunks of this size can be decoded together (`decode_together`). 1: they
-        are decoded separately.
+        """Return how many chunks of this size can be decoded together (`decode_together`). The
+        result is 1 if they must be decoded separately.
         """
         if (
             before is None
@@ -238,8 +241,9 @@ class ChunkDecoder:
     def decode_together(
         self, latents_1CFhw: Sequence[torch.Tensor], before: Sequence[DecoderState]
     ) -> list[tuple[torch.Tensor, DecoderState]]:
-        """Decode chunks of several streams with `main` in one pass (`most_streams`), equal to
-        `decode` within rounding."""
+        """Decode chunks of several streams with `main` in one pass. There can be up to
+        `most_streams` streams. The results equal those of `decode` within rounding.
+        """
         cache = VAECache.joined([state.cache for state in before if state.cache is not None])
         pixels_B3THW, cache = self.main.decode(torch.cat(list(latents_1CFhw)), cache)
         return [

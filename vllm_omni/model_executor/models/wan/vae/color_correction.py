@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Colour correction of decoded frames: sets the Lab statistics of every frame to a target.
+"""Corrects the colours of decoded frames by setting the Lab statistics of every frame to a target.
 
-Colours of a long stream drift. The target for the first chunk of a session is its first frame; the
-target for a later chunk is the last corrected frame of the previous chunk. The state of a stream is
-therefore six numbers. Lab follows the textbook formula (sRGB transfer curve, D65).
+Without a correction, the colours of a long stream drift. The target for the first chunk of a
+session is its first frame, and the target for a later chunk is the last corrected frame of the
+previous chunk. The state of a stream therefore consists of six values. The conversion to Lab
+follows the textbook formula (sRGB transfer curve, D65).
 """
 
 # T video frames
@@ -32,13 +33,15 @@ _PRIMARIES: Final = (
     (0.019334, 0.119193, 0.950227),
 )
 _XYZ_OF_RGB: Final[list[list[float]]] = (np.array(_PRIMARIES) / np.array(_WHITE)[:, None]).tolist()
-"""XYZ divided by the white point, from linear RGB. It is a list, because torch.compile fails on
-NumPy arrays of a module.
+"""Matrix from linear RGB to XYZ divided by the white point. It is a list, because torch.compile
+fails on a module's NumPy arrays.
 """
 _RGB_OF_XYZ: Final[list[list[float]]] = np.linalg.inv(np.array(_XYZ_OF_RGB)).tolist()
 _CURVED: Final = 0.04045
 _CUBIC: Final = 0.008856
-"""Values above which the transfer curve and Lab's function are not linear."""
+"""Threshold above which Lab's function is not linear. `_CURVED` is that of the sRGB transfer
+curve.
+"""
 _SLOPE, _OFFSET = 7.787, 16 / 116
 _SMALLEST = 1e-6
 """Lower bound of a standard deviation, for frames with a single colour."""
@@ -56,7 +59,7 @@ def lab_of_rgb(rgb_T3HW: torch.Tensor) -> torch.Tensor:
 
 
 def rgb_of_lab(lab_T3HW: torch.Tensor) -> torch.Tensor:
-    """Invert `lab_of_rgb`, without limiting values to [0, 1]."""
+    """Convert CIE Lab to RGB. Values are not limited to [0, 1]."""
     lightness, a, b = lab_T3HW.float().unbind(1)
     y = (lightness + 16) / 116
     f = torch.stack((y + a / 500, y, y - b / 200), dim=1)
@@ -68,13 +71,13 @@ def rgb_of_lab(lab_T3HW: torch.Tensor) -> torch.Tensor:
 
 
 def _mixed(planes_T3HW: torch.Tensor, matrix_33: Sequence[Sequence[float]]) -> list[torch.Tensor]:
-    """Return the three sums of weighted planes."""
+    """Return the three planes that result from multiplying the colour vectors by `matrix_33`."""
     first, second, third = planes_T3HW.unbind(1)
     return [a * first + b * second + c * third for a, b, c in matrix_33]
 
 
 def lab_statistics(lab_T3HW: torch.Tensor) -> torch.Tensor:
-    """Return mean and standard deviation of each frame and channel, [T, 2, 3]."""
+    """Return the mean and standard deviation of each channel of each frame, [T, 2, 3]."""
     deviation, mean = torch.std_mean(lab_T3HW, dim=(2, 3), correction=0)
     return torch.stack((mean, deviation), dim=1)
 
@@ -86,11 +89,12 @@ def correct_frames(
 
     Args:
         rgb_T3HW: Frames in [0, 1].
-        target_23: Statistics to which every frame is set. None: the statistics of the first frame.
-        strength: Fraction of the corrected frames in the result, in [0, 1].
+        target_23: Statistics to which every frame is set, or None for the statistics of the first
+            frame.
+        strength: Weight of the corrected frames in the result, in [0, 1].
 
     Returns:
-        The frames in [0, 1], and the target of the next chunk, fp32 [2, 3].
+        The corrected frames in [0, 1], and the target for the next chunk, fp32 [2, 3].
     """
     rgb = rgb_T3HW.float()
     lab = lab_of_rgb(rgb)
@@ -110,12 +114,12 @@ def correct_frames(
 
 @dataclass(frozen=True, eq=False)
 class CorrectedState:
-    """State of a stream's decoder and of the correction. Immutable. Forks share it."""
+    """Immutable state of a stream's decoder and colour correction. Forks of a session share it."""
 
     decoder: DecoderState
-    """State of the decoder."""
+    """State of the stream's decoder."""
     target_23: torch.Tensor | None
-    """Target of the next chunk, fp32. None: no chunk has been corrected."""
+    """Target for the next chunk, fp32, or None if no chunk has been corrected."""
 
     @property
     def tiny(self) -> bool:
@@ -126,7 +130,7 @@ class CorrectedState:
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors by stable name, for digests and snapshots."""
+        """Return the tensors by names that digests and snapshots use."""
         named = self.decoder.tensors()
         return named if self.target_23 is None else {**named, _TARGET: self.target_23}
 
@@ -140,7 +144,7 @@ class CorrectedLayout:
     """Shapes of a stream's `CorrectedState` on this rank."""
 
     decoder: DecoderLayout
-    """Of the decoder's state."""
+    """Layout of the decoder's state."""
 
     def restore(
         self, saved: SavedTensors, device: torch.device | str, num_latents: int
@@ -156,9 +160,10 @@ class CorrectingDecoder:
     """A `ChunkDecoder` that corrects the colours of its frames.
 
     Args:
-        decoder: Decodes whole frames on this rank.
-        strength: As in `correct_frames`. 0: frames are not changed, and the target is retained.
-        compiled: Compile the correction with torch.compile.
+        decoder: Decoder that returns whole frames on this rank.
+        strength: Strength of the correction, as in `correct_frames`. If it is 0, frames and target
+            are not changed.
+        compiled: Whether to compile the correction with torch.compile.
     """
 
     def __init__(self, decoder: ChunkDecoder, strength: float, *, compiled: bool = False) -> None:
@@ -166,7 +171,7 @@ class CorrectingDecoder:
         self._correct = torch.compile(correct_frames, dynamic=False) if compiled else correct_frames
 
     def with_strength(self, strength: float) -> Self:
-        """Return this decoder with a different strength."""
+        """Return a copy of this decoder with a different strength of the correction."""
         other = copy.copy(self)
         other.strength = strength
         return other
@@ -178,7 +183,7 @@ class CorrectingDecoder:
         return self.decoder.state_nbytes(height, width) + 6 * torch.float32.itemsize
 
     def state_layout(self, height: int, width: int) -> CorrectedLayout:
-        """Return the layout of the state."""
+        """Return the layout of the state of a stream of `height` x `width` pixels."""
         return CorrectedLayout(self.decoder.state_layout(height, width))
 
     def can_be_tiny(self, before: CorrectedState | None) -> bool:
@@ -193,25 +198,26 @@ class CorrectingDecoder:
         *,
         tiny: bool = False,
     ) -> tuple[torch.Tensor | None, CorrectedState]:
-        """Decode and correct a chunk; see `ChunkDecoder.decode_frames`."""
+        """Decode a chunk like `ChunkDecoder.decode_frames`, and correct its colours."""
         state, target = (None, None) if before is None else (before.decoder, before.target_23)
         if self.strength == 0:
             frames, state = self.decoder.decode_frames(latents_CFhw, size, state, tiny=tiny)
             return frames, CorrectedState(state, target)
         pixels, state = self.decoder.decode(latents_CFhw.unsqueeze(0), state, tiny=tiny)
         rgb_T3HW = (pixels[0].float() / 2 + 0.5).clamp(0, 1).transpose(0, 1)
-        # A tensor, because compiled code is made anew for every other number.
+        # The strength is a tensor, because a Python float would cause a recompilation for each
+        # value.
         strength = to_device(torch.tensor(self.strength), pixels.device)
         corrected, target = self._correct(rgb_T3HW, target, strength)
         levels = to_uint8(corrected.transpose(0, 1).unsqueeze(0) * 2 - 1, self.decoder.rounding)
         return levels, CorrectedState(state, target)
 
     def most_streams(self, before: CorrectedState | None, latents_CFhw: torch.Tensor) -> int:
-        """Return 1: chunks are corrected separately."""
+        """Return 1, because chunks are corrected separately."""
         return 1
 
     def decode_frames_together(
         self, latents_CFhw: Sequence[torch.Tensor], before: Sequence[CorrectedState]
     ) -> list[tuple[torch.Tensor, CorrectedState]]:
-        """Not called, because of `most_streams`."""
+        """Raise an error. The method is never called, because `most_streams` returns 1."""
         raise NotImplementedError

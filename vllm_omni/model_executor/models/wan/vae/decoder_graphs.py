@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replays the latent frames of a fused decoder as CUDA graphs, for ranks that decode in bands and
-would otherwise wait for each other's host.
+"""Replays the decode of latent frames by a fused decoder as CUDA graphs. Ranks that decode in bands
+use it, because they would otherwise wait for each other's hosts.
 
-A graph reads and writes features at fixed addresses. The features of a stream are copied there
-before its chunk and back afterwards, unless the same stream was decoded last. The buffers have the
-size of the first stream (that of the warm-up), because memory for other sizes was not measured. A
-graph contains halo exchanges with sizes that depend on the height of the whole frame. Ranks must
-therefore agree on the height, even if two heights result in bands of the same shape on one rank.
+A graph reads and writes features at fixed addresses. The features of a stream are copied into these
+buffers before its chunk and copied out afterwards. The copy before the chunk is skipped if the same
+stream was decoded last. The buffers have the size of the first stream, which is that of the
+warm-up, because the memory for other sizes was not measured. A graph contains halo exchanges, and
+their sizes depend on the height of the whole frame. Ranks must therefore agree on the height, even
+if two heights result in bands of the same shape on one rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,28 +18,30 @@ import torch
 from vllm_omni.model_executor.layers.cuda_graphs import Capture, ForwardGraphs, identity
 
 LatentPass = Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor]
-"""(latent frame, features, which are replaced in place) -> frames."""
+"""Function that decodes a latent frame to video frames. Its arguments are the latent frame and the
+features, which it replaces in place."""
 
 
 class DecoderGraphs:
-    """CUDA graphs of one decoder. For `capture` see `ForwardGraphs`."""
+    """CUDA graphs of one decoder. `capture` is an argument of `ForwardGraphs`."""
 
     def __init__(self, capture: Capture | None = None) -> None:
         self._graphs = ForwardGraphs(capture=capture)
         self.buffers: list[torch.Tensor] = []
-        """Buffers of the features; empty until the first stream."""
+        """Buffers of the features. The list is empty until the first stream is decoded."""
         self._latent_height: int | None = None
         self._started = False
-        """Whether the first frame of a stream has run. The value is equal on all ranks, although a
-        capture may fail on one of them.
+        """Whether the first frame of any stream has been decoded. The value is equal on all ranks,
+        even if a capture fails on one of them.
         """
         self._sessions: int | None = None
-        """`identity` of the first feature that was copied out of the buffers, if the buffers have
-        not changed since then.
+        """The `identity` of the first feature that was copied out of the buffers, or None if the
+        buffers have changed since then.
         """
 
     def serve(self, features: Sequence[torch.Tensor], latent_height: int | None = None) -> bool:
-        """Return whether streams with these features use the graphs. The first call decides.
+        """Return whether streams with these features use the graphs. The first call determines the
+        shapes that do.
 
         `latent_height` is the height of the whole frame if the features are those of a band.
         """
@@ -59,14 +62,14 @@ class DecoderGraphs:
 
         Args:
             x_BCTHW: The latent frame.
-            features: Features accepted by `serve`, or the buffers.
-            run: The eager decode.
-            first: Whether this is the first frame of a stream, so that `features` are zeros.
+            features: Features that `serve` accepts, or the buffers.
+            run: Function that decodes eagerly.
+            first: Whether this is the first frame of a stream. If so, `features` are zeros.
 
         Returns:
-            Frames and features. The features are the buffers; `kept` copies them out.
+            The video frames and the features. The features are the buffers, and `pool` copies them.
         """
-        # A first frame is eager the first time only. Warm-up then runs it again, which captures it.
+        # The very first frame runs twice: eagerly, and then again to capture the graph.
         twice = first and not self._started
         self._started |= first
         for _ in range(2 if twice else 1):
@@ -83,7 +86,7 @@ class DecoderGraphs:
         return copies
 
     def clear_graphs(self) -> None:
-        """Invalidate the graphs, because weights have changed."""
+        """Discard all graphs and buffers. Call this after weights change."""
         self._graphs.clear_graphs()
         self.buffers, self._sessions, self._started = [], None, False
 

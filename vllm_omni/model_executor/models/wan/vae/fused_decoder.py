@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Wan decoder for GPUs with few passes over memory: convolutions, and one kernel before each
+"""A Wan decoder for GPUs that makes few passes over memory. It runs one kernel before each
 convolution.
 
-It is built from `fused_layers.py`, like the encoder. It decodes one latent frame at a time, so a
-stream cut at any point is bitwise equal to one call over the whole clip. The function
-`fused_decoder` decides where it is used.
+Like the fused encoder, it is built from `fused_layers.py`. It decodes one latent frame at a time,
+so a stream that is split at any point is bitwise equal to one call over the whole clip. The
+function `fused_decoder` determines whether it is used.
 """
 
 # B streams, T frames, N = B T, H rows, W columns, R rows with edges, C channels; activations are
@@ -49,8 +49,8 @@ def fused_decoder(
 
     Args:
         decoder: diffusers' decoder.
-        bands: Bands passed to `split_decoder`, if it was called.
-        cuda_graphs: Replay latent frames as CUDA graphs.
+        bands: Argument of `split_decoder`, or None if it was not called.
+        cuda_graphs: Whether to replay the decode of latent frames as CUDA graphs.
     """
     passes = fastest_passes(decoder.conv_in.weight)
     if passes is None:
@@ -59,10 +59,10 @@ def fused_decoder(
 
 
 class FusedDecoder(FusedLayers):
-    """Decodes latent frames with the layers of a `WanDecoder3d` and its weights in the layout of
-    its convolutions.
+    """Decodes latent frames with the layers of a `WanDecoder3d`. Its weights are converted to the
+    layout of the convolutions.
 
-    `graphs` is None if latent frames are launched eagerly.
+    `graphs` is None if latent frames are decoded eagerly.
     """
 
     def __init__(
@@ -81,14 +81,15 @@ class FusedDecoder(FusedLayers):
         """Decode one latent frame of several streams.
 
         Args:
-            x_BCTHW: Latents, T = 1.
-            features: Feature cache of the streams, replaced in place. None: the streams start with
-                this frame.
+            x_BCTHW: Latents with T = 1.
+            features: Feature cache of the streams, which is replaced in place, or None if the
+                streams start with this frame.
             shapes: Shapes of one stream's features.
 
         Returns:
-            Frames [B, C, T, H, W] with T = 4 (1 at the start), and the features. The features are
-            valid until the next decode of other streams (`kept`).
+            Frames [B, C, T, H, W] with T = 4 (1 at the start of the streams), and the features. The
+            features are valid until other streams are decoded; `kept` returns features without this
+            limit.
         """
         self.derive()
         first = features is None
@@ -117,7 +118,9 @@ class FusedDecoder(FusedLayers):
 
 
 def _frames_of_levels(decoder: Any) -> Iterator[tuple[nn.Module, int]]:
-    """Yield the blocks of each level, with their number of frames per later latent frame."""
+    """Yield the blocks of each level and the number of frames that they process per latent frame
+    after the first.
+    """
     frames = 1
     for level in decoder.up_blocks:
         yield level.resnets, frames
@@ -127,16 +130,14 @@ def _frames_of_levels(decoder: Any) -> Iterator[tuple[nn.Module, int]]:
 
 
 def _upsampler(level: Any) -> Any:
-    """Return the upsampling layer of a level of either release, or None in the last level."""
+    """Return the upsampling layer of a level of Wan 2.1 or 2.2, or None for the last level."""
     if isinstance(level, WanResidualUpBlock):
         return level.upsampler
     return None if level.upsamplers is None else level.upsamplers[0]
 
 
 class _LatentPass(FramesPass):
-    """The decode of one latent frame. `first`: Whether this is the first latent frame of its
-    stream.
-    """
+    """Decodes one latent frame. `first` is true for the first latent frame of a stream."""
 
     def __init__(
         self,
@@ -184,8 +185,8 @@ class _LatentPass(FramesPass):
         return PendingSum(cells, convolution.bias, shuffled=True)
 
     def _doubled(self, layer: WanCausalConv3d, at: PendingSum) -> torch.Tensor:
-        """Double the frames, except for the first latent frame of a stream, for which the zero
-        features of the layer do not change.
+        """Double the number of frames. For the first latent frame of a stream, neither the frame
+        nor the zero features of the layer change.
         """
         if self.first:
             self.index += 1
@@ -195,8 +196,8 @@ class _LatentPass(FramesPass):
         return pairs.unflatten(-1, (2, -1)).movedim(-2, 1).flatten(0, 1).contiguous()
 
     def _pixels(self, at: PendingSum) -> torch.Tensor:
-        """Apply the last convolution. The convolution has so few output channels that its three
-        taps are computed side by side and then added.
+        """Apply the last convolution. Because it has few output channels, its three temporal taps
+        are computed side by side and then added.
         """
         decoder = self.whole.decoder
         layer = decoder.conv_out

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Wan encoder for GPUs with few passes over memory, the counterpart of `fused_decoder.py`.
+"""A Wan encoder for GPUs that makes few passes over memory. It is the counterpart of
+`fused_decoder.py`.
 
-It is built from `fused_layers.py`. It encodes one latent frame at a time, so a stream cut at any
-point is bitwise equal to one call over the whole clip. The function `fused_encoder` decides where
-it is used.
+The encoder is built from `fused_layers.py`. It encodes one latent frame at a time, so a stream that
+is split at any point is bitwise equal to one call over the whole clip. The function `fused_encoder`
+determines whether it is used.
 """
 
 # B streams, T frames, C channels, H rows, W columns
@@ -38,8 +39,9 @@ def fused_encoder(encoder: Any) -> "FusedEncoder | None":
 
 
 class FusedEncoder(FusedLayers):
-    """Encodes frames with the layers of a `WanEncoder3d` and its weights in the layout of its
-    convolutions."""
+    """Encodes frames with the layers of a `WanEncoder3d`. Its weights are converted to the
+    layout of the convolutions.
+    """
 
     def __init__(self, encoder: Any, passes: FusedPasses) -> None:
         super().__init__(encoder, _frames_of_blocks(encoder), None, passes)
@@ -51,13 +53,13 @@ class FusedEncoder(FusedLayers):
         """Encode the video frames of one latent frame of several streams.
 
         Args:
-            x_BCTHW: Frames, T = 4 (1 at the start).
-            features: Feature cache of the streams, replaced in place. None: the streams start with
-                these frames.
+            x_BCTHW: Video frames with T = 4 (1 at the start of the streams).
+            features: Feature cache of the streams, which is replaced in place, or None if the
+                streams start with these frames.
             shapes: Shapes of one stream's features.
 
         Returns:
-            Moments [B, 2 C, 1, h, w], and the features.
+            Moments of the posterior [B, 2 C, 1, h, w], and the features.
         """
         first = features is None
         if features is None:
@@ -66,7 +68,9 @@ class FusedEncoder(FusedLayers):
 
 
 def _frames_of_blocks(encoder: Any) -> Iterator[tuple[nn.Module, int]]:
-    """Yield each residual block, with its number of frames per later latent frame."""
+    """Yield each residual block and the number of frames that it processes per latent frame
+    after the first.
+    """
     layers = [
         layer
         for layer in encoder.modules()
@@ -84,8 +88,8 @@ def _frames_of_blocks(encoder: Any) -> Iterator[tuple[nn.Module, int]]:
 
 
 class _LatentPass(FramesPass):
-    """Encodes the video frames of one latent frame. `first`: Whether these frames are the first
-    ones of their stream.
+    """Encodes the video frames of one latent frame. `first` is true for the first latent frame of a
+    stream.
     """
 
     def __init__(self, whole: FusedEncoder, features: list[Any], streams: int, first: bool) -> None:
@@ -107,7 +111,7 @@ class _LatentPass(FramesPass):
         return by_streams(self.whole.passes.add_up(at), self.streams)
 
     def _level(self, level: WanResidualDownBlock, at: PendingSum) -> PendingSum:
-        """Run a level of Wan 2.2 with its shortcut, the mean over the cells of the level's
+        """Run a level of Wan 2.2. Its shortcut adds the mean over the cells of the level's
         input.
         """
         blocks: Any = level.resnets
@@ -118,15 +122,15 @@ class _LatentPass(FramesPass):
         return PendingSum(self.whole.passes.add_up(at), residual=shortcut)
 
     def _downsample(self, layer: WanResample, at: PendingSum) -> PendingSum:
-        """Use the original layers: the cells of their convolutions do not overlap, so they move
-        little memory."""
+        """Downsample with the original layers. They move little memory, because the cells of their
+        convolutions do not overlap."""
         x_NCHW = self.whole.passes.add_up(at).permute(0, 3, 1, 2)
         x_NHWC = layer.resample(x_NCHW).permute(0, 2, 3, 1)
         if layer.mode == "downsample3d":
             x_BCTHW = by_streams(x_NHWC, self.streams)
             past_BCTHW = self.features[self.index]
             self.store_feature(x_BCTHW[:, :, -1:].clone(memory_format=torch.channels_last_3d))
-            if not self.first:  # a stream's first frame is a complete latent frame
+            if not self.first:  # the first video frame is a complete latent frame
                 x_BCTHW = layer.time_conv(torch.cat((past_BCTHW, x_BCTHW), dim=2))
             return PendingSum(rows_last(x_BCTHW))
         return PendingSum(x_NHWC.contiguous())

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared parts of the fused Wan encoder and decoder: convolutions in the layout of 2-D kernels, and
-one pass before each.
+"""Layers of the fused Wan encoder and decoder: convolutions in the layout of 2-D kernels, and one
+pass before each convolution.
 
-The sums are the same as in diffusers' layers, but in a different order (see `stacked_frames.py`),
-with the same parameters and the same feature cache. A stream can therefore switch between this form
-and the plain network. Nothing is compiled.
+The layers compute the same sums as diffusers' layers in a different order (see
+`stacked_frames.py`). They use the same parameters and the same feature cache, so a stream can
+switch between the fused and the plain network. Nothing is compiled.
 """
 
 # B streams, T frames, N = B T, H rows, W columns, R rows with edges, C channels; activations are
@@ -43,18 +43,19 @@ from vllm_omni.model_executor.models.wan.vae_layers import fold_memory
 
 @dataclass(frozen=True)
 class FusedPasses:
-    """The two passes between convolutions, from `stack_kernels.py` or from its reference
-    `stacked_frames.py`."""
+    """Implementation of the two passes between convolutions: the kernels of `stack_kernels.py`,
+    or the reference in `stacked_frames.py`.
+    """
 
     stack_frames: StackFrames
-    """See `StackFrames`."""
+    """Function that implements `StackFrames`."""
     add_up: Callable[[PendingSum], torch.Tensor]
-    """Returns the sum of an `PendingSum`."""
+    """Function that computes the sum of a `PendingSum`."""
 
 
 def fused_vae(device: torch.device, dtype: torch.dtype) -> FastPath:
-    """Return whether networks with these weights are fused: not on CPUs, on old GPUs, in fp32 or
-    without Triton.
+    """Return whether a network with weights of this dtype on this device is fused. Networks on CPUs
+    or old GPUs, in fp32 or without Triton are not fused.
     """
     lack = lacks_gpu(device) or lacks_half(dtype, "omni.model.vae_dtype") or lacks_triton()
     is_nvidia = torch.version.cuda is not None
@@ -63,7 +64,9 @@ def fused_vae(device: torch.device, dtype: torch.dtype) -> FastPath:
 
 
 def fastest_passes(weight: torch.Tensor) -> FusedPasses | None:
-    """Return the kernels for a network with these weights, or None without `fused_vae`."""
+    """Return the kernels for a network with weights like `weight`, or None if `fused_vae` is off
+    for it.
+    """
     if not fused_vae(weight.device, weight.dtype).is_on:
         return None
     from vllm_omni.model_executor.models.wan.vae import stack_kernels
@@ -72,18 +75,19 @@ def fastest_passes(weight: torch.Tensor) -> FusedPasses | None:
 
 
 class FusedLayers:
-    """A network's convolutions over three frames, as 2-D convolutions where these are faster.
+    """Computes a network's convolutions over three frames as 2-D convolutions where these are
+    faster.
 
-    Derived weights are cached; call `forget` after weights are loaded.
+    Derived weights are cached. Call `clear_derived` after weights are loaded.
 
     Args:
         network: The encoder or decoder.
-        frames: Parts of the network, with their number of frames per later latent frame at the
-            convolutions. Convolutions for a number of frames in `OF_FRAMES` combine frames
-            (Winograd). All others remain 3-D, because cuDNN is faster for them: the frames are
-            small or have few channels.
-        bands: This rank's band, if ranks decode together.
-        passes: The two passes between convolutions.
+        frames: Modules of the network, each with the number of frames that its convolutions process
+            per latent frame after the first. Convolutions for a number of frames in `OF_FRAMES`
+            combine frames (Winograd). All other convolutions remain 3-D, because their frames are
+            small or have few channels, and cuDNN is faster for them.
+        bands: Band of this rank, or None if the rank decodes whole frames.
+        passes: Implementation of the two passes between convolutions.
     """
 
     def __init__(
@@ -111,7 +115,7 @@ class FusedLayers:
                 layer.weight.data = fold_memory(layer.weight.data)
 
     def layout(self, layer: WanCausalConv3d) -> FrameLayout:
-        """Return the input layout of `layer` after a stream's first frame."""
+        """Return the layout of the inputs of `layer`, except for the first frame of a stream."""
         if layer in self._combining:
             return FrameLayout.COMBINED
         return FrameLayout.IN_TURN if layer.kernel_size == (3, 3, 3) else FrameLayout.SIDE_BY_SIDE
@@ -119,7 +123,9 @@ class FusedLayers:
     def convolve(
         self, layer: WanCausalConv3d, frames: torch.Tensor, layout: FrameLayout, streams: int
     ) -> PendingSum:
-        """Apply `layer` to `StackedFrames.frames` in `layout`, which is the layer's or `ALONE`."""
+        """Apply `layer` to `StackedFrames.frames`. `layout` is the result of `self.layout` or
+        `ALONE`.
+        """
         rows = 0 if self.bands is not None else 1
         if layout is FrameLayout.COMBINED:
             x = convolved_each(
@@ -135,18 +141,18 @@ class FusedLayers:
     def derived(
         self, layer: nn.Module, form: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Return `form` of the layer's weight, cached."""
+        """Apply `form` to the layer's weight, and cache the result."""
         if layer not in self._derived:
             weight: Any = layer.weight
             self._derived[layer] = form(weight)
             if weight.is_cuda:
-                # the next decode may run on another CUDA stream
+                # Synchronised, because the next decode may run on a different CUDA stream.
                 torch.cuda.current_stream(weight.device).synchronize()
         return self._derived[layer]
 
     def derive(self) -> None:
-        """Compute the weights of combined frames in advance, because a graph capture
-        requires them.
+        """Compute the weights for combined frames in advance, because they must exist before a
+        graph is captured.
         """
         for layer, winograd in self._combining.items():
             self.derived(layer, winograd.transformed)
@@ -156,14 +162,14 @@ class FusedLayers:
 
 
 class FramesPass:
-    """The pass of several streams' frames through a network.
+    """Passes frames of several streams through a network.
 
     Args:
-        layers: The network.
-        features: Feature cache, replaced in the list.
+        layers: Layers of the network.
+        features: Feature cache. The pass replaces the entries of this list.
         streams: Number of streams.
         first: Whether these are the first frames of the streams.
-        in_place: Overwrite the tensors of the features.
+        in_place: Whether to overwrite the tensors of the features instead of replacing them.
     """
 
     def __init__(
@@ -183,7 +189,7 @@ class FramesPass:
             in_place,
         )
         self.index = 0
-        """Index of the next layer's feature."""
+        """Index of the feature that the next layer uses."""
 
     def stacked(
         self,
@@ -194,7 +200,9 @@ class FramesPass:
         want_sum: bool = False,
         **more: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the input of `layer` and the sum. Replaces the layer's feature."""
+        """Return the input of `layer` and, if `want_sum`, the sum. The layer's feature is
+        replaced.
+        """
         bands = self.layers.bands if layer.kernel_size[1] > 1 else None
         past_BCTHW = self.features[self.index]
         stacked = self.layers.passes.stack_frames(
@@ -211,7 +219,7 @@ class FramesPass:
         return stacked.frames, stacked.total
 
     def store_feature(self, newest_BCTHW: torch.Tensor) -> None:
-        """Replace the next feature."""
+        """Replace the feature at `index`, and advance `index`."""
         if self.in_place:
             self.features[self.index].copy_(newest_BCTHW)
         else:
@@ -221,7 +229,9 @@ class FramesPass:
     def convolve(
         self, layer: WanCausalConv3d, at: PendingSum, *, want_sum: bool = False, **more: Any
     ) -> tuple[PendingSum, torch.Tensor | None]:
-        """Apply `layer` after its pass, and return the result and the sum."""
+        """Run the pass before `layer`, then apply `layer`. Return the result and, if `want_sum`,
+        the sum.
+        """
         layout = FrameLayout.ALONE if self.first else self.layers.layout(layer)
         frames, total = self.stacked(layer, at, layout, want_sum=want_sum, **more)
         return self.layers.convolve(layer, frames, layout, self.streams), total
@@ -232,7 +242,7 @@ class FramesPass:
     def residuals(
         self, blocks: Iterable[WanResidualBlock], at: PendingSum
     ) -> tuple[PendingSum, torch.Tensor]:
-        """Run residual blocks and return the result and the sum that the first one received."""
+        """Run residual blocks. Return the result and the input of the first block as a tensor."""
         first: torch.Tensor | None = None
         for block in blocks:
             gamma1, gamma2 = block.norm1.gamma.flatten(), block.norm2.gamma.flatten()
@@ -267,7 +277,9 @@ def convolved(x_NRWC: torch.Tensor, weight: torch.Tensor, padding: tuple[int, in
 def convolved_each(
     x_JBRWC: torch.Tensor, weight_JOCHW: torch.Tensor, padding: tuple[int, int]
 ) -> torch.Tensor:
-    """Convolve [J, B, R, W, C], each J with its own weight, into one tensor [J, B, H, W, O]."""
+    """Convolve a tensor [J, B, R, W, C] with a separate weight for each index J, and return one
+    tensor [J, B, H, W, O].
+    """
     streams, rows, width = x_JBRWC.shape[1:4]
     shape = (
         len(x_JBRWC),
@@ -289,17 +301,18 @@ def convolved_each(
 
 
 def rows_last(x_BCTHW: torch.Tensor) -> torch.Tensor:
-    """Reshape [B, C, T, H, W] to [B T, H, W, C], contiguous."""
+    """Rearrange a tensor [B, C, T, H, W] to a contiguous tensor [B T, H, W, C]."""
     return x_BCTHW.permute(0, 2, 3, 4, 1).flatten(0, 1).contiguous()
 
 
 def by_streams(x_NHWC: torch.Tensor, streams: int) -> torch.Tensor:
-    """View [B T, H, W, C] as [B, C, T, H, W]."""
+    """Return a view [B, C, T, H, W] of a tensor [B T, H, W, C]."""
     return x_NHWC.unflatten(0, (streams, -1)).permute(0, 4, 1, 2, 3)
 
 
 def zero_features(x_BCTHW: torch.Tensor, shapes: Iterable[tuple[int, ...]]) -> list[Any]:
-    """Return zero features for the start of streams, each [B, C, 1 or 2, h, w] channels-last, from
-    one stream's `shapes`."""
+    """Return the zero features with which streams start, each [B, C, 1 or 2, h, w] and
+    channels-last. `shapes` are those of one stream's features.
+    """
     of_each = (x_BCTHW.new_zeros(len(x_BCTHW), *shape[2:], shape[1]) for shape in shapes)
     return [zeros.permute(0, 4, 1, 2, 3) for zeros in of_each]

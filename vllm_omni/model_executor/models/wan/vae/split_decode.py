@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parallel VAE decode: several ranks share a Wan decoder, and each decodes a band of rows of every
-frame.
+"""Splits a VAE decode over several ranks. Each rank decodes a band of rows of every frame.
 
 The decoder consists of 3x3(x3) convolutions, nearest-neighbour upsampling, norms per position, and
 one attention over each frame in the middle. A band therefore needs a halo exchange of one row
 before each spatial convolution, and an all-gather of keys and values at the attention. All other
 operations are local. At the upper and lower edge of the frame, a row of zeros replaces the halo, as
-in the padding of the whole decoder. The sums are the same, but kernels may compute them in a
-different order.
+in the padding of the whole decoder. The sums are the same as in the whole decoder, but kernels may
+compute them in a different order.
 
-`split_decoder` replaces the convolutions and the attention of a built decoder by layers with the
-same parameter names. The feature cache of a stream then contains only the rows of the band. Every
-rank receives all latents; frames are gathered where they are needed. A decode is collective over
-`RowBands.group`: its ranks must decode the same chunks of the same streams in the same order, or
-they deadlock. `ChunkEnd` and `VAEStage` ensure that.
+`split_decoder` replaces the convolutions and the attention of a built decoder with layers that have
+the same parameter names. The feature cache of a stream then contains only the rows of the band.
+Every rank receives all latents, and frames are gathered where they are needed. A decode is a
+collective operation of `RowBands.group`. The ranks deadlock unless they decode the same chunks of
+the same streams in the same order, which `ChunkEnd` and `VAEStage` ensure.
 """
 
 # B batch, C channels, T frames, H rows, W columns, R rows of this band
@@ -39,21 +38,22 @@ from vllm_omni.outputs import RequestFailed, empty_result
 _all_gather = (
     dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 )
-"""One operation under two names: that of torch 2.13, and that of earlier releases. Dynamo supports
-both.
+"""All-gather of a single tensor, under its name in torch 2.13 or in earlier releases. Dynamo
+supports both names.
 """
 
 
 class RowBands:
-    """This rank's band, and the exchanges between bands. The sizes of bands differ by at most one
-    latent row. Longer bands come first.
+    """This rank's band of rows, and the collectives between bands. The heights of bands differ by
+    at most one latent row, and taller bands come first.
 
     Args:
-        rank: This rank.
+        rank: Index of this rank in the group.
         size: Number of ranks.
-        group: Process group used for decodes only. Decodes may run on a CUDA stream concurrently
-            with denoise steps, and collectives of both in the same group would wait for each other.
-        row_pixels: Pixels of a latent row.
+        group: Process group that is used only for decodes. Decodes may run concurrently with
+            denoise steps on another CUDA stream. If the two shared a group, their collectives would
+            wait for each other.
+        row_pixels: Height of a latent row in pixels.
     """
 
     def __init__(
@@ -68,16 +68,16 @@ class RowBands:
 
     @classmethod
     def of_parallel(cls, parallel: ParallelContext, row_pixels: int) -> "RowBands | None":
-        """Return this rank's band, or None if one rank decodes alone."""
+        """Return this rank's band, or None if the rank decodes whole frames."""
         if parallel.decode_group is None:
             return None
         return cls(parallel.rank, parallel.size, parallel.decode_group, row_pixels)
 
     def rows(self, latent_height: int) -> range:
-        """Return this rank's latent rows.
+        """Return the range of latent rows in this rank's band.
 
         Raises:
-            RequestFailed: There are fewer rows than ranks.
+            RequestFailed: The frame has fewer latent rows than there are ranks.
         """
         if latent_height < self.size:
             raise RequestFailed(
@@ -91,19 +91,18 @@ class RowBands:
         return range(start, start + lengths[self.rank])
 
     def take_band(self, latents_1CTHW: torch.Tensor) -> torch.Tensor:
-        """Return this rank's band of whole latents.
+        """Return this rank's band of the latents of whole frames.
 
-        Later calls then assume a stream of the same height.
+        The later calls for this decode use the height of these latents.
         """
         self.latent_height = latents_1CTHW.shape[3]
         rows = self.rows(self.latent_height)
         return latents_1CTHW[:, :, :, rows.start : rows.stop]
 
     def gathered(self, own: torch.Tensor) -> torch.Tensor:
-        """All-gather [n, ...] -> [n * size, ...] in the order of ranks. The tensors of all ranks
-        must have the same shape.
+        """All-gather tensors [n, ...] to one tensor [n * size, ...] in the order of ranks.
 
-        Use the result before the next call.
+        The tensors of all ranks must have the same shape. The result is valid until the next call.
         """
         own = persistent_copy("rows", own)
         every = persistent_buffer("rows of all ranks", (self.size * len(own), *own.shape[1:]), own)
@@ -111,9 +110,12 @@ class RowBands:
         return every
 
     def with_neighbours(self, x: torch.Tensor) -> torch.Tensor:
-        """Halo exchange, [B, C, ..., R, W] -> [B, C, ..., R + 2, W]: add the adjacent rows of the
-        neighbours, or zeros."""
-        # Channels-last, as `x` is on CUDA; concatenating rows of another layout would transpose it.
+        """Add a halo of one row above and below: [B, C, ..., R, W] -> [B, C, ..., R + 2, W].
+
+        The rows come from the adjacent bands. At the edges of the frame, they are zeros.
+        """
+        # The halo is channels-last like `x` on CUDA, because concatenating rows in a different
+        # layout would transpose `x`.
         above, below = self._adjoining(
             torch.stack([x.select(-2, row).movedim(1, -1) for row in (0, -1)])
         )
@@ -122,14 +124,14 @@ class RowBands:
         )
 
     def fill_edges(self, x_NRWC: torch.Tensor) -> None:
-        """Halo exchange in place: fill the first and last row like `with_neighbours`. The band's
-        rows are between them.
+        """Fill the first and last row of `x_NRWC` with the halo of `with_neighbours`, in place. The
+        rows of the band are between them.
         """
         x_NRWC[:, 0], x_NRWC[:, -1] = self._adjoining(torch.stack((x_NRWC[:, 1], x_NRWC[:, -2])))
 
     def _adjoining(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exchange the first and last row of this band, [2, ...], for the rows above and below it,
-        which are zeros outside the frame.
+        """Send the first and last row of this band, [2, ...], to its neighbours, and return the
+        rows above and below the band. Rows outside the frame are zeros.
         """
         rows = self.gathered(own)
         nothing = own.new_zeros(own.shape[1:])
@@ -151,8 +153,8 @@ class RowBands:
         )
 
     def join_frames(self, frames_TRWC: torch.Tensor) -> torch.Tensor | None:
-        """Gather uint8 frames of all bands to [T, H, W, C] on the first rank. Return None on other
-        ranks.
+        """Gather the uint8 frames of all bands to whole frames [T, H, W, C] on the first rank.
+        Return None on other ranks.
         """
         frames, rows, width, channels = frames_TRWC.shape
         factor = rows // len(self.rows(self.latent_height))
@@ -172,7 +174,7 @@ class RowBands:
 
 
 class BandCausalConv3d(WanCausalConv3d):
-    """A causal convolution over frames of which this rank has a band."""
+    """A causal convolution of this rank's band of frames."""
 
     def __init__(self, whole: WanCausalConv3d, bands: RowBands) -> None:
         super().__init__(whole.in_channels, whole.out_channels, 3, padding=1)
@@ -190,14 +192,14 @@ class BandCausalConv3d(WanCausalConv3d):
             past = cache_x.shape[2]
             x = torch.cat((cache_x, x), dim=2)
         x = self.bands.with_neighbours(x)
-        missing = 2 - past  # frames before a stream's first are zeros
+        missing = 2 - past  # frames before a stream starts are zeros
         if missing > 0:
             x = functional.pad(x, (0, 0, 0, 0, missing, 0))
         return nn.Conv3d.forward(self, x)
 
 
 class BandConv2d(nn.Conv2d):
-    """A 3x3 convolution over a frame of which this rank has a band."""
+    """A 3x3 convolution of this rank's band of a frame."""
 
     def __init__(self, whole: nn.Conv2d, bands: RowBands) -> None:
         super().__init__(whole.in_channels, whole.out_channels, 3, padding=(0, 1))
@@ -209,8 +211,9 @@ class BandConv2d(nn.Conv2d):
 
 
 class BandAttention(WanAttentionBlock):
-    """Attention over whole frames of which this rank has a band: its queries attend to the keys of
-    all ranks."""
+    """Attention over whole frames. The queries of this rank's band attend to the keys of all
+    ranks.
+    """
 
     def __init__(self, whole: WanAttentionBlock, bands: RowBands) -> None:
         super().__init__(whole.dim)
@@ -219,7 +222,8 @@ class BandAttention(WanAttentionBlock):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, channels, time, rows, width = x.shape
         frames = self.norm(x.transpose(1, 2).reshape(batch * time, channels, rows, width))
-        # Contiguous, because otherwise torch has no fused kernel and multiplies in fp32.
+        # Contiguous, because torch has no fused kernel for other layouts and would multiply in
+        # fp32.
         qkv = self.to_qkv(frames).movedim(1, -1).contiguous()  # [frames, R, W, 3 C]
         query = qkv[..., :channels].flatten(1, 2)
         rows_first = self.bands.all_rows(qkv[..., channels:].transpose(0, 1))
@@ -234,8 +238,8 @@ class BandAttention(WanAttentionBlock):
 def split_decoder(decoder: nn.Module, bands: RowBands) -> None:
     """Replace, in place, every layer of a `WanDecoder3d` that depends on rows of other bands.
 
-    Parameters keep their names, but the new layers have new parameters, so load the weights
-    afterwards.
+    The new layers have new parameters under the same names. The caller must therefore load the
+    weights afterwards.
     """
     replace_layers(decoder, lambda layer: _in_bands(layer, bands))
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stacked_frames.stack_frames` and `add_up` as one Triton kernel. Import this module only with
-Triton (`HAS_TRITON`).
+"""Implements `stack_frames` and `add_up` of `stacked_frames.py` with one Triton kernel. Import this
+module only if Triton is available (`HAS_TRITON`).
 
-A program processes some pixels in all frames of a stream, so that the three frames of a pixel are
-written at once.
+A Triton program processes some pixels in all frames of a stream, so it can write the three frames
+of a pixel at once.
 """
 
 # B streams, T frames, N = B T, H rows, W columns, P = H W, C channels; all tensors are contiguous
@@ -22,15 +22,17 @@ from vllm_omni.model_executor.models.wan.vae.winograd import OF_FRAMES, Matrix, 
 _BLOCK = 4096
 """Number of elements per block of a program, including padding channels."""
 _COMBINED_BLOCK = 2048
-"""Number of elements per block of a program that holds all frames at once, including padding
-channels.
+"""Number of elements per block, including padding channels, of a program that holds all frames at
+once.
 """
 _WARPS = 8
 
 
 @triton.jit
 def _combined(values, MATRIX: tl.constexpr, ROW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the sum of a tuple of blocks, one per column, weighted by a row of the matrix."""
+    """Return the sum of blocks weighted by a row of the matrix. There is one block for each
+    column.
+    """
     total = values[0] * MATRIX[ROW][0]
     for column in tl.static_range(1, len(MATRIX[ROW])):
         if MATRIX[ROW][column] != 0:
@@ -51,7 +53,9 @@ def _duplicate(  # type: ignore[no-untyped-def]
     mask,
     DUPLICATES: tl.constexpr,
 ):
-    """Return a block of frame `t` of a stream, the `n`-th of all, of `DuplicatedPixels`."""
+    """Return a block of `DuplicatedPixels`. `t` is the index of the frame in its stream, and `n`
+    is its index in the batch.
+    """
     FACTOR: tl.constexpr = DUPLICATES[0]
     GROWN: tl.constexpr = DUPLICATES[1]
     REPEATS: tl.constexpr = DUPLICATES[2]
@@ -93,13 +97,13 @@ def _stack_kernel(  # type: ignore[no-untyped-def]
 ):
     """Add up, normalise and lay out frames.
 
-    LAYOUT is the value of a `FrameLayout`; None writes only the sum. `edge` is the number of pixels
-    above a frame. RESULTS contains the weights that convert products to frames, with one row per
-    frame and one column per product. It is None if `x_ptr` points to frames. INPUTS contains the
-    weights with which `FrameLayout.COMBINED` combines frames, with one row per combination and one
-    column per frame, including the two past frames. It is None for other layouts. DUPLICATES
-    contains `factor`, `grown` and `repeats` of `DuplicatedPixels`. It is None if `residual_ptr`
-    points to whole frames.
+    LAYOUT is the value of a `FrameLayout`, or None to write only the sum. `edge` is the number of
+    edge pixels above a frame. RESULTS contains the weights that convert products to frames, with
+    one row per frame and one column per product. RESULTS is None if `x_ptr` points to frames.
+    INPUTS contains the weights with which `FrameLayout.COMBINED` combines frames, with one row per
+    combination and one column per frame, including the two past frames. INPUTS is None for other
+    layouts. DUPLICATES contains `factor`, `grown` and `repeats` of `DuplicatedPixels`. DUPLICATES
+    is None if `residual_ptr` points to whole frames.
     """
     pixel = tl.program_id(0).to(tl.int64) * BLOCK_P + tl.arange(0, BLOCK_P)
     stream = tl.program_id(1).to(tl.int64)
@@ -195,7 +199,7 @@ def stack_frames(
     edge_rows: int = 0,
     want_sum: bool = False,
 ) -> StackedFrames:
-    """See `stacked_frames.stack_frames`."""
+    """Implement `stacked_frames.stack_frames` with the Triton kernel."""
     streams, _, height, width, channels = past.shape
     frames = activation.frames // streams
     rows = height + 2 * edge_rows
@@ -221,8 +225,8 @@ def stack_frames(
 
 
 def add_up(activation: PendingSum) -> torch.Tensor:
-    """See `stacked_frames.add_up`. The sum overwrites `activation.x` if this is allowed. `x` must
-    not be shuffled.
+    """Implement `stacked_frames.add_up` with the Triton kernel. If allowed, the sum overwrites
+    `activation.x`, which must not be shuffled.
     """
     assert not activation.shuffled
     if activation.is_sum:
@@ -234,7 +238,8 @@ def add_up(activation: PendingSum) -> torch.Tensor:
 
 
 def _room_for_sum(activation: PendingSum, past: torch.Tensor) -> torch.Tensor:
-    """Return memory for the sum, sized by the streams, rows, columns and channels of `past`."""
+    """Return memory for the sum. `past` determines its number of streams, rows, columns and
+    channels."""
     if not (activation.shuffled or activation.products):
         return activation.x
     return activation.x.new_empty((activation.frames, *past.shape[2:]), dtype=activation.dtype)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations between the convolutions of a fused Wan autoencoder, in plain torch. This is the
+"""The operations between the convolutions of a fused Wan autoencoder, in plain torch. They are the
 reference for `stack_kernels.py`.
 
-The pass before a causal convolution over three frames adds the bias and residual of the previous
-layer, normalises, applies SiLU, and arranges frames for 2-D convolutions: combined for F(m, 3)
-(`winograd.py`), or alone for a stream's first frame. Nearest upsampling followed by a 3x3
-convolution becomes a 2x2 convolution before the upsampling. Weights that are applied to the same
-cell are summed for each of the cell's four pixels; the four results are four groups of channels
-until the next pass.
+A pass runs before each causal convolution over three frames. It adds the bias and residual of the
+previous layer, normalises, applies SiLU, and arranges frames for 2-D convolutions: combined for
+F(m, 3) (`winograd.py`), or without predecessors for the first frame of a stream. Nearest upsampling
+followed by a 3x3 convolution is replaced by a 2x2 convolution before the upsampling. Weights that
+are applied to the same cell are summed for each of the cell's four pixels. Until the next pass, the
+results for the four pixels are four groups of channels.
 """
 
 # B streams, T frames, N = B T frames of all streams, H rows, W columns, R rows with edges, C
@@ -24,45 +24,46 @@ from vllm_omni.model_executor.models.wan.vae.winograd import OF_FRAMES, product_
 
 
 class FrameLayout(Enum):
-    """How the input of a convolution stores the two predecessors of a frame."""
+    """Layouts in which the input of a convolution contains a frame and its two predecessors."""
 
     ALONE = "alone"
-    """[B, R, W, C]: a stream's first frame; its predecessors are zeros."""
+    """Only the first frame of each stream, [B, R, W, C]. Its predecessors are zeros."""
     SIDE_BY_SIDE = "side by side"
-    """[N, R, W, 3 C], oldest first."""
+    """Three frames as channels, [N, R, W, 3 C], oldest first."""
     IN_TURN = "in turn"
-    """[B (T + 2), R, W, C]."""
+    """All frames of a stream after its two past frames, [B (T + 2), R, W, C]."""
     COMBINED = "combined"
-    """[T + 2, B, R, W, C] of `product_dtype`, by F(T, 3): T is a key of `OF_FRAMES`."""
+    """Frames combined by F(T, 3), [T + 2, B, R, W, C], in `product_dtype`. T must be a key of
+    `OF_FRAMES`."""
 
 
 @dataclass(frozen=True, eq=False)
 class DuplicatedPixels:
-    """The shortcut around an upsampling level of Wan 2.2: copies of the level's input, which the
-    next pass creates.
+    """The shortcut around an upsampling level of Wan 2.2. It consists of copies of the level's
+    input, which the next pass creates.
 
-    Each channel of `x` is repeated, and the channels are then read as [C, factor, 2, 2]: channel of
-    the result, and frame, row and column inside the cell of `x`.
+    Each channel of `x` is repeated. The channels are then interpreted as [C, factor, 2, 2]: the
+    channel of the result, and the frame, row and column inside the cell of `x`.
     """
 
     x: torch.Tensor
-    """[N', H/2, W/2, C']."""
+    """Input of the level, [N', H/2, W/2, C']."""
     factor: int
     """Number of frames created from each frame, 1 or 2."""
     repeats: int
     """Number of copies of each channel, `4 * factor * C / C'`."""
     last: bool
-    """Whether only the last of the frames created from each frame is used, which applies to the
+    """Whether only the last of the frames created from each frame is used. This is the case for the
     first latent frame of a stream.
     """
 
     @property
     def grown(self) -> int:
-        """Return the number of frames of the result per frame of `x`."""
+        """Return the number of frames in the result for each frame of `x`."""
         return 1 if self.last else self.factor
 
     def spread(self) -> torch.Tensor:
-        """Return [N, H, W, C]."""
+        """Return the copies as a tensor [N, H, W, C]."""
         _, height, width, _ = self.x.shape
         x = self.x.repeat_interleave(self.repeats, dim=-1).unflatten(-1, (-1, self.factor, 2, 2))
         x = x[:, :, :, :, self.factor - self.grown :]  # [N', H/2, W/2, C, frames, 2, 2]
@@ -71,22 +72,22 @@ class DuplicatedPixels:
 
 @dataclass(frozen=True, eq=False)
 class PendingSum:
-    """A tensor [N, H, W, C] as a sum that the next pass computes: `x + bias + residual`.
+    """A tensor [N, H, W, C] that the next pass computes as the sum `x + bias + residual`.
 
     The pass may write the sum over `x`, unless `x` is shuffled or contains products.
     """
 
     x: torch.Tensor
-    """[N, H, W, C]. If `shuffled`: [N, H/2 + 1, W/2 + 1, 4 C]. If `products`: [T + 2, B, H, W,
-    C]."""
+    """First term, [N, H, W, C]. Its shape is [N, H/2 + 1, W/2 + 1, 4 C] if `shuffled`, and [T + 2,
+    B, H, W, C] if `products`."""
     bias: torch.Tensor | None = None
-    """[C]."""
+    """Bias of the previous layer, [C]."""
     residual: torch.Tensor | DuplicatedPixels | None = None
-    """[N, H, W, C]."""
+    """Residual, [N, H, W, C]."""
     shuffled: bool = False
     """Whether `x` is the result of a `subpixel` convolution."""
     products: bool = False
-    """Whether `x` holds the results of convolutions of combined frames."""
+    """Whether `x` contains the results of convolutions of combined frames."""
 
     def __post_init__(self) -> None:
         assert self.bias is not None or not self.products, "a sum takes its dtype from the bias"
@@ -103,32 +104,32 @@ class PendingSum:
 
     @property
     def frames(self) -> int:
-        """Return N, the frames of all streams."""
+        """Return N, the number of frames of all streams."""
         return (len(self.x) - 2) * self.x.shape[1] if self.products else len(self.x)
 
 
 @dataclass(frozen=True, eq=False)
 class StackedFrames:
-    """The input of a convolution, and the frames that its stream retains."""
+    """The input of a convolution, and the frames that the feature cache retains."""
 
     frames: torch.Tensor
-    """See `FrameLayout`; edge rows are uninitialised."""
+    """Input of the convolution in a `FrameLayout`. Edge rows are uninitialised."""
     newest: torch.Tensor
     """The last two frames, [B, 2, H, W, C]."""
     total: torch.Tensor | None
-    """The sum [N, H, W, C], if requested."""
+    """The sum [N, H, W, C], or None if it was not requested."""
 
 
 class StackFrames(Protocol):
-    """Compute SiLU(RMS norm over channels) of a sum and append it to the previous frames; without
-    `gamma`, the sum alone.
+    """Computes SiLU(RMS norm over channels) of a sum, and appends it to the previous frames.
+    Without `gamma`, the sum itself is appended.
 
     Args:
-        activation: The sum, of any float dtype. Computed in fp32 and rounded once.
-        past: The two previous frames, [B, 2, H, W, C]; not read for `FrameLayout.ALONE`.
+        activation: The sum, in any float dtype. It is computed in fp32 and rounded once.
+        past: The two previous frames, [B, 2, H, W, C]. They are not read for `FrameLayout.ALONE`.
         layout: Layout of the result.
-        gamma: Gain of the norm, [C].
-        edge_rows: Rows to reserve above and below every frame.
+        gamma: Gain of the norm, [C], or None for no norm and no SiLU.
+        edge_rows: Number of rows to reserve above and below every frame.
         want_sum: Whether to return the sum too.
     """
 
@@ -145,7 +146,7 @@ class StackFrames(Protocol):
 
 
 def add_up(activation: PendingSum) -> torch.Tensor:
-    """Return the sum [N, H, W, C], added in fp32."""
+    """Return the sum [N, H, W, C]. Its terms are added in fp32."""
     return _sum_fp32(activation).to(activation.dtype)
 
 
@@ -200,7 +201,9 @@ def stack_frames(
 
 
 def _spread(cells_NhwX: torch.Tensor) -> torch.Tensor:
-    """Rearrange [N, H/2 + 1, W/2 + 1, 4 C] to [N, H, W, C]: each pixel from its cell and phase."""
+    """Rearrange the result of a `subpixel` convolution, [N, H/2 + 1, W/2 + 1, 4 C], to pixels
+    [N, H, W, C].
+    """
     phases = cells_NhwX.unflatten(-1, (2, 2, -1))
     rows = [
         torch.stack(
@@ -222,8 +225,12 @@ def _spread(cells_NhwX: torch.Tensor) -> torch.Tensor:
 
 
 def subpixel(weight_OCHW: torch.Tensor) -> torch.Tensor:
-    """Convert [O, C, 3, 3] after nearest upsampling to [4 O, C, 2, 2] before it, channels-last,
-    with phases row by row."""
+    """Convert the weight [O, C, 3, 3] of a convolution after nearest upsampling to the weight [4 O,
+    C, 2, 2] of an equivalent convolution before it.
+
+    The result is channels-last. The four groups of output channels are the pixels of a cell, row by
+    row.
+    """
     a, b, c = weight_OCHW.float().unbind(2)
     # [phase, O, C, 2, 3]
     rows = torch.stack((torch.stack((a, b + c), 2), torch.stack((a + b, c), 2)))
@@ -234,11 +241,11 @@ def subpixel(weight_OCHW: torch.Tensor) -> torch.Tensor:
 
 
 def taps_as_channels(weight_OCTHW: torch.Tensor, multiple: int = 16) -> torch.Tensor:
-    """Convert [O, C, 3, 3, 3] to [3 O padded to a multiple, C, 3, 3], channels-last: the results of
-    the taps side by side.
+    """Convert a weight [O, C, 3, 3, 3] to a 2-D weight [3 O padded to a multiple, C, 3, 3].
 
-    This is suitable for small O: `sum_of_taps` adds the taps, and input frames need not be
-    adjacent.
+    The converted convolution returns the results of the three temporal taps as groups of channels,
+    and `sum_of_taps` adds them. This is suitable for small O, and the input frames need not be
+    adjacent in memory. The result is channels-last.
     """
     weight = weight_OCTHW.transpose(1, 2).transpose(0, 1).flatten(0, 1)
     missing = -len(weight) % multiple
@@ -247,8 +254,9 @@ def taps_as_channels(weight_OCTHW: torch.Tensor, multiple: int = 16) -> torch.Te
 
 
 def sum_of_taps(of_taps_BTHWX: torch.Tensor, bias_O: torch.Tensor) -> torch.Tensor:
-    """Add the taps of a `taps_as_channels` convolution in fp32: [B, T + 2, H, W, >= 3 O] -> [B, T,
-    H, W, O]."""
+    """Add the taps of a `taps_as_channels` convolution in fp32. The shape changes from [B, T +
+    2, H, W, >= 3 O] to [B, T, H, W, O].
+    """
     channels, frames = len(bias_O), of_taps_BTHWX.shape[1] - 2
     total = bias_O.float()
     for tap in range(3):

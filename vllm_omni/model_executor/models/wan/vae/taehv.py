@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TAEHV, the tiny streaming autoencoder: the whole network, and its layers.
+"""TAEHV, the tiny streaming autoencoder: the whole network and its layers.
 
 The network is a sequence of 2-D convolutions over frames. Only its memory blocks depend on the
-past: each uses the previous frame at its own frame rate. A stream therefore needs one activation
-per memory block, and a stream cut at any point equals one call over the whole clip. Wan's tiny
-decoder (`tiny_vae.py`) and Waypoint 1.5 use it.
+past. Each memory block reads the previous frame at its own frame rate, so a stream caches one
+activation per memory block. A stream that is split at any point equals one call over the whole
+clip. Wan's tiny decoder (`tiny_vae.py`) and Waypoint 1.5 use this network.
 
-Layout of the weights: madebyollin/taehv, class TAEHV with decoder upscaling (no, yes, yes) in time.
+The layout of the weights is that of madebyollin/taehv, class TAEHV with decoder upscaling (no, yes,
+yes) in time.
 """
 
 # C channels, T frames, H, W pixels
@@ -30,15 +31,15 @@ _SHRINK, _GROW = (2, 2, 1), (1, 2, 2)
 decoder creates from one.
 """
 _MEMORIES = 3
-"""Memory blocks per level."""
+"""Number of memory blocks per level."""
 REACH = math.ceil(sum(_MEMORIES / math.prod(_GROW[:level]) for level in range(len(_GROW))))
-"""Number of preceding latent frames on which the frames of a chunk depend. With so many, a stream
-may restart anywhere.
+"""Number of preceding latent frames on which the frames of a chunk depend. A decode that starts
+this many latent frames before a chunk returns the exact frames of the chunk.
 """
 
 
 class MemoryBlock(nn.Module):
-    """A residual block over each frame and its predecessor."""
+    """A residual block that reads each frame and the previous frame."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class MemoryBlock(nn.Module):
     def forward(
         self, x_TCHW: torch.Tensor, before_1CHW: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the result and the `before_1CHW` of the next call."""
+        """Return the result, and the value of `before_1CHW` for the next call."""
         past_TCHW = torch.cat(
             (before_1CHW.contiguous(memory_format=torch.channels_last), x_TCHW[:-1])
         )
@@ -62,11 +63,11 @@ class MemoryBlock(nn.Module):
 
 
 class TemporalUpsample(nn.Module):
-    """Upsampling: one frame becomes `factor` frames of twice the size, from as many groups of
-    channels.
+    """Upsampling that turns one frame into `factor` frames of twice the size. Each of these frames
+    comes from one group of channels.
 
-    TAEHV upsamples first and then convolves. A 1x1 convolution of a quarter of the pixels gives the
-    same values.
+    TAEHV upsamples first and then convolves. The 1x1 convolution here runs before the upsampling on
+    a quarter of the pixels and gives the same values.
     """
 
     def __init__(self, channels: int, factor: int) -> None:
@@ -80,15 +81,16 @@ class TemporalUpsample(nn.Module):
         groups = in_words(
             groups_THWC.reshape(time, height, 1, width, 1, self.factor, channels // self.factor)
         )
-        # T, factor, H, 2, W, 2, C
+        # dimensions: T, factor, H, 2, W, 2, C
         frames = groups.expand(-1, -1, 2, -1, 2, -1, -1).permute(0, 5, 1, 2, 3, 4, 6)
         out_THWC = frames.reshape(time * self.factor, 2 * height, 2 * width, -1).view(x_TCHW.dtype)
         return out_THWC.permute(0, 3, 1, 2)
 
 
 class JoinTime(nn.Module):
-    """Concatenate `factor` consecutive frames along channels, earlier first, and apply a 1x1
-    convolution."""
+    """Concatenates `factor` consecutive frames along channels, earlier frames first, and applies
+    a 1x1 convolution.
+    """
 
     def __init__(self, channels: int, factor: int) -> None:
         super().__init__()
@@ -106,8 +108,8 @@ class SoftClamp(nn.Module):
 
 
 def encoder(pixels: int, width: int, latent_channels: int) -> nn.Sequential:
-    """Build the encoder: a quarter of the frames, an eighth of the width. `pixels` is the number of
-    channels of a frame."""
+    """Build the encoder. It reduces the number of frames to a quarter and the sides to an eighth.
+    `pixels` is the number of channels of a frame."""
     layers: list[nn.Module] = [nn.Conv2d(pixels, width, 3, padding=1), nn.ReLU()]
     for factor in _SHRINK:
         layers += [
@@ -119,7 +121,9 @@ def encoder(pixels: int, width: int, latent_channels: int) -> nn.Sequential:
 
 
 def decoder(latent_channels: int, widths: Sequence[int], pixels: int) -> nn.Sequential:
-    """Build the decoder: four times the frames, eight times the width."""
+    """Build the decoder. It returns four frames per latent frame, with sides eight times as
+    long.
+    """
     layers: list[nn.Module] = [
         SoftClamp(),
         nn.Conv2d(latent_channels, widths[0], 3, padding=1),
@@ -128,7 +132,8 @@ def decoder(latent_channels: int, widths: Sequence[int], pixels: int) -> nn.Sequ
     for level, factor in enumerate(_GROW):
         here, below = widths[level], widths[level + 1]
         layers += [MemoryBlock(here) for _ in range(_MEMORIES)]
-        # stands for TAEHV's upsampling, to keep the layer names
+        # The identity replaces TAEHV's separate upsampling layer, so that layer names stay the
+        # same.
         layers += [nn.Identity(), TemporalUpsample(here, factor)]
         layers += [nn.Conv2d(here, below, 3, padding=1, bias=False)]
     return nn.Sequential(*layers, nn.ReLU(), nn.Conv2d(widths[-1], pixels, 3, padding=1))
@@ -137,8 +142,9 @@ def decoder(latent_channels: int, widths: Sequence[int], pixels: int) -> nn.Sequ
 def run_stream(
     layers: nn.Sequential, x_TCHW: torch.Tensor, cache: VAECache | None
 ) -> tuple[torch.Tensor, VAECache]:
-    """Run the next frames of a stream through `layers` and return the result and the next cache. A
-    None `cache` starts a stream."""
+    """Run the next frames of a stream through `layers`, and return the result and the next
+    cache. If `cache` is None, the stream starts with these frames.
+    """
     past = None if cache is None else iter(cache.features)
     retained, x = [], x_TCHW
     for layer in layers:
@@ -153,21 +159,22 @@ def run_stream(
 def decoder_memory(
     widths: Sequence[int], height: int, width: int
 ) -> tuple[tuple[int, int, int, int], ...]:
-    """Return the shapes of a decoder's cache, one frame per memory block. `height` and `width` are
-    those of the latents."""
+    """Return the shapes of a decoder's cache, which has one frame per memory block. `height` and
+    `width` are those of the latents.
+    """
     levels = [level for level in range(len(_GROW)) for _ in range(_MEMORIES)]
     return tuple((1, widths[level], height * 2**level, width * 2**level) for level in levels)
 
 
 class TAEHV(nn.Module):
-    """Encoder and decoder with explicit caches.
+    """The TAEHV encoder and decoder with explicit caches.
 
     Args:
-        channels: Latent channels.
-        encoder_width: Channels of the encoder's layers.
-        decoder_widths: Channels of each level of the decoder, and of its end.
-        patch: Side in pixels of the patch that is folded into a frame's channels.
-        dtype: Type of weights, activations and caches.
+        channels: Number of latent channels.
+        encoder_width: Number of channels of the encoder's layers.
+        decoder_widths: Number of channels of each level of the decoder and of its last layer.
+        patch: Side in pixels of the patches that are folded into a frame's channels.
+        dtype: Dtype of weights, activations and caches.
     """
 
     def __init__(
@@ -183,7 +190,7 @@ class TAEHV(nn.Module):
         self.decoder_widths, self.patch, self.dtype = tuple(decoder_widths), patch, dtype
         self.encoder = encoder(3 * patch**2, encoder_width, channels).to(dtype)
         self.decoder = decoder(channels, decoder_widths, 3 * patch**2).to(dtype)
-        lay_channels_last(self)  # kernels for this layout are the fastest on every device
+        lay_channels_last(self)  # this layout has the fastest kernels on every device
         self.requires_grad_(False)
         self.eval()
 
@@ -193,8 +200,9 @@ class TAEHV(nn.Module):
         """Encode the next 4 n frames of a stream.
 
         Args:
-            frames_TCHW: [4 n, 3, H, W] in [0, 1]. H and W are multiples of 8 patches.
-            cache: Result of the previous call. None: the stream starts with these frames.
+            frames_TCHW: Video frames [4 n, 3, H, W] in [0, 1]. H and W are multiples of the side of
+                8 patches.
+            cache: Result of the previous call, or None if the stream starts with these frames.
 
         Returns:
             Latents [n, C, h, w] and the next cache.
@@ -213,9 +221,10 @@ class TAEHV(nn.Module):
         """Decode the next n latents of a stream.
 
         Args:
-            latents_TCHW: The latents.
-            cache: Result of the previous call. None: the stream starts, with three discarded copies
-                of the first latent frame.
+            latents_TCHW: Latents [n, C, h, w].
+            cache: Result of the previous call, or None if the stream starts with these latents. A
+                new stream first decodes three copies of its first latent frame, and their frames
+                are discarded.
 
         Returns:
             Frames [4 n, 3, H, W] in [0, 1] and the next cache.
@@ -234,8 +243,10 @@ class TAEHV(nn.Module):
 
 
 def decoder_widths(path: Path) -> tuple[int, ...]:
-    """Return the widths of a TAEHV file's decoder, or raise ValueError if it is not a TAEHV
-    file.
+    """Return the widths of the decoder in a TAEHV file.
+
+    Raises:
+        ValueError: The file is not a TAEHV file.
     """
     shapes = open_tensors(path).shapes
     names = ["decoder.1.weight", "decoder.8.weight", "decoder.14.weight", "decoder.20.weight"]

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny streaming decoder for Wan latents (TAEHV layout, `taew2_1.pth` or `taew2_2.pth`). It is
-about 25 or 200 times cheaper than the Wan decoder, but not exact.
+"""A tiny streaming decoder for Wan latents. It is about 25 (Wan 2.1) or 200 (Wan 2.2) times cheaper
+than Wan's own decoder, but not exact.
 
-Every latent frame becomes 4 video frames, but only the last of them is used for the first latent
-frame of a stream. The layers come from `taehv.py`. The encoder in the file is not used.
+The weights have the TAEHV layout (`taew2_1.pth` or `taew2_2.pth`), and the layers come from
+`taehv.py`. The encoder in the file is not used. Every latent frame becomes 4 video frames, but only
+the last of them is used for the first latent frame of a stream.
 """
 
 # C channels, T frames, h, w latent cells
@@ -29,18 +30,18 @@ from vllm_omni.model_executor.models.wan.vae import taehv
 from vllm_omni.model_executor.models.wan.vae.vae import CacheLayout, VAECache, lay_channels_last
 
 CHANNELS = (256, 128, 64, 64)
-"""Released widths: one per level, and that of the last layer."""
+"""Widths of the released decoder: one per level, and the width of the last layer."""
 _WAN_2_1 = VAEConfig()
 
 
 class TinyVAEDecoder(nn.Module):
-    """The decoder with an explicit cache. Parameter names are TAEHV's.
+    """The tiny decoder with an explicit cache. Its parameters have TAEHV's names.
 
     Args:
-        channels: Widths of the layers: one per level, and that of the last layer.
-        config: Autoencoder whose latents are decoded. It determines their channels and the side of
-            the pixel cells.
-        dtype: Type of weights, activations and cache.
+        channels: Widths of the layers: one per level, and the width of the last layer.
+        config: Autoencoder that produced the latents. It determines the number of latent channels
+            and the side of the pixel cells.
+        dtype: Dtype of weights, activations and cache.
     """
 
     def __init__(
@@ -65,8 +66,8 @@ class TinyVAEDecoder(nn.Module):
         """Decode the next latents of a stream.
 
         Args:
-            latents_1CTHW: [1, C, n, h, w], normalised, any float dtype.
-            cache: Result of the previous call. None: the stream starts.
+            latents_1CTHW: Normalised latents [1, C, n, h, w], in any float dtype.
+            cache: Result of the previous call, or None if the stream starts with these latents.
 
         Returns:
             Pixels [1, 3, T, H, W] in [-1, 1] with T = 4n (4n - 3 at the start) and H, W =
@@ -75,8 +76,8 @@ class TinyVAEDecoder(nn.Module):
         x = latents_1CTHW[0].transpose(0, 1).to(self.dtype)
         x, retained = taehv.run_stream(self.decoder, x, cache)
         if cache is None:
-            x = x[3:]  # the first latent frame has no past
-        # Each cell's pixels row by row, unlike in the frames of Wan's decoder.
+            x = x[3:]  # the first latent frame of a stream has no past
+        # The channels contain each cell's pixels row by row, unlike the frames of Wan's decoder.
         x = functional.pixel_shuffle(x, self.config.patch)
         pixels_1CTHW = (x * 2 - 1).clamp_(-1.0, 1.0).transpose(0, 1).unsqueeze(0)
         return pixels_1CTHW, retained
@@ -92,14 +93,20 @@ class TinyVAEDecoder(nn.Module):
 
 
 def tiny_vae_channels(path: Path | None) -> tuple[int, ...]:
-    """Return the widths of a TAEHV file, or the released widths if there is no file. Raises
-    ValueError for other files.
+    """Return the widths of the decoder in a TAEHV file, or the released widths if `path` is None.
+
+    Raises:
+        ValueError: The file is not a TAEHV file.
     """
     return CHANNELS if path is None else taehv.decoder_widths(path)
 
 
 def load_tiny_vae(decoder: TinyVAEDecoder, path: Path) -> None:
-    """Load the decoder's half of a TAEHV file strictly. Raises ValueError."""
+    """Load the decoder from a TAEHV file strictly.
+
+    Raises:
+        ValueError: Tensors are missing, unexpected or misshapen.
+    """
     source = open_tensors(path)
     encoder = [name for name in source.shapes if name.startswith("encoder.")]
     shapes = shapes_of(decoder)
@@ -110,10 +117,10 @@ def load_tiny_vae(decoder: TinyVAEDecoder, path: Path) -> None:
 def _released_form(
     name: str, shapes: Mapping[str, Shape]
 ) -> Mapping[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """Return the conversion of a stored tensor.
+    """Return the conversion of a stored tensor, by the name of the result.
 
-    A file may contain more channels for a layer that increases the number of frames; the last ones
-    are used.
+    A file may contain more channels than needed for a layer that increases the number of frames.
+    The last channels are used.
     """
     if not name.endswith(".conv.weight") or name not in shapes:
         return {name: unchanged}
@@ -128,11 +135,12 @@ def load_wanted(
     Args:
         decoder: The tiny decoder, or None on a rank that does not decode.
         layout: Components of the checkpoint.
-        wanted_by: Option that requires it, as a user would write it. If it is set and the file is
-            missing, every rank raises an error.
+        wanted_by: Option that requires the tiny decoder, as a user would write it, or None if no
+            option does. If an option requires the decoder and the file is missing, every rank
+            raises an error.
 
     Raises:
-        ValueError: The file is missing or does not fit.
+        ValueError: The file is missing, or its tensors do not match the decoder.
     """
     if wanted_by is not None:
         check_tiny_vae(layout, wanted_by)

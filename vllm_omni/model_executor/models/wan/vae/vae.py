@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Wan video autoencoders (2.1 and 2.2) for streams: pixels and latents arrive in parts, and the
-feature cache is explicit.
+"""The Wan video autoencoders (2.1 and 2.2) for streams of pixels and latents, with an explicit
+feature cache.
 
 The networks are diffusers' `WanEncoder3d` and `WanDecoder3d`. This module manages the feature cache
 of their causal convolutions, which diffusers stores in its model and clears in every call. Here a
-cache is a value: a call takes one cache and returns another, so an aborted chunk leaves the
+cache is a value. A call takes one cache and returns another one, so an aborted chunk leaves the
 session's cache unchanged.
 
-A latent frame corresponds to 4 video frames, and the first one of a stream to 1. Latents are
-processed one at a time, so a stream cut at any point is bitwise equal to one call over the whole
-clip. A call holds one additional cache: convolution by convolution, the features of a latent frame
-replace those of the previous one.
+A latent frame corresponds to 4 video frames, and the first latent frame of a stream to 1. Latent
+frames are processed one at a time, so a stream that is split at any point is bitwise equal to one
+call over the whole clip. A call needs memory for one additional cache, in which the features of a
+latent frame replace those of the previous one, convolution by convolution.
 
 Shape letters: B streams, C channels, T frames, H height, W width (pixels of
 `VAEConfig.spatial_factor` x latent cells).
@@ -54,28 +54,30 @@ logger = logging.getLogger("vllm." + __name__)
 
 Part = Literal["encoder", "decoder"]
 Rounding = Literal["round", "truncate"]
-"""Rounding of a level between two integers: to the nearest integer, or down."""
+"""Rounding of pixel values to uint8 levels: to the nearest level (`round`), or down
+(`truncate`).
+"""
 Shape = tuple[int, ...]
 Network = Callable[..., torch.Tensor]
-"""(x, feat_cache, feat_idx) -> x, as in diffusers' encoder and decoder; replaces the features in
-`feat_cache`."""
+"""Function with the signature of diffusers' encoder and decoder, (x, feat_cache, feat_idx) -> x. It
+replaces the features in `feat_cache`."""
 LatentNetwork = Callable[
     [torch.Tensor, list[Any] | None, tuple[Shape, ...]], tuple[torch.Tensor, list[Any]]
 ]
-"""(x of one latent frame, features, shapes of a stream's features) -> (output, features), as
-`_step`."""
+"""Function that processes one latent frame, with the arguments and results of `_step` without the
+network: (x, features, shapes of a stream's features) -> (output, features)."""
 _COMPILE_ATTEMPTS = 2
-"""A network compiled for one shape."""
+"""Maximum number of attempts to compile a network for one shape."""
 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """Shapes of a stream's caches, which are the same after every call."""
+    """Shapes and dtype of a stream's caches. They are the same after every call."""
 
     shapes: tuple[Shape, ...]
-    """Shapes of the features, in order."""
+    """Shape of each feature, in the order of the convolutions."""
     dtype: torch.dtype
-    """Type of the features."""
+    """Dtype of the features."""
 
     @cached_property
     def nbytes(self) -> int:
@@ -84,11 +86,12 @@ class CacheLayout:
     def restore(
         self, saved: SavedTensors, device: torch.device | str, num_latents: int = 0
     ) -> "VAECache":
-        """Restore a saved cache. The layout does not depend on the length of the stream.
+        """Restore a saved cache. `num_latents` has no effect, because the layout does not depend on
+        the length of the stream.
 
         Raises:
-            RequestFailed: `invalid_snapshot` with the name of a tensor that is missing or differs
-                from this layout.
+            RequestFailed: A tensor is missing or differs from this layout (`invalid_snapshot`). The
+                message names the tensor.
         """
         return VAECache(
             tuple(
@@ -100,10 +103,9 @@ class CacheLayout:
 
 @dataclass(frozen=True, eq=False)
 class VAECache:
-    """State of a stream between calls: the last input frames of every causal convolution. Never
-    written to.
+    """Immutable state of a stream between calls: the last input frames of every causal convolution.
 
-    Shapes are the same after every call, so `nbytes` is constant over a stream.
+    The shapes are the same after every call, so `nbytes` does not change during a stream.
     """
 
     features: tuple[torch.Tensor, ...]
@@ -115,11 +117,13 @@ class VAECache:
         return sum(feature.nbytes for feature in self.features)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors by stable name, for digests and snapshots."""
+        """Return the tensors by names that digests and snapshots use."""
         return {f"conv{index:02d}": feature for index, feature in enumerate(self.features)}
 
     def clone(self) -> "VAECache":
-        """Return a copy in new memory. Caches may also be shared, because they are immutable."""
+        """Return a copy in new memory. A copy is rarely needed, because caches are immutable and
+        may be shared.
+        """
         return VAECache(tuple(feature.clone() for feature in self.features))
 
     def to(self, device: torch.device | str) -> "VAECache":
@@ -128,8 +132,8 @@ class VAECache:
 
     @classmethod
     def joined(cls, caches: Sequence["VAECache"]) -> "VAECache":
-        """Concatenate the caches of streams of one size that are decoded together, in new
-        memory.
+        """Concatenate the caches of streams that are decoded together into new memory. The streams
+        must have the same size.
         """
         return cls(
             tuple(
@@ -144,34 +148,39 @@ class VAECache:
         return [VAECache(tuple(part.clone() for part in of_one)) for of_one in parts]
 
     def equal(self, other: "VAECache") -> bool:
-        """Return whether both are bitwise equal (one host synchronisation per compared tensor)."""
+        """Return whether both caches are bitwise equal. Each compared tensor synchronises the
+        host with the device.
+        """
         return all(torch.equal(a, b) for a, b in zip(self.features, other.features, strict=True))
 
 
 class StreamingWanVAE(nn.Module):
-    """Encoder and/or decoder of a Wan VAE with an explicit cache. Parameter names are diffusers'.
+    """Encoder and/or decoder of a Wan VAE with an explicit cache. Its parameters have diffusers'
+    names.
 
-    In half precision on CUDA with Triton, both are fused (`FusedEncoder`, `FusedDecoder`) with the
-    same weights and caches; `compiled` and `frames_per_call` apply only to other decoders.
-    Convolutions run channels-last, the fastest layout of their kernels, and on CPUs as 2-D
-    convolutions (`use_cpu_layers`).
+    In half precision on CUDA with Triton, encoder and decoder are fused (`FusedEncoder`,
+    `FusedDecoder`) with the same weights and caches. `compiled` and `frames_per_call` apply only to
+    a decoder that is not fused. Convolutions run channels-last, which is the fastest layout of
+    their kernels. On CPUs they run as 2-D convolutions (`use_cpu_layers`).
 
     Args:
-        config: Architecture.
-        encoder: Build the encoder.
-        decoder: Build the decoder.
-        dtype: Type of weights, activations and caches (float32 or bfloat16). Latents are always
+        config: Architecture of the autoencoder.
+        encoder: Whether to build the encoder.
+        decoder: Whether to build the decoder.
+        dtype: Dtype of weights, activations and caches (float32 or bfloat16). Latents are always
             normalised float32.
-        compiled: Compile the decoder with torch.compile, except for a stream's first latent, which
-            has separate control flow.
-        frames_per_call: Number of a latent frame's 4 video frames that pass through the decoder's
-            two largest levels at a time. Smaller numbers need less memory in addition to the cache
-            and slightly more time, with equal results. None: all.
-        bands: This rank decodes only its band of rows, together with other ranks (`split_decode`).
-            None: all rows.
-        single_images: Convolutions have a 2-D path for single images (`decode_image`).
-        fuse: (a built `WanDecoder3d`, bands) -> its fused form, or None to keep the plain one.
-        fuse_encoder: A built `WanEncoder3d` -> its fused form, or None.
+        compiled: Whether to compile the decoder with torch.compile. The first latent frame of a
+            stream is excluded, because it has separate control flow.
+        frames_per_call: Number of video frames, of the 4 per latent frame, that pass through the
+            decoder's two largest levels at a time. Default: all. Smaller numbers need less memory
+            in addition to the cache and slightly more time, with equal results.
+        bands: Band of rows that this rank decodes together with other ranks (`split_decode`), or
+            None for all rows.
+        single_images: Whether convolutions get a 2-D path for single images (`decode_image`).
+        fuse: Function that returns the fused form of a built `WanDecoder3d` for `bands`, or None to
+            use the plain decoder.
+        fuse_encoder: Function that returns the fused form of a built `WanEncoder3d`, or None to use
+            the plain encoder.
     """
 
     latents_mean: torch.Tensor
@@ -258,11 +267,11 @@ class StreamingWanVAE(nn.Module):
 
     @property
     def takes_streams(self) -> bool:
-        """Return whether several streams are decoded in one call, which is faster for Wan 2.1 if
+        """Return whether several streams are decoded in one call. For Wan 2.1, this is faster if
         nothing is compiled.
 
-        A single latent frame of Wan 2.2 is enough work for a GPU (29 TFLOP at 480x832), and its
-        frames do not depend on the batch if it is decoded alone.
+        Streams of Wan 2.2 are decoded separately. A single latent frame is enough work for a GPU
+        (29 TFLOP at 480x832), and its frames then do not depend on the batch.
         """
         if not self.has_decoder or self.bands is not None or self.config.is_residual:
             return False
@@ -271,7 +280,9 @@ class StreamingWanVAE(nn.Module):
         )
 
     def clear_derived(self) -> None:
-        """Invalidate tensors derived from weights, because new weights were loaded."""
+        """Discard tensors that were derived from weights. Call this after new weights are
+        loaded.
+        """
         for fused in (self._fused, self._fused_encoder):
             if fused is not None:
                 fused.clear_derived()
@@ -282,8 +293,8 @@ class StreamingWanVAE(nn.Module):
         """Encode the next frames of a stream as normalised latents.
 
         Args:
-            pixels_BCTHW: As for `encode_moments`.
-            cache: Result of the previous call. None: the stream starts with these frames.
+            pixels_BCTHW: Video frames, as for `encode_moments`.
+            cache: Result of the previous call, or None if the stream starts with these frames.
 
         Returns:
             The normalised posterior mean [B, C, n (+1), h, w], float32, and the next cache.
@@ -299,9 +310,9 @@ class StreamingWanVAE(nn.Module):
         """Encode the next frames of a stream.
 
         Args:
-            pixels_BCTHW: [B, 3, T, H, W] in [-1, 1]; T = 1 + 4n at the start, 4n later; H and W
-                multiples of `VAEConfig.spatial_factor`.
-            cache: Result of the previous call. None: the stream starts with these frames.
+            pixels_BCTHW: Video frames [B, 3, T, H, W] in [-1, 1]. T is 1 + 4n at the start of a
+                stream and 4n later. H and W are multiples of `VAEConfig.spatial_factor`.
+            cache: Result of the previous call, or None if the stream starts with these frames.
 
         Returns:
             Mean and log-variance of the posterior, [B, 2 C, n (+1), h, w], in the VAE's dtype, and
@@ -340,13 +351,13 @@ class StreamingWanVAE(nn.Module):
         """Decode the next normalised latents of a stream.
 
         Args:
-            latents_BCTHW: [B, C, n, h, w], normalised, any float dtype, n >= 1. Streams are decoded
-                together if none of them starts and `takes_streams` is true (`VAECache.joined`).
-                Clips are always decoded together.
-            cache: As for `decode_raw`.
+            latents_BCTHW: Normalised latents [B, C, n, h, w], in any float dtype, with n >= 1.
+                Streams are decoded together if none of them starts and `takes_streams` is true
+                (`VAECache.joined`). Complete clips are always decoded together.
+            cache: Result of the previous call, as for `decode_raw`.
 
         Returns:
-            As `decode_raw`.
+            The pixels and the next cache, as for `decode_raw`.
         """
         raw = latents_BCTHW.float() * self.latents_std + self.latents_mean
         return self.decode_raw(raw.to(self.dtype), cache)
@@ -358,8 +369,9 @@ class StreamingWanVAE(nn.Module):
         """Decode the next latents of a stream.
 
         Args:
-            latents_BCTHW: [B, C, n, h, w], not normalised, in the VAE's dtype, n >= 1.
-            cache: Result of the previous call. None: the stream starts with these frames.
+            latents_BCTHW: Latents [B, C, n, h, w] that are not normalised, in the VAE's dtype, with
+                n >= 1.
+            cache: Result of the previous call, or None if the stream starts with these frames.
 
         Returns:
             Pixels [B, 3, T, H, W] in [-1, 1] in the VAE's dtype with T = 4n (4n - 3 at the start)
@@ -386,9 +398,10 @@ class StreamingWanVAE(nn.Module):
 
     @torch.no_grad()
     def decode_image(self, latents_BCTHW: torch.Tensor) -> torch.Tensor:
-        """Decode single images, latents as for `decode` with n = 1, to pixels [B, 3, 1, H, W].
+        """Decode single images to pixels [B, 3, 1, H, W]. The latents are those of `decode` with n
+        = 1.
 
-        The result equals the first frame of `decode`. It needs no feature cache, because no latent
+        The result equals the first frame of `decode`. No feature cache is needed, because no latent
         frame follows.
         """
         raw = (latents_BCTHW.float() * self.latents_std + self.latents_mean).to(self.dtype)
@@ -396,23 +409,23 @@ class StreamingWanVAE(nn.Module):
         return unpatchify(cells, self.config.patch).clamp_(-1.0, 1.0)
 
     def encoder_cache_layout(self, height: int, width: int) -> CacheLayout:
-        """Return the layout of the encoder cache of a stream of `height` x `width` pixels, without
-        running anything."""
+        """Return the layout of the encoder cache for a stream of `height` x `width` pixels, without
+        running the encoder."""
         return _cache_layout(self.config, "encoder", height, width, self.dtype)
 
     def encoder_cache_nbytes(self, height: int, width: int) -> int:
         return self.encoder_cache_layout(height, width).nbytes
 
     def check_height(self, height: int) -> None:
-        """Raise `RequestFailed` on all ranks if a stream has fewer rows than there are ranks that
-        decode bands.
+        """Raise `RequestFailed` on all ranks if a stream of this height has fewer latent rows than
+        there are ranks that decode bands.
         """
         if self.bands is not None:
             self.bands.rows(height // self.config.spatial_factor)
 
     def decoder_cache_layout(self, height: int, width: int) -> CacheLayout:
-        """Return the layout of this rank's decoder cache of a stream of `height` x `width` pixels,
-        without running anything."""
+        """Return the layout of this rank's decoder cache for a stream of `height` x `width` pixels,
+        without running the decoder."""
         if self.bands is not None:
             factor = self.config.spatial_factor
             height = factor * len(self.bands.rows(height // factor))
@@ -438,11 +451,12 @@ def to_uint8(pixels_1CTHW: torch.Tensor, rounding: Rounding = "round") -> torch.
     """Convert pixels [1, 3, T, H, W] in [-1, 1] to contiguous uint8 frames [T, H, W, 3] on the same
     device.
 
-    It computes 255 * clamp(x / 2 + 0.5, 0, 1) in float32 and rounds to the nearest integer or down.
+    The levels are 255 * clamp(x / 2 + 0.5, 0, 1), computed in float32 and rounded to the nearest
+    integer or down.
     """
     unit_CTHW = (pixels_1CTHW[0].float() / 2 + 0.5).clamp_(0.0, 1.0)
     levels = unit_CTHW.mul_(255)
-    # casts truncate
+    # The cast to uint8 truncates.
     levels_THWC = (levels.round_() if rounding == "round" else levels).permute(1, 2, 3, 0)
     if levels_THWC.is_cuda:
         return levels_THWC.to(torch.uint8).contiguous()
@@ -452,11 +466,11 @@ def to_uint8(pixels_1CTHW: torch.Tensor, rounding: Rounding = "round") -> torch.
 def _step(
     network: Network, x_1CTHW: torch.Tensor, features: list[Any] | None, shapes: tuple[Shape, ...]
 ) -> tuple[torch.Tensor, list[Any]]:
-    """Run one latent frame through `network` and return its output and the features, which are
+    """Run one latent frame through `network`. Return the output and the features, which are
     replaced in place.
 
-    The caller must be the only owner of `features`, so that replaced features are freed at once.
-    None starts a stream.
+    The caller must hold the only reference to `features`, so that replaced features are freed at
+    once. If `features` is None, a stream starts.
     """
     if features is not None:
         return network(x_1CTHW, feat_cache=features, feat_idx=[0]), features
@@ -468,7 +482,9 @@ def _step(
 
 
 def _plain_decoder(decoder: Any, compiled: bool, frames_per_call: int | None) -> LatentNetwork:
-    """Return diffusers' layers. A stream's first latent has separate control flow."""
+    """Return a function that decodes one latent frame with diffusers' layers. The first latent
+    frame of a stream is never compiled, because it has separate control flow.
+    """
     later = _later_latents(decoder, compiled, frames_per_call)
 
     def decode(
@@ -481,11 +497,11 @@ def _plain_decoder(decoder: Any, compiled: bool, frames_per_call: int | None) ->
 
 
 def _later_latents(decoder: Any, compiled: bool, frames_per_call: int | None) -> Network:
-    """Return the decode of a latent frame that is not the first, in two parts if `frames_per_call`
-    is set.
+    """Return a function that decodes a latent frame after the first one. If `frames_per_call` is
+    set, the function splits the frames of the last two levels.
 
-    The last two levels of a `WanDecoder3d` process 4 video frames per latent frame. The frames may
-    be split anywhere there, because each part continues from the features of the previous one.
+    The last two levels of a `WanDecoder3d` process 4 video frames per latent frame. These frames
+    can be split anywhere, because each part continues from the features of the previous one.
     """
     if frames_per_call is None:
         forward: Network = decoder.forward
@@ -531,7 +547,7 @@ def _later_latents(decoder: Any, compiled: bool, frames_per_call: int | None) ->
             feat_cache[cut - of_middle : cut],
             feat_cache[cut:],
         )
-        feat_cache.clear()  # only the lists of the parts now hold the features to be replaced
+        feat_cache.clear()  # now only the lists in `features` reference the features
         x_1CTHW = small(x_1CTHW, feat_cache=features[0], feat_idx=[0])
         frames = []
         for item in x_1CTHW.split(frames_per_call, dim=2):
@@ -544,23 +560,25 @@ def _later_latents(decoder: Any, compiled: bool, frames_per_call: int | None) ->
 
 
 def _retains_frames(module: nn.Module) -> bool:
-    """Return whether a module is a convolution over several frames, which caches the last ones."""
+    """Return whether a module is a convolution over several frames. Such convolutions cache
+    their last input frames.
+    """
     return isinstance(module, WanCausalConv3d) and module.kernel_size[0] > 1
 
 
 def lay_channels_last(module: nn.Module) -> None:
-    """Store convolution weights channels-last. Activations and caches follow the weights."""
+    """Store convolution weights channels-last. Activations and caches then have the same layout."""
     for parameter in module.parameters():
         if parameter.dim() in CHANNELS_LAST:
             parameter.data = parameter.data.contiguous(memory_format=CHANNELS_LAST[parameter.dim()])
 
 
 def _compiled(network: Network) -> Network:
-    """Compile for one shape at a time, and copy features to separate memory.
+    """Compile a network for one shape at a time, and copy its features to separate memory.
 
-    Compiled code returns some features as views of a convolution's input buffer, which they would
-    keep alive. If compilation fails, the network runs eagerly. Nothing has run at that point,
-    because the network is one graph.
+    The copies are needed because compiled code returns some features as views of a convolution's
+    input buffer, and the views would keep the buffer alive. If compilation fails, the network runs
+    eagerly. Nothing has run at that point, because the network is a single graph.
     """
     compiled: Network = torch.compile(network, dynamic=False, fullgraph=True)
     failures: Counter[torch.Size] = Counter()
@@ -585,13 +603,13 @@ def _compiled(network: Network) -> Network:
 
 
 def _pad_first(feature: Any, shape: Shape, like: torch.Tensor) -> torch.Tensor:
-    """Pad a feature of the first latent frame to its final shape. Zero frames in front equal the
-    convolution's padding.
+    """Pad a feature of the first latent frame to its final shape. The zero frames in front
+    correspond to the convolution's padding.
 
-    The first latent frame leaves one frame where later ones leave two. In the temporal upsamplers,
-    which skip their convolution once, it leaves a string instead of a tensor. The feature is also
-    converted to its final memory layout, because concatenating it with a different layout would
-    transpose the frames of every later call.
+    The first latent frame leaves one frame in a feature, and later latent frames leave two. In the
+    temporal upsamplers, which skip their convolution for the first latent frame, it leaves a string
+    instead of a tensor. The feature is also converted to its final memory layout, because
+    concatenating it in a different layout would transpose the frames of every later call.
     """
     if isinstance(feature, torch.Tensor):
         feature = nn.functional.pad(feature, (0, 0, 0, 0, shape[2] - feature.shape[2], 0))
@@ -602,8 +620,8 @@ def _pad_first(feature: Any, shape: Shape, like: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=256)
 def _cache_shapes(config: VAEConfig, part: Part, height: int, width: int) -> tuple[Shape, ...]:
-    """Return the shapes of a cache after every call, determined by running two latent frames on the
-    meta device.
+    """Return the shapes of a cache after any call. They are determined by running two latent frames
+    on the meta device.
     """
     with torch.device("meta"), torch.no_grad():
         vae = StreamingWanVAE(config, encoder=part == "encoder", decoder=part == "decoder")
@@ -624,6 +642,6 @@ def _cache_shapes(config: VAEConfig, part: Part, height: int, width: int) -> tup
             first = partial(network, first_chunk=True)
         for run, item in zip((first, network), components, strict=True):
             run(item, feat_cache=features, feat_idx=[0])
-    # Convolutions of one frame (the shortcuts) cache nothing: their slots are the unused ones at
-    # the end.
+    # Convolutions over one frame (the shortcuts) cache nothing. Their entries are the unused ones
+    # at the end.
     return tuple(tuple(feature.shape) for feature in features if feature is not None)

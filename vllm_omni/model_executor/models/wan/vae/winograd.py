@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Winograd's F(m, 3) along time: m frames of a convolution over three frames, with m + 2 instead of
-3 m products.
+"""Winograd's F(m, 3) along time. It computes m frames of a convolution over three frames with m + 2
+instead of 3 m products.
 
-Frames are combined before the convolutions, weights are combined once when they are loaded, and
-results are combined after the convolutions. Combinations and products are fp16: because of its
-three more mantissa bits, F(4, 3) in fp16 loses less precision than a plain convolution in bf16. The
-maths: A. Lavin and S. Gray, "Fast Algorithms for Convolutional Neural Networks", 2015
+Frames are combined before the convolutions, weights are combined once after they are loaded, and
+results are combined after the convolutions. Combinations and products are fp16. Because fp16 has
+three more mantissa bits than bf16, F(4, 3) in fp16 loses less precision than a plain convolution in
+bf16. Maths: A. Lavin and S. Gray, "Fast Algorithms for Convolutional Neural Networks", 2015
 (arXiv:1509.09308).
 """
 
@@ -20,8 +20,8 @@ import torch
 Matrix = tuple[tuple[float, ...], ...]
 
 _RANGE: Final = 16.0
-"""Divisor of inputs and factor of results. It is needed because fp16 ends at 65504 and activations
-may exceed it.
+"""Divisor of inputs and factor of results. It is needed because activations may exceed 65504, the
+largest value of fp16.
 """
 
 
@@ -30,15 +30,17 @@ class WinogradMatrices:
     """The matrices of F(m, 3)."""
 
     inputs: Matrix
-    """[m + 2, m + 2], from frames to combined frames."""
+    """Matrix [m + 2, m + 2] from frames to combined frames."""
     weights: Matrix
-    """[m + 2, 3], from weights to combined weights."""
+    """Matrix [m + 2, 3] from weights to combined weights."""
     results: Matrix
-    """[m, m + 2], from products to results."""
+    """Matrix [m, m + 2] from products to results."""
 
     def transformed(self, weight_OCTHW: torch.Tensor) -> torch.Tensor:
-        """Transform [O, C, 3, H, W] to [m + 2, O, C, H, W] of `product_dtype`, each channels-last.
-        Computed in fp32."""
+        """Combine a weight [O, C, 3, H, W] to m + 2 weights [m + 2, O, C, H, W] in `product_dtype`.
+
+        Each of them is channels-last. The combinations are computed in fp32.
+        """
         matrix = weight_OCTHW.new_tensor(self.weights, dtype=torch.float32)
         of_products = torch.einsum("jt,octhw->johwc", matrix, weight_OCTHW.float())
         return of_products.to(product_dtype(weight_OCTHW.dtype)).permute(0, 1, 4, 2, 3)
@@ -83,4 +85,6 @@ OF_FRAMES: Final[Mapping[int, WinogradMatrices]] = {
         ((1, 1, 1, 1, 1, 0), (0, 1, -1, 2, -2, 0), (0, 1, 1, 4, 4, 0), (0, 1, -1, 8, -8, 1)),
     ),
 }
-"""F(2, 3) and F(4, 3), by m: interpolation at 0, 1, -1 (2, -2) and infinity."""
+"""The matrices of F(2, 3) and F(4, 3), by m. F(2, 3) interpolates at 0, 1, -1 and infinity, and
+F(4, 3) also at 2 and -2.
+"""
