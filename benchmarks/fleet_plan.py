@@ -64,7 +64,7 @@ MODELS = (
         0.125,
         2,
         1_886_702_400,
-        "2026-11-29_streaming_wan_realtime.json",
+        "2026-11-30_streaming_wan_realtime.json",
     ),
     Model(
         "LingBot World 18.5B, preset `realtime`",

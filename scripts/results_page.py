@@ -118,14 +118,14 @@ TABLES = {
 """Heading and introduction of each table, in the order in which the page shows them."""
 
 README_ROWS = (
-    "2026-11-27_lingbot_world_fp8_kv_first_kv_in_place",
+    "2026-11-30_lingbot_world_fp8",
     "2026-11-27_pipeline_parallel_lingbot_world_fp8_kv_peers",
     "2026-11-29_lingbot_world_realtime",
     "2026-11-29_abot_world",
     "2026-11-29_dreamx_world",
     "2026-11-25_matrix_game_no_options",
     "2026-11-25_waypoint_no_options",
-    "2026-11-27_streaming_wan_kv_in_place",
+    "2026-11-30_streaming_wan",
     "2026-11-27_streaming_wan_14b_fp8_kv",
     "2026-11-27_lance_fp8",
 )
