@@ -108,7 +108,8 @@ class StepPacer:
 
         Args:
             may_continue: Function that is polled while waiting for a slow step. The wait ends when
-                it returns True, for example because a result can be delivered.
+                it returns True, for example because a result can be delivered. The host stays at
+                most one step ahead of the device in any case.
 
         Returns:
             Whether `may_continue` ended the wait.
