@@ -29,7 +29,9 @@ _PLUGINS = "vllm.endpoint_plugins"
 
 
 class OtherPackageError(RuntimeError):
-    """Another project's `vllm_omni` is in this environment. The error message explains what to do."""
+    """Another project's `vllm_omni` is in this environment. The error message explains what to
+    do.
+    """
 
 
 def main() -> None:

@@ -231,7 +231,7 @@ OTHERS: Candidates = {
     "bf16, FlashAttention 4": Case.flash_4,
     "bf16, FlashInfer": Case.flashinfer,
 }
-"""Attention implementations that no window uses. Some of them compile at their first call."""
+"""Attention of torch and of other packages, for comparison. Some compile at their first call."""
 
 
 def attentions(results: Results, shape: Shape, candidates: Candidates) -> None:

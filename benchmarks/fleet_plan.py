@@ -124,7 +124,9 @@ def spells(sessions: int, args: argparse.Namespace, rng: random.Random) -> list[
 def place(
     found: list[Spell], capacity: int, moves: bool, num_gpus: int = GPUS_OF_A_GROUP
 ) -> tuple[list[list[Spell]], int]:
-    """Assign the playing periods to GPUs. Return the periods of each GPU and the number of moves."""
+    """Assign the playing periods to GPUs. Return the periods of each GPU and the number of
+    moves.
+    """
     homes: dict[int, int] = {}
     gpus: list[list[Spell]] = [[] for _ in range(num_gpus)]
     num_moves = 0

@@ -28,7 +28,9 @@ class Results:
     started: float
 
     def attempt(self, part: str, name: str, run: Callable[[], dict[str, Any]]) -> None:
-        """Run a candidate. A failure is recorded as its result, so that other candidates still run."""
+        """Run a candidate. A failure is recorded as its result, so that other candidates still
+        run.
+        """
         spent = time.monotonic() - self.started
         if spent > self.seconds:
             self.failed[f"{part}/{name}"] = f"left out after {spent:.0f} s"

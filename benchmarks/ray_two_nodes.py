@@ -97,7 +97,9 @@ def start_nodes(on_gpus: bool, folder: Path) -> Any:
 
 
 def ray_errors(folder: Path, since: float) -> str:
-    """Return the ends of those of Ray's logs that were written since `since` and contain an error."""
+    """Return the ends of those of Ray's logs that were written since `since` and contain an
+    error.
+    """
     parts = []
     for path in sorted(folder.glob("ray/session_latest/logs/*")):
         if not path.is_file() or path.stat().st_mtime < since:
@@ -110,7 +112,9 @@ def ray_errors(folder: Path, since: float) -> str:
 
 
 def dump_stacks(group: int, cluster: Any) -> None:
-    """End the hanging processes (engine and Ray workers) with SIGABRT, so that each logs its stack."""
+    """End the hanging processes (engine and Ray workers) with SIGABRT, so that each logs its
+    stack.
+    """
     os.killpg(group, signal.SIGABRT)
     for node in cluster.list_all_nodes():
         raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)

@@ -2,8 +2,8 @@
 """Clients for realtime_load.py: many sessions of `/v1/realtime_video/generate` in one process.
 
 The process reads only frame headers and twelve bytes of each image, so that it is not the
-bottleneck. The CPU time of the clients is reported next to the server's. When it ends, it prints
-one JSON object.
+bottleneck. The CPU time of the clients is reported next to the server's. When the process ends, it
+prints one JSON object.
 """
 
 import asyncio
@@ -151,7 +151,7 @@ async def open_sessions(options: dict[str, Any]) -> list[Session]:
 
 
 async def steer(sessions: list[Session], per_s: float) -> None:
-    """Press and release keys in each session `per_s` times per second, as the web page does."""
+    """Press and release keys in each session `per_s` times per second, as SGLang's WebUI does."""
     number = 0
     while True:
         number += 1

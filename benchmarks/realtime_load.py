@@ -301,7 +301,9 @@ def measure(
 
 
 def request_chunk(server: Server, seconds: float) -> list[float]:
-    """Request the server's state repeatedly, and return the milliseconds that each response took."""
+    """Request the server's state repeatedly, and return the milliseconds that each response
+    took.
+    """
     took_ms, end_s = [], time.monotonic() + seconds
     while time.monotonic() < end_s:
         requested_s = time.monotonic()

@@ -96,7 +96,9 @@ def quantile(values: Sequence[float], fraction: float) -> float:
 
 
 def _units(size: float) -> int:
-    """Return a size in the form in which the runner reports it: a whole number of latent elements."""
+    """Return a size in the form in which the runner reports it: a whole number of latent
+    elements.
+    """
     return round(1000 * size)
 
 

@@ -81,7 +81,9 @@ class Neighbour:
         self._stopped = True
 
     async def run(self, deadline_s: float, period_s: float) -> None:
-        """Start a session now, and request a chunk every `period_s` seconds from `deadline_s` on."""
+        """Start a session now, and request a chunk every `period_s` seconds from `deadline_s`
+        on.
+        """
         async with connect(self._url, max_size=None, compression=None, proxy=None) as socket:
             session = await self._send(socket, self._init)
             if session.get("code") == "missing_image":
@@ -162,7 +164,9 @@ def attackers(kind: str, port: int, sockets: int, session_id: str) -> subprocess
 
 
 class Neighbourhood:
-    """All clients of the server on `port`: the neighbours, and the client that requests `/health`."""
+    """All clients of the server on `port`: the neighbours, and the client that requests
+    `/health`.
+    """
 
     def __init__(self, port: int, args: argparse.Namespace) -> None:
         self._port, self._args = port, args

@@ -202,7 +202,9 @@ def summary(streams: list[dict[str, Any]], args: argparse.Namespace) -> dict[str
 async def measure(
     engine: Any, name: str, num_streams: int, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """Run `num_streams` viewers, which are the same for every policy, and return the measurements."""
+    """Run `num_streams` viewers, which are the same for every policy, and return the
+    measurements.
+    """
     rng = random.Random(f"{args.seed} {num_streams}")
     period_s = args.chunk_frames / args.fps
     now_s = time.monotonic()

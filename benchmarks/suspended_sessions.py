@@ -11,12 +11,12 @@ Random weights of the released shapes take the same time as trained weights. The
 only the playing sessions and `--spare` more, regardless of its memory, so that all other sessions
 wait in host memory. The benchmark has these phases:
 
-1.  Sessions play at their own rate, and no other session exists (`played_alone`).
+1. Sessions play at their own rate, and no other session exists (`played_alone`).
 2. Sessions that will wait are opened one after the other. Each fills its window.
-3.  The waiting sessions play two chunks each, one session after the other, while no other session
+3. The waiting sessions play two chunks each, one session after the other, while no other session
    plays. Only the first chunk moves a session back to the device, so the difference between the
    times of the two chunks is the cost of the move (`idle`).
-4.  The sessions of step 1 play again, and once per second a waiting session plays two chunks
+4. The sessions of step 1 play again, and once per second a waiting session plays two chunks
    (`played_beside`, `under_load`).
 
 At the end, a session that never waits repeats the chunks of a session that did wait, and the frames

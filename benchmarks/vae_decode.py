@@ -287,7 +287,7 @@ def time_decode(
     repeats: int = 7,
 ) -> Callable[[], Any]:
     """Measure a decode of 12 frames after a stream's first latent, and its peak memory in addition
-    to the memory allocated before. Return the median time.
+    to the memory allocated before. Return the function that decodes the 12 frames.
     """
     latents = stream(vae.config, 4, *size)
     first, rest = latents[:, :, :1], latents[:, :, 1:]

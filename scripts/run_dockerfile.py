@@ -57,7 +57,9 @@ _API_KEY = "change-me"
 
 
 class StepError(Exception):
-    """A step failed, or the Dockerfile contains an instruction that this script does not implement."""
+    """A step failed, or the Dockerfile contains an instruction that this script does not
+    implement.
+    """
 
 
 class Image:

@@ -181,7 +181,7 @@ def install(venv: Path, device: str) -> None:
 def check_name(venv: Path) -> None:
     """Refuse an environment that contains another project's package of the same name.
 
-    The package of the other project could be imported instead of this one.
+    The package of the other project would be imported instead of this one.
     """
     script = REPO / "vllm_worlds.py"
     found = subprocess.run(

@@ -115,7 +115,9 @@ def is_library(name: str) -> bool:
 
 
 def python_files(names: Iterable[str]) -> list[str]:
-    """Return the files of the wheel to copy: those of the package without libraries and metadata."""
+    """Return the files of the wheel to copy: those of the package without libraries and
+    metadata.
+    """
     return [
         name
         for name in names

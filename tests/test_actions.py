@@ -56,7 +56,9 @@ def test_rows_of_latent_frames_are_held_over_their_pixel_frames() -> None:
 
 
 def test_a_request_without_actions_has_none() -> None:
-    """A request without actions is parsed as None, so the model can use camera poses or stay idle."""
+    """A request without actions is parsed as None, so the model can use camera poses or stay
+    idle.
+    """
     assert read_actions(SPACE, None, {}, 3) is None
 
 

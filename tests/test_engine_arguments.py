@@ -135,7 +135,9 @@ def test_every_argument_that_is_refused_is_tried_here() -> None:
 
 
 def test_a_plain_start_has_requested_for_nothing(at_the_hook: Any) -> None:
-    """Values that vLLM chooses for the platform or the model do not count as requested by the user."""
+    """Values that vLLM chooses for the platform or the model do not count as requested by the
+    user.
+    """
     assert requested_in_config(at_the_hook(), REFUSED) == {}
 
 
@@ -303,7 +305,9 @@ def test_half_of_a_quantization_is_refused(
 
 
 def test_values_that_are_honoured_are_not_refused(null_world: Path) -> None:
-    """Values that the config hook would choose itself, or that have no alternative, are accepted."""
+    """Values that the config hook would choose itself, or that have no alternative, are
+    accepted.
+    """
     config = configure_engine(
         null_world,
         load_format="safetensors",

@@ -112,14 +112,18 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path, content: bytes) -> 
     ],
 )
 def test_which_requests_made_the_session(outcomes: list[int | None], expected: list[Any]) -> None:
-    """The indices of finished chunks show whether a cancelled chunk has become part of the session."""
+    """The indices of finished chunks show whether a cancelled chunk has become part of the
+    session.
+    """
     chunks = [chunk(index, str(number)) for number, index in enumerate(outcomes)]
     assert [(index, one.params.prompt) for index, one in committed_chunks(chunks)] == expected
 
 
 @pytest.mark.parametrize("outcomes", [[0, 2], [1, 2], [0, 1, 5]])
 def test_a_gap_is_named(outcomes: list[int]) -> None:
-    """A session that was not recorded completely cannot be replayed, and the error names the gap."""
+    """A session that was not recorded completely cannot be replayed, and the error names the
+    gap.
+    """
     with pytest.raises(ValueError, match=r"missing|starts at"):
         list(committed_chunks([chunk(index) for index in outcomes]))
 

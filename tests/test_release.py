@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make release`: the same commit yields the same bytes, and the version is written in one place."""
+"""`make release`: the same commit yields the same bytes, and the version is written in one
+place.
+"""
 
 import hashlib
 import io

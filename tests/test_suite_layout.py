@@ -37,7 +37,9 @@ def info(path: Path) -> Facts:
 
 
 def is_bare_sleep(call: ast.Call) -> bool:
-    """Return whether a call sleeps for a constant other than 0, which may be part of an expression."""
+    """Return whether a call sleeps for a constant other than 0, which may be part of an
+    expression.
+    """
     if (
         ast.unparse(call.func) not in ("time.sleep", "asyncio.sleep", "sleep")
         or len(call.args) != 1

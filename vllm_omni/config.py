@@ -58,8 +58,8 @@ class OmniConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Maximum total size of all suspended sessions in host memory, in bytes. Only used with
     `suspend_idle_s`."""
     suspend_dir: str | None = None
-    """Directory on a disk for suspended sessions that exceed `max_suspended_bytes`. The sessions
-    that have been idle longest are written to disk first. A session on disk is loaded again before
+    """Directory on a disk for suspended sessions that do not fit into `max_suspended_bytes`. The
+    sessions idle longest are written to disk first. A session on disk is loaded again before
     its next chunk. The directory appears empty, because the files have no names; the files are
     deleted when the process ends. Requires `suspend_idle_s`. Default: suspended sessions stay in
     host memory.

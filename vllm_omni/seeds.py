@@ -50,5 +50,7 @@ def definite_seed(seed: int | None) -> int:
 
 
 def nth_seed(seed: int, number: int) -> int:
-    """Return the seed of result `number` of a request with several results. Seeds wrap around to 0."""
+    """Return the seed of result `number` of a request with several results. Seeds wrap around to
+    0.
+    """
     return (seed + number) % (MAX_SEED + 1)

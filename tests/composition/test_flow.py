@@ -32,7 +32,9 @@ async def read_until(flow: AsyncIterator[Any], message: str) -> list[Any]:
 
 
 def test_events_arrive_in_order_and_steps_run_concurrently() -> None:
-    """Two steps that wait for each other both finish, and events arrive in the order of emission."""
+    """Two steps that wait for each other both finish, and events arrive in the order of
+    emission.
+    """
 
     async def scenario() -> list[Any]:
         ready: asyncio.Queue[int] = asyncio.Queue(maxsize=1)

@@ -350,7 +350,9 @@ def test_hidden_states_after_a_stop_token_are_dropped(harness_for: Any) -> None:
 
 @pytest.mark.parametrize("sampled", [[5, 9], [5]], ids=["one draft accepted", "none accepted"])
 def test_rejected_drafts_have_no_hidden_states(harness_for: Any, sampled: list[int]) -> None:
-    """The position of a rejected draft is computed again, and its hidden state is sent only then."""
+    """The position of a rejected draft is computed again, and its hidden state is sent only
+    then.
+    """
     harness = harness_for()
     harness.add("r", "all", list(range(10)), max_tokens=6)
     harness.step()

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StreamBatchScheduler` with several chunks of each session in flight (`omni.chunks_in_flight`)."""
+"""`StreamBatchScheduler` with several chunks of each session in flight
+(`omni.chunks_in_flight`).
+"""
 
 from collections.abc import Callable
 from functools import partial

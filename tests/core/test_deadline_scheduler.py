@@ -17,7 +17,9 @@ from vllm_omni.core.step_protocol import SchedulerNote
 
 
 def harness(model: Path, costs: StepCosts = StepCosts(size_s=0.2), **omni: Any) -> Harness:  # noqa: B008 (frozen)
-    """Return a harness with the given costs. A request has size 1 until the worker reports a size."""
+    """Return a harness with the given costs. A request has size 1 until the worker reports a
+    size.
+    """
     made = Harness(model, scheduling="deadline", **omni)
     made.scheduler._cost_model.costs = costs
     made.scheduler._cost_model.observe = lambda *args: None  # type: ignore[method-assign]
@@ -31,7 +33,9 @@ def note(run: Harness, name: str) -> SchedulerNote:
 
 
 def test_an_urgent_request_runs_first(null_world: Path) -> None:
-    """An urgent request that arrives last runs first, and the other requests continue afterwards."""
+    """An urgent request that arrives last runs first, and the other requests continue
+    afterwards.
+    """
     run = harness(null_world)
     run.add("a", "a", deadline_s=60.0)
     assert run.step() == ["a"]
@@ -59,8 +63,8 @@ def test_requests_outside_the_batch_keep_their_order(null_world: Path) -> None:
 
 
 def test_an_abort_while_the_step_is_in_flight(null_world: Path) -> None:
-    """A request can be aborted while its step is in flight and, as with two pipeline stages, a
-    second batch follows.
+    """A request can be aborted while its step is in flight, even if a second batch is in flight
+    too, as with two pipeline stages.
     """
     run = harness(null_world, stages=2)
     run.add("a", "a", deadline_s=60.0)
@@ -206,7 +210,9 @@ def test_steps_of_a_stock_worker_are_measured(null_world: Path) -> None:
 
 
 def test_device_times_are_matched_to_earlier_steps(null_world: Path) -> None:
-    """The sizes of a batch are stored until its duration arrives with the output of a later step."""
+    """The sizes of a batch are stored until its duration arrives with the output of a later
+    step.
+    """
     run, reported = observed(null_world, degradations=["fewer_steps"])
     run.add("a", "a", deadline_s=60.0)
     _, output = run.schedule()

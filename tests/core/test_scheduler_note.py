@@ -14,7 +14,9 @@ def params(extra: dict[str, Any] | None) -> PoolingParams:
 
 
 def test_a_note_is_added_to_the_fields_of_the_client() -> None:
-    """The note is added to a copy of the request's fields, and the client's object does not change."""
+    """The note is added to a copy of the request's fields, and the client's object does not
+    change.
+    """
     sent = params({"omni": {"session_id": "s"}, "omni_tensors": b"x"})
     noted = SchedulerNote(refused="full", degradations=["fewer_steps"]).attach_to_params(sent)
     assert sent.extra_kwargs == {"omni": {"session_id": "s"}, "omni_tensors": b"x"}

@@ -96,7 +96,9 @@ def test_aborting_a_chunk_starts_the_next_one(
 
 
 def test_requests_are_spread_over_the_stages(new_harness: Callable[..., Harness]) -> None:
-    """Four sessions on two pipeline stages run as two batches of two. Waiting chunks do not count."""
+    """Four sessions on two pipeline stages run as two batches of two. Waiting chunks do not
+    count.
+    """
     harness = new_harness(stages=2)
     for name in "abcd":
         harness.add(name, name, 0)

@@ -480,9 +480,10 @@ def test_a_request_that_reached_a_server_is_not_repeated(tmp_path: Path) -> None
 
 
 def test_a_server_that_stopped_answering_is_disconnected(tmp_path: Path) -> None:
-    """A server that fails its health checks is disconnected.
+    """A server that fails its health checks is disconnected from its clients.
 
-    For example, a frozen process or a machine without power keeps its connections open.
+    Without this, the connections would stay open, because a frozen process or a machine without
+    power does not close them.
     """
 
     async def scenario() -> None:
@@ -608,7 +609,9 @@ def test_metrics_and_operators_routes_are_for_private_networks(tmp_path: Path) -
 
 
 def test_http_2_carries_requests_and_websockets(tmp_path: Path) -> None:
-    """Several requests and WebSockets share one HTTP/2 connection, and each reaches its own server."""
+    """Several requests and WebSockets share one HTTP/2 connection, and each reaches its own
+    server.
+    """
 
     def talk(proxy: Proxy) -> None:
         with http2_client(proxy.tls_port, proxy.client_tls("h2", "http/1.1")) as client:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attacks on HAProxy with `deploy/haproxy/haproxy.cfg`, none of which reaches the servers.
+"""Attacks on HAProxy with `deploy/haproxy/haproxy.cfg`, most of which never reach its servers.
 
 Most tests also verify that another client is served during the attack.
 """
@@ -43,7 +43,9 @@ HANDSHAKE = (
 
 
 class Edge:
-    """A proxy with servers that run in another thread, so that an attack may block its own thread."""
+    """A proxy with servers that run in another thread, so that an attack may block its own
+    thread.
+    """
 
     def __init__(self, proxy: Proxy, servers: list[EchoServer]) -> None:
         self.proxy, self.servers = proxy, servers
@@ -241,7 +243,9 @@ def test_a_long_body_that_stops_is_ended_by_the_server(tmp_path: Path) -> None:
 
 
 def test_a_client_that_sends_all_before_it_reads_gets_its_response(tmp_path: Path) -> None:
-    """The proxy delivers a server's refusal to a client that sends its whole body before it reads."""
+    """The proxy delivers a server's refusal to a client that sends its whole body before it
+    reads.
+    """
     with edge(tmp_path) as target:
         length = 16 << 20
         for _ in range(5):

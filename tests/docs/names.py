@@ -182,7 +182,9 @@ def _strings() -> str:
 
 @cache
 def _classes() -> dict[str, tuple[set[str], list[str]]]:
-    """Return a map from each class of this package to its own members and the names of its bases."""
+    """Return a map from each class of this package to its own members and the names of its
+    bases.
+    """
     found: dict[str, tuple[set[str], list[str]]] = {}
     for path, tree in trees().items():
         if path.is_relative_to(REPO / "vllm_omni"):

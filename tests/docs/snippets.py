@@ -213,7 +213,7 @@ def _check_vllm_omni(arguments: list[str], runs_in: Path, execute: bool) -> None
 
 @cache
 def _run_once(arguments: tuple[str, ...]) -> None:
-    """Run a command only once if its result does not depend on the folder."""
+    """Run a command at most once per process. Its result must not depend on the folder."""
     _run(list(arguments), REPO)
 
 
@@ -297,7 +297,7 @@ STAND_INS = {
     '{"hidden_state_layers": [12]}': '{"hidden_state_layers": [1]}',
     "(12, -1)": "(1, -1)",
 }
-"""Replacements for text that would require a download, by equivalents for the page's tiny model."""
+"""Text of snippets that would require a download, mapped to text for the page's tiny model."""
 
 _FILE_OF_READER = re.compile(r"# ((?:vllm_omni|tests|examples)/[\w/]+\.py)\n")
 
@@ -371,7 +371,7 @@ def write_script(snippet: Snippet, folder: Path, port: int | None = None) -> Pat
 
 
 def server_command(page: Path, folder: Path, port: int) -> list[str]:
-    """Return the page's first `vllm serve` command, with its model in `folder` and with `port`."""
+    """Return the page's first `vllm serve` command with a model in `folder`, changed to `port`."""
     for snippet in snippets(page):
         for command in (
             commands(snippet.text) if snippet.language in ("bash", "sh", "shell") else []

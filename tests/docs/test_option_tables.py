@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of options, environment variables and error codes are complete and show the real defaults."""
+"""Tables of options, environment variables and error codes are complete and show the real
+defaults.
+"""
 
 import re
 from collections.abc import Iterator, Mapping

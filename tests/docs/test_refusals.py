@@ -2,9 +2,9 @@
 """Every sentence about a refusal, in pages and in texts of options, has an entry here that verifies
 it.
 
-`AT_START` contains combinations of options that must raise before any process starts, when they are
-configured as by `vllm serve`. `HELD_BY` maps refusals of requests, files and readers to the tests
-that verify them.
+`AT_START` contains combinations of options that must raise before any process starts. The
+tests configure them as `vllm serve` does. `HELD_BY` maps refusals of requests, files and readers to
+the tests that verify them.
 """
 
 import ast

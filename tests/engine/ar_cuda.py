@@ -41,7 +41,7 @@ The error with TF32 is 2 to 5 times as large, and the error for a wrong token 10
 IEEE_PRODUCTS = {"TRITON_F32_DEFAULT": "ieee"}
 """Environment variable of the worker that makes Triton multiply fp32 values in fp32."""
 WIDTH = 256
-"""Hidden size of `write_model`."""
+"""Hidden size of the model that `write_model` writes."""
 PROMPTS = [
     "the red bird sings in the big tree",
     "a small blue house",
@@ -65,7 +65,9 @@ def write_model(out: Path, **config: Any) -> Path:
 
 
 class Engine:
-    """An AsyncLLM with async scheduling, chunked prefill and prefix caching. `runner` is V1 or V2."""
+    """An AsyncLLM with async scheduling, chunked prefill and prefix caching. `runner` is V1 or
+    V2.
+    """
 
     def __init__(
         self, model: Path, runner: str, omni: dict[str, Any] | None = None, **engine_args: Any

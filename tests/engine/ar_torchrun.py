@@ -20,7 +20,9 @@ _Started_S = time.monotonic()
 def run_two_ranks(
     script: str, folder: Path, arguments: list[str], limit_s: float, **environment: str
 ) -> None:
-    """Run `script` on two ranks within `limit_s`. The script can import the modules of this folder."""
+    """Run `script` on two ranks within `limit_s`. The script can import the modules of this
+    folder.
+    """
     path = folder / "ranks.py"
     path.write_text(script)
     torchrun = [

@@ -48,7 +48,7 @@ class RecordingWorker(SharedGPUWorker):
             recorded(dist, name, "recv")
         for name in ("all_to_all_single", "all_gather", "all_reduce", "broadcast"):
             recorded(dist, name, "all")
-        recorded(split_decode, "_all_gather", "all")  # named by the torch release
+        recorded(split_decode, "_all_gather", "all")  # its name depends on the torch release
         self._record_transfer("isend_tensor_dict", "send", lambda pp: pp.next_rank)
         self._record_transfer("irecv_tensor_dict", "recv", lambda pp: pp.prev_rank)
 

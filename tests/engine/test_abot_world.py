@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ABot-World-0 (tiny) in the real engine: keys, references, prompts, refusals, two ranks and FP8."""
+"""ABot-World-0 (tiny) in the real engine: keys, references, prompts, refusals, two ranks and
+FP8.
+"""
 
 import asyncio
 from collections.abc import Iterator

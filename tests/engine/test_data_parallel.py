@@ -212,7 +212,9 @@ def test_forks_progress_and_aborts_reach_the_right_rank(two_ranks: Endpoints) ->
 
 
 def test_a_snapshot_moves_a_session_to_the_other_rank(two_ranks: Endpoints, tmp_path: Path) -> None:
-    """A session is restored from a snapshot on the rank with more room and continues bit for bit."""
+    """A session is restored from a snapshot on the rank with more room and continues bit for
+    bit.
+    """
 
     async def scenario() -> None:
         for name, seed in (("a", 1), ("b", 2)):
@@ -239,7 +241,9 @@ def test_a_snapshot_moves_a_session_to_the_other_rank(two_ranks: Endpoints, tmp_
 def test_a_killed_rank_ends_the_engine_and_fails_all_requests(
     two_ranks: Endpoints,
 ) -> None:
-    """When one engine process dies, vLLM's client stops all of them, and no request keeps waiting."""
+    """When one engine process dies, vLLM's client stops all of them, and no request keeps
+    waiting.
+    """
 
     async def scenario() -> None:
         for name, seed in (("a", 1), ("b", 2)):

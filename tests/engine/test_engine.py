@@ -29,7 +29,9 @@ async def failing(client: EngineClient, session_id: str, index: int, **options: 
 
 
 def test_concurrent_sessions_equal_single_ones(null_engine: SharedEngine) -> None:
-    """Concurrent sessions equal single ones bit for bit, while other sessions fail or are aborted."""
+    """Concurrent sessions equal single ones bit for bit, while other sessions fail or are
+    aborted.
+    """
 
     client = null_engine.client
 

@@ -79,7 +79,9 @@ def test_a_repository_without_config_takes_sizes_from_its_tensors(
 
 
 def test_held_keys_change_the_world_of_layout_act(tmp_path: Path) -> None:
-    """In layout `act`, held keys change the latents. Without the tensor `action`, no key is held."""
+    """In layout `act`, held keys change the latents. Without the tensor `action`, no key is
+    held.
+    """
     get_family("lingbot_world").make_tiny(tmp_path, 0, "act")
 
     async def scenario() -> None:

@@ -94,7 +94,9 @@ class GuardedApp:
         return body["ticket"]
 
     def connect(self, path: str = ENDPOINT, **fields: Any) -> str | int:
-        """Return the first message to a WebSocket: `websocket.accept`, or the status of a refusal."""
+        """Return the first message to a WebSocket: `websocket.accept`, or the status of a
+        refusal.
+        """
         first = self.call(socket_scope(path, **fields))[0]
         return first.get("status", first["type"])
 

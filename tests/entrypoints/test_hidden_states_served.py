@@ -289,7 +289,9 @@ def test_a_request_is_a_span_of_the_callers_trace(server: Server, collector: Col
 
 
 def test_a_key_beyond_its_quota_is_refused(server: Server) -> None:
-    """The third request within a minute gets 429 with a time, and other clients are not affected."""
+    """The third request within a minute gets 429 with a time, and other clients are not
+    affected.
+    """
     small = {"Authorization": f"Bearer {SMALL_KEY}"}
     responses = [server.post("/v1/completions", small, prompt=PROMPT) for _ in range(3)]
     assert [response.status_code for response in responses] == [200, 200, 429]

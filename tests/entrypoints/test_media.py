@@ -173,7 +173,9 @@ def test_wrong_frames_are_refused(frames: np.ndarray) -> None:
 
 
 def test_bytes_that_are_no_video_are_a_value_error() -> None:
-    """FFmpeg's exceptions for truncated files and for files that are not videos become ValueError."""
+    """FFmpeg's exceptions for truncated files and for files that are not videos become
+    ValueError.
+    """
     data = encode_mp4(moving_square(3), fps=16)
     for broken in (b"", b"hello", data[:40]):
         with pytest.raises(ValueError, match=r"video"):

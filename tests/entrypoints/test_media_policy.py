@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which media URLs a server reads, tested through vLLM's registry of connectors. No URL is fetched."""
+"""Which media URLs a server reads, tested through vLLM's registry of connectors. No URL is
+fetched.
+"""
 
 import asyncio
 import base64

@@ -92,7 +92,9 @@ def test_a_chunk_is_late_after_all_sent_frames_were_played(
 
 
 def test_stages_come_from_the_workers_timings(endpoint: str, value: Callable[..., float]) -> None:
-    """Stage times come from the timings of the workers, and the rest of a chunk's time is queueing."""
+    """Stage times come from the timings of the workers, and the rest of a chunk's time is
+    queueing.
+    """
     endpoint_metrics().stages(
         endpoint,
         {"encode": [10.0], "steps": [100.0, 100.0], "decode": [40.0], "total": [260.0]},

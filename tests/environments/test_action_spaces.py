@@ -57,7 +57,9 @@ def test_one_button_at_a_time_is_a_number(number: int, names: tuple[str, ...]) -
 
 
 def test_all_of_a_model_s_buttons_may_be_held_at_once() -> None:
-    """A random action may hold all of a model's buttons at once. On average it holds half of them."""
+    """A random action may hold all of a model's buttons at once. On average it holds half of
+    them.
+    """
     space = action_space(released_config("waypoint"))
     held = {
         "buttons": np.ones(256, np.int8),

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start poses and world poses of environments, with an engine that moves but renders empty frames."""
+"""Start poses and world poses of environments, with an engine that moves but renders empty
+frames.
+"""
 
 from types import SimpleNamespace
 from typing import Any

@@ -204,8 +204,8 @@ def test_references_of_another_size_or_name_are_refused(run: RunFolder, tmp_path
 
 
 def test_frames_of_other_programs_are_read() -> None:
-    """Frames of other programs are read if channels are first, an axis has length 1, or values are
-    floats in [-1, 1].
+    """Frames of other programs are read even with channels first, with an additional axis of length
+    1, and with floats in [-1, 1].
     """
     frame = np.random.default_rng(0).integers(0, 255, (6, 8, 3), dtype=np.uint8)
     floats = np.moveaxis(frame / 127.5 - 1, -1, 0)[None]

@@ -65,7 +65,9 @@ def test_text_becomes_a_video(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_refused_request_ends_with_its_reason(tmp_path: Path) -> None:
-    """A refused request ends the script with one line that gives the reason, without a traceback."""
+    """A refused request ends the script with one line that gives the reason, without a
+    traceback.
+    """
     result = run_example(
         SCRIPT, tiny(tmp_path, "sd3"), "--out", tmp_path / "x.png", "--size", "60x32", status=1
     )

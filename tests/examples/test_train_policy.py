@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example that trains a policy over HTTP learns to walk in the demo world, in a shortened run."""
+"""The example that trains a policy over HTTP learns to walk in the demo world, in a shortened
+run.
+"""
 
 import json
 from pathlib import Path

@@ -18,7 +18,9 @@ MakeHost = Callable[..., PipelineHost]
 def direct(
     path: Path, seed: int, prompt: str | None = "a red fox", **arguments: Any
 ) -> torch.Tensor:
-    """Return the result of diffusers itself: uint8 images [N, H, W, 3], or the frames of a video."""
+    """Return the result of diffusers itself: uint8 images [N, H, W, 3], or the frames of a
+    video.
+    """
     import diffusers
 
     pipeline = diffusers.DiffusionPipeline.from_pretrained(path)

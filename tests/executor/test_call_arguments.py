@@ -29,7 +29,9 @@ Image = torch.zeros(8, 8, 3, dtype=torch.uint8)
 
 @pytest.fixture(scope="module")
 def info(tiny_pipelines: Callable[[str], Path]) -> Callable[..., PipelineInfo]:
-    """Return a function: `info(layout, pipeline_class=None)` returns the info of a tiny pipeline."""
+    """Return a function: `info(layout, pipeline_class=None)` returns the info of a tiny
+    pipeline.
+    """
     import diffusers
 
     @cache
@@ -318,7 +320,9 @@ def test_invalid_images_are_refused(
 
 
 def test_an_edit_without_its_image_is_refused(info: Callable[..., PipelineInfo]) -> None:
-    """An edit without an image is refused, even if the pipeline class gives the argument a default."""
+    """An edit without an image is refused, even if the pipeline class gives the argument a
+    default.
+    """
     assert "needs an image" in refused(info("qwen_image", "QwenImageImg2ImgPipeline")).message
 
 

@@ -69,7 +69,9 @@ def test_unsupported_outputs_raise(output: dict[str, object], video: bool, words
 
 
 def test_latents_are_returned_unchanged() -> None:
-    """Latents are returned with the pipeline's dtype and shape. Outputs of other types are refused."""
+    """Latents are returned with the pipeline's dtype and shape. Outputs of other types are
+    refused.
+    """
     latents = torch.rand(1, 16, 64)
     assert torch.equal(latents_tensor({"images": latents}), latents)
     with pytest.raises(TypeError, match="latent"):

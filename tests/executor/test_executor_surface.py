@@ -39,8 +39,8 @@ def requested_of_workers() -> list[str]:
 
 
 def test_the_pattern_finds_remote_calls() -> None:
-    """The pattern finds calls in vLLM's source. It fails if vLLM changes their form, because no
-    name would be found.
+    """The pattern finds calls in vLLM's source. This test fails if vLLM changes their form, because
+    the pattern would then find no name.
     """
     assert {"get_kv_cache_spec", "initialize_from_config", "sleep", "synchronize_device"} <= set(
         requested_of_workers()

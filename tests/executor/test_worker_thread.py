@@ -32,7 +32,9 @@ def test_work_advances_from_pause_to_pause() -> None:
 
 @pytest.mark.parametrize("advances", [0, 1, 3])
 def test_cancel_ends_the_work_at_its_pause_point(advances: int) -> None:
-    """Cancelled work does not start, or unwinds from its pause point. The thread can be used again."""
+    """Cancelled work does not start, or unwinds from its pause point. The thread can be used
+    again.
+    """
     thread, trace = WorkerThread[str]("t"), []
     thread.start_work(counting(trace))
     for _ in range(advances):

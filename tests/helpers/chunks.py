@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drives a streaming model in this process as the runner does: steps, chunks and pipeline stages."""
+"""Drives a streaming model in this process as the runner does: steps, chunks and pipeline
+stages.
+"""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any

@@ -45,7 +45,7 @@ class EchoServer:
         self.port = self.runner.addresses[0][1]
 
     async def die(self) -> None:
-        """Stop the server like a killed process, with sockets that the kernel closes."""
+        """Stop the server like a killed process: its connections are aborted."""
         for each in self.sockets:
             if each._req is not None and each._req.transport is not None:
                 each._req.transport.abort()

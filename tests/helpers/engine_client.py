@@ -123,7 +123,9 @@ def shared_engine(*args: Any, **kwargs: Any) -> Iterator[SharedEngine]:
 async def running_engine(
     model: Path, omni: Mapping[str, Any] | None = None, **engine_args: Any
 ) -> AsyncIterator[EngineClient]:
-    """Start an engine on `model` with small sizes, and stop it with all its processes at the end."""
+    """Start an engine on `model` with small sizes, and stop it with all its processes at the
+    end.
+    """
     size = engine_args.get("tensor_parallel_size", 1) * engine_args.get("pipeline_parallel_size", 1)
     # Each rank is bound to one core, because vLLM would otherwise require a NUMA node for each
     # rank.

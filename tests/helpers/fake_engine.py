@@ -302,7 +302,9 @@ class Client:
         return self.receive()
 
     def frames(self) -> list[dict[str, Any]]:
-        """Return all frame messages of one request, up to the last one. Fails on an error message."""
+        """Return all frame messages of one request, up to the last one. Fails on an error
+        message.
+        """
         messages = []
         while not messages or not messages[-1]["final"]:
             messages.append(self.receive())

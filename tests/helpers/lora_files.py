@@ -145,7 +145,9 @@ def _write(
 
 
 def causal_wan_target(checkpoint: Path) -> AdapterTarget:
-    """Return the layers of a causal Wan checkpoint that adapters may change. No weights are loaded."""
+    """Return the layers of a causal Wan checkpoint that adapters may change. No weights are
+    loaded.
+    """
     config = CausalWanConfig.from_checkpoint(hf_config(checkpoint)["causal_wan"]["transformer"])
     return AdapterTarget(nn.Module(), transformer_shapes(config), TRANSFORMER_RULES)
 

@@ -29,7 +29,9 @@ class Served:
         self.client = self.connect()
 
     def connect(self, key: str = KEY) -> OpenAI:
-        """Return a new client that has its own connections and raises errors instead of retrying."""
+        """Return a new client that has its own connections and raises errors instead of
+        retrying.
+        """
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=seconds(60))
 
     def get(self, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:

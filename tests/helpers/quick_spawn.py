@@ -39,7 +39,9 @@ def is_installed() -> bool:
 
 
 def write_output_to(output: Path, errors: Path) -> None:
-    """Append stdout and stderr of this process, and of the processes that it will start, to files."""
+    """Append stdout and stderr of this process, and of the processes that it will start, to
+    files.
+    """
     global _outputs
     _outputs = (output, errors)
     for number, path in enumerate(_outputs, 1):

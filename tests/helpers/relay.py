@@ -191,7 +191,9 @@ def _with_candidate(sdp: str, host: str, port: int) -> str:
 
 
 def host_address() -> str:
-    """Return an address of this machine other than the loopback address, as in WebRTC candidates."""
+    """Return an address of this machine other than the loopback address, as in WebRTC
+    candidates.
+    """
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # connecting a UDP socket sends nothing
         return str(probe.getsockname()[0])

@@ -138,7 +138,9 @@ class WorldDriver:
         code: str,
         reason: str,
     ) -> None:
-        """Assert that a request for the first or the second chunk is refused and changes nothing."""
+        """Assert that a request for the first or the second chunk is refused and changes
+        nothing.
+        """
         session = self.open_session(world)
         if not first:
             self.run_chunk(world, session)
@@ -194,7 +196,9 @@ class WorldDriver:
         assert not torch.equal(self.run_chunk(world, session, actions=actions), other)
 
     def assert_moves_to_the_host_and_back(self, world: Any, chunks: int = 1) -> None:
-        """Assert that a session that was moved to the host continues like one that was not moved."""
+        """Assert that a session that was moved to the host continues like one that was not
+        moved.
+        """
         session = self.open_session(world)
         for _ in range(chunks):
             self.run_chunk(world, session)

@@ -39,7 +39,9 @@ def test_steps_are_skipped_until_their_changes_reach_the_threshold() -> None:
 
 
 def test_a_large_change_is_computed_at_once_and_resets_the_sum() -> None:
-    """A change above the threshold is computed immediately. In this test, the mean change is 0.265."""
+    """A change above the threshold is computed immediately. In this test, the mean change is
+    0.265.
+    """
     sizes = embeddings(1, 1.1, 2.2, 2.3, 2.4, 2.5)
     assert computed_steps(sizes, 1.2) == (True, False, True, False, False, True)
 

@@ -14,7 +14,9 @@ _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 @dataclass(frozen=True)
 class CallShape:
-    """The arguments of one call in source code. A call with `*args` or `**kwargs` is `open_ended`."""
+    """The arguments of one call in source code. A call with `*args` or `**kwargs` is
+    `open_ended`.
+    """
 
     positional: int
     names: tuple[str, ...]

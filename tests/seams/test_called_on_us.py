@@ -29,7 +29,7 @@ NOT_OF_THE_RUNNER = {
 """Calls on `model_runner` that cannot occur with the diffusion worker, each with the reason."""
 
 ONLY_IN_WARM_UP = {"_compile_or_warm_up_model"}
-"""Methods of vLLM's worker that only methods call which the diffusion worker replaces."""
+"""Methods of vLLM's worker that are called only by methods that the diffusion worker replaces."""
 
 NOT_OF_A_PIPELINE = {
     "save_sharded_state": "the executor refuses it by name",
@@ -65,7 +65,9 @@ def unreplaced_methods() -> Iterator[ast.AST]:
 
 
 def test_the_runner_accepts_every_call_of_the_worker() -> None:
-    """The runner accepts every call in the source of both workers, by name, positions and keywords."""
+    """The runner accepts every call in the source of both workers, by name, positions and
+    keywords.
+    """
     refused, seen = {}, set()
     for method in unreplaced_methods():
         for name, shape in calls_of_attribute(method, "model_runner"):
@@ -99,7 +101,9 @@ def test_skipped_methods_are_only_called_by_replaced_ones() -> None:
 
 
 def test_the_pipeline_worker_accepts_every_remote_call() -> None:
-    """The pipeline worker accepts every `collective_rpc` call in vLLM's executor and engine core."""
+    """The pipeline worker accepts every `collective_rpc` call in vLLM's executor and engine
+    core.
+    """
     refused, seen = {}, set()
     for module in (abstract, core):
         for name, shape in remote_calls(ast.parse(inspect.getsource(module))):

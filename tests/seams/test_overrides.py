@@ -148,6 +148,8 @@ def test_no_class_is_abstract() -> None:
 
 
 def test_exemptions_are_needed() -> None:
-    """Every exemption is needed, because an obsolete one would hide a later method with its name."""
+    """Every exemption is needed, because an obsolete one would hide a later method with its
+    name.
+    """
     existing = {f"{owner.__name__}.{name}" for owner, _, name, _, _ in overrides()}
     assert set(NOT_CALLED_BY_VLLM) <= existing

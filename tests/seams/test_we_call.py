@@ -116,8 +116,8 @@ def direct_calls() -> Iterator[tuple[str, Any, CallShape, int]]:
 
 
 def _annotated(tree: ast.AST, imports: Imports) -> dict[str, list[type]]:
-    """Return the expressions (`client`, `self._client`) that the whole file annotates as one class
-    of vLLM.
+    """Return the expressions (`client`, `self._client`) that have the same class of vLLM in all of
+    their annotations in the file.
 
     An attribute that is assigned from an annotated parameter has the parameter's class and the
     classes to which `isinstance` narrows it.

@@ -52,7 +52,9 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapter(pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter file for every linear layer in the blocks of both experts, with diffusers' names."""
+    """An adapter file for every linear layer in the blocks of both experts, with diffusers'
+    names.
+    """
     generator = torch.Generator().manual_seed(1)
     tensors = {}
     for name, module in WanTransformer3DModel(**SIZES).named_modules():

@@ -320,7 +320,9 @@ def test_a_later_stage_receives_intermediate_tensors(generation: Any) -> None:
 
 @both
 def test_a_finished_request_is_evicted(generation: Any) -> None:
-    """A finished request is evicted when the scheduler output of the following step announces it."""
+    """A finished request is evicted when the scheduler output of the following step announces
+    it.
+    """
     runner = make(generation)
     run(runner, scheduler_output(new=[new_request("r", "all"), new_request("other", None)]))
     output = run(runner, scheduler_output(scheduled={"other": 1}, finished=["r"]))
@@ -439,7 +441,9 @@ def test_fault_4_no_code_of_vllm_is_copied() -> None:
 
 
 def windows(source: str, length: int = 6) -> list[tuple[str, ...]]:
-    """Return every run of `length` lines of code. Short lines, comments and imports are left out."""
+    """Return every run of `length` lines of code. Short lines, comments and imports are left
+    out.
+    """
     lines = [line.strip() for line in source.splitlines()]
     lines = [
         line for line in lines if len(line) > 3 and not line.startswith(("#", "from ", "import "))

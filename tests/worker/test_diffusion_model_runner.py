@@ -56,7 +56,9 @@ def test_a_request_takes_one_engine_step_per_denoise_step(runner: Any) -> None:
 
 
 def test_a_window_is_refused_if_the_model_fixes_it(runner: Any) -> None:
-    """If the model fixes the window, a request for another window is refused and opens no session."""
+    """If the model fixes the window, a request for another window is refused and opens no
+    session.
+    """
     [result] = execute(runner, step(new=[chunk("r", "s", 0, window_frames=3)])).values()
     assert isinstance(result, RequestFailed) and result.code == "invalid_request"
     assert "window_frames and sink_frames are fixed by this server" in str(result)
@@ -102,7 +104,7 @@ def test_an_aborted_chunk_leaves_its_session_byte_identical(runner: Any) -> None
 
 
 def test_finishing_an_unknown_request_has_no_effect(runner: Any) -> None:
-    """Finishing an unknown request has no effect, although the scheduler may report such a request."""
+    """If the scheduler reports an unknown request as finished, the runner ignores it."""
     execute(runner, step(new=[chunk("r", "s", 0)]))
     execute(runner, step(finished=["aborted while it waited"], running=["r"]))
     assert runner.request_progress() == {"s": [2, STEPS]}
@@ -239,7 +241,9 @@ def test_sessions_are_bounded_in_bytes(make_runner: Any, null_world: Path) -> No
 def test_the_stock_scheduler_gets_whole_chunks(
     make_runner: Any, null_world: Path, runner: Any
 ) -> None:
-    """Without `StreamBatchScheduler`, one engine step generates a whole chunk, with equal results."""
+    """Without `StreamBatchScheduler`, one engine step generates a whole chunk, with equal
+    results.
+    """
     stock = make_runner(null_world, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
     result = execute(stock, step(new=[chunk("r", "s", 0), chunk("q", "s", 1)]))
     assert result["r"][0]["chunk_index"] == 0 and result["q"][0]["chunk_index"] == 1
@@ -265,7 +269,9 @@ def test_a_stage_passes_tensors_from_the_previous_one_to_the_next(
 
 
 def test_input_tensors_reach_the_model_by_name(runner: Any) -> None:
-    """Input tensors reach the model by name: the model refuses a NaN pose with its own error code."""
+    """Input tensors reach the model by name: the model refuses a NaN pose with its own error
+    code.
+    """
     poses = torch.full((9, 4, 4), float("nan"))
     data = new_request("r", {"poses": poses}, session_id="s", prompt="x", chunk_index=0)
     assert run_to_end(runner, data)["r"].code == "non_finite_pose"
@@ -339,7 +345,9 @@ def test_an_exception_in_a_shared_forward_fails_only_its_request(
 def test_an_error_of_the_model_reaches_the_client(
     runner: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A `RequestFailed` that the model raises is returned to the client with its code and message."""
+    """A `RequestFailed` that the model raises is returned to the client with its code and
+    message.
+    """
 
     def denoise_step(batch: Any, hidden: Any = None) -> Any:
         raise RequestFailed("unsupported", "not with this camera")

@@ -188,7 +188,9 @@ def test_requests_of_one_copy_get_their_own_hidden_states() -> None:
     ],
 )
 def test_a_refused_request_affects_no_other(requested: Any, code: str, named: str) -> None:
-    """A refused request has its error in its own entry, and other requests get their hidden states."""
+    """A refused request has its error in its own entry, and other requests get their hidden
+    states.
+    """
     collector = make_collector()
     bad = new_request(
         "r0", "all", requested.get("extra"), prompt_len=2, layers=requested.get("layers", (-1,))

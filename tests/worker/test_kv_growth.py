@@ -232,7 +232,7 @@ def test_ranks_use_the_shortest_of_their_windows(
     make_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All ranks use the shortest of their windows. In this test, another rank has memory for only
-    12 frames, and this rank has more.
+    12 frames, and this rank has already allocated more.
     """
     worker = make_worker()
     monkeypatch.setattr(

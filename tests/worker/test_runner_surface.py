@@ -32,8 +32,8 @@ def used_by_worker() -> list[str]:
 
 
 def test_the_pattern_finds_the_attributes() -> None:
-    """The pattern finds attributes in vLLM's source. It fails if vLLM renames `model_runner`,
-    because it would find no name.
+    """The pattern finds attributes in vLLM's source. This test fails if vLLM renames
+    `model_runner`, because the pattern would then find no name.
     """
     assert {"execute_model", "load_model", "get_kv_cache_spec"} <= set(used_by_worker())
 

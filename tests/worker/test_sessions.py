@@ -122,7 +122,9 @@ def test_refusals_name_the_limit_and_the_remedy(store: SessionStore) -> None:
 
 
 def test_the_limits_are_inclusive(store: SessionStore, clock: Clock) -> None:
-    """Limits are inclusive: all bytes, all sessions and the exact idle time are within the limits."""
+    """Limits are inclusive: all bytes, all sessions and the exact idle time are within the
+    limits.
+    """
     store.make_room(25)
     store.add_session(Session("a", 15))
     store.make_room(10)

@@ -77,7 +77,9 @@ class Saved:
     metadata: dict[str, str]
 
     def refusal(self, path: Path) -> RequestFailed:
-        """Restore a file that must be refused, check that no session remains, and return the error."""
+        """Restore a file that must be refused, check that no session remains, and return the
+        error.
+        """
         with pytest.raises(RequestFailed) as failure:
             self.worker.restore("b", path)
         assert list(self.worker.runner.sessions.stats()["chunks"]) == ["a"]

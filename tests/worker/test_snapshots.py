@@ -196,7 +196,9 @@ def test_unknown_and_unstarted_sessions_cannot_be_saved(
 def test_pending_results_are_applied_before_a_snapshot(
     make_worker: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pending results of the last stage are applied before a snapshot, and the GPU is synchronized."""
+    """Pending results of the last stage are applied before a snapshot, and the GPU is
+    synchronized.
+    """
     worker = make_worker("null_world")
     calls: list[Any] = []
     text_chunk(worker, "a", 0)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two pipeline stages in one process. Each stage is a runner with some of the null world's layers."""
+"""Two pipeline stages in one process. Each stage is a runner with some of the null world's
+layers.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence

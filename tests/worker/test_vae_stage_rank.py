@@ -182,7 +182,9 @@ def test_a_chunk_that_waits_on_the_first_rank_does_not_start(pair: Pair) -> None
 def test_the_decode_state_is_sent_once_with_the_final_latents(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The decode state is sent once, with the final latents. Timings are sent with the last step."""
+    """The decode state is sent once, with the final latents. Timings are sent with the last
+    step.
+    """
     reported: list[Any] = []
     requested: list[str] = []
     model, take_over = pair.layers.model, pair.vae.model.unpack_decode_state
@@ -383,7 +385,9 @@ def test_a_step_waits_only_for_results_that_are_nearly_ready(
 
 
 def test_decodes_in_flight_are_limited(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of decodes in flight is limited to three: a fourth decode waits for the first one."""
+    """The number of decodes in flight is limited to three: a fourth decode waits for the first
+    one.
+    """
     made: list[Slow] = []
 
     def launch(*_: Any) -> list[Slow]:

@@ -151,7 +151,9 @@ def test_silent_ranks_of_other_machines_are_named_and_not_killed(
 def test_a_silent_rank_of_this_machine_is_killed(
     watch: Callable[..., Watchdog], exits: "queue.Queue[int]", process: "subprocess.Popen[bytes]"
 ) -> None:
-    """A silent rank on this machine is killed, because a stopped process would keep its GPU memory."""
+    """A silent rank on this machine is killed, because a stopped process would keep its GPU
+    memory.
+    """
     watch(PeerRank(1, process.pid, HERE, bound().getsockname()), timeout_s=0.5)
     assert exits.get(timeout=SOON_S) == ENGINE_DIED
     assert process.wait(SOON_S) == -signal.SIGKILL
@@ -192,7 +194,9 @@ def test_an_ended_process_is_detected_within_a_few_beats(
 def test_an_orderly_shutdown_ends_no_process(
     watch: Callable[..., Watchdog], exits: "queue.Queue[int]", process: "subprocess.Popen[bytes]"
 ) -> None:
-    """An orderly shutdown ends no process. The watchdog's thread ends and closes its descriptors."""
+    """An orderly shutdown ends no process. The watchdog's thread ends and closes its
+    descriptors.
+    """
     address = bound().getsockname()
     before = set(os.listdir("/proc/self/fd"))
     dog = watch(PeerRank(1, process.pid, HERE, address), timeout_s=0.5)
@@ -229,7 +233,9 @@ def test_only_datagrams_with_the_token_count(
 
 
 class DelayedSocket(socket.socket):
-    """A socket that delays its first send by more than four beats, as after a pause of the machine."""
+    """A socket that delays its first send by more than four beats, as after a pause of the
+    machine.
+    """
 
     delay_s = 0.0
 

@@ -130,7 +130,7 @@ def test_ranks_watch_each_other_from_the_warm_up_to_the_shutdown(
 ) -> None:
     """Ranks watch each other from the warm-up to the shutdown.
 
-    A single rank has no watchdog, and `rank_timeout_s` None disables it.
+    A single rank has no watchdog. With several ranks, `rank_timeout_s` None disables it.
     """
     seen: list[Any] = []
     used: list[int] = []

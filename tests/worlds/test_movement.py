@@ -90,7 +90,9 @@ def test_a_wall_ends_a_straight_walk() -> None:
 
 
 def test_a_walker_slides_along_a_wall() -> None:
-    """A camera that walks into a wall at 45 degrees keeps the component of its step along the wall."""
+    """A camera that walks into a wall at 45 degrees keeps the component of its step along the
+    wall.
+    """
     pose = _walk(world_pose(0, 4.9, 45), "w", 8, _grid())
     assert float(pose[2, 3]) < 5.0
     assert float(pose[0, 3]) == pytest.approx(8 * STEP * 0.5**0.5, rel=0.3)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A world's start images are recognised even if their files were changed, and other images are not."""
+"""A world's start images are recognised even if their files were changed, and other images are
+not.
+"""
 
 import importlib.resources
 import io

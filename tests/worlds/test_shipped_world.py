@@ -43,7 +43,9 @@ def test_everything_is_there_and_small(village: Path) -> None:
 
 
 def test_the_description_fits_the_files(village: Path) -> None:
-    """Start images have the trained size, and the video of the tour has as many frames as the tour."""
+    """Start images have the trained size, and the video of the tour has as many frames as the
+    tour.
+    """
     description = read_description(village)
     assert description is not None
     assert description.domain == "tiny_village"

@@ -124,8 +124,8 @@ class EngineWorld:
         **engine_args: Any,
     ) -> None:
         self.snapshot_every = snapshot_every
-        # GiB that vLLM reserves on a CPU. Without this value, vLLM's CPU worker requires 92 % of
-        # the memory to be free.
+        # Memory for sessions on a CPU, in GiB. By default, vLLM's CPU worker requires 92 % of the
+        # memory to be free.
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
         from vllm import LLM  # slow import, which `--help` should not need
 

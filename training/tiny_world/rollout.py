@@ -131,7 +131,9 @@ class RollOuts:
 
 
 def same_lengths(chunk_B: torch.Tensor) -> list[tuple[int, slice]]:
-    """Return the clips of a batch by chunk length. Clips with the same chunk length are contiguous."""
+    """Return the clips of a batch by chunk length. Clips with the same chunk length are
+    contiguous.
+    """
     threes = int((chunk_B == 3).sum())
     parts = [(3, slice(0, threes)), (1, slice(threes, len(chunk_B)))]
     return [(chunk, rows) for chunk, rows in parts if rows.start < rows.stop]

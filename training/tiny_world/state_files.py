@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the state of a training to files that are small enough to be copied back from a GPU host."""
+"""Writes the state of a training to files that are small enough to be copied back from a GPU
+host.
+"""
 
 import io
 from pathlib import Path

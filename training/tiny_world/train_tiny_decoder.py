@@ -64,7 +64,9 @@ class Grow(nn.Module):
 
 
 class TinyDecoder(nn.Module):
-    """Decodes whole clips: latents [B, n, 16, h, w] to pixels [B, 4 n - 3, 3, 8 h, 8 w] in [0, 1]."""
+    """Decodes whole clips: latents [B, n, 16, h, w] to pixels [B, 4 n - 3, 3, 8 h, 8 w] in [0,
+    1].
+    """
 
     def __init__(self, widths: tuple[int, ...] = WIDTHS) -> None:
         super().__init__()

@@ -564,8 +564,8 @@ def uncompiled() -> Any:
 def make_mask(
     sizes: Sizes, frames: int, chunk_B: torch.Tensor, device: torch.device, *, dense: bool = False
 ) -> Any:
-    """Return the mask for `WorldTransformer.packed`: that of FlexAttention on a GPU, or a dense one
-    if `dense` is set.
+    """Return the mask for `WorldTransformer.packed`: that of FlexAttention on a GPU unless `dense`
+    is set, and a dense mask otherwise.
     """
     seen = torch.stack(
         [visibility(frames, chunk, sizes.window, sizes.sink) for chunk in (3, 1)]

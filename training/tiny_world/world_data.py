@@ -341,7 +341,7 @@ class Sampler:
 
     def context(self, latents: torch.Tensor) -> torch.Tensor:
         """Return the clean frames for training, with a little noise. In some clips, they are
-        replaced with those of the next clip.
+        replaced with those of the previous clip in the batch.
         """
         swapped = self._chance(len(latents), self.mix.other_context).view(-1, 1, 1, 1, 1)
         shown = torch.where(swapped, latents.roll(1, dims=0), latents)

@@ -82,7 +82,7 @@ class SchedulerNote(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @classmethod
     def read_extra_kwargs(cls, extra_kwargs: Mapping[str, Any] | None) -> "SchedulerNote":
-        """Return the scheduler's note about a request. A request without a note has an empty one."""
+        """Return the scheduler's note about a request, or an empty note if there is none."""
         return msgspec.convert((extra_kwargs or {}).get(_KEY, {}), cls)
 
     def attach_to_params(self, params: "PoolingParams") -> "PoolingParams":

@@ -25,7 +25,7 @@ from websockets.http11 import Request
 Message = bytes | memoryview | str
 
 EXTENSION: Final = "omni.websocket.messages"
-"""Key in `scope["extensions"]` under which the writer is stored."""
+"""Key of this extension in `scope["extensions"]`. Its value is a dict with the key `writer`."""
 
 _FINAL: Final = 0x80
 _SHORT, _MEDIUM = 126, 1 << 16
@@ -108,7 +108,7 @@ class _Writer:
 
     def write(self, messages: Sequence[Message]) -> None:
         protocol = self._protocol
-        #         # This is also true after the peer's close frame.
+        # This is also true after the peer's close frame.
         if protocol.close_sent or protocol.transport.is_closing():
             raise ClientDisconnected
         protocol.transport.writelines(_frames(messages))

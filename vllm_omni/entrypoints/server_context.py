@@ -111,8 +111,7 @@ class ServerContext:
             args.allowed_origins,
             quotas,
         )
-        #         # vLLM lists these adapters at /v1/models and stores them before it starts
-        # endpoint plugins.
+        # vLLM lists these adapters at /v1/models and stores them before it starts endpoint plugins.
         adapters = state.openai_serving_models.lora_requests
         sessions.adapters = lambda: adapters
         sessions.server_name = omni.server_name

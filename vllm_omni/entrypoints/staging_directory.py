@@ -39,7 +39,7 @@ def open_regular(path: Path) -> BinaryIO:
     Raises:
         OSError: The file cannot be opened or is not a regular file.
     """
-    #     # Without O_NONBLOCK, opening a FIFO would wait for a writer.
+    # Without O_NONBLOCK, opening a FIFO would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return open(descriptor, "rb")
@@ -68,8 +68,8 @@ def is_alive(folder: Path, owner: str) -> bool:
 
 
 class StagingDirectory:
-    """Directory of staged snapshots. The name of each file contains the server process that created
-    it.
+    """Directory of staged snapshots. The name of each file identifies the server process that
+    created the file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -77,8 +77,7 @@ class StagingDirectory:
         self.folder, self.owner = folder, secrets.token_hex(8)
         path = folder / f"{_PREFIX}{self.owner}.owner"
         self._lock = hold_lock(path)
-        #         # Unlike `atexit`, this also runs when the API server processes that vLLM starts
-        # exit.
+        # Unlike `atexit`, this also runs when the API server processes that vLLM starts exit.
         self._finalizer = multiprocessing.util.Finalize(
             self, _release, (self._lock, path), exitpriority=10
         )
@@ -101,7 +100,7 @@ class StagingDirectory:
             if is_locked(path):
                 continue
             owner = path.stem.removeprefix(_PREFIX)
-            #             # Another server that starts at the same time may have removed the file.
+            # Another server that starts at the same time may have removed the file.
             with contextlib.suppress(OSError):
                 for left in self.folder.glob(f"{_PREFIX}{owner}-*.safetensors"):
                     left.unlink(missing_ok=True)

@@ -91,7 +91,7 @@ class PipelineInfo:
     size_multiple: int
     """Number of pixels of which height and width must be multiples."""
     frame_stride: int
-    """Number of which the number of frames minus 1 must be a multiple."""
+    """Stride of the number of frames, which must be 1 plus a multiple of `frame_stride`."""
     guidance: str | None
     """Name of the argument for the guidance scale, or None if the pipeline has no such argument."""
     text_widths: tuple[int, ...]
@@ -250,7 +250,9 @@ def pipeline_call(
 
 
 def _adapters(params: DiffusionParams, own: Mapping[str, Any]) -> Any:
-    """Return the LoRA adapters that a request specifies in its field `lora` or in `options.lora`."""
+    """Return the LoRA adapters that a request specifies in its field `lora` or in
+    `options.lora`.
+    """
     if params.lora is None:
         return own.get("lora")
     if "lora" in own:

@@ -84,7 +84,9 @@ class DiffusersPipelineExecutor(Executor):
     def sample_tokens(  # type: ignore[override]
         self, grammar_output: Any, non_block: bool = False
     ) -> ModelRunnerOutput | Future[ModelRunnerOutput]:
-        """Return an empty output, because pooling requests get their output from `execute_model`."""
+        """Return an empty output, because pooling requests get their output from
+        `execute_model`.
+        """
         return _done(EMPTY_MODEL_RUNNER_OUTPUT) if non_block else EMPTY_MODEL_RUNNER_OUTPUT
 
     def profile(

@@ -6,8 +6,8 @@ The runner uses the requests (`RequestStates`), the pipeline (`PipelineHost`), a
 of these requests, by default one; all other requests wait in the scheduler's order.
 
 In its first engine step, a request runs its encoding and its first denoise step. In each further
-engine step, the request runs one denoise step, and finally its decode. Its worker thread is paused
-between engine steps, so an abort takes effect before the next step.
+engine step, it runs one more denoise step. In its last engine step, it runs its decode. The worker
+thread is paused between engine steps, so an abort takes effect before the next step.
 
 Invariants (tests/executor/):
 - The result of a request is bit-identical to calling the pipeline directly, regardless of other
@@ -105,7 +105,9 @@ class PipelineRunner:
     # -- the engine step ---------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step of each scheduled request that has a worker thread or can be assigned one."""
+        """Run one step of each scheduled request that has a worker thread or can be assigned
+        one.
+        """
         for request_id in scheduler_output.finished_req_ids:
             self._drop(request_id)
         for data in scheduler_output.scheduled_new_reqs:

@@ -52,7 +52,9 @@ class PendingScalar:
 
 
 class StageTimer:
-    """Measures the durations of the stages of a chunk. Each denoise step, for example, is a stage."""
+    """Measures the durations of the stages of a chunk. Each denoise step, for example, is a
+    stage.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"

@@ -162,7 +162,9 @@ def _fullest_ranks(model: StreamModel, split: ParallelSplit) -> list[_Rank]:
 
 
 def splits(model: StreamModel, gpus: int) -> list[ParallelSplit]:
-    """Return every split over at most `gpus` GPUs that the model's heads, layers and cache allow."""
+    """Return every split over at most `gpus` GPUs that the model's heads, layers and cache
+    allow.
+    """
     found = [ParallelSplit()]
     for ranks in range(1, gpus + 1):
         if model.heads % ranks:

@@ -26,12 +26,14 @@ _OPTIONS: Final = {
 
 @cache
 def family_plans() -> dict[str, FamilyPlan]:
-    """Return the plan of each family that has one, by the family's name, in the registry's order."""
+    """Return the plan of each family that has one, by the family's name, in the registry's
+    order.
+    """
     return {name: plan for name in family_names() if (plan := get_family(name).plan) is not None}
 
 
 def size_names() -> list[str]:
-    """Return the names of the networks of different sizes."""
+    """Return the name of the network of each size."""
     return [name for plan in family_plans().values() for name in plan.sizes]
 
 
@@ -94,7 +96,9 @@ def _with_preset(
 
 
 def _described(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `StreamModel` that the world description in a checkpoint directory sets."""
+    """Return the fields of `StreamModel` that the world description in a checkpoint directory
+    sets.
+    """
     gpu = read_description(path)
     if gpu is None:
         return {}

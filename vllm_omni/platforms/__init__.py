@@ -16,7 +16,9 @@ VARIABLE: Final = "VLLM_OMNI_RAY_ON_CPU"
 
 
 def platform() -> str | None:
-    """Return the name of the platform class for this process, or None to leave the choice to vLLM."""
+    """Return the name of the platform class for this process, or None to leave the choice to
+    vLLM.
+    """
     requested = os.environ.get(VARIABLE) == "1"
     return "vllm_omni.platforms.ray_cpu.RayCpuPlatform" if requested and is_cpu_build() else None
 

@@ -58,9 +58,9 @@ def is_stopped(pid: int) -> bool:
 
 
 def end_with_parent() -> None:
-    """Make this process exit with status 70 as soon as its parent or the server has ended.
+    """Make this process exit with status 70 as soon as its parent has ended.
 
-    Idempotent.
+    The end of the grandparent has the same effect, unless the parent is a main process. Idempotent.
     """
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:

@@ -159,7 +159,9 @@ def read_recording(path: Path) -> tuple[RecordingHeader, list[RecordedChunk], bo
 
 
 def _records(file: BinaryIO, path: Path) -> Iterator[tuple[Any, dict[str, np.ndarray]]]:
-    """Yield the metadata and arrays of each record. For a truncated record, the metadata is None."""
+    """Yield the metadata and arrays of each record. For a truncated record, the metadata is
+    None.
+    """
     left = path.stat().st_size - file.tell()
     while left:
         size = int.from_bytes(file.read(8), "little")

@@ -35,8 +35,8 @@ from vllm_omni.tensors.saved import DTYPE_BYTES, StoredTensor
 
 _ALIGN: Final = 64
 HEAD_BYTES: Final = 64 << 10
-"""Size in bytes to which the head of a file that will be updated is padded. Because of the padding,
-the tensors can remain at their offsets in the next version of the file.
+"""The head of a file that will be updated is padded to a multiple of this number of bytes. Because
+of the padding, the tensors can remain at their offsets in the next version of the file.
 """
 
 

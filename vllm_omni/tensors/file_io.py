@@ -129,8 +129,8 @@ def _arrays(tensor: torch.Tensor) -> list[Array] | None:
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Merge the first two dimensions of a tensor whose other dimensions are contiguous. The result
-    is None if merging would require a copy."""
+    """Merge the first two dimensions of a tensor. The result is None if the other dimensions are
+    not contiguous, or if merging would require a copy."""
     if tensor.dim() <= 2 or not tensor[0, 0].is_contiguous():
         return None
     rows = tensor.flatten(0, 1)

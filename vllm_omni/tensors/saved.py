@@ -161,7 +161,8 @@ class SavedTensors:
         """Read all requested tensors, and check that every tensor has been requested or skipped.
 
         Raises:
-            RequestFailed: The snapshot contains other tensors (code `invalid_snapshot`).
+            RequestFailed: A tensor has been neither requested nor skipped (code
+                `invalid_snapshot`).
         """
         if self._left:
             raise RequestFailed(
@@ -187,7 +188,7 @@ class SavedTensors:
 
 
 def read_scalars(scalars: Mapping[str, Any], kind: type[S]) -> S:
-    """Convert the scalars of a rank to the Struct `kind`.
+    """Convert the scalars of a rank to the Struct `kind`. Their types are checked strictly.
 
     Raises:
         RequestFailed: A scalar is invalid (code `invalid_snapshot`). The message names the field.

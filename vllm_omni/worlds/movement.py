@@ -127,7 +127,9 @@ def move_cameras(
 
 
 def rotation(axis: int, degrees_N: torch.Tensor) -> torch.Tensor:
-    """Return fp64 rotation matrices [N, 3, 3] about the x axis (`axis` 0) or the y axis (`axis` 1)."""
+    """Return fp64 rotation matrices [N, 3, 3] about the x axis (`axis` 0) or the y axis (`axis`
+    1).
+    """
     angle = torch.deg2rad(degrees_N.double())
     cos, sin, one, zero = angle.cos(), angle.sin(), torch.ones_like(angle), torch.zeros_like(angle)
     rows = {

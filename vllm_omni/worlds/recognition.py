@@ -13,7 +13,7 @@ filters. Images that must be rejected are renders from half a metre away or turn
 | root mean square | 0.23 | 0.32 | 0.27 |
 | largest block | 0.32 | 0.47 | 0.38 |
 
-Distances are computed from integers and are exact, so every rank gets the same result.
+Pixel differences are summed exactly, as integers, so every rank gets the same result.
 """
 
 # S start images, H height, W width

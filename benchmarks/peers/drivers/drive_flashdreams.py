@@ -19,7 +19,9 @@ os.environ.setdefault("FLASHDREAMS_CACHE_DIR", tempfile.gettempdir() + "/flashdr
 
 
 def provide_modules():
-    """Provide empty modules for packages that FlashDreams imports but this benchmark does not use."""
+    """Provide empty modules for packages that FlashDreams imports but this benchmark does not
+    use.
+    """
     replaced = []
     for name, members in {
         "boto3": {"client": None},

@@ -88,7 +88,9 @@ def start(config, root):
 
 
 def make_transformer(args, cls, config, hf_config: dict[str, Any]):
-    """Build a transformer on the meta device, as SGLang's loader does, and give it random weights."""
+    """Build a transformer on the meta device, as SGLang's loader does, and give it random
+    weights.
+    """
     from sglang.multimodal_gen.runtime.loader import fsdp_load, utils
 
     arguments = {"config": config, "hf_config": hf_config, "quant_config": None}

@@ -76,7 +76,9 @@ def random_text(device: torch.device, width: int = TEXT_SHAPE[-1]) -> torch.Tens
 
 
 def to_host_uint8(frames_CTHW: torch.Tensor) -> Any:
-    """Convert frames in [0, 1] to uint8 on the device, and copy them to the host as [T, H, W, C]."""
+    """Convert frames in [0, 1] to uint8 on the device, and copy them to the host as [T, H, W,
+    C].
+    """
     frames = (frames_CTHW * 255).clamp(0, 255).to(torch.uint8)
     return frames.permute(1, 2, 3, 0).contiguous().cpu().numpy()
 

@@ -4,8 +4,8 @@
 sglang-kernel 0.4.10 is built for torch 2.14. The libraries of sglang-kernel do not load under torch
 2.11 because a symbol is missing. FlashInfer and CuTe DSL are not installed because they are several
 hundred megabytes each. The realtime path uses five operations of these packages, which this module
-replaces with SGLang's own kernels in CUDA C++ or Triton, and by FlashAttention 3 from fa3-fwd. All
-other names of `sgl_kernel` can be imported but not called.
+replaces with SGLang's own kernels in CUDA C++ or Triton, and with FlashAttention 3 from fa3-fwd.
+All other names of `sgl_kernel` can be imported but not called.
 """
 
 import glob

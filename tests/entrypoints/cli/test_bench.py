@@ -66,7 +66,9 @@ def test_the_repositorys_benchmarks_are_listed(capsys: pytest.CaptureFixture[str
 def test_a_benchmark_runs_with_its_own_arguments_and_status(
     checkout: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The output of a benchmark is passed through, and its failure is the failure of the command."""
+    """The output of a benchmark is passed through, and its failure is the failure of the
+    command.
+    """
     assert run("count", "--out", str(checkout)) == 0
     assert capfd.readouterr().out == "chatter\n"
     assert run("count", "--out", str(checkout), "--fail") == 3
@@ -97,7 +99,9 @@ def test_mistakes_end_with_one_line(
 def test_without_a_checkout_it_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A package that was not installed from its wheel has no benchmarks, and the command says so."""
+    """A package that was not installed from its wheel has no benchmarks, and the command says
+    so.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bench, "_CHECKOUT", tmp_path)
     monkeypatch.setattr(bench, "_INSTALLED", tmp_path)
@@ -177,5 +181,7 @@ def test_compare_prints_a_table(
 
 
 def test_results_of_different_benchmarks_are_refused(tmp_path: Path) -> None:
-    """Results of different benchmarks are refused, because they have nothing in common to compare."""
+    """Results of different benchmarks are refused, because they have nothing in common to
+    compare.
+    """
     assert run("compare", write(tmp_path / "a.json", x=1), write(tmp_path / "b.json", y=1)) == 2

@@ -92,8 +92,8 @@ MOUSE = ActionSpace(
 
 
 def test_keys_become_the_controls_of_the_model() -> None:
-    """In a world without look keys, turns move the mouse, because the letter j is a different
-    button there.
+    """In a world without look keys, turns move the mouse. The letter j may be a different button
+    there, which a turn does not press.
     """
     assert entries(CAMERA_SPACE, ["", "w", "j"]) == [[], ["w"], ["j"]]
     assert entries(MOUSE, ["w", "j"]) == [["key_w"], {"axes": {"dx": -10.0}}]

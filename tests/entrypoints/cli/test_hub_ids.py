@@ -148,7 +148,9 @@ def test_without_network_and_cache_the_start_says_so(tmp_path: Path) -> None:
 def test_a_release_that_needs_more_than_its_repository_names_the_download(
     repo: str, reason: str
 ) -> None:
-    """A release that consists of more than its repository is refused before anything is downloaded."""
+    """A release that needs other repositories or an accepted licence is refused before anything is
+    downloaded, and the error names the download command.
+    """
     with pytest.raises(ValueError, match=reason):
         resolve(repo)
 

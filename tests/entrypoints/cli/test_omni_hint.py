@@ -62,7 +62,9 @@ def test_a_command_that_needs_no_hint_gets_none(world: Path, tmp_path: Path) -> 
 
 
 def test_a_language_model_gets_no_hint(tmp_path: Path) -> None:
-    """A language model gets no hint, because its `config.json` names an architecture of stock vLLM."""
+    """A language model gets no hint, because its `config.json` names an architecture of stock
+    vLLM.
+    """
     write_tiny("qwen2_5_omni", tmp_path / "model")
     assert json.loads((tmp_path / "model" / "config.json").read_text())["architectures"]
     assert missing_omni(["vllm", "serve", str(tmp_path / "model")]) is None

@@ -270,7 +270,9 @@ def test_on_a_cpu_the_share_of_memory_is_set(world: str) -> None:
 def test_a_missing_part_is_named_before_anything_loads(
     tmp_path: Path, layout: str, part: str, complaint: str
 ) -> None:
-    """A missing component is named in one line. Weights may be missing with `--load-format dummy`."""
+    """A missing component is named in one line. Weights may be missing with `--load-format
+    dummy`.
+    """
     world = tmp_path / "world"
     write_tiny("lingbot_world", world, layout=layout)
     plan(str(world))
@@ -408,8 +410,8 @@ def test_the_address_of_the_page_is_planned(
 def test_an_exit_does_not_wait_long_for_a_collector_that_is_down(
     environ: dict[str, str], timeout: str | None, world: str
 ) -> None:
-    """If the collector is down, each remaining batch of spans delays the exit by two seconds,
-    unless the operator sets another time.
+    """If the collector is down, each remaining batch of spans delays the exit by at most two
+    seconds, unless the operator sets another time.
     """
     planned = plan(world, "--otlp-traces-endpoint", "http://localhost:1", environ=environ)
     assert planned.environ.get("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT") == timeout

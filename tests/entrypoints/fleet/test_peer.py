@@ -79,7 +79,7 @@ def ask(handlers: dict[str, Handler], call: Callable[[Peer], Awaitable[object]])
         # The server refused the request or was restarted.
         ({"POST": reply(404, {}), "DELETE": UNKNOWN}, MoveResult.STAYED),
         ({}, MoveResult.STAYED),  # the server's process has ended
-        # No request got a reply, so the outcome is unknown.
+        # No reply tells the outcome, so it is unknown.
         ({"POST": cut, "DELETE": cut}, MoveResult.UNKNOWN),
         ({"POST": hang, "DELETE": hang}, MoveResult.UNKNOWN),
         ({"POST": cut, "DELETE": OTHER_404}, MoveResult.UNKNOWN),

@@ -58,7 +58,9 @@ def run(test: Callable[[ClientThreads], Coroutine[Any, Any, None]]) -> None:
 
 
 def test_one_client_s_clips_leave_a_thread_for_another() -> None:
-    """Only one clip of each client is decoded at a time, which leaves a thread for other clients."""
+    """Only one clip of each client is decoded at a time, which leaves a thread for other
+    clients.
+    """
 
     async def test(threads: ClientThreads) -> None:
         greedy, other = Client("a"), Client("b")

@@ -115,7 +115,9 @@ def test_an_image_is_generated_and_edited(server: Served) -> None:
 def test_a_photograph_of_any_shape_is_edited(
     server: Served, width: int, height: int, size: tuple[int, int]
 ) -> None:
-    """The edited photograph has the size of the nearest bucket, which is about 256x256 pixels here."""
+    """The edited photograph has the size of the nearest bucket, which is about 256x256 pixels
+    here.
+    """
     edited = server.client.images.edit(
         model="null",
         image=("a.png", png(width=width, height=height)),

@@ -255,7 +255,9 @@ def test_uploads_keep_their_size_and_lose_alpha_and_rotation() -> None:
 
 
 def test_bombs_are_refused_from_the_header() -> None:
-    """A PNG of 100 Mpx takes up only a few kB, so decompression bombs are refused by their header."""
+    """A PNG of 100 Mpx takes up only a few kB, so decompression bombs are refused by their
+    header.
+    """
     with pytest.raises(ApiError) as refused:
         read_upload(encoded(Image.new("1", (10_000, 10_000))), "image", LIMITS)
     assert (refused.value.code, refused.value.param) == ("image_too_large", "image")

@@ -50,7 +50,9 @@ def slow(steps: int, step_ms: float, **more: Any) -> dict[str, Any]:
 
 
 def reference(**fields: str) -> dict[str, Any]:
-    """Return the start image as a reference, because the client's own argument accepts only files."""
+    """Return the start image as a reference, because the client's own argument accepts only
+    files.
+    """
     return {"extra_body": {"input_reference": fields}}
 
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How HTTP requests become engine requests: defaults, sizes, lengths and seeds of the served model."""
+"""How HTTP requests become engine requests: defaults, sizes, lengths and seeds of the served
+model.
+"""
 
 import dataclasses
 from typing import Any
@@ -102,7 +104,9 @@ def test_half_a_size_and_two_sizes_are_refused(fields: dict[str, Any], says: str
 def test_true_cfg_scale_is_another_name_of_guidance_scale(
     fields: dict[str, float], guidance: float
 ) -> None:
-    """vLLM-Omni's nodes send both `true_cfg_scale` and `guidance_scale`, where 1 means no guidance."""
+    """vLLM-Omni's nodes send both `true_cfg_scale` and `guidance_scale`, where 1 means no
+    guidance.
+    """
     (params,) = images(**fields, vae_use_slicing=False, vae_use_tiling=True).requests()
     assert (params.guidance_scale, params.options) == (guidance, {})
 

@@ -133,7 +133,9 @@ def test_only_ids_of_the_store_are_looked_up(root: Path, name: str) -> None:
 
 
 def test_finished_jobs_are_bounded_by_count_and_bytes_oldest_first(root: Path) -> None:
-    """Finished jobs are deleted by count and bytes, oldest first. Running jobs are never deleted."""
+    """Finished jobs are deleted by count and bytes, oldest first. Running jobs are never
+    deleted.
+    """
     store = store_at(root, max_videos=3, max_media_bytes=250)
     running = record(store, age_s=1000, status="in_progress")
     made = [finished(store, age_s=100 - number, nbytes=10) for number in range(5)]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named images in the body of `/v1/videos`, as JSON or in a form, and the errors for invalid ones."""
+"""Named images in the body of `/v1/videos`, as JSON or in a form, and the errors for invalid
+ones.
+"""
 
 from typing import Any
 

@@ -50,8 +50,8 @@ def client(endpoint: EndpointServer) -> Iterator[Client]:
 
 @pytest.fixture(scope="package")
 def _served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Served]]:
-    """Hold the running server, if there is one. The list is empty after a test has killed the
-    server.
+    """Hold the servers that were started. The last one is the running server, unless a test has
+    killed it.
     """
     running: list[Served] = []
     yield running

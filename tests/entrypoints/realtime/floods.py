@@ -46,7 +46,9 @@ def _timed(work: Callable[[], Any], into: list[float], stop: threading.Event) ->
 
 @contextlib.contextmanager
 def neighbour(served: Served) -> Iterator[Felt]:
-    """While the block runs, repeatedly request `/health` and ping over an idle world-camera socket."""
+    """While the block runs, repeatedly request `/health` and ping over an idle world-camera
+    socket.
+    """
     felt, stop = Felt(), threading.Event()
     health = http.client.HTTPConnection("127.0.0.1", served.port, timeout=seconds(60))
 

@@ -32,7 +32,9 @@ def call(
     body: bytes | None = None,
     headers: dict[str, str] | None = None,
 ) -> tuple[int, bytes, dict[str, str]]:
-    """Send one HTTP request and return `(status, body, headers)`, also if the request is refused."""
+    """Send one HTTP request and return `(status, body, headers)`, also if the request is
+    refused.
+    """
     url = f"http://127.0.0.1:{server.port}{path}"
     sent = urllib.request.Request(url, body, headers or AUTHORIZED, method=method)
     try:

@@ -104,8 +104,8 @@ def test_a_held_key_acts_until_it_is_released() -> None:
 def test_a_pulse_between_two_chunks_acts_for_one_entry(
     transitions: tuple[Held, ...], expected: list[list[str]]
 ) -> None:
-    """A press and a release between two chunks act for one entry. Without a release, only the
-    newest state counts.
+    """If no key is held when a chunk starts, the last key that was pressed and released since the
+    previous chunk acts for one entry. Otherwise, only the newest state counts.
     """
     track = ControlTrack()
     for keys in transitions:
@@ -177,7 +177,9 @@ def test_a_repeated_id_is_known_for_a_while() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    """Events that no chunk consumes take up bounded memory: at most one script and two transitions."""
+    """Events that no chunk consumes take up bounded memory: at most one script and two
+    transitions.
+    """
     track = ControlTrack()
     for number in range(10_000):
         track.apply([states(W), states(NONE), PromptChange("x" * 100)], number)
@@ -244,7 +246,9 @@ def test_motion_beyond_the_range_of_a_frame_is_dropped(track: ControlTrack) -> N
 def test_notches_come_one_a_frame(
     track: ControlTrack, notches: tuple[float, ...], expected: list[int]
 ) -> None:
-    """Each frame takes one wheel notch, and notches that exceed the frames of a chunk are dropped."""
+    """Each frame takes one wheel notch, and notches that exceed the frames of a chunk are
+    dropped.
+    """
     for notch in notches:
         track.apply([state(scroll=notch)])
     sample = track.sample(3)

@@ -146,7 +146,9 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def small(
     null_world: Path, disk: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    """Start a server that writes all its files to the small disk. The last test kills this server."""
+    """Start a server that writes all its files to the small disk. The last test kills this
+    server.
+    """
     omni = {**SIZES, **OMNI, "snapshot_dir": str(disk), "record_dir": str(disk / "records")}
     environ = {"VLLM_OMNI_MEDIA_DIR": str(disk / "media"), "VLLM_LOGGING_LEVEL": "INFO"}
     config = msgspec.json.encode({"omni": omni}).decode()

@@ -84,8 +84,8 @@ def test_chunks_in_flight_are_finished_and_no_other_is_started() -> None:
 
 
 def test_a_request_that_is_complete_with_its_last_chunk_is_not_an_error() -> None:
-    """A request that is complete when the drain starts ends without an error. Only an interrupted
-    request ends with `draining`.
+    """A request whose last chunk is in flight when the drain starts ends without an error. Only an
+    interrupted request ends with `draining`.
     """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:

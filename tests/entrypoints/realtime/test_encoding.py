@@ -304,7 +304,9 @@ def test_nvenc_is_used_where_it_can_be_opened(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_nvjpeg_is_used_where_it_encodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """nvJPEG is chosen if it encodes. The test simulates the encoder, so nvJPEG itself is untested."""
+    """nvJPEG is chosen if it encodes. The test simulates the encoder, so nvJPEG itself is
+    untested.
+    """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(implementations, "NvJpegEncoder", lambda quality: FakeGpuEncoder())
     machine_implementations.cache_clear()

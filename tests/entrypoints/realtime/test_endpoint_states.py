@@ -37,7 +37,9 @@ class EndpointStates(RuleBasedStateMachine):
         self.endpoint.__exit__()
 
     def expect(self, message: dict[str, Any], chunks: int) -> list[int]:
-        """Send an infer message, check its frames and `done`, and return the indices of its chunks."""
+        """Send an infer message, check its frames and `done`, and return the indices of its
+        chunks.
+        """
         name = message["session_id"]
         first = self.next_chunk.get(name, 0)
         self.client.send(message)

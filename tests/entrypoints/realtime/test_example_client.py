@@ -43,7 +43,9 @@ def run(endpoint: EndpointServer, *arguments: object, script: str = "world_camer
 def test_a_camera_path_becomes_a_video(
     endpoint: EndpointServer, engine: FakeEngine, image: Path, tmp_path: Path
 ) -> None:
-    """Two calls of 24 poses each continue without losing a pose, and the file contains every frame."""
+    """Two calls of 24 poses each continue without losing a pose, and the file contains every
+    frame.
+    """
     path = camera(48)
     np.save(tmp_path / "poses.npy", path["poses"])
     np.save(tmp_path / "intrinsics.npy", np.tile(path["intrinsics"], (48, 1)))

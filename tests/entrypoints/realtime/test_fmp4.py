@@ -28,7 +28,9 @@ def boxes(data: bytes) -> list[bytes]:
 
 
 def test_fragments_join_into_one_file() -> None:
-    """Chunks of 9, 12 and 12 frames join into a file of 33 frames, in order and at the given rate."""
+    """Chunks of 9, 12 and 12 frames join into a file of 33 frames, in order and at the given
+    rate.
+    """
     encoder = FragmentEncoder(16.0)
     parts = [
         encoder.encode_fragment(frames(first, count), first)

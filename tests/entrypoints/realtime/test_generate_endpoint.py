@@ -194,7 +194,9 @@ def test_a_full_server_waits_and_refuses(make_endpoint: MakeEndpoint, engine: Fa
 def test_a_failed_chunk_ends_with_its_reason_and_a_close_frame(
     client: GenerateClient, engine: FakeEngine
 ) -> None:
-    """Chunks before a failed one are delivered first. The error text contains no path or traceback."""
+    """Chunks before a failed one are delivered first. The error text contains no path or
+    traceback.
+    """
 
     def fail(params: DiffusionParams) -> None:
         if params.chunk_index == 2:

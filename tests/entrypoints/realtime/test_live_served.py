@@ -35,7 +35,9 @@ def generating(served: Served, **fields: Any) -> Iterator[GenerateClient]:
 
 
 def signatures(client: GenerateClient, count: int) -> list[int]:
-    """Return the signature that the null world paints in each chunk, and check the frame numbers."""
+    """Return the signature that the null world paints in each chunk, and check the frame
+    numbers.
+    """
     found: list[int] = []
     for index in range(count):
         frames_THWC = client.chunk(60).frames()
@@ -48,7 +50,9 @@ def signatures(client: GenerateClient, count: int) -> list[int]:
 
 
 def test_a_stream_is_reproducible_and_a_prompt_changes_it(served: Served) -> None:
-    """The same init gives the same frames in another session. A prompt switch changes the frames."""
+    """The same init gives the same frames in another session. A prompt switch changes the
+    frames.
+    """
     with generating(served, max_chunks=6) as client:
         plain = signatures(client, 6)
         assert client.close_code() == (1000, "generation complete")

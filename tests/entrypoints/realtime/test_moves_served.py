@@ -174,7 +174,9 @@ def stream_url(server: Served, path: str) -> str:
 
 @pytest.mark.parametrize("path", [GENERATE, VIDEO])
 def test_a_session_whose_client_cannot_follow_stays(fleet: TestFleet, path: str) -> None:
-    """A session stays if its client speaks an original protocol, which has no message for a move."""
+    """A session stays if its client speaks an original protocol, which has no message for a
+    move.
+    """
     a = fleet["a"]
     with connect(stream_url(a, path), additional_headers=AUTHORIZED, max_size=None) as socket:
         socket.send(first_message(path, 500, follows=False))
@@ -398,7 +400,9 @@ def test_a_prepared_session_is_hidden_and_ends_without_a_commit(fleet: TestFleet
 
 
 def test_the_example_client_follows_its_session(fleet: TestFleet, tmp_path: Path) -> None:
-    """The frames of the example client are bit-identical to those of a session that does not move."""
+    """The frames of the example client are bit-identical to those of a session that does not
+    move.
+    """
     a, b = fleet["a"], fleet["b"]
     arguments = ["--image", start_image(tmp_path), "--keys", "w*24", "--codec", "ndarray_u8"]
     sizes = ["--width", WIDTH, "--height", HEIGHT]
@@ -440,7 +444,9 @@ def test_the_live_example_follows_its_session(
 
 @contextlib.contextmanager
 def moving_about(fleet: TestFleet) -> Iterator[list[int]]:
-    """Repeatedly move every playing session, and yield the list of chunks at which sessions moved."""
+    """Repeatedly move every playing session, and yield the list of chunks at which sessions
+    moved.
+    """
     stop = threading.Event()
     moves: list[int] = []
     mover = threading.Thread(target=move_about, args=(fleet, stop, moves))

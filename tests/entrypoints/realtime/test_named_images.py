@@ -107,7 +107,9 @@ def test_a_restart_may_have_other_images(endpoint: EndpointServer, engine: FakeE
 def test_bad_images_are_refused(
     endpoint: EndpointServer, engine: FakeEngine, images: Any, code: str, says: str
 ) -> None:
-    """The error for a bad image names what is allowed, and the connection accepts another request."""
+    """The error for a bad image names what is allowed, and the connection accepts another
+    request.
+    """
     with endpoint.client() as client:
         response = client.request(infer(images=images))
         assert (response["type"], response["code"]) == ("error", code)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of the realtime endpoints: any decoded value is either a message or an `EndpointError`."""
+"""Messages of the realtime endpoints: any decoded value is either a message or an
+`EndpointError`.
+"""
 
 import re
 

@@ -83,8 +83,8 @@ def test_after_it_has_left_every_request_ends_with_moved() -> None:
 
 
 def test_a_disconnect_during_a_pause_waits_for_its_end() -> None:
-    """A disconnect during a pause cancels the work, which runs to its end. The session then ends as
-    after any other disconnect.
+    """A disconnect during a pause is reported to the work by `is_cancelled`, and the work runs to
+    its end. The session then ends as after any other disconnect.
     """
 
     async def test(manager: SessionManager, session: Session, engine: FakeEngine) -> None:

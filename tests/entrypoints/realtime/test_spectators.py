@@ -178,7 +178,9 @@ def test_a_spectator_that_does_not_read_does_not_delay_the_player(
 def test_a_wrong_token_is_refused(
     endpoint: EndpointServer, client: Client, first: str | bytes, code: str
 ) -> None:
-    """A wrong token gets a typed error, the connection is closed with 1008, and no spectator joins."""
+    """A wrong token gets a typed error, the connection is closed with 1008, and no spectator
+    joins.
+    """
     play(client, FIRST, "h264")
     with connect(f"ws://127.0.0.1:{endpoint.port}/omni/watch", close_timeout=0.1) as socket:
         socket.send(first)

@@ -161,7 +161,9 @@ def test_a_client_that_leaves_while_it_waits_is_noticed(
 def test_messages_sent_during_the_wait_arrive_in_order(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """Events that a client sends while it waits for its session act in the first chunks, in order."""
+    """Events that a client sends while it waits for its session act in the first chunks, in
+    order.
+    """
     endpoint = make_endpoint(info={"max_sessions": 1})
     engine.delay_s = 0.05
     with GenerateClient(endpoint.port) as second:

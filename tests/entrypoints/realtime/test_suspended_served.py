@@ -18,7 +18,9 @@ NAMES = ("one", "two", "three")
 
 
 def ready(server: Served) -> dict[str, Any]:
-    """Return the readiness reply once it counts all sessions. The reply may be a few seconds old."""
+    """Return the readiness reply once it counts all sessions. The reply may be a few seconds
+    old.
+    """
     reply: dict[str, Any] = {}
 
     def is_complete() -> bool:

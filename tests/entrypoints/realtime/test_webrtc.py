@@ -226,7 +226,7 @@ def test_an_input_acts_on_the_chunk_after_the_one_that_plays(make_endpoint: Make
     async def main() -> None:
         async with viewer(endpoint.port) as one:
             one.send(START)
-            for _ in range(4):  # pacing starts after some chunks
+            for _ in range(4):  # the pace is known after some chunks
                 playing = await one.message("video.chunk_metadata")
             one.send(
                 {
@@ -307,9 +307,7 @@ def test_a_client_that_leaves_ends_its_session(
 
 
 def test_a_lost_picture_brings_a_key_frame(make_endpoint: MakeEndpoint) -> None:
-    """A picture loss indication from the client restarts the session's encoder, which then sends a
-    key frame.
-    """
+    """A picture loss indication from the client requests a key frame from the session's encoder."""
     endpoint = make_endpoint(info={**NO_IMAGE, "fps": 48.0})
     requested: list[bool] = []
 

@@ -139,7 +139,9 @@ def test_pose_policies(
 
 
 def test_intrinsics_of_another_image_are_scaled(client: Client, engine: FakeEngine) -> None:
-    """Intrinsics are scaled from `intrinsics_size`, the size of the image that they were given for."""
+    """Intrinsics are scaled from `intrinsics_size`, the size of the image that they were given
+    for.
+    """
     path = {
         **camera(FIRST),
         "intrinsics": np.array([1280.0, 720.0, 640.0, 360.0]),
@@ -208,7 +210,9 @@ def test_size_of_a_started_session_is_fixed(make_endpoint: MakeEndpoint) -> None
 
 
 def test_undecodable_messages_end_the_connection_at_the_third(client: Client) -> None:
-    """Two undecodable messages are allowed within ten seconds, and the third ends the connection."""
+    """Two undecodable messages are allowed within ten seconds, and the third ends the
+    connection.
+    """
     assert client.error(b"\xc1") == "invalid_msgpack"
     assert client.error(b"") == "invalid_msgpack"
     client.send(b"\x93")

@@ -33,7 +33,9 @@ def request(
 
 
 def pixels(messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
-    """Return (number of every frame, signature of every chunk) from the pixels of the null world."""
+    """Return (number of every frame, signature of every chunk) from the pixels of the null
+    world.
+    """
     numbers = [int(frame[5, 5, 0]) for message in messages for frame in message["video"]]
     return numbers, [int(message["video"][0, 0, 0, 1]) for message in messages]
 

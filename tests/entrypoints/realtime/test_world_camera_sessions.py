@@ -154,8 +154,8 @@ def test_branches_are_independent(client: Client, engine: FakeEngine) -> None:
 def test_capacity_is_said_at_once_and_comes_back(
     make_endpoint: MakeEndpoint, engine: FakeEngine
 ) -> None:
-    """On a full server, a client is refused immediately and its connection is closed with 1013. A
-    session in use is never evicted.
+    """On a full server, a new session is refused immediately, and a client without any session is
+    closed with 1013. A session in use is never evicted.
     """
     endpoint = make_endpoint(info={"max_sessions": 2})
     with endpoint.client() as first, endpoint.client() as second:

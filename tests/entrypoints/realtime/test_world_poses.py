@@ -241,7 +241,9 @@ def test_a_velocity_beyond_the_axes_is_refused(
 def test_a_target_starts_at_the_position_where_a_wall_stopped_the_camera(
     endpoint: EndpointServer, engine: FakeEngine
 ) -> None:
-    """A target is relative to the start image, and the engine gets it in the session's coordinates."""
+    """A target is relative to the start image, and the engine gets it in the session's
+    coordinates.
+    """
     cells = torch.zeros(30, 30, dtype=torch.bool)
     cells[14 - 3] = True  # blocked from 3 m to the north
     engine.grid = OccupancyGrid(cells, 30.0)

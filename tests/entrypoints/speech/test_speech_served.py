@@ -201,8 +201,8 @@ def test_refusals_list_the_allowed_values(speech_server: Served) -> None:
 def test_a_spoken_reply_has_spans_and_a_request_id(
     speech_server: Served, collector: Collector
 ) -> None:
-    """The work of each engine is a child of the reply's span, which belongs to the caller's trace.
-    The response and the log lines of the request have the request id.
+    """Each engine's span is a child of the reply's span, which belongs to the caller's trace. The
+    response and the log lines of the request have the request id.
     """
     body = {"model": "null", "messages": MESSAGES, "max_tokens": 12, **SPEECH}
     own = {"Authorization": f"Bearer {KEY}", "X-Request-Id": "spoken-1", "traceparent": TRACEPARENT}

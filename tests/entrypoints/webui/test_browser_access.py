@@ -95,7 +95,9 @@ def test_a_path_with_an_open_prefix_is_closed(guarded: PageServer, path: str, mo
 
 
 def test_each_key_opens_every_route(guarded: PageServer) -> None:
-    """Every key opens every route, including those outside `/v1`, whatever the case of the scheme."""
+    """Every key opens every route, including those outside `/v1`, whatever the case of the
+    scheme.
+    """
     for key in KEYS:
         assert send(guarded, "/work", Authorization=f"bearer {key}") == (200, b'{"done":true}')
 
@@ -167,7 +169,9 @@ def test_another_origin_is_refused_even_with_its_ticket(
 
 
 def test_sessions_belong_to_the_key_of_the_ticket(guarded: PageServer) -> None:
-    """A page and a program with the same key share sessions. Another key cannot see these sessions."""
+    """A page and a program with the same key share sessions. Another key cannot see these
+    sessions.
+    """
     with endpoint(guarded, shown=ticket(guarded)) as client:
         client.send(infer(session_id="walk"))
         client.frames()
@@ -185,7 +189,9 @@ def test_sessions_belong_to_the_key_of_the_ticket(guarded: PageServer) -> None:
 def test_processes_that_share_keys_and_environment_take_each_others_tickets(
     make_server: MakeServer,
 ) -> None:
-    """With `--api-server-count 2`, a ticket of one process opens a WebSocket of the other process."""
+    """With `--api-server-count 2`, a ticket of one process opens a WebSocket of the other
+    process.
+    """
     environ = {"VLLM_OMNI_TICKET_SECRET": "of this start"}
     one, two = (make_server(keys=KEYS, environ=environ) for _ in range(2))
     with endpoint(two, shown=ticket(one)) as client:

@@ -39,7 +39,9 @@ def page(browser: Browser, make_server: MakeServer) -> Iterator[Page]:
 
 
 def test_a_chosen_image_is_sent_and_a_removed_one_is_not(page: Page, engine: FakeEngine) -> None:
-    """A large image is scaled down before it is sent. A click on a filled slot removes its image."""
+    """A large image is scaled down before it is sent. A click on a filled slot removes its
+    image.
+    """
     page.run(CHOOSE.format(name="head", side=2000))
     page.run(CHOOSE.format(name="back", side=8))
     page.wait_for(TILE.format("head"))

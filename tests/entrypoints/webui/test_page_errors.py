@@ -92,7 +92,9 @@ def test_a_broken_image_offers_to_go_back(village_page: Page, engine: FakeEngine
 def test_an_image_of_the_ground_is_not_taken_for_broken(
     village_page: Page, engine: FakeEngine
 ) -> None:
-    """When the camera looks far down, a correct image may be flat, so the page does not judge it."""
+    """When the camera looks far down, a correct image may be flat, so the page does not judge
+    it.
+    """
     page, engine.start_pose = village_page, StartPose(x_m=0, z_m=0, heading_degrees=0)
     page.run(
         f"{PARTS}.then(({{ app }}) => {{ window.judged = 0; app.watch.look = () => judged++; }})"

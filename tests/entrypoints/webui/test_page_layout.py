@@ -172,7 +172,9 @@ def test_a_button_opens_the_settings_of_a_sideways_phone(page: Page) -> None:
 def test_the_start_image_is_shown_at_once(
     page: Page, engine: FakeEngine, shape: tuple[int, int]
 ) -> None:
-    """While the first chunk is generated, the page shows the start image at the size of the frames."""
+    """While the first chunk is generated, the page shows the start image at the size of the
+    frames.
+    """
     engine.delay_s = 2.0
     page.run("document.querySelectorAll('.tile input')[1].click()")
     page.run("document.querySelector('#start').requestSubmit()")

@@ -209,7 +209,9 @@ def test_joined_chunks_are_one_video(module_page: Page, counts: list[int], fps: 
 
 
 def test_a_joined_video_can_be_sought(module_page: Page) -> None:
-    """A joined video can be sought, because the index lists a key frame at the start of each chunk."""
+    """A joined video can be sought, because the index lists a key frame at the start of each
+    chunk.
+    """
     joined = base64.b64decode(
         module_page.call("/omni/js/mp4.js", JOIN, [b64(file) for file in clips([9, 12, 12])])
     )

@@ -191,7 +191,9 @@ def test_a_walk_with_everything(page: Page, browser: Browser) -> None:
 
 
 def test_the_key_guards_every_route_but_the_page_and_probes(served: demo.ServerProcess) -> None:
-    """Stock vLLM's routes outside `/v1` also require the key, but the page and the probes do not."""
+    """Stock vLLM's routes outside `/v1` also require the key, but the page and the probes do
+    not.
+    """
 
     def status(path: str, key: str | None) -> int:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -238,7 +240,9 @@ def test_the_key_guards_every_route_but_the_page_and_probes(served: demo.ServerP
 
 
 def test_the_log_names_the_page_and_holds_no_key(served: demo.ServerProcess) -> None:
-    """One log line contains the address of the page, and the log contains neither keys nor tickets."""
+    """One log line contains the address of the page, and the log contains neither keys nor
+    tickets.
+    """
     log = served.log.read_text()
     address = f"http://127.0.0.1:{served.port}/omni/"
     assert f"vllm-omni: web page after the start: {address}" in log

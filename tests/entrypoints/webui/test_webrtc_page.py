@@ -52,7 +52,7 @@ def test_the_webrtc_page_shows_and_steers_a_world(
         page.key("keyUp", "w")
         wait_until(lambda: buttons()[-3:] == [()] * 3)
         if keys:
-            page.errors.clear()  # the first ticket was refused
+            page.errors.clear()  # the first ticket request was refused
         assert page.errors == []
     wait_until(lambda: len(server.manager) == 0)
 

@@ -26,7 +26,9 @@ from vllm_omni.model_executor.layers.cuda_graphs import (
 
 
 class Adder:
-    """Computes `x + offset`, where the host chooses the offset, and records every host-side call."""
+    """Computes `x + offset`, where the host chooses the offset, and records every host-side
+    call.
+    """
 
     def __init__(self) -> None:
         self.calls: list[float] = []
@@ -71,7 +73,7 @@ def test_a_known_kind_is_captured_at_the_first_forward_of_a_new_key() -> None:
 
 def test_a_partial_forward_does_not_count_as_a_run_of_its_kind() -> None:
     """A forward pass that stops early may be captured once a complete one of its kind has run. A
-    complete pass is not captured because of a partial one.
+    complete pass still runs eagerly first if only a partial one has run before.
     """
     graphs = ForwardGraphs(capture=hold)
 

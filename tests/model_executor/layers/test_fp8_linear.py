@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers with FP8 weights choose between two matrix products: cuBLAS or vLLM's CUTLASS kernel."""
+"""Layers with FP8 weights choose between two matrix products, cuBLAS and vLLM's CUTLASS kernel, and
+cuBLAS is as accurate as CUTLASS.
+"""
 
 from typing import Any
 

@@ -160,8 +160,8 @@ def test_a_tensor_of_another_shape_is_refused() -> None:
     ("requested", "used"), [([], True), (["-quant_fp8"], False), (["+quant_fp8"], True)]
 )
 def test_inputs_are_quantized_by_vllms_kernel(requested: list[str], used: bool) -> None:
-    """Inputs are quantized by vLLM's kernel unless the user's setting says otherwise. With
-    compilation enabled, vLLM would compile the plain version for every layer.
+    """Inputs are quantized by vLLM's kernel unless the user's setting says otherwise. By default,
+    vLLM would compile the plain version for every layer when compilation is enabled.
     """
     compilation = CompilationConfig(custom_ops=["none", *requested])
     use_quantization_kernel(compilation.custom_ops)

@@ -68,8 +68,9 @@ def test_ranks_that_hold_layers_have_an_offloader(
 
 @pytest.mark.parametrize("share", [0.3, 1.0])
 def test_two_experts_in_host_memory_make_the_same_bits(t2v: Path, share: float) -> None:
-    """Two experts offloaded to host memory give the same latents for two requests. The second
-    request has a new prompt, so its cross-attention keys and values are computed in between.
+    """Two experts give bit-identical latents whether they are offloaded to host memory or not. The
+    second of two requests has a new prompt, so cross-attention keys and values are computed in
+    between.
     """
     plain = load_model(t2v)
     expected = [
@@ -111,7 +112,9 @@ def test_layers_in_any_order_use_their_own_weights() -> None:
 
 
 def test_weights_are_prefetched() -> None:
-    """When the second pass starts, the weights of the first four layers are already on the device."""
+    """When the second pass starts, the weights of the first four layers are already on the
+    device.
+    """
     offloaded_layers = layers(8)
     offloader = offloaded(offloaded_layers)
     x = torch.randn(1, 16)

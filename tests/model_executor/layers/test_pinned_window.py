@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PinnedWindow` stores tokens that every chunk sees, at a chosen rotary distance from the frames."""
+"""`PinnedWindow` stores tokens that every chunk sees, at a chosen rotary distance from the
+frames.
+"""
 
 from typing import Any
 
@@ -98,7 +100,9 @@ def test_place_is_computed_from_the_first_chunk() -> None:
 
 @pytest.mark.parametrize("storage", [None, torch.float8_e4m3fn])
 def test_saved_tensors_do_not_depend_on_the_place(storage: torch.dtype | None) -> None:
-    """A chunk that moved the pinned keys and was then abandoned leaves the saved state unchanged."""
+    """A chunk that moved the pinned keys and was then abandoned leaves the saved state
+    unchanged.
+    """
     window = session(new_window(storage), 3)
     before = {name: tensor.float().clone() for name, tensor in window.tensors(3).items()}
     window.place_pinned(6)

@@ -170,7 +170,9 @@ def test_a_fork_and_a_moved_window_continue_identically() -> None:
 
 
 def test_moving_a_window_discards_uncommitted_decisions() -> None:
-    """A renewal that was decided but not committed does not overwrite the sinks of a moved window."""
+    """A renewal that was decided but not committed does not overwrite the sinks of a moved
+    window.
+    """
     seen = []
     for decides in (True, False):
         window = make_window(refresh_threshold=2.0)

@@ -119,8 +119,8 @@ def test_frames_do_not_depend_on_later_ones(trained: Path, clip: torch.Tensor) -
 
 
 def test_the_cheap_decoder_is_the_served_one(tmp_path: Path) -> None:
-    """The tiny decoder equals the served one in two calls. The file is read with the widths of the
-    training.
+    """The tiny decoder equals the served one, which decodes the latents as a stream in two calls.
+    The file is read with the widths of the training.
     """
     torch.manual_seed(5)
     widths = (16, 12, 8, 8)

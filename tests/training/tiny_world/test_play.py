@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walks in the real engine: concurrent sessions, changed prompts, and saved and restored sessions."""
+"""Walks in the real engine: concurrent sessions, changed prompts, and saved and restored
+sessions.
+"""
 
 from dataclasses import replace
 from pathlib import Path

@@ -129,7 +129,9 @@ def test_another_style_is_no_village_of_the_prompt(renderer: Renderer) -> None:
 
 
 def test_a_style_may_change_within_a_second_of_its_prompt(renderer: Renderer) -> None:
-    """The old style is accepted for four latent frames after a new prompt, and refused afterwards."""
+    """The old style is accepted for four latent frames after a new prompt, and refused
+    afterwards.
+    """
     [player] = players.players("still", SEED, walks=1, seconds=5)
     start = players.truth_of(renderer, player)[:1]
     switched = replace(player.walk, prompts={0: PROMPTS["day"][0], 9: PROMPTS["dusk"][0]})

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The classifier recognises renders of the village in their style, and no broken frames of worlds."""
+"""The classifier recognises renders of the village in their style, and no broken frames of
+worlds.
+"""
 
 import pytest
 import torch

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training code writes the shipped world description, and the shipped tour is a rendered one."""
+"""The training code writes the shipped world description, and the shipped tour is a rendered
+one.
+"""
 
 from pathlib import Path
 
@@ -29,7 +31,9 @@ def test_the_shipped_description_is_the_written_one(village: Path) -> None:
 
 
 def test_nothing_is_in_the_tours_way() -> None:
-    """No obstacle shortens a step of the tour, so the keys by themselves determine where it leads."""
+    """No obstacle shortens a step of the tour, so the keys by themselves determine where it
+    leads.
+    """
     description = describe_world()
     walk = tour_walk(description)
     assert description.tour is not None

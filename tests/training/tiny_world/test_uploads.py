@@ -42,7 +42,9 @@ def _enlarged(image_HW3: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def test_a_world_that_walks_but_does_not_turn_is_noticed() -> None:
-    """A world that walks but does not turn gets the growth of its steps and a turn ratio near zero."""
+    """For a world that walks but does not turn, the growth of a step is measured, and the turn
+    ratio is near zero.
+    """
     means = torch.tensor([[0.9, 0.9, 0.9], [0.4, 0.4, 0.4], [0.0, 0.0, 0.0]])
     result = score_uploads(_ZoomingWorld(), SIZE, means, seed=1)
     assert result["step"]["growth"] == pytest.approx(GROWTH, abs=0.005)

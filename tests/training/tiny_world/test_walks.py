@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walks follow the package's camera and stop at walls, and the network receives the actual motion."""
+"""Walks follow the package's camera and stop at walls, and the network receives the actual
+motion.
+"""
 
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trained `WorldTransformer` equals the served `LingBotTransformer`, which runs chunk by chunk."""
+"""The trained `WorldTransformer` equals the served `LingBotTransformer`, which runs chunk by
+chunk.
+"""
 
 import itertools
 from pathlib import Path

@@ -258,7 +258,8 @@ def _error_in(envelope: torch.Tensor) -> RequestFailed:
 def _attach(states: _PendingStates, output: EngineCoreOutput) -> None:
     """Attach the stored hidden states to an output, except those of tokens after a stop.
 
-    If only the last hidden state was requested, it is attached to the last output.
+    If only the last hidden state was requested, it is attached only to the last output, or to every
+    output if the front end may finish the request.
     """
     num_tokens = len(output.new_token_ids)
     known = states.request.num_tokens - 1

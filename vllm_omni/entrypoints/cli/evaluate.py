@@ -247,7 +247,9 @@ def _checked_model(model: str | None) -> str:
 
 @contextmanager
 def _server(args: argparse.Namespace, model: str | None) -> "Iterator[EvaluatedServer]":
-    """Yield the server that the user named, or start a server for the duration of the `with` block."""
+    """Yield the server that the user named, or start a server for the duration of the `with`
+    block.
+    """
     from vllm_omni.evaluation.client import EvaluatedServer
 
     key = os.environ.get(_KEY_VARIABLE)

@@ -146,8 +146,7 @@ class _Server:
     ) -> tuple[int, dict[str, Any]]:
         data = None if body is None else json.dumps(body).encode()
         sent = urllib.request.Request(self._url + path, data, self._headers, method=method)
-        #         # Ignore proxies from the environment because the URLs address the servers
-        # directly.
+        # Ignore proxies from the environment because the URLs address the servers directly.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(sent, timeout=timeout_s) as response:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 PLUGIN = "vllm_omni"
 
-# # vLLM's default requires 92 % of the machine's memory to be free. This variable limits the memory
+# vLLM's default requires 92 % of the machine's memory to be free. This variable limits the memory
 # of all sessions.
 _CPU_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 _CPU_SPACE_GIB = "4"
@@ -186,8 +186,8 @@ def plan(
 
 
 def _from_hub(flags: "ServeFlags", argv: Sequence[str]) -> tuple["ServeFlags", Sequence[str]]:
-    """Replace a Hugging Face id with the directory of its downloaded snapshot. The served model
-    name remains the id.
+    """Replace a Hugging Face id with the directory of its downloaded snapshot. Unless
+    `--served-model-name` is given, clients still name the model by its id.
     """
     from vllm_omni.model_executor.checkpoint.hub import is_hub_id, resolve
 

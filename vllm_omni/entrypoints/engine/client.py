@@ -78,7 +78,7 @@ class OmniEngine:
 
     def __init__(self, client: EngineClient, placement: SessionPlacement | None = None) -> None:
         self._client = client
-        #         # The engine requires unique request ids.
+        # The engine requires unique request ids.
         self._process, self._numbers = secrets.token_hex(8), itertools.count()
         self._placement = placement if placement is not None and placement.size > 1 else None
         self._logs_chunks = logger.isEnabledFor(logging.DEBUG)
@@ -164,7 +164,9 @@ class OmniEngine:
     def _responses(
         self, params: PoolingParams, request_id: str, rank: int | None
     ) -> AsyncIterator[PoolingRequestOutput]:
-        """Yield the engine's outputs for one request. The last output contains the complete result."""
+        """Yield the engine's outputs for one request. The last output contains the complete
+        result.
+        """
         headers = tracing().engine_headers()
         trace: dict[str, Any] = {} if headers is None else {"trace_headers": headers}
         if rank is None:
@@ -436,7 +438,7 @@ class OmniEngine:
             return responses
         except EngineDeadError:
             raise RequestFailed("engine_dead", _DEAD) from None
-        #         # Boundary: every exception of a worker arrives as a plain `Exception`.
+        # Boundary: every exception of a worker arrives as a plain `Exception`.
         except Exception as error:
             logger.debug("worker RPC %s failed", method, exc_info=True)
             raise RequestFailed(

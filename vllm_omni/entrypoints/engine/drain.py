@@ -70,7 +70,7 @@ class GracefulStop:
             return
         try:
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop, app)
-        #         # This is not the main thread, or the platform has no signals.
+        # This is not the main thread, or the platform has no signals.
         except (NotImplementedError, RuntimeError, ValueError):
             logger.info("graceful shutdown is not available: this server has no signal handlers")
 

@@ -149,7 +149,7 @@ class Readiness:
             return JSONResponse(ReadyReply(status="engine_dead").model_dump(), 503)
         age_s = self._age_s()
         if age_s is None or age_s >= _FRESH_S:
-            #             # A timeout of `wait` does not cancel the request to the workers.
+            # A timeout of `wait` does not cancel the request to the workers.
             responded, _ = await asyncio.wait([self._probe()], timeout=_PATIENCE_S)
             if any(request.result() is not None for request in responded):
                 return JSONResponse(ReadyReply(status="engine_dead").model_dump(), 503)
@@ -182,8 +182,7 @@ class Readiness:
         flight.
         """
         if self._stats_request is None or self._stats_request.done():
-            #             # An empty context, because the task does not belong to a single HTTP
-            # request.
+            # An empty context, because the task does not belong to a single HTTP request.
             self._stats_request = asyncio.create_task(
                 self._refresh(), context=contextvars.Context()
             )

@@ -122,7 +122,7 @@ class EnvironmentRoutes:
     async def _create(self, request: Request) -> Response:
         """Create environments."""
         table, manager = self._table, self._table.manager
-        #         # The start image and the named images are base64-encoded.
+        # The start image and the named images are base64-encoded.
         max_bytes = 3 * manager.limits.max_image_bytes + _MAX_BODY_BYTES
         body = await _read(request, CreateRequest, max_bytes)
         group = await table.create(principal_of(request), client_of(request), body)

@@ -306,8 +306,8 @@ class EnvironmentTable:
             if source is not None and not isinstance(source, str):
                 raise EndpointError("invalid_image", f"{name} must be a data: URL", param="image")
         image = None if request.image is None else np.array(read_image(request.image, limits))
-        #         # The session adds the tensor names later, so only the names from the request are
-        # needed here.
+        # The session adds the tensor names later, so only the names from the request are needed
+        # here.
         named = load_named_images(request.images, limits)
         return image, dict(zip(request.images, named.values(), strict=True))
 

@@ -76,7 +76,7 @@ def plan_moves(
     plan = _Plan(servers)
     used = _used(servers, to_empty, fill)
     outside = [server.name for server in servers if server.name not in used]
-    #     # first the servers that must be emptied, then the fullest
+    # first the servers that must be emptied, then the fullest
     outside.sort(key=lambda name: (name not in to_empty, -len(plan.left[name]), name))
     for source in outside:
         while len(plan.moves) < most and plan.left[source] and (targets := plan.with_room(used)):
@@ -133,7 +133,7 @@ class _Plan:
             return False
         source = max(sources, key=lambda name: (self._share(name, plays), name))
         target = min(targets, key=lambda name: (self._share(name, plays), name))
-        #         # A move must not make the target fuller than the source.
+        # A move must not make the target fuller than the source.
         if self._share(target, plays, 1) > self._share(source, plays, -1):
             return False
         self.move(next(s for s in self.left[source] if s.plays == plays), source, target)

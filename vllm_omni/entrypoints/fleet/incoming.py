@@ -232,7 +232,7 @@ class IncomingSessions:
             return  # the next periodic snapshot is this server's first snapshot of the session
         periodic = self._migration.periodic_snapshots
         if periodic is not None and session.started:
-            #             # Use the received snapshot until this server has written its own.
+            # Use the received snapshot until this server has written its own.
             periodic.adopt(session, path, move.next_chunk)
         else:
             path.unlink(missing_ok=True)

@@ -136,7 +136,7 @@ class SessionMover:
                 "not_movable",
                 "the client has not said that it continues its session on another server",
             )
-        #         # A move that has started continues even if its caller is cancelled.
+        # A move that has started continues even if its caller is cancelled.
         return await asyncio.shield(self._move(session, self._peer(name, server), server, turn))
 
     async def _move(
@@ -263,7 +263,9 @@ class SessionMover:
     async def _commit(
         self, session: Session, pause: SessionPause, peer: Peer, move_id: str
     ) -> MoveResult:
-        """Commit a move, while other servers cannot restore the session's periodic snapshot."""
+        """Commit a move. During the commit, no other server can restore the session's periodic
+        snapshot.
+        """
         periodic, engine_id = self._migration.periodic_snapshots, session.engine_id
         if periodic is not None:
             periodic.withhold(session)
@@ -318,7 +320,9 @@ class SessionMover:
     # -- draining ----------------------------------------------------------------------------------
 
     async def move_all(self) -> None:
-        """Move as many sessions as possible to servers with free capacity. Failed moves are logged."""
+        """Move as many sessions as possible to servers with free capacity. Failed moves are
+        logged.
+        """
         sessions = self._manager.sessions()
         free = Counter(dict(await self._free()))
         chosen: dict[str, str] = {}

@@ -154,7 +154,7 @@ class Peer:
         if status == 200:
             is_live = reply.get("state") == "committed"
             return MoveResult.MOVED if is_live else MoveResult.STAYED
-        #         # the server has restarted, so it has no sessions from before
+        # A server that has restarted does not know the move and has no earlier sessions.
         is_new = status == 404 and _code(reply) == "unknown_migration"
         return MoveResult.STAYED if is_new else MoveResult.UNKNOWN
 

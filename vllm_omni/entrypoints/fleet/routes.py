@@ -177,7 +177,8 @@ class FleetRoutes:
         """Check the operator's key.
 
         Raises:
-            ApiError: Status 401 if the key is wrong, or 404 if the server has no operator key.
+            ApiError: Status 401 if the key is wrong, or 404 if the server has no operator key or
+                the model has no sessions.
         """
         if self.fleet.key is None or self.migration is None:
             raise not_found(f"set {KEY_VARIABLE} and serve a model with sessions")

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Access control: API keys and origin checks for every route that changes state or occupies the
-engine, and tickets for browsers.
+"""Access control: API keys for all routes except the open ones, origin checks for routes that
+change state or occupy the engine, and tickets for browsers.
 
 Stock vLLM requires the header `Authorization` for the prefixes `/v1`, `/v2`, `/inference` and
 `/cohere`. This module adds three things as routes and middleware of the application:
 
 - `KeyGuard` also requires an API key for all other routes, except for `OPEN_PATHS` and the files of
   the web page.
-- A browser cannot set headers on a WebSocket, so it exchanges its key for a ticket (`POST
-  /v1/omni/ticket`) and connects to `/omni/ws/...`. This route replaces the ticket with an
+- A browser cannot set headers on a WebSocket, so it exchanges its key for a ticket
+  (`POST /v1/omni/ticket`) and connects to `/omni/ws/...`. This route replaces the ticket with an
   `Authorization` header and passes the connection through the whole application again as `/v1/...`,
   so stock vLLM itself checks the key.
 - `OriginGuard` refuses requests that a browser sends on behalf of a page of another origin.
@@ -66,14 +66,18 @@ OPEN_PATHS: Final = frozenset(
 
 
 def configured_keys(args: Namespace) -> tuple[str, ...]:
-    """Return the server's API keys: those of `--api-key`, or else VLLM_API_KEY, as in stock vLLM."""
+    """Return the server's API keys: those of `--api-key`, or else VLLM_API_KEY, as in stock
+    vLLM.
+    """
     from vllm import envs
 
     return tuple(key for key in (args.api_key or [envs.VLLM_API_KEY]) if key)
 
 
 class BrowserAccess:
-    """The API keys of one API server process, and the tickets that clients can use in their place."""
+    """The API keys of one API server process, and the tickets that clients can use in their
+    place.
+    """
 
     def __init__(self, keys: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
         self._keys = tuple(keys)

@@ -69,7 +69,9 @@ class FrameBudget:
         return TokenBucket(self.small_frames_per_s, self.burst)
 
     def apply(self, uvicorn_config: Any) -> None:
-        """Make a `uvicorn.Config` use this budget for WebSockets. The config may already be loaded."""
+        """Make a `uvicorn.Config` use this budget for WebSockets. The config may already be
+        loaded.
+        """
         protocol = functools.partial(BudgetedProtocol, budget=self)
         uvicorn_config.ws = uvicorn_config.ws_protocol_class = protocol
 

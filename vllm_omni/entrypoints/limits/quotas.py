@@ -262,8 +262,8 @@ class Quotas:
 class FileQuotas(Quotas):
     """Allowances from a quota file.
 
-    For clients with the default quota, allowances are retained for all clients with a session and
-    for the few thousand most recent others.
+    The allowance of a client with the default quota is retained while the client has a session or
+    is one of the most recent few thousand clients.
     """
 
     def __init__(self, file: QuotaFile, clock: Callable[[], float] = time.monotonic) -> None:

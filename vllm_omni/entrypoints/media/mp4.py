@@ -21,10 +21,10 @@ from PIL import Image
 
 _CODEC: Final = "libx264"
 _ENCODER: Final = {
-    #     # This rate factor is visually lossless. A 480x832 chunk of 12 frames takes about 100 kB.
+    # This rate factor is visually lossless. A 480x832 chunk of 12 frames takes about 100 kB.
     "crf": "20",
     "preset": "veryfast",  # a chunk must be encoded much faster than it plays
-    #     # Macroblock-tree rate control is disabled. With AVX-512, x264 (core 165) computes it from
+    # Macroblock-tree rate control is disabled. With AVX-512, x264 (core 165) computes it from
     # uninitialized memory, and about one file in a hundred differed. crf 20 without it has the same
     # quality as crf 18 with it.
     "x264-params": "mbtree=0",
@@ -259,8 +259,8 @@ def as_displayed(
     matrix = frame.side_data.get("DISPLAYMATRIX")
     if matrix is None:
         return pixels_HWC
-    #     # The matrix is (a, b, u), (c, d, v), (x, y, w). The stored point (p, q) is shown at (a p
-    # + c q, b p + d q).
+    # The matrix is (a, b, u), (c, d, v), (x, y, w). The stored point (p, q) is shown at (a p + c q,
+    # b p + d q).
     a, b, _, c, d = np.frombuffer(bytes(cast("Any", matrix)), np.int32)[:5].astype(int).tolist()
     if abs(b) + abs(c) > abs(a) + abs(d):
         pixels_HWC, a, d = pixels_HWC.swapaxes(0, 1), c, b

@@ -50,9 +50,9 @@ The engine reports failures as error envelopes. `invalid_request`, `unsupported_
 `capacity` becomes 503, except that a video job waits instead. `oom` also becomes 503. `non_finite`
 and all other codes become 500.
 
-To report progress, the worker RPC `request_progress` returns `{session_id: [finished steps, total
-steps]}` for the requests in flight. To cancel a request, `EngineClient.abort(request_id)` takes
-effect before the next denoise step.
+To report progress, the worker RPC `request_progress` returns
+`{session_id: [finished steps, total steps]}` for the requests in flight. To cancel a request,
+`EngineClient.abort(request_id)` takes effect before the next denoise step.
 
 World models (`"world" in tasks`) generate a video chunk by chunk in a separate session with
 `chunk_index` 0, 1 and so on. The first request contains prompt, seed, height, width and `image`;

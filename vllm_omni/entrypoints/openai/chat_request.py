@@ -156,7 +156,7 @@ class ChatRequest(_Strict):
     """This field must be False if it is present."""
     service_tier: Literal["auto", "default"] | None = None
     """This field is accepted for compatibility and has no effect."""
-    #     # These models lack the following features, so only neutral values are accepted
+    # These models lack the following features, so only neutral values are accepted
     # (`_UNSUPPORTED`).
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     """This field must be 0 if it is present."""

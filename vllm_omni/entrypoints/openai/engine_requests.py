@@ -211,7 +211,9 @@ def _check_prompt(request: VideoRequest, served: ServedModel) -> None:
 
 
 def _actions(request: VideoRequest, served: ServedModel) -> list[ActionEntry]:
-    """Return the actions for each latent frame, after checking them against the model's controls."""
+    """Return the actions for each latent frame, after checking them against the model's
+    controls.
+    """
     name = "actions" if request.actions else "camera_actions"
     if request.actions and request.camera_actions:
         raise invalid("send actions or camera_actions: one of the two", name)
@@ -287,7 +289,7 @@ def fit_size(width: int, height: int, sizes: SizeLimits) -> tuple[int, int]:
         max(side, -(-_MIN_SIDE // side) * side, int(length * scale) // side * side)
         for length, side in ((width, wide), (height, high))
     ]
-    #     # The short side of a very long image was raised to the minimum, so reduce the long side.
+    # The short side of a very long image was raised to the minimum, so reduce the long side.
     if fitted[0] * fitted[1] > sizes.max_pixels:
         longer = 0 if fitted[0] > fitted[1] else 1
         side = (wide, high)[longer]

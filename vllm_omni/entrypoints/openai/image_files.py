@@ -77,7 +77,7 @@ def read_mask(data: bytes, height: int, width: int, limits: EndpointLimits) -> n
     Raises:
         ApiError: Status 400, because the mask is invalid or its size differs.
     """
-    #     # This refuses invalid and oversized files before alpha is decoded.
+    # This refuses invalid and oversized files before alpha is decoded.
     shown = read_upload(data, "mask", limits)
     if shown.shape[:2] != (height, width):
         raise invalid(

@@ -207,8 +207,7 @@ class OpenAIRoutes:
         )
         return ()
 
-    #     # vLLM adds routes before engine startup, so these methods look up their handlers at each
-    # call.
+    # vLLM adds routes before engine startup, so these methods look up their handlers at each call.
 
     @property
     def images(self) -> ImageRoutes:

@@ -64,7 +64,9 @@ class ChunkSource(ABC):
 
     @property
     def ready(self) -> bool:
-        """Whether the next chunk may start, that is, the stream is not paused and has credit left."""
+        """Whether the next chunk may start, that is, the stream is not paused and has credit
+        left.
+        """
         return True
 
     async def wait_until_ready(self) -> None:

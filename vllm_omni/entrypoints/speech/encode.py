@@ -132,7 +132,9 @@ class _PyAV:
 
 
 class _Growing(io.RawIOBase):
-    """An append-only in-memory file. `take_bytes` removes and returns the content that was added."""
+    """An append-only in-memory file. `take_bytes` removes and returns the content that was
+    added.
+    """
 
     def __init__(self) -> None:
         self._new = bytearray()

@@ -80,8 +80,7 @@ class SpeechEndpoints:
         await self._operations.start_serving(engine_client, omni)
         self._model = await family.start_speech(path, omni, engine_client)
         self._routes.start_serving(self._model, state)
-        #         # Only the death of the language model ends the server. `/health` names other dead
-        # engines.
+        # Only the death of the language model ends the server. `/health` names other dead engines.
         served = OmniEngine(engine_client)
         self._watch.start_watching(
             lambda: served.is_dead, await served.process_ids(), omni.rank_timeout_s

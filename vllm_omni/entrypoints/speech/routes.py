@@ -97,7 +97,7 @@ class SpeechRoutes:
             response = await self._chat_with_sound(request, audio)
             return response
 
-        #         # The result for a disconnected client differs between versions of vLLM.
+        # The result for a disconnected client differs between versions of vLLM.
         await serve(request, raw_request)
         return response
 

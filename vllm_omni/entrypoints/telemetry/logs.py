@@ -94,7 +94,9 @@ def _names_known_variable(record: logging.LogRecord) -> bool:
 
 
 def _misses_tokenizer(record: logging.LogRecord) -> bool:
-    """Match the failure of vLLM's chat warm-up, which is expected for models without a tokenizer."""
+    """Match the failure of vLLM's chat warm-up, which is expected for models without a
+    tokenizer.
+    """
     error = record.exc_info[1] if record.exc_info else None
     return record.msg == "Chat template warmup failed" and str(error).startswith(
         "Tokenizer not available"

@@ -126,7 +126,7 @@ class EndpointMetrics:
             (*endpoint, "stage"),
             buckets=_SECONDS,
         )
-        #         # Cached because `labels` takes a lock, and this runs for every chunk.
+        # Cached because `labels` takes a lock, and this runs for every chunk.
         self._stage = functools.cache(self.stage.labels)
         self.duration = Histogram(
             "omni_rt_session_duration_seconds",
@@ -149,8 +149,7 @@ class EndpointMetrics:
             (*endpoint, "state"),
             multiprocess_mode="livesum",
         )
-        #         # Every process gets the same statistics from the engine, so the latest value is
-        # correct.
+        # Every process gets the same statistics from the engine, so the latest value is correct.
         self.held_bytes = Gauge(
             "omni_held_bytes",
             "Bytes in use, by kind.",
@@ -293,7 +292,9 @@ class SessionMeter:
         self._metrics.aborted.labels(self._endpoint, reason).inc(count)
 
     def frames_dropped(self, count: int) -> None:
-        """Count frames that were not delivered because the client disconnected or read too slowly."""
+        """Count frames that were not delivered because the client disconnected or read too
+        slowly.
+        """
         self.num_dropped += count
         self._metrics.dropped.labels(self._endpoint).inc(count)
 

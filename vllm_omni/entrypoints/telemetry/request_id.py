@@ -52,7 +52,7 @@ class RequestIds:
             {key: value for key in _TRACE_HEADERS if (value := Headers(scope=scope).get(key))}
             or None
         )
-        #         # The server runs each request and each WebSocket in a separate task.
+        # The server runs each request and each WebSocket in a separate task.
         log_context.bind(request_id=request_id)
 
         async def send_with_id(message: Message) -> None:

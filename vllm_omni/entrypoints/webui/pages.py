@@ -147,7 +147,7 @@ def add_pages(
     by_path = {f"{PAGE_PATH}/{name}": page for name, page in pages.items()}
 
     async def to_slash(request: Request) -> Response:
-        #         # A relative URL also works behind a proxy that adds a path prefix.
+        # A relative URL also works behind a proxy that adds a path prefix.
         return RedirectResponse("omni/", 307, headers=HEADERS)
 
     for path in ("/", PAGE_PATH):
@@ -164,7 +164,9 @@ def add_pages(
 
 
 def local_address(args: Namespace) -> str | None:
-    """Return the URL of the page on this machine, or None if the server listens on a Unix socket."""
+    """Return the URL of the page on this machine, or None if the server listens on a Unix
+    socket.
+    """
     if args.uds:
         return None
     scheme = "https" if args.ssl_certfile else "http"

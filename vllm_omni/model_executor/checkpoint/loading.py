@@ -34,8 +34,8 @@ def load_strict(
     each.
 
     If a layer of the module has the same quantization as the stored layer, the quantized weight and
-    its scales are loaded unchanged. If their quantization differs, the stored weight is
-    dequantized.
+    its scales are loaded unchanged. If the layer of the module has no parameters for scales, the
+    stored weight is dequantized. Any other combination is an error.
 
     Args:
         module: Module whose parameters are loaded.

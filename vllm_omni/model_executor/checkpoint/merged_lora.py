@@ -84,7 +84,9 @@ class MergedSource:
         return self.base.dtypes
 
     def read_tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, merged CPU tensor in the checkpoint's dtype). The merge is computed in fp32."""
+        """Yield (name, merged CPU tensor in the checkpoint's dtype). The merge is computed in
+        fp32.
+        """
         for name, tensor in self.base.read_tensors(names):
             yield name, self._merged(tensor, self.parts[name]) if name in self.parts else tensor
 

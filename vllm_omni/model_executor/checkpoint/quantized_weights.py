@@ -290,7 +290,9 @@ class ReadBack:
         self._by_weight.update({layer.weight: layer for layer in self.layers})
 
     def read_tensors(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, CPU tensor). All scales are read first. The weights follow, one at a time."""
+        """Yield (name, CPU tensor). All scales are read first. The weights follow, one at a
+        time.
+        """
         wanted = list(names)
         layers = [self._by_weight[name] for name in wanted if name in self._by_weight]
         needed = [name for layer in layers for name in layer.others]

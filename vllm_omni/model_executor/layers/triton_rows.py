@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Shared functions of Triton kernels that run one program per token. This module requires Triton."""
+"""Shared functions of Triton kernels that run one program per token. This module requires
+Triton.
+"""
 
 from vllm_omni.model_executor.layers.linear.quantized_input import LEAST_SCALE
 from vllm_omni.model_executor.layers.quantization.fp8_kernels import LARGEST

@@ -202,7 +202,9 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         return with_most_steps(schedule, degraded_steps(self.options))
 
     def start_chunk(self, request: DiffusionRequest[Session, Chunk], chunk: Chunk) -> None:
-        """Set the state of a chunk and its number of forward passes. For use in `prepare_encode`."""
+        """Set the state of a chunk and its number of forward passes. For use in
+        `prepare_encode`.
+        """
         request.state = chunk
         if chunk.noise is None:
             request.num_steps = 1  # not used on a VAE stage
@@ -213,7 +215,9 @@ class StreamingModel(nn.Module, Generic[Session, Chunk]):
         request.num_steps = chunk.schedule.num_steps + request.clean_passes
 
     def decodes_tiny(self, request: DiffusionRequest[Session, Chunk]) -> bool:
-        """Return whether a chunk is decoded by the second, tiny decoder because it would be late."""
+        """Return whether a chunk is decoded by the second, tiny decoder because it would be
+        late.
+        """
         return TINY_VAE in request.degradations
 
     def decoder_of(self, request: DiffusionRequest[Session, Chunk]) -> ChunkLatentsDecoder | None:

@@ -110,7 +110,7 @@ class StreamingOptions(ModelOptions, frozen=True, forbid_unknown_fields=True, kw
             options: Options under `omni.model`.
 
         Raises:
-            ValueError: `read_options` refuses the options, or they include a fixed one.
+            ValueError: `read_options` does not accept the options, or they include a fixed one.
         """
         if given := [name for name in fixed if name in options]:
             raise ValueError(

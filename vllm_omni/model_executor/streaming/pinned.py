@@ -72,9 +72,9 @@ def next_base(
         base: Result for the previous chunk. 0 for the first chunk.
         frames: Latent frames of the chunk.
         window_frames: Number of frames that a chunk attends to, including its own.
-        positions: How frames are positioned. `carried`: the position of a frame is its index, and
-            the base moves to the oldest frame in the window before a position exceeds `largest`.
-            `window`: the oldest frame in the window always has position 0.
+        positions: How frames are positioned. `carried`: the position of a frame is its index
+            minus the base. The base moves to the oldest frame in the window before a position
+            exceeds `largest`. `window`: the oldest frame in the window always has position 0.
         largest: Largest position that is allowed with `carried`.
     """
     oldest = max(0, frames.stop - window_frames)

@@ -108,8 +108,8 @@ class SessionShape:
     width: int
     """Width of the video in pixels."""
     output: Output
-    """Whether chunks return frames or latents. A session with output `latents` has no decoder
-    cache.
+    """What chunks return: frames (`rgb`), `latents` or `both`. A session with output `latents` has
+    no decoder cache.
     """
     source: Source = field(default="text", kw_only=True)
     """Input of each chunk. `video`: each chunk starts from a video that the client sends, and the
@@ -143,7 +143,7 @@ class SessionScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     width: int
     """Width of the video in pixels."""
     output: str
-    """Whether chunks return frames or latents (`SessionShape.output`)."""
+    """What chunks return: `rgb`, `latents` or `both` (`SessionShape.output`)."""
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
@@ -254,7 +254,7 @@ class StreamingChunk(Generic[Window, OwnValue]):
         )
 
     def latent_results(self, shape: SessionShape) -> dict[str, torch.Tensor]:
-        """Return the tensors that the chunk's result contains in addition to frames."""
+        """Return all tensors of the chunk's result except its frames."""
         latents = {} if shape.output == "rgb" else {"latents": self.latents}
         return latents if self.trajectory is None else latents | self.trajectory.results()
 

@@ -73,7 +73,9 @@ def verify(golden_dir: Path) -> ComparisonReport:
 
 
 def read_config(values: Mapping[str, Any], case: Mapping[str, Any], side: int) -> AbotWorldConfig:
-    """Return the architecture of a recorded case, with reference images of `side` x `side` pixels."""
+    """Return the architecture of a recorded case, with reference images of `side` x `side`
+    pixels.
+    """
     return AbotWorldConfig.from_checkpoint(
         {
             **values,
@@ -216,7 +218,9 @@ class _Rollout:
         has_image: bool,
         sigmas: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Run one forward pass and compare its results. Return x0, or `x` if there are no `sigmas`."""
+        """Run one forward pass and compare its results. Return x0, or `x` if there are no
+        `sigmas`.
+        """
         name, scenario = f"call{self.calls:02d}", self.scenario
         if self.calls == len(self.case["calls"]):
             raise ValueError(f"{self.calls} calls are recorded, the rollout makes more")

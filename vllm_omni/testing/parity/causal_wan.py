@@ -128,7 +128,9 @@ def run_self_forcing(scenario: GoldenScenario) -> None:
 
 
 def _warped(case: Mapping[str, Any], recorded: list[float]) -> list[float]:
-    """Return the entries of the warped timestep table that are nearest to the recorded timesteps."""
+    """Return the entries of the warped timestep table that are nearest to the recorded
+    timesteps.
+    """
     table = few_step_schedule("exact", float(case["shift"]), range(1000)).timesteps
     return [min(table, key=lambda entry: abs(entry - t)) for t in recorded]
 

@@ -205,7 +205,10 @@ class GoldenScenario:
         self.compare(f"{stage}, relative", error, torch.zeros_like(error), tolerance)
 
     def compare_names(self, stage: str, recorded: Mapping[str, Any], wrong: Sequence[str]) -> None:
-        """Add the recorded names to a stage as equal. Raises ValueError if any name is `wrong`."""
+        """Record that the names of a stage are equal.
+
+        Raises ValueError if any name is `wrong`, or if no name was recorded.
+        """
         if wrong or not recorded:
             raise ValueError(
                 f"{len(wrong)} of {len(recorded)} names are mapped differently: "

@@ -227,7 +227,7 @@ class _Rollout:
 
     def _recorded_cache(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K before rotation, and V, in the order of the original: sink frames first, then
-        the other frames from the oldest on.
+        the other frames, oldest first.
         """
         window, size = self.window, self.window.tokens_per_frame
         keys, values = [], []

@@ -439,7 +439,9 @@ def _chunk_relative(convention: str, poses_N44: torch.Tensor, frames: range) -> 
 
 
 def run_schedules(scenario: GoldenScenario) -> None:
-    """Compare each recorded table with the schedule for its indices and for the shift in its name."""
+    """Compare each recorded table with the schedule for its indices and for the shift in its
+    name.
+    """
     tables = json.loads(scenario.path.read_text())
     if not tables:
         raise ValueError("no schedule is recorded")

@@ -6,8 +6,8 @@ All sizes are read from `mg_meta.json` and from the metadata and shapes of the r
 directory may therefore use any sizes, windows, chunk lengths, step lists and variants.
 
 The tolerances in fp32 are 2e-5 for rollouts and their stages, 0 for counters, 1e-6 for pixels, 1e-5
-for the encoded condition and CLIP's hidden states, 5e-5 for decoded frames (one level in uint8),
-1e-3 for timesteps and 1e-6 for sigmas.
+for the encoded condition and CLIP's hidden states, 5e-5 for decoded frames, one level for uint8
+frames, 1e-3 for timesteps and 1e-6 for sigmas.
 """
 
 import json
@@ -438,7 +438,9 @@ def run_schedules(scenario: GoldenScenario) -> None:
 
 
 def run_names(scenario: GoldenScenario) -> None:
-    """Check that the rename rules map both recorded names of each tensor to the name in the model."""
+    """Check that the rename rules map both recorded names of each tensor to the name in the
+    model.
+    """
     recorded = read_json(scenario.path)
     wrong = [
         name for name, theirs in recorded.items() if rename(name, RULES) != rename(theirs, RULES)

@@ -227,7 +227,9 @@ class WaypointRollout:
         return velocity
 
     def controls(self, recorded: dict[str, Any]) -> torch.Tensor:
-        """Convert a recorded controller state to an `ActionFrame`, and this to the network's input."""
+        """Convert a recorded controller state to an `ActionFrame`, and this to the network's
+        input.
+        """
         space = action_space(self.config)
         mouse = dict(zip(space.axis_names, recorded.get("mouse", ()), strict=False))
         held = tuple(space.button_names[code] for code in recorded.get("button", ()))

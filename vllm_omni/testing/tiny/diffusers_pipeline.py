@@ -245,7 +245,9 @@ def _t5(folder: Path, width: int = _TEXT_WIDTH) -> tuple[Any, Any]:
 
 
 def _clip(folder: Path) -> tuple[Any, Any]:
-    """Return a CLIP tokenizer (one token per byte, no merges) and the config of a CLIP text model."""
+    """Return a CLIP tokenizer (one token per byte, no merges) and the config of a CLIP text
+    model.
+    """
     from transformers import CLIPTextConfig, CLIPTokenizer
 
     letters = _byte_letters()

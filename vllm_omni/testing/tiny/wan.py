@@ -159,7 +159,9 @@ def write_original_vae(out: Path, seed: int, vae: VAEConfig = VAE) -> None:
 
 
 def write_original_clip(out: Path, seed: int) -> None:
-    """Write the vision tower of CLIP with Wan's own names, and with some tensors of the text tower."""
+    """Write the vision tower of CLIP with Wan's own names, and with some tensors of the text
+    tower.
+    """
     tensors = {f"visual.{name}": tensor for name, tensor in _clip_tensors(seed).items()}
     tensors |= {"textual.norm.weight": torch.ones(8), "log_scale": torch.zeros(())}
     torch.save(tensors, out / "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth")

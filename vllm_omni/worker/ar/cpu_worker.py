@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AR worker for CPUs. Import this module only if vLLM's platform is CPU (see `vllm_omni.worker`)."""
+"""AR worker for CPUs. Import this module only if vLLM's platform is CPU (see
+`vllm_omni.worker`).
+"""
 
 from typing import Any
 

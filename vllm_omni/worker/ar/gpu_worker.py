@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AR worker for CUDA: vLLM's worker, with the AR mixin for the runner generation that vLLM selects."""
+"""AR worker for CUDA: vLLM's worker, with the AR mixin for the runner generation that vLLM
+selects.
+"""
 
 import functools
 from typing import Any

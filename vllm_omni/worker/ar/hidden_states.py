@@ -270,7 +270,9 @@ class CopiedHiddenStates:
 
 
 class HiddenStatesOutput(WrapsAsyncOutput, AsyncModelRunnerOutput):
-    """Asynchronous output of a runner. Hidden states are added as soon as the output is available."""
+    """Asynchronous output of a runner. Hidden states are added as soon as the output is
+    available.
+    """
 
     def __init__(self, inner: AsyncModelRunnerOutput, taken: CopiedHiddenStates) -> None:
         self._inner = inner

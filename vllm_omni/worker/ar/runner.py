@@ -42,7 +42,8 @@ class _HiddenStatesMixin(_Runner):
     use_aux_hidden_state_outputs: bool
     """vLLM's attribute: whether the model returns auxiliary layers."""
     intermediate_tensors: IntermediateTensors | None
-    """vLLM's attribute: buffers for the tensors of the previous pipeline stage."""
+    """Buffers for the tensors received from the previous pipeline stage. vLLM defines the
+    attribute."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -71,7 +72,9 @@ class _HiddenStatesMixin(_Runner):
         return taken.attach_to_output(output)
 
     def _copy_hidden_states(self) -> CopiedHiddenStates | None:
-        """Start copying the hidden states of the current step. Returns None if this rank has none."""
+        """Start copying the hidden states of the current step. Returns None if this rank has
+        none.
+        """
         raise NotImplementedError
 
 

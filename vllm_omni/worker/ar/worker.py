@@ -58,7 +58,9 @@ class ARWorkerMixin(_Worker):
         super().__init__(vllm_config, *args, **kwargs)
 
     def engine_processes(self) -> dict[str, Any]:
-        """Return the pids of this rank and of its engine core as JSON types, for `collective_rpc`."""
+        """Return the pids of this rank and of its engine core as JSON types, for
+        `collective_rpc`.
+        """
         return engine_processes()
 
     def hidden_states_stats(self) -> dict[str, Any]:

@@ -133,7 +133,9 @@ class RankAgreement:
         return {_MASK: torch.tensor([*flags, *([_REFUSED] * padding)], dtype=torch.int32)}
 
     def agree(self, state: RequestState) -> None:
-        """Fail a chunk on all tensor-parallel ranks if it has failed on one of them (collective)."""
+        """Fail a chunk on all tensor-parallel ranks if it has failed on one of them
+        (collective).
+        """
         if not self.all_fine(state.failure is None) and state.failure is None:
             state.failure = RequestFailed(
                 "engine_error", "another tensor-parallel rank failed on this chunk"
@@ -144,7 +146,9 @@ class RankAgreement:
         return fine if self._tensor.world_size == 1 else self._everywhere([fine])[0]
 
     def least(self, values: Sequence[int]) -> list[int]:
-        """Return the elementwise minimum of `values` over the tensor-parallel ranks (collective)."""
+        """Return the elementwise minimum of `values` over the tensor-parallel ranks
+        (collective).
+        """
         if self._tensor.world_size == 1 or not values:
             return list(values)
         least = torch.tensor(values, dtype=torch.int32)

@@ -296,7 +296,9 @@ class ChunkEnd:
     def pack_failures(
         self, states: Sequence[RequestState], outputs: dict[str, torch.Tensor]
     ) -> None:
-        """Pack the errors of failed requests. Later chunks in flight of the same session fail, too."""
+        """Pack the errors of failed requests. Later chunks in flight of the same session fail,
+        too.
+        """
         for state in states:
             if state.failure is not None and state.chunk is not None:
                 self._in_flight.fail(state.chunk)

@@ -43,7 +43,7 @@ cannot judge whether other ranks were silent.
 """
 _GRACE_BEATS = 4
 """Number of heartbeats that a rank waits after another rank has exited. In an orderly shutdown, the
-ranks exit one after the other, and this rank is stopped during the wait.
+ranks exit one after the other, and the watchdog of this rank is stopped during the wait.
 """
 
 

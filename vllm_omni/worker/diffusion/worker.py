@@ -120,7 +120,9 @@ class DiffusionWorkerMixin(_Worker):
         return [asdict(path) for path in self._fast_paths]
 
     def engine_processes(self) -> dict[str, Any]:
-        """Return the pids of this rank and of its engine core as JSON types, for `collective_rpc`."""
+        """Return the pids of this rank and of its engine core as JSON types, for
+        `collective_rpc`.
+        """
         return engine_processes()
 
     @cached_property

@@ -172,7 +172,9 @@ SKIPPED: dict[str, tuple[Callable[[Tensors], Tensors], int, int]] = {
 def test_tensors_that_do_not_fit_are_skipped_and_listed(
     kind: str, target: AdapterTarget, tmp_path: Path
 ) -> None:
-    """Skipping tensors that do not fit leaves the weights of all other adapted modules unchanged."""
+    """Skipping tensors that do not fit leaves the weights of all other adapted modules
+    unchanged.
+    """
     change, num_skipped, num_modules = SKIPPED[kind]
     path = files.write_community(some_factors(target), tmp_path / "a.safetensors")
     plain = load(target, path)

@@ -63,7 +63,9 @@ def test_heads_that_do_not_divide_are_refused(causal_wan: Path) -> None:
 
 
 def _compare_graphs(rank: int, rendezvous: str, causal_wan: str, sequence_parallel: bool) -> None:
-    """Compare streams with graphs on both ranks, and on rank 0 only, with a stream without graphs."""
+    """Compare streams with graphs on both ranks, and on rank 0 only, with a stream without
+    graphs.
+    """
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     options = {"window_frames": 9, "sink_frames": 3}

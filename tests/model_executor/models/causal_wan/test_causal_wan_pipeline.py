@@ -122,8 +122,8 @@ def test_seed_and_prompt_change_the_result(model: CausalWan, change: dict[str, A
 
 
 def test_a_batch_of_streams_equals_streams_alone(any_model: CausalWan) -> None:
-    """Two streams at different steps of one forward pass give the same latents as each stream run
-    separately.
+    """Two streams that share a forward pass at different denoise steps give the same latents as
+    each stream run separately.
     """
     alone = stream(any_model, 3)
     first = open_session(any_model, "a", output="latents")
@@ -184,7 +184,9 @@ def test_a_fork_continues_identically_and_independently(any_model: CausalWan) ->
 
 
 def test_bytes_are_known_in_advance_and_constant(any_model: CausalWan) -> None:
-    """A session never holds more bytes than were admitted for it, including after a prompt switch."""
+    """A session never holds more bytes than were admitted for it, including after a prompt
+    switch.
+    """
     for source in ("text", "video"):
         params = DiffusionParams(session_id="a", prompt="a beach", options={"source": source})
         session = any_model.new_session(params)

@@ -174,7 +174,9 @@ def test_the_frames_after_an_image_are_one_chunk(model: CausalWan) -> None:
 
 
 def test_an_image_gives_the_same_stream_in_a_batch_and_after_a_fork(model: CausalWan) -> None:
-    """A stream with a start image is bit-identical when it is batched with streams without images."""
+    """A stream with a start image is bit-identical when it is batched with streams without
+    images.
+    """
     alone = open_session(model, "alone", **LATENTS)
     first = run_chunk(model, alone, {"image": start_image()}, prompt="a beach", **LATENTS)[1][
         "latents"
@@ -255,7 +257,9 @@ def test_invalid_images_and_latents_are_refused(
 def test_a_server_without_image_support_refuses_with_the_reason(
     options: dict[str, Any], params: dict[str, Any], message: str, causal_wan: Path
 ) -> None:
-    """`/v1/videos` reports the same reason, which it derives from the model's tasks."""
+    """A start image is refused with the reason. The tasks that the model announces to `/v1/videos`
+    include `image_to_video` only if the server's options support start images.
+    """
     served = load_model(causal_wan, **options)
     session = open_session(served, **params)
     with pytest.raises(RequestFailed, match=message):

@@ -80,7 +80,9 @@ def test_an_explicit_executor_takes_precedence_over_a_model_of_this_package(
 
 
 def test_other_directories_are_not_detected(tmp_path: Path, null_world: Path) -> None:
-    """A world's directory or an invalid `model_index.json` is not detected as a diffusers pipeline."""
+    """A world's directory or an invalid `model_index.json` is not detected as a diffusers
+    pipeline.
+    """
     assert detect_family(null_world).name == "null_world"
     for content in ("", "[]", "{}", '{"_class_name": 3}', "\xff"):
         (tmp_path / "model_index.json").write_text(content)

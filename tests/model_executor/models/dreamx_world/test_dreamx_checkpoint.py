@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts, configs and tensors of DreamX-World checkpoints, at the released size and with damage."""
+"""Layouts, configs and tensors of DreamX-World checkpoints, at the released size and with
+damage.
+"""
 
 import json
 import math

@@ -247,7 +247,9 @@ def continue_later(world: DreamXWorld, session: DreamXSession, chunks: int) -> N
 
 @pytest.mark.parametrize("chunks", [40, pytest.param(2000, marks=pytest.mark.nightly)])
 def test_a_long_session_holds_constant_bytes(layouts: dict[str, Path], chunks: int) -> None:
-    """A long session stays finite, and a snapshot taken in the middle continues with the same bits."""
+    """A long session stays finite, and a snapshot taken in the middle continues with the same
+    bits.
+    """
     world = load_world(layouts["original"], window_frames=6, max_steps=1)
     session = open_session(world, output="latents")
     run_chunk(world, session, output="latents", actions=[["w"]] * 3)

@@ -44,8 +44,8 @@ CAT: dict[str, Any] = {
 def test_a_generation_with_graphs_equals_the_generation(
     plain: Lance, by_graphs: Lance, task: str
 ) -> None:
-    """Each task runs twice, with and without a pinned first frame, because the second run replays
-    the graph of the first run.
+    """Tasks with and without a pinned first frame give the same latents with graphs. Each task runs
+    twice, because the second run replays the graph of the first run.
     """
     changes = {"num_inference_steps": 5, "output": "latents"}
     want = run(plain, request_of(task, **changes))[1]["latents"]
@@ -164,7 +164,9 @@ def test_the_key_contains_every_slot_that_is_read_or_written() -> None:
 def test_graphs_on_a_gpu_equal_plain_launches(
     checkpoint: Path, plain: Lance, dtype: torch.dtype
 ) -> None:
-    """The second and third generation only replay graphs. In fp32, the result equals that of a CPU."""
+    """The second and third generation only replay graphs. In fp32, the result equals that of a
+    CPU.
+    """
     with torch.device("cuda"):
         launched, by_graphs = (
             load_lance(checkpoint, dtype=dtype),

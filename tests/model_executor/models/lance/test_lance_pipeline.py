@@ -140,7 +140,9 @@ def test_image_guidance_without_an_image_is_refused(lance: Lance) -> None:
 
 
 def test_the_first_frame_is_pinned(lance: Lance) -> None:
-    """The latents of the first frame equal the start image's latents, whatever the number of steps."""
+    """The latents of the first frame equal the start image's latents, whatever the number of
+    steps.
+    """
     many = latents_of(lance, "i2v", num_inference_steps=5)
     few = latents_of(lance, "i2v")
     assert torch.equal(many[0, :, 0], few[0, :, 0])

@@ -65,7 +65,7 @@ def ray_maps(
 def test_held_keys_give_the_ray_maps_of_each_implementation(
     world: LingBotWorld, recording: str, options: dict[str, Any]
 ) -> None:
-    """Held keys give the ray maps that each implementation recorded over three chunks
+    """Held keys give the ray maps that were recorded from each implementation over three chunks
     (tests/golden/lingbot, 1e-5).
     """
     golden = load_file(GOLDEN / "camera.safetensors")

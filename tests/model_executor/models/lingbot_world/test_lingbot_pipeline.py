@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LingBot world driven as the runner drives it: sessions, chunks, and isolation between sessions."""
+"""A LingBot world driven as the runner drives it: sessions, chunks, and isolation between
+sessions.
+"""
 
 from pathlib import Path
 from typing import Any

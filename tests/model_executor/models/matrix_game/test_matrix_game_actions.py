@@ -89,7 +89,7 @@ def test_unsupported_controls_are_refused(
 
 def test_an_entry_applies_to_the_video_frames_of_its_latent_frame() -> None:
     """An entry applies to the video frames of its latent frame: one for latent frame 0 and four for
-    each later one. In a missing entry, no key is held.
+    each later one. A missing entry means that no key is held.
     """
     assert rows(0, [["w"], ["s"]])[:, :2].tolist() == [[1, 0]] + [[0, 1]] * 4 + [[0, 0]] * 4
     assert (

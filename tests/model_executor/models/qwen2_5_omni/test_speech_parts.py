@@ -49,7 +49,9 @@ def test_parts_wait_for_their_context(
 
 
 def test_parts_may_have_one_length() -> None:
-    """Every part is as long as the first one if `most_chunk_codes` is 0 or at most `chunk_codes`."""
+    """Every part is as long as the first one if `most_chunk_codes` is 0 or at most
+    `chunk_codes`.
+    """
     for most in (0, 24):
         how = SpeechDefaults(chunk_codes=24, most_chunk_codes=most)
         assert [last - first for first, last, _, _ in ready_chunks(120, True, 0, how)] == [24] * 5

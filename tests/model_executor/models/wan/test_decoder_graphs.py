@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decoder with one CUDA graph per latent frame is bit-identical to a decoder without graphs."""
+"""A decoder that replays a CUDA graph for each latent frame is bit-identical to a decoder without
+graphs.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -226,8 +226,8 @@ def test_the_plain_op_stores_its_results(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("storage", [torch.bfloat16, FP8])
 def test_the_compiled_op_stores_the_same(storage: torch.dtype) -> None:
-    """The compiled op stores the same values. torch.compile does not support e4m3 on a CPU, so
-    compiled code omits the rounding.
+    """The compiled op stores the same values. torch.compile does not support e4m3 on a CPU, so the
+    rounding to e4m3 runs outside the compiled code.
     """
     i = random_inputs(torch.bfloat16, "cpu")
     scales = None if storage is torch.bfloat16 else torch.full((2, WIDTH // HEAD), 0.25)

@@ -112,7 +112,9 @@ def test_a_condition_does_not_wait_for_the_gpu(image):
 
 
 def test_a_settled_condition_needs_no_encoder(condition, image, monkeypatch):
-    """Once the condition has settled, later chunks do not run the encoder, and its cache is freed."""
+    """Once the condition has settled, later chunks do not run the encoder, and its cache is
+    freed.
+    """
     _, state = stream(condition, image, [3] * 14)
     monkeypatch.setattr(condition.vae, "encode", None)
     y, after = condition.next(None, 3, state)

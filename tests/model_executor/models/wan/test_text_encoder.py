@@ -116,7 +116,9 @@ def test_graphs_equal_plain_launches(layout):
     ],
 )
 def test_prompts_are_cleaned_as_in_the_original(prompt, cleaned):
-    """Broken encodings are repaired, HTML escapes are undone twice, and white space is collapsed."""
+    """Broken encodings are repaired, HTML escapes are undone twice, and white space is
+    collapsed.
+    """
     assert clean_prompt(prompt) == cleaned
 
 
@@ -152,7 +154,9 @@ def test_a_spiece_model_alone_suffices(layout, tmp_path):
 
 
 def test_the_prompt_cache_is_bounded(layout):
-    """The prompt cache evicts the least recently used prompt. A cached prompt is not encoded again."""
+    """The prompt cache evicts the least recently used prompt. A cached prompt is not encoded
+    again.
+    """
     encoder = build(layout)
     prompts = ("two", "sea", "one", "old", "sun")
     encoder.cache_bytes = 3 * max(encoder.encode(prompt).nbytes for prompt in prompts)

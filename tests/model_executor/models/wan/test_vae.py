@@ -182,7 +182,9 @@ def test_a_call_does_not_change_its_input_cache(vae, golden):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cache_bytes_are_constant_and_known_in_advance(golden, clip, dtype):
-    """The size of a cache is constant from the first latent on, both for encoding and for decoding."""
+    """The size of a cache is constant from the first latent on, both for encoding and for
+    decoding.
+    """
     vae = StreamingWanVAE(VAEConfig(base_dim=4), dtype=dtype)
     cache = None
     for latent in golden["latents"].split(1, dim=2):
@@ -313,8 +315,9 @@ def test_configs_of_other_autoencoders_are_refused(changed, message):
 def test_later_latents_are_one_graph_for_each_part(
     monkeypatch: pytest.MonkeyPatch, weights: dict[str, torch.Tensor], frames_per_call: int | None
 ) -> None:
-    """The decoder is compiled with `fullgraph`, so untraceable code raises an error instead of
-    running uncompiled.
+    """Later latents are decoded by one compiled graph for each part of the decoder. Because of
+    `fullgraph`, code that cannot be traced raises an error, after which the decoder would run
+    uncompiled.
     """
     plain = StreamingWanVAE(VAEConfig(base_dim=4), encoder=False, frames_per_call=frames_per_call)
     compile_for_real, graphs = torch.compile, []

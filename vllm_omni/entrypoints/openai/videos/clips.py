@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode clips from clients to arrays with a frame rate and length that the served model accepts."""
+"""Decode clips from clients to arrays with a frame rate and length that the served model
+accepts.
+"""
 
 import base64
 import binascii

@@ -117,8 +117,7 @@ class MediaStore:
         self._lock = hold_lock(own)
         self._unwritten: dict[str, JobRecord] = {}
         self._remove_parts()
-        #         # Unlike `atexit`, this also runs when the API server processes that vLLM starts
-        # exit.
+        # Unlike `atexit`, this also runs when the API server processes that vLLM starts exit.
         self._finalizer = multiprocessing.util.Finalize(
             self, _release, (self._lock, own, limits), exitpriority=10
         )
@@ -380,7 +379,7 @@ def _remove_leftovers(parent: Path) -> None:
     """
     for root in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
-            #             # The owner of a new directory may be about to lock it.
+            # The owner of a new directory may be about to lock it.
             is_new = time.time() - root.lstat().st_mtime < _LEFTOVER_AGE_S
             if (
                 _is_private(root)

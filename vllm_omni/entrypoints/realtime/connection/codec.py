@@ -39,7 +39,9 @@ MAX_NDIM: Final = 8
 
 
 class CodecError(Exception):
-    """Raised when bytes are not a valid message. The error message states the fault and the limit."""
+    """Raised when bytes are not a valid message. The error message states the fault and the
+    limit.
+    """
 
 
 class TooManyValues(CodecError):
@@ -77,9 +79,9 @@ def decode(data: bytes) -> DecodedMessage:
         value = _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise CodecError("not valid msgpack") from None
-    #     # Every marked array or scalar contains one of these keys: `__ndarray__`, `__npgeneric__`,
-    # or `nd` after its length, in the shortest encoding or a longer one. Nearly all control
-    # messages contain none.
+    # Every marked array or scalar contains one of these keys: `__ndarray__`, `__npgeneric__`, or
+    # `nd` after its length, in the shortest encoding or a longer one. Nearly all control messages
+    # contain none.
     is_marked = b"__n" in data or b"\xa2nd" in data or b"\x02nd" in data
     if not is_marked and not has_byte_keys:
         return DecodedMessage(value, None, num_values)
@@ -288,12 +290,11 @@ def _array(dtype_name: Any, shape: Any, data: Any) -> np.ndarray:
     if nbytes == 0:
         try:
             return np.zeros(shape, dtype.newbyteorder("="))
-        #         # The other dimensions of an empty array may have any length.
+        # The other dimensions of an empty array may have any length.
         except (ValueError, OverflowError):
             raise CodecError("array shape has an absurd dimension") from None
     if dtype.kind == "b":
-        #         # A message may contain any byte value, but a boolean array must contain only 0
-        # and 1.
+        # A message may contain any byte value, but a boolean array must contain only 0 and 1.
         return np.frombuffer(data, np.uint8).reshape(shape).astype(np.bool_)
     return np.frombuffer(data, dtype).reshape(shape).astype(dtype.newbyteorder("="), copy=False)
 

@@ -33,8 +33,8 @@ ANONYMOUS: Final = "anonymous"
 _DEFAULT_PORTS: Final = {"http": ":80", "https": ":443"}
 
 _STRIKES: Final = 3
-# # The kernel buffers this many bytes in addition to the bytes in transit. A larger buffer would
-# only hide a slow peer.
+# The kernel buffers this many bytes in addition to the bytes in transit. A larger buffer would only
+# hide a slow peer.
 _UNSENT_BYTES: Final = 64 * 1024
 _STRIKE_WINDOW_S: Final = 10.0
 _VALUES_BURST_S: Final = 2.0
@@ -84,13 +84,12 @@ class Connection:
         await self._websocket.accept(subprotocol=subprotocol)
         transport = self._transport()
         if transport is not None:
-            #             # The transport does not buffer either: one message at a time waits for
-            # the kernel.
+            # The transport does not buffer either: one message at a time waits for the kernel.
             transport.set_write_buffer_limits(high=0)
         raw = transport.get_extra_info("socket") if transport is not None else None
         if raw is not None and hasattr(socket, "TCP_USER_TIMEOUT"):
-            #             # Pings are queued behind unread data, so the kernel must also drop a peer
-            # that acknowledges no data.
+            # Pings are queued behind unread data, so the kernel must also drop a peer that
+            # acknowledges no data.
             with contextlib.suppress(OSError):  # not a TCP socket
                 timeout_ms = int(3 * self._limits.send_deadline_s * 1000)
                 raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
@@ -253,8 +252,8 @@ class Connection:
                 else:
                     await self._websocket.send_bytes(message)  # type: ignore[arg-type]  # any buffer is sent as it is
             except asyncio.CancelledError:
-                #                 # The peer has received part of a message, so the next bytes must
-                # be the rest of that message.
+                # The peer has received part of a message, so the next bytes must be the rest of
+                # that message.
                 if number and not limit.expired():
                     await self._send_rest(messages[number:], limit)
                 raise

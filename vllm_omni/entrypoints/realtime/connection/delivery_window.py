@@ -29,7 +29,7 @@ burst.
 class DeliveryWindow:
     """Measures how fast one client reads the replies of a run.
 
-    A client is late if a later chunk is already waiting each time that it has received a reply.
+    A client is late if, each time it has received a reply, a later chunk is already waiting.
     Lateness may only mean that the model is faster than real time. A late client is too slow if it
     has also received fewer frames than it plays in `timeout_s`. The measured window is one chunk
     longer than `timeout_s` because a client that plays in real time receives no data between two

@@ -122,7 +122,7 @@ class SessionDrain(Generic[S]):
         if self.save_to is None or session.engine_id in self._saved or not session.started:
             return
         self._saved.add(session.engine_id)
-        #         # Save in a separate task because a disconnect must not interrupt it.
+        # Save in a separate task because a disconnect must not interrupt it.
         saving = asyncio.ensure_future(self._save(self.save_to, session))
         self._saving.add(saving)
         saving.add_done_callback(self._saving.discard)

@@ -109,7 +109,7 @@ def _from_file(data: Any, limits: EndpointLimits) -> Image.Image:
     _check_bytes(len(data), limits)
     try:
         with warnings.catch_warnings():
-            #             # This package's own limit is lower, and exceeding it is an error.
+            # This package's own limit is lower, and exceeding it is an error.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 _check_pixels(image.width, image.height, limits)
@@ -120,8 +120,8 @@ def _from_file(data: Any, limits: EndpointLimits) -> Image.Image:
         raise EndpointError(
             "image_too_large", "the image has far too many pixels", param="image"
         ) from None
-    #     # Pillow's parsers raise a dozen exception types, and their messages contain addresses and
-    # file names.
+    # Pillow's parsers raise a dozen exception types, and their messages contain addresses and file
+    # names.
     except Exception:
         name = format_name(data)
         reason = (

@@ -34,8 +34,8 @@ UNSENT_CHUNKS: Final = 1
 A larger number would delay the effect of a client's controls.
 """
 
-# # Clients of these protocols expect a reply to each invalid message, so the limit is high. It
-# still stops floods.
+# Clients of these protocols expect a reply to each invalid message, so the limit is high. It still
+# stops floods.
 _MAX_STRIKES: Final = 100
 _SLOT_POLL_S: Final = 0.1
 _MAX_TEXT_FRAMES: Final = 3
@@ -338,7 +338,7 @@ class LiveClient(ConnectionHandler):
         """Cancel the stream and free the session. Idempotent."""
         session, self.session = self.session, None
         if session is not None:
-            session.cancel()  # Cancel first, because this stops the engine immediately.
+            session.cancel()  # Cancel first, so that the engine stops the chunk early.
         if self._stream is not None:
             self._stream.cancel()
             await asyncio.wait([self._stream])
@@ -369,9 +369,9 @@ class RealtimeEndpoint:
         """Serve one connection from handshake to close."""
         async with self._manager.guard.admit(websocket) as admitted:
             if admitted:
-                #                 # The handler runs in its own task. A message wakes every
-                # coroutine of the task that waits for it, and there are more than a dozen layers of
-                # middleware above this coroutine.
+                # The handler runs in its own task. A message wakes every coroutine of the task that
+                # waits for it, and there are more than a dozen layers of middleware above this
+                # coroutine.
                 handler = self._handler(self._manager, websocket)
                 await asyncio.create_task(handler.serve_connection())
 

@@ -16,8 +16,9 @@ class PlayDeadline(NamedTuple):
 class PlayClock:
     """Computes the deadlines of one stream.
 
-    A chunk is due when the previous chunk has finished playing. If the stream is late or was
-    paused, the next deadline is computed from the current time, so delays do not accumulate.
+    The deadline of a chunk is one playback time of the chunk after the deadline of the previous
+    chunk. If the stream is late or was paused, the next deadline is computed from the current time,
+    so delays do not accumulate.
     """
 
     def __init__(self) -> None:

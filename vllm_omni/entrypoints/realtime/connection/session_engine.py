@@ -82,7 +82,7 @@ class SessionEngine:
             EndpointError: The chunk was refused, was aborted or failed.
         """
         started_s = time.monotonic()
-        #         # A replay compares frames, so chunks without frames are not recorded.
+        # A replay compares frames, so chunks without frames are not recorded.
         recorder = None if params.output == "latents" else self._recorder
         try:
             meta, results = await self._engine.run_request(params, arrays)

@@ -164,8 +164,8 @@ class PoseTrack(msgspec.Struct):
         for _ in range(latent_frames):
             self._step(latent_frames, completed)
             knots.append(self._pose)
-        #         # Pixel frames are interpolated between latent frames. The last pixel frame of
-        # each group shows the latent frame itself.
+        # Pixel frames are interpolated between latent frames. The last pixel frame of each group
+        # shows the latent frame itself.
         ahead = np.arange(1, pixel_frames + 1) * latent_frames / pixel_frames
         if pixel_frames % latent_frames:  # a session's first latent frame is a single pixel frame
             rest = (pixel_frames - 1) // max(1, latent_frames - 1)
@@ -282,7 +282,9 @@ def _normal(rotation_4: np.ndarray) -> np.ndarray:
 
 
 def _product(a_4: np.ndarray, b_4: np.ndarray) -> np.ndarray:
-    """Return the Hamilton product of two quaternions, which applies rotation b and then rotation a."""
+    """Return the Hamilton product of two quaternions, which applies rotation b and then rotation
+    a.
+    """
     vector_3 = a_4[3] * b_4[:3] + b_4[3] * a_4[:3] + np.cross(a_4[:3], b_4[:3])
     return np.append(vector_3, a_4[3] * b_4[3] - a_4[:3] @ b_4[:3])
 

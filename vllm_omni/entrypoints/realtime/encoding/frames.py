@@ -122,7 +122,9 @@ class FrameEncoder(Protocol):
         ...
 
     def set_bitrate(self, bits_per_s: int) -> None:
-        """Set the target bitrate for all following frames. Codecs without rate control ignore it."""
+        """Set the target bitrate for all following frames. Codecs without rate control ignore
+        it.
+        """
         ...
 
 

@@ -55,8 +55,8 @@ _OPTIONS: Final[dict[H264Implementation, dict[str, str]]] = {
         "g": _NO_PERIODIC_KEY_FRAMES,
     },
 }
-# # swscale converts the frames with the BT.601 matrix by default. Decoders assume another matrix
-# for large frames unless the stream declares BT.601.
+# swscale converts the frames with the BT.601 matrix by default. Decoders assume another matrix for
+# large frames unless the stream declares BT.601.
 _SMPTE170M: Final = 6
 _LIMITED_RANGE: Final = 1
 
@@ -103,8 +103,7 @@ class H264Encoder:
         if self._context is None or size != self._size:
             self._size, self._needs_key, self._last_us = size, True, -1
             self._context = self._open(*size)
-        #         # x264 accepts a new bitrate at every frame. The size of its VBV buffer does not
-        # change.
+        # x264 accepts a new bitrate at every frame. The size of its VBV buffer does not change.
         self._context.bit_rate = self._bits_per_s
         return [
             self._encode_frame(self._context, frame_HWC, stamp)
@@ -122,8 +121,8 @@ class H264Encoder:
         context.color_range = _LIMITED_RANGE
         context.options = {
             **_OPTIONS[self._implementation],
-            #             # Equal to the target, because x264 can change the bitrate only of a
-            # stream that starts as CBR.
+            # Equal to the target, because x264 can change the bitrate only of a stream that starts
+            # as CBR.
             "maxrate": str(self._bits_per_s),
             "bufsize": str(self._bits_per_s // _VBV_SHARE_OF_S),
         }
@@ -137,7 +136,7 @@ class H264Encoder:
         if height % 2 or width % 2:
             frame_HWC = np.pad(frame_HWC, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
         image = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame_HWC), format="rgb24")
-        #         # Times must increase, although they restart when the session restarts.
+        # Times must increase, although they restart when the session restarts.
         self._last_us = stamp.time_us if stamp.time_us > self._last_us else self._last_us + 1
         image.pts, image.time_base = self._last_us, _TIME_BASE
         if self._needs_key:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encoders of separate frames: JPEG, WebP, raw frames, lossless deltas and MP4 files.
 
-JPEG has two implementations. `NvJpegEncoder` uses nvJPEG through torchvision. Unlike NVENC, a JPEG
-engine or fast CUDA kernels for JPEG exist on data-centre GPUs. `ImageEncoder` uses Pillow.
+JPEG has two implementations. `NvJpegEncoder` uses nvJPEG through torchvision because data-centre
+GPUs have a JPEG engine or fast CUDA kernels for JPEG, but no NVENC. `ImageEncoder` uses Pillow.
 """
 
 import io
@@ -134,7 +134,7 @@ class DeltaEncoder:
             data.append(compressor.compress(delta_HWC.tobytes()))
             reference_HWC = frame_HWC
         assert reference_HWC is not None
-        #         # Copy the frame, because a view would keep all frames of the chunk in memory.
+        # Copy the frame, because a view would keep all frames of the chunk in memory.
         self._chunk_index, self._reference_HWC = chunk_index, reference_HWC.copy()
         _, height, width, _ = frames.frames_THWC.shape
         payload = b"".join([*data, compressor.flush()])

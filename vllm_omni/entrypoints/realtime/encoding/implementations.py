@@ -101,8 +101,7 @@ def choose(codec: str, candidates: Sequence[Candidate]) -> EncoderChoice:
     for name, create in candidates[:-1]:
         try:
             (part,) = create().encode(frames)
-        #         # PyAV, torch and torchvision raise many exception types if a driver or device is
-        # missing.
+        # PyAV, torch and torchvision raise many exception types if a driver or device is missing.
         except Exception as error:
             reasons.append(f"{name}: {_first_line(error)}")
             continue
@@ -151,7 +150,7 @@ def _nvjpeg() -> FrameEncoder:
 
 
 def _first_line(error: Exception) -> str:
-    #     # The message of a PyAV error also contains the call with all its arguments.
+    # The message of a PyAV error also contains the call with all its arguments.
     text = (isinstance(error, OSError) and error.strerror) or str(error)
     lines = text.strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__

@@ -148,7 +148,9 @@ class FrameBatcher:
     def _payload(
         self, frames: StampedFrames, parts: list[EncodedPart]
     ) -> tuple[bytes | memoryview, dict[str, Any]]:
-        """Return the payload and the header fields of one frame message. Raw frames are not copied."""
+        """Return the payload and the header fields of one frame message. Raw frames are not
+        copied.
+        """
         frames_THWC = frames.frames_THWC
         _, height, width, channels = frames_THWC.shape
         fields: dict[str, Any] = {

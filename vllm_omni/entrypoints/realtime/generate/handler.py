@@ -402,7 +402,7 @@ class _Client(LiveClient):
         await self.connection.close(WebSocketCloseCode.NORMAL, "generation complete")
 
     async def send_error(self, error: EndpointError) -> None:
-        #         # The close frame states the reason, and these clients would show an error message
+        # The close frame states the reason, and these clients would show an error message
         # permanently.
         if error.close is WebSocketCloseCode.IDLE:
             return

@@ -238,7 +238,7 @@ class CreditMessage(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["credit"]
     """Type of the message."""
     chunks: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
-    """Number of additional chunks that the server may send."""
+    """Number of additional chunks that may start."""
 
 
 class PingMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -390,7 +390,7 @@ def _event_id(value: Any) -> int | None:
     if not isinstance(value, dict) or value.get("type") != "event":
         raise EndpointError("invalid_request", "a message must be a map with type 'event'")
     event_id = value.get("event_id")
-    #     # JavaScript encodes large integers as floats.
+    # JavaScript encodes large integers as floats.
     if type(event_id) is float and event_id.is_integer():
         event_id = int(event_id)
     if event_id is not None and (type(event_id) is not int or not 0 <= event_id <= _U32):

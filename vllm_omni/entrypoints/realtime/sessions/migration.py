@@ -83,8 +83,8 @@ class SessionMigration:
         if persistent_dir is None:
             return
         persistent_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        #         # A periodic snapshot belongs to its process while that process lives. Other
-        # servers that use the directory check the lock of the process there.
+        # A periodic snapshot belongs to its process while that process lives. Other servers that
+        # use the directory check the lock of the process there.
         self._persistent_staging = (
             staging if snapshot_period_s is None else StagingDirectory(persistent_dir)
         )
@@ -144,8 +144,7 @@ class SessionMigration:
                     raise EndpointError("unknown_session", "the session has no finished chunk yet")
                 try:
                     return await save()
-                #                 # A chunk finished between the two worker calls that a snapshot
-                # takes.
+                # A chunk finished between the two worker calls that a snapshot takes.
                 except EndpointError as error:
                     if error.code != "session_busy" or attempt == _ATTEMPTS - 1:
                         raise

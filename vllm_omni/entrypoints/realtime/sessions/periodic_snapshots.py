@@ -179,7 +179,7 @@ class PeriodicSnapshots:
         except (EndpointError, OSError) as error:
             self._note_trouble(session, error)
             return 0.0
-        #         # The session has ended or is being moved, or draining saves it.
+        # The session has ended or is being moved, or draining saves it.
         if (
             session.engine_id != engine_id
             or engine_id in self._withheld

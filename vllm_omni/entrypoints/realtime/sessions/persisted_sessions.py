@@ -64,7 +64,7 @@ class PersistedSessions:
         return self.folder / f"{_digest(key)}.{self._owner}{WITHHELD_SUFFIX}"
 
     def left_by_others(self) -> list[Path]:
-        """Return the snapshots that processes have left behind when they ended, oldest first.
+        """Return the snapshots of processes that have ended, oldest first.
 
         If a session has several snapshots, only the newest is returned, and the others are removed.
         """
@@ -80,8 +80,7 @@ class PersistedSessions:
                 newest[digest] = max(found, newest.get(digest, found))
                 if older != newest[digest]:
                     older[1].unlink()
-            #             # Another server that starts at the same time may have restored the
-            # snapshot.
+            # Another server that starts at the same time may have restored the snapshot.
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -89,10 +88,12 @@ class PersistedSessions:
         return [path for _, path in sorted(newest.values())]
 
     def sweep(self, dead: set[str]) -> None:
-        """Remove expired snapshots, and the incomplete files of the dead processes named in `dead`."""
+        """Remove expired snapshots, and the incomplete files of the dead processes named in
+        `dead`.
+        """
         now_s = time.time()
         for partial in self.folder.glob(f"*{_PARTIAL}"):
-            #             # Another server that starts at the same time may have removed the file.
+            # Another server that starts at the same time may have removed the file.
             with contextlib.suppress(OSError):
                 if (
                     partial.name.split(".")[-2] in dead

@@ -517,7 +517,7 @@ class DeliveryLog:
     def drop_delivered(self, keep_bytes: int) -> None:
         """Drop delivered replies, oldest first, until at most `keep_bytes` bytes remain."""
         total = 0
-        #         # This runs after every chunk, so a generator expression would cost too much.
+        # This runs after every chunk, so a generator expression would cost too much.
         for run in self.runs.values():
             total += run.retained_bytes
         for run in self.runs.values():

@@ -328,7 +328,7 @@ class Session:
         self.meter.request_started()
         start_images, warnings = await self._start(run)
         planned, num_chunks = len(run.sizes), run.num_chunks
-        #         # A live run is charged for each chunk separately.
+        # A live run is charged for each chunk separately.
         self.allowance.charge_chunks(max(0, planned - run.completed))
         in_flight = ChunksInFlight()
         spans = run.spans(info)
@@ -339,8 +339,8 @@ class Session:
             """Request as many chunks as allowed. Return True if a quota prevents the next chunk of
             a live run.
             """
-            #             # Until the position is certain, request one chunk at a time, because the
-            # result contains the engine's position.
+            # Until the position is certain, request one chunk at a time, because the result
+            # contains the engine's position.
             while (
                 len(in_flight) < (most_in_flight if self.in_step else 1)
                 and source.ready
@@ -401,7 +401,7 @@ class Session:
             await self._abort(run, in_flight, refused)
             raise
         if drain.is_draining and run.completed != num_chunks:
-            #             # Save immediately, because closing a live connection frees its session.
+            # Save immediately, because closing a live connection frees its session.
             await drain.save(self)
             drain.check(next_chunk_index=self.next_chunk)
 
@@ -499,9 +499,9 @@ class Session:
         is_start = not self.started and span.number == 0
         if is_start:
             arrays |= start_images
-        #         # After an abort, the engine's position is unknown here. A new request then
-        # accepts any position. A resumed request, or a request that names its chunk, requires a
-        # certain position.
+        # After an abort, only the engine has the current position. A new request then accepts any
+        # position. A resumed request, or a request that names its chunk, requires the position of
+        # that chunk.
         insists = self.in_step or run.attempt > 1 or job.chunk_index is not None
         due = self._due(run, span) if self._manager.info.by_deadline else None
         params = DiffusionParams(

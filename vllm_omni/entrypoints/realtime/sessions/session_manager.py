@@ -250,7 +250,7 @@ class SessionManager:
 
         Replies that have not been delivered are retained, and their session pauses.
         """
-        for session in (*self._moved.values(), *self._sessions.values()):  # oldest first
+        for session in (*self._moved.values(), *self._sessions.values()):  # in order of last use
             if not self.is_over_budget:
                 return
             session.delivery_log.drop_delivered(0)

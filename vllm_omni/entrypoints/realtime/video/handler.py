@@ -144,8 +144,8 @@ class SessionFrame(msgspec.Struct):
     start_44: np.ndarray | None = None
     """World pose of the start image in pose units. None: the pose is unknown."""
     first_44: np.ndarray | None = None
-    """First pose of a session that starts with poses from its client. None: the session starts with
-    actions.
+    """First pose of a session that starts with poses from its client. None: the session did not
+    start with poses.
     """
 
     def of_session(self, poses_N44: np.ndarray, *, starts: bool) -> np.ndarray:
@@ -186,9 +186,9 @@ class CommandedState(msgspec.Struct, kw_only=True, tag="commanded"):
     timed: PromptSchedule
     """Prompts with the times at which they take effect."""
     track: ControlTrack
-    """Actions that are waiting for the next chunk."""
+    """Actions that are held or waiting for the next chunk."""
     poses: PoseTrack
-    """Camera poses that result from the commands."""
+    """Camera commands, and the pose of the camera that results from them."""
     frame: SessionFrame
     """Coordinate system of the camera commands."""
     new_prompt: tuple[str, str] | None = None
@@ -261,7 +261,7 @@ class CommandedSource(LiveChunks):
         self._prompt: str | None = None if info.actions.prompt == "none" else start.prompt
         self._lora = start.lora
         self._info, self.num_chunks, self._first_frame = info, num_chunks, first_frame
-        #         # Commands do not change the field of view.
+        # Commands do not change the field of view.
         self._intrinsics_4 = np.array(info.key_intrinsics(size[1], size[0]), np.float32)
         self._expected: deque[np.ndarray | None] = deque()
 
@@ -310,7 +310,9 @@ class CommandedSource(LiveChunks):
             self.steered.uses_poses = True
 
     def _sample_actions(self, num_latents: int) -> tuple[list[ActionEntry], CommandProgress]:
-        """Return the actions for each latent frame, and the progress of the events that sent them."""
+        """Return the actions for each latent frame, and the progress of the events that sent
+        them.
+        """
         sample = self.steered.track.sample(num_latents)
         started, active = (
             [str(event_id) for event_id in ids] for ids in (sample.applied, sample.active)
@@ -585,7 +587,7 @@ class VideoClient(LiveClient):
             self._event_ids.popitem(last=False)
         reply = {"type": "session.interaction.queued", "request_id": self._request_id}
         await self._send({**reply, "event_id": interaction.event_id})
-        #         # This follows the receipt, because clients expect `queued` before any effect.
+        # This follows the receipt, because clients expect `queued` before any effect.
         self.source.take_interaction(interaction)
 
     async def _stop(self) -> None:

@@ -42,7 +42,9 @@ class UnitTrack(Protocol):
         ...
 
     async def put(self, units: Sequence[EncodedPart], ahead: int) -> None:
-        """Queue access units. The call returns when at most `ahead` units are waiting to be sent."""
+        """Queue access units. The call returns when at most `ahead` units are waiting to be
+        sent.
+        """
         ...
 
 

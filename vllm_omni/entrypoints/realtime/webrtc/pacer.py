@@ -39,7 +39,7 @@ class ChunkPacer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._buffered_s, self._fps, self._clock = buffered_s, fps, clock
-        self._requests: deque[tuple[float, int]] = deque()  # (time, frames)
+        self._requests: deque[tuple[float, int]] = deque()  # (time, frames), not delivered yet
         self._waits_s: deque[float] = deque(maxlen=_KEPT)
         self._num_chunks = 0
 

@@ -204,8 +204,8 @@ class Peer:
                 await self._connection.setLocalDescription(await self._connection.createAnswer())
         except TimeoutError:
             raise EndpointError("timeout", "no candidates within 10 s") from None
-        #         # aiortc parses with asserts, regular expressions and conversions, which raise
-        # many exception types.
+        # aiortc parses with asserts, regular expressions and conversions, which raise many
+        # exception types.
         except Exception as error:
             logger.info("offer_refused reason=%.200r", error)
             if "send parameters" in str(error):
@@ -248,8 +248,7 @@ class Peer:
             "type": "websocket",
             "query_string": b"",
             "subprotocols": [],
-            #             # Port 0, because a lookup by address must not find the transport of the
-            # HTTP request.
+            # Port 0, because a lookup by address must not find the transport of the HTTP request.
             "client": (host, 0),
         }
 
@@ -308,7 +307,7 @@ class Peer:
         """Read key-frame requests and bandwidth estimates, which aiortc passes only to its own
         encoder.
 
-        aiortc has no such hook for tracks that yield packets, so this method wraps a private method
+        aiortc has no hook for tracks that yield packets, so this method wraps a private method
         of aiortc. tests/seams/test_aiortc.py detects changes to it.
         """
         handle = sender._handle_rtcp_packet

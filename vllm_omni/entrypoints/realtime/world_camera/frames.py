@@ -30,8 +30,8 @@ class FrameRenderer:
 
     codec: str
     """Encoding of the frames in a message: `mp4` (a file), `jpeg` (a list of files), `h264` (one
-    access unit), `ndarray_u8` (one array `[T, H, W, 3]`) or `ndarray_f32` (a list of arrays `[H, W,
-    3]` with values in [0, 1]).
+    access unit), `ndarray_u8` (one array `[T, H, W, 3]`) or `ndarray_f32` (a list of arrays
+    `[H, W, 3]` with values in [0, 1]).
     """
     fps: float
     """Playback rate in frames per second."""

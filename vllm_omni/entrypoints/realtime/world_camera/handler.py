@@ -308,9 +308,8 @@ class _Client(ConnectionHandler):
             message.image,
             self.limits,
         )
-        #         # Clients of the protocol's first version send `camera` with array markers, expect
-        # lists of float frames, and may request a number of frames that does not fill complete
-        # chunks.
+        # Clients of the protocol's first version send `camera` with array markers, expect lists of
+        # float frames, and may request a number of frames that does not fill complete chunks.
         first_version = (
             message.camera is not None and dialect is not None and message.protocol_version is None
         )
@@ -428,7 +427,7 @@ class _Client(ConnectionHandler):
 
     async def _resume(self, message: protocol.ResumeMessage) -> None:
         session_id = self._session_id(message)
-        #         # A session that was moved still has the replies that its client has not received.
+        # A session that was moved still has the replies that its client has not received.
         moved = self.manager.find_moved(self._key(session_id))
         session = self._known(session_id) if moved is None else moved
         try:

@@ -209,7 +209,9 @@ class InferMessage(ClientMessage, frozen=True, kw_only=True):
 
 
 class ResetMessage(ClientMessage, frozen=True, kw_only=True):
-    """Request to cancel a session's requests and discard its state. The session id remains valid."""
+    """Request to cancel a session's requests and discard its state. The session id remains
+    valid.
+    """
 
     endpoint: ClassVar[str] = "reset"
 

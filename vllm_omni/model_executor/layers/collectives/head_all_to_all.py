@@ -167,7 +167,9 @@ class HeadAllToAll:
 
 
 class CollectiveHeadAllToAll(HeadAllToAll):
-    """A `HeadAllToAll` that packs the data for each rank and sends it in one all-to-all of bytes."""
+    """A `HeadAllToAll` that packs the data for each rank and sends it in one all-to-all of
+    bytes.
+    """
 
     def _start(self, like_BTNH: torch.Tensor) -> None:
         self._sent = persistent_buffer(

@@ -104,7 +104,9 @@ def needed_pages(rows: int, row_bytes: int, used_bytes: int, page: int) -> list[
 
 
 def grown_nbytes(shape: Sequence[int], itemsize: int, num_tokens: int, page: int) -> int:
-    """Return the size in bytes of a `GrowingBuffer` that has memory for `num_tokens` token slots."""
+    """Return the size in bytes of a `GrowingBuffer` that has memory for `num_tokens` token
+    slots.
+    """
     layers, kv, tokens, heads, head_dim = shape
     token_bytes = heads * head_dim * itemsize
     runs = needed_pages(layers * kv, tokens * token_bytes, num_tokens * token_bytes, page)

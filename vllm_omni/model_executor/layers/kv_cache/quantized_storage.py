@@ -159,7 +159,9 @@ class KVFormat:
 
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
-        """Return the tensors, other than the buffer, that forward passes read and write in place."""
+        """Return the tensors, other than the buffer, that forward passes read and write in
+        place.
+        """
         return ()
 
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -162,7 +162,7 @@ class SinkWindow(KVWindow):
         super().commit(end_frame)
 
     def retain_sinks(self, frames: range) -> None:
-        """Store the current values in the buffer of those sink frames that `frames` contains."""
+        """Store the sink frames among `frames`, with their current values in the buffer."""
         part = slice(
             frames.start * self.tokens_per_frame,
             min(frames.stop, self.sink_frames) * self.tokens_per_frame,

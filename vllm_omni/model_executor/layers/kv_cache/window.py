@@ -151,7 +151,9 @@ class KVWindow:
 
     @property
     def growing_nbytes(self) -> int:
-        """Return the number of allocated bytes if the window grows with its session, otherwise 0."""
+        """Return the number of allocated bytes if the window grows with its session, otherwise
+        0.
+        """
         return 0 if self._ring.memory is None else self._ring.memory.nbytes
 
     @property

@@ -243,7 +243,9 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _factors(whole_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Factor a full delta exactly into (down, up). The rank is the smaller dimension of the delta."""
+    """Factor a full delta exactly into (down, up). The rank is the smaller dimension of the
+    delta.
+    """
     outputs, inputs = whole_OI.shape
     if outputs <= inputs:
         return whole_OI, torch.eye(outputs)

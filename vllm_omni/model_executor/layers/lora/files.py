@@ -208,7 +208,7 @@ def _networks(
     stored: str, marked: str | None, targets: Mapping[str, AdapterTarget]
 ) -> tuple[str, list[str]]:
     """Strip the prefixes of a tensor name. Return the rest, and the networks to which the name
-    applies (all networks if the name contains none).
+    applies: the network that the name contains, otherwise `marked`, otherwise all networks.
     """
     name, networks = stored, list(targets) if marked is None else [marked]
     while prefix := next((prefix for prefix in _PREFIXES if name.startswith(prefix)), None):

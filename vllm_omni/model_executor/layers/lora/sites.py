@@ -238,7 +238,9 @@ class AdaptedVectors:
 
 
 class AdaptedLayers:
-    """All adapted layers and tensors of one network. Adapters take effect after `attach_adapters`."""
+    """All adapted layers and tensors of one network. Adapters take effect after
+    `attach_adapters`.
+    """
 
     def __init__(
         self,

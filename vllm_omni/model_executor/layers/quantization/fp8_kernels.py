@@ -65,7 +65,9 @@ def dequantize(
 def dequantize_into(
     stored_KSNH: torch.Tensor, scales_KN: torch.Tensor, out_KSNH: torch.Tensor
 ) -> None:
-    """Dequantize all tokens into `out`. The heads of each token must be contiguous in `out`, too."""
+    """Dequantize all tokens into `out`. The heads of each token must be contiguous in `out`,
+    too.
+    """
     if (kernels := _kernels(stored_KSNH.device)) is not None:
         kernels.dequantize_into(stored_KSNH, scales_KN, out_KSNH)
         return

@@ -41,7 +41,7 @@ KEY_PLANES: Final = 4
 WINDOW_FRAMES: Final = 21
 """Number of latent frames that a chunk sees, including its own."""
 STEPS: Final = (1000, 750, 500, 250)
-"""Timesteps of a chunk's denoise steps."""
+"""Denoise steps of a chunk. Step s refers to entry 1000 - s of the table shifted by 5."""
 _SHIFT: Final = 5.0
 _SLOT_DISTANCE = 256
 

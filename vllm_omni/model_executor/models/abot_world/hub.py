@@ -24,7 +24,8 @@ PIECES = (
         24.8,
     ),
 )
-"""Files of the release. The transformer has 10.5 GB, the VAE 2.8 GB and the text encoder 11.4 GB.
+"""Files of the release. The transformer takes up 10.5 GB, the VAE 2.8 GB and the text encoder 11.4
+GB.
 """
 
 

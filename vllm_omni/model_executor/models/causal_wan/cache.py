@@ -79,7 +79,9 @@ class ChunkCache(WindowSet):
         return other
 
     def keep_sinks(self, frames: range) -> None:
-        """Store the sink frames among `frames` after a clean-context pass has rewritten `frames`."""
+        """Store the sink frames among `frames` after a clean-context pass has rewritten
+        `frames`.
+        """
         for window in self._sink_windows(0):
             if frames.start < window.sink_frames:
                 window.retain_sinks(frames)

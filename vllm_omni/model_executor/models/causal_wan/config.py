@@ -264,7 +264,7 @@ class CausalWanOptions(StreamingOptions, frozen=True, forbid_unknown_fields=True
 
 def resolve_plan(config: CausalWanConfig, options: CausalWanOptions) -> ChunkPlan:
     """Return the chunk sizes of a stream and the size of its K/V window. Raises ValueError if the
-    options do not match the checkpoint."""
+    sizes do not fit together."""
     plan = resolve_chunks(
         options, config, chunk_frames=_CHUNK, window_frames=_WINDOW, sink_frames=_SINK
     )

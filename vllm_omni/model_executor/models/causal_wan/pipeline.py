@@ -325,7 +325,7 @@ class CausalWan(StreamingModel[StreamSession, CausalWanChunk]):
         """Before the first forward pass of a chunk, compute the K/V of the prompt (collective with
         tensor parallelism).
 
-        Also place the sink frames before a forward pass over other frames than the previous pass.
+        Also place the sink frames before each forward pass over a new range of frames.
         With per-step sinks, they are placed before every denoise step.
         """
         chunk = request.work

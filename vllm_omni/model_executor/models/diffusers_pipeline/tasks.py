@@ -40,7 +40,9 @@ def call_parameters(pipeline_class: type) -> Parameters:
 
 
 def default_of(parameters: Parameters, name: str) -> Any:
-    """Return the default of a parameter, or None if the parameter has no default or does not exist."""
+    """Return the default of a parameter, or None if the parameter has no default or does not
+    exist.
+    """
     parameter = parameters.get(name)
     return (
         None

@@ -92,8 +92,7 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     system_prompt: Annotated[str, msgspec.Meta(max_length=16384)] | None = None
     """System prompt. Default: the system prompt of the task."""
     cfg_text_scale: Annotated[float, msgspec.Meta(ge=0, le=100)] | None = None
-    """Scale of guidance against the context without the user's text, under another name than
-    `guidance_scale`."""
+    """Alias of `guidance_scale`: scale of guidance against the context without the user's text."""
     cfg_img_scale: Annotated[float, msgspec.Meta(ge=0, le=100)] = 1.0
     """Scale of guidance against the context without the reference, for edits. 1 disables this
     guidance."""

@@ -134,9 +134,7 @@ def load_network(network: LanceNetwork, source: TensorSource, config: LanceConfi
 
 
 def adapter_target(network: LanceNetwork, config: LanceConfig) -> AdapterTarget:
-    """Return the decoder and the latent projections as targets of LoRA adapters. Both have the
-    decoder's name.
-    """
+    """Return the decoder and the latent projections together as one target of LoRA adapters."""
     return AdapterTarget(
         network,
         network_shapes(config),

@@ -104,7 +104,7 @@ class CameraTail:
     """State of the camera at the end of a chunk."""
 
     pose_44: torch.Tensor
-    """Pose of the chunk's last latent frame, in the session's coordinates."""
+    """Latest pose of the camera, in the session's coordinates."""
     pitch_degrees: float
     """Pitch accumulated by look keys, in degrees."""
     largest_step: float = 0.0

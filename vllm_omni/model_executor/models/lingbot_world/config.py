@@ -160,7 +160,8 @@ class LingBotChoices:
     """
     camera_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision of the camera map. With `fp32`, poses and rays are computed in fp64 and rounded
-    once. With `bf16`, all operations use bf16, as in SGLang 0.5.23.
+    once. With `bf16`, poses are rounded to bf16, and relative poses and rays are computed in bf16,
+    as in SGLang 0.5.23.
     """
     later_condition: LaterCondition = "streamed"
     """Conditioning of chunks after the first; see `LaterCondition`."""

@@ -78,7 +78,7 @@ class MatrixGameVariant:
     window_frames: int
     """Number of latent frames that a chunk sees, including its own."""
     steps: tuple[int, ...]
-    """Timesteps of the denoise schedule."""
+    """Denoise steps of a chunk. Step s refers to entry 1000 - s of the table shifted by 5."""
 
 
 def _buttons(*rows: str) -> tuple[Button, ...]:

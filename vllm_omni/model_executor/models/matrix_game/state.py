@@ -94,7 +94,9 @@ class MatrixGameConditioning(ImageStartedPipeline):
 
 @dataclass(frozen=True)
 class MatrixGameConditioningLayout:
-    """Sizes of a `MatrixGameConditioning`. A field is None if this rank does not store the value."""
+    """Sizes of a `MatrixGameConditioning`. A field is None if this rank does not store the
+    value.
+    """
 
     actions: tuple[int, int]
     """Shape of `MatrixGameConditioning.actions`."""
@@ -148,7 +150,9 @@ class MatrixGameChunk(StreamingChunk[ActionWindows, MatrixGameConditioning]):
 
 
 def action_values(rows: ActionFrames, variant: MatrixGameVariant) -> torch.Tensor:
-    """Convert controls to fp32 keyboard values. If the model has a mouse, its (pitch, yaw) follow."""
+    """Convert controls to fp32 keyboard values. If the model has a mouse, its (pitch, yaw)
+    follow.
+    """
     space = variant.space
     held = dict(zip(space.button_names, rows.buttons_NB.float().unbind(1), strict=True))
     idle = 1 - rows.buttons_NB.any(1).float()

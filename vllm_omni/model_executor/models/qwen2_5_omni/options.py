@@ -135,5 +135,7 @@ class SpeechEngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 
     @property
     def speech_defaults(self) -> SpeechDefaults:
-        """Return `speech` as a struct. Raises a ValueError that names the key if a key is invalid."""
+        """Return `speech` as a struct. Raises a ValueError that names the key if a key is
+        invalid.
+        """
         return parse_options(SpeechDefaults, self.speech, "omni.model.speech")

@@ -10,9 +10,9 @@ into more than a dozen graphs.
 
 *CPU* layers are faster on CPUs, where torch's 3-D convolution reaches only a tenth of the speed of
 its 2-D convolution. A causal convolution over three frames is computed as a 2-D convolution with
-the three frames as input channels. The weights of the 2-D convolution are a view of `weight`, so
-loading and conversion affect both. The memory of `weight` therefore has the order of the 2-D
-convolution. Activations are channels-last. `use_cpu_layers` must be called while the network is on
+the three frames as input channels. The memory of `weight` has the order of the 2-D convolution, so
+the weights of the 2-D convolution are a view of `weight`, and loading and conversion affect both.
+Activations are channels-last. `use_cpu_layers` must be called while the network is on
 a CPU. If the network moves to another device, its layers use diffusers' own computation.
 """
 
@@ -189,7 +189,7 @@ def use_cpu_layers(network: Any) -> None:
     replace_layers(network, _cpu_layer)
     for layer in network.modules():
         if isinstance(layer, nn.SiLU):
-            layer.inplace = True  # no other layer reads the result of the norm
+            layer.inplace = True  # it follows a norm, and nothing else reads the norm's result
         elif isinstance(layer, nn.Conv2d):
             layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
 

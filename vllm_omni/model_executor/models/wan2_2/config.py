@@ -217,7 +217,7 @@ class Wan22Options(ModelOptions, frozen=True, forbid_unknown_fields=True, kw_onl
     """
     cfg_parallel: bool = False
     """Whether the two tensor-parallel ranks run the two branches of classifier-free guidance
-    instead. Each rank then has all weights and runs one branch.
+    instead of sharding layers. Each rank then has all weights and runs one branch.
     """
 
     @classmethod

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The autoencoders of Wan 2.1 and 2.2 for whole clips (`VideoVAE`). Latents are normalised.
 
-The network is that of streams (`StreamingWanVAE`). With tiling, and on GPUs where it cannot be
+The network is `StreamingWanVAE`, which streams use too. With tiling, and on GPUs where it cannot be
 fused, diffusers' `AutoencoderKLWan` is used instead. It stores its feature cache in the model
 during a call and clears it after the call, so calls must not overlap.
 """

@@ -326,7 +326,7 @@ _KEYS: Final[Mapping[int, str]] = {
 
 def virtual_key(code: int) -> Button:
     """Return the button of a virtual-key code. A code without a name results in a button such as
-    `vk_5b`.
+    vk_5b.
     """
     name, *codes = _KEYS.get(code, f"vk_{code:02x}").split()
     return Button(name, name.replace("_", " ").capitalize(), tuple(codes))

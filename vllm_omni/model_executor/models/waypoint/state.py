@@ -80,7 +80,9 @@ class FrameWindow(KVWindow):
         return [*retained, frame] if frame % self.dilation else retained
 
     def num_keys(self, frame: int) -> int:
-        """Return how many keys `frame` attends to. These keys are at the beginning of the buffer."""
+        """Return how many keys `frame` attends to. These keys are at the beginning of the
+        buffer.
+        """
         return (self._num_retained(frame) + (frame % self.dilation > 0)) * self.tokens_per_frame
 
     def _span(self, frames: range) -> slice | None:

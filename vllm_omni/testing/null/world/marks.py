@@ -5,9 +5,10 @@ read the actions even after the frames have passed through codecs and browsers.
 Each square has 8 x 8 pixels. A frame has one square per button, one per axis and one for the wheel,
 in the order of the action space. The squares fill the bottom of the frame from left to right, and
 then the rows above. The square of a held button is white, and that of a released button is black.
-The square of an axis or the wheel has gray value 128 at rest. An axis changes its gray value by up
-to 127, in proportion to its range, or by its own value if the range is unlimited. A chunk without
-any action has no squares.
+The square of an axis or the wheel has gray value 128 at rest. An axis or
+the wheel changes its gray value by up to 127. The change is in proportion to the range of an axis,
+or equal to the value of the axis if the range is unlimited. A chunk without any action has no
+squares.
 """
 
 import numpy as np

@@ -80,7 +80,7 @@ class NullScalars(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt: Text
     """Prompt of the session's last chunk."""
     seed: Seed
-    """Seed of the session's last chunk."""
+    """Seed of the session."""
 
 
 class NullSession(SessionState):

@@ -18,7 +18,9 @@ from vllm_omni.testing.parity.lance.recorded import STAGE, TABLE, Fp32Judge, Jud
 
 
 def compare_text(scenario: GoldenScenario, model: ToyModel, judge: Judge) -> None:
-    """Compare the prefill of a text (layers, K/V and logits) and the greedy decoding that follows."""
+    """Compare the prefill of a text (layers, K/V and logits) and the greedy decoding that
+    follows.
+    """
     if "a.input_ids" not in scenario:
         return
     ids = scenario.get("a.input_ids").tolist()

@@ -196,7 +196,9 @@ def _ids(segment: SequenceSegment, model: ToyModel) -> list[int]:
 
 
 def _grids(inputs: TaskInputs, blocks: Sequence[SequenceSegment]) -> list[Grid]:
-    """Return the grids in the units of the original: patches, and latents with both sides doubled."""
+    """Return the grids in the units of the original: patches, and latents with both sides
+    doubled.
+    """
     vision = (
         []
         if inputs.vit_grid is None

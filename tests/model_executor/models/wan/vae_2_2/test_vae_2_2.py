@@ -274,8 +274,9 @@ def test_later_latents_are_one_graph_for_each_part(
     latents: torch.Tensor,
     frames_per_call: int | None,
 ) -> None:
-    """The decoder is compiled with `fullgraph`, so untraceable code raises an error instead of
-    running uncompiled.
+    """Later latents are decoded by one compiled graph for each part of the decoder. Because of
+    `fullgraph`, code that cannot be traced raises an error, after which the decoder would run
+    uncompiled.
     """
     compile_for_real, graphs = torch.compile, []
 
@@ -318,7 +319,9 @@ def test_streams_are_decoded_one_by_one(vae: StreamingWanVAE, latents: torch.Ten
 def restored(
     decoder: ChunkDecoder, state: DecoderState, latents: int, file: Path, height: int = 32
 ) -> DecoderState:
-    """Return the state after writing it to a file and reading it back, for frames of `height` x 48."""
+    """Return the state after writing it to a file and reading it back, for frames of `height` x
+    48.
+    """
     file.write_bytes(save({name: each.contiguous() for name, each in state.tensors().items()}))
     with file.open("rb") as stored:
         length = int.from_bytes(stored.read(8), "little")

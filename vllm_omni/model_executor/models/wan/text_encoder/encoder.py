@@ -3,8 +3,8 @@
 
 Only valid tokens are encoded, and the transformer appends zeros as padding. The embeddings of valid
 tokens equal those of the original, because its attention is bidirectional and masks the padding. On
-CUDA, each prompt is padded to one of a few lengths with their own CUDA graphs, because eager kernel
-launches take the host longer than the kernels take the device.
+CUDA, each prompt is padded to one of a few lengths, and each length has its own CUDA graph. Graphs
+are used because eager kernel launches take the host longer than the kernels take the device.
 
 Only one of several ranks encodes (`ParallelContext.encodes`). On the other ranks, `AwaitedText`
 replaces the encoder. It allocates the text embeddings, and the worker fills them before they are

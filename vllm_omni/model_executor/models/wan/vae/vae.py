@@ -75,7 +75,7 @@ class CacheLayout:
     """Shapes and dtype of a stream's caches. They are the same after every call."""
 
     shapes: tuple[Shape, ...]
-    """Shape of each feature, in the order of the convolutions."""
+    """Shape of each feature, in the order of the layers that cache them."""
     dtype: torch.dtype
     """Dtype of the features."""
 
