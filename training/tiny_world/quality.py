@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from training.tiny_world.players import table
+
 REPO = Path(__file__).parents[2]
 CURVES = Path(__file__).with_name("curves")
 PAGE = REPO / "docs" / "reference" / "quality.md"
@@ -52,7 +54,8 @@ pauses, and switches prompts. `home` walks away, undoes every key and rests wher
 frame counts as a village if a classifier recognises it in the style of the prompt, or if it is
 within 30 dB of the truth. Frames are judged where the view is open (no obstacle within a metre
 ahead, at most 34 degrees up or down), as in the calibration of the classifier, and where it
-recognises the truth.
+recognises the truth. The share of villages is given for all judged frames and for the walk with the
+lowest share.
 
 | measure | seed | value | target | met |
 |---|---|---|---|---|
@@ -61,8 +64,7 @@ _SCORES = """
 ## Held-out walks
 
 The walker is that of the training. Sharpness is the mean horizontal difference of neighbouring
-pixels, divided by that of the truth. Where a walk looks at a blank wall or at the sky, the truth
-has hardly any edges, and the ratio says nothing.
+pixels of all walks, divided by that of the truth.
 
 | chunk | PSNR | sharpness |
 |---|---|---|
@@ -100,7 +102,11 @@ def page_text() -> str:
     }
     out = _INTRODUCTION
     if results["players"]:
-        rows = [(result["seed"], row) for result in results["players"] for row in result["table"]]
+        rows = [
+            (result["seed"], row)
+            for result in results["players"]
+            for row in table(result["scenarios"])
+        ]
         out += _PLAYERS + "".join(
             f"| {row['measure']} | {seed} | {_text(row['value'])} | {row['target']} | "
             f"{'yes' if row['met'] else 'no'} |\n"

@@ -192,7 +192,11 @@ def latent_frames(videos: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def against_truth(made_NLHW3: torch.Tensor, truth_NLHW3: torch.Tensor) -> dict[str, list[float]]:
-    """Return PSNR, SSIM and sharpness for each chunk, averaged over walks."""
+    """Return PSNR, SSIM and sharpness for each chunk, averaged over walks.
+
+    Sharpness is the ratio of the sums over all walks, because a ratio per walk has no meaning for a
+    walk whose truth is a blank wall.
+    """
     out: dict[str, list[float]] = {"psnr": [], "ssim": [], "sharpness": []}
     for start in range(0, made_NLHW3.shape[1], LATENTS_A_CHUNK):
         made, truth = (
@@ -204,7 +208,8 @@ def against_truth(made_NLHW3: torch.Tensor, truth_NLHW3: torch.Tensor) -> dict[s
         weight /= weight.sum()
         out["psnr"].append(_mean(likeness.decibels(likeness.squared_error(made, truth) @ weight)))
         out["ssim"].append(_mean(likeness.ssim(made, truth) @ weight))
-        out["sharpness"].append(_mean(likeness.sharpness(made, truth)))
+        edges_made, edges_truth = likeness.edges(made).sum(), likeness.edges(truth).sum()
+        out["sharpness"].append(_mean(edges_made / edges_truth.clamp(min=1e-6)))
     return out
 
 

@@ -119,6 +119,18 @@ def test_the_first_frame_counts_as_one_frame() -> None:
     assert second == pytest.approx(-10 * math.log10(0.04 / 3), abs=1e-3)
 
 
+def test_a_blank_wall_does_not_decide_the_sharpness() -> None:
+    """The sharpness of a chunk is the ratio of the edges of all walks, so a walk whose truth has no
+    edges hardly changes it.
+    """
+    truth = torch.zeros(2, 3, 16, 16, 3, dtype=torch.uint8)
+    truth[0, :, :, ::2] = 200
+    made = truth.clone()
+    made[1, :, :, 8:] = 4
+    [sharpness] = score.against_truth(made, truth)["sharpness"]
+    assert sharpness == pytest.approx(1.0, abs=0.01)
+
+
 def test_a_style_is_lost_when_the_image_is_another_ones(small_renderer: Renderer) -> None:
     """The style of every view of the truth is recognised, and that of the same views in another
     style is not.
