@@ -25,6 +25,7 @@ RESULTS = {
         "2026-11-29_players_wall_three.json",
         "2026-11-28_players_bot_three.json",
         "2026-11-29_players_bot_three.json",
+        "2026-11-30_players_bot_three.json",
         "2026-11-29_players_home_three.json",
     ),
 }

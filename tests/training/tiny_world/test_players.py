@@ -94,7 +94,7 @@ def test_a_perfect_world_reaches_every_target(small_renderer: Renderer) -> None:
         assert set(result["psnr"][0]) == {100.0}
         assert set(result["sharpness"][0]) == set(result["contrast"][0]) == {1.0}
         assert set(result["village"][0]) <= {1.0, None}
-    assert [row["met"] for row in found["table"]] == [True] * 6
+    assert [row["met"] for row in found["table"]] == [True] * 7
     assert found["scenarios"]["home"]["start_psnr"][0][-1] > 40
 
 
