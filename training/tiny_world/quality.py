@@ -18,7 +18,7 @@ REPO = Path(__file__).parents[2]
 CURVES = Path(__file__).with_name("curves")
 PAGE = REPO / "docs" / "reference" / "quality.md"
 RESULTS = {
-    "scores": ("2026-11-28_score_6_walks_three.json",),
+    "scores": ("2026-11-30_score_6_walks_three.json",),
     "uploads": ("2026-11-29_uploads_three.json", "2026-11-29_uploads_before_poses.json"),
     "players": (
         "2026-11-29_players_rest_three.json",
