@@ -5,6 +5,7 @@ The fixtures are tiny checkpoints and a model runner in this process, without an
 """
 
 import gc
+import json
 import os
 import time
 
@@ -77,13 +78,22 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if deselected and collection_path == config.rootpath / _ENGINE_FOLDER else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that start an engine or a browser.
+def _slow_tests(root: Path) -> frozenset[str]:
+    """Return the node ids of the tests that took a second or more, from pytest-split's file."""
+    durations_s = json.loads((root / ".test_durations").read_text())
+    return frozenset(test for test, duration_s in durations_s.items() if duration_s >= 1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests that start an engine or a browser, and tests that take a second or more.
 
     Each pytest-xdist process runs the files that start engines first. They take longest, so
     starting them early makes all processes end at about the same time.
     """
+    slow_tests = _slow_tests(config.rootpath)
     for item in items:
+        if item.nodeid in slow_tests:
+            item.add_marker("slow")
         fixtures = getattr(item, "fixturenames", ())
         module = item.getparent(pytest.Module)
         names = frozenset() if module is None else frozenset(vars(module.obj))

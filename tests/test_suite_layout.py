@@ -107,5 +107,5 @@ def test_parallel_runs_keep_files_whole() -> None:
     """
     runs = [line for line in (TESTS.parent / "Makefile").read_text().splitlines() if " -n " in line]
     parallel = [line for line in runs if "-m pytest" in line]
-    assert len(parallel) == 3
+    assert len(parallel) == 4
     assert all("--dist loadfile --no-loadscope-reorder" in line for line in parallel)
