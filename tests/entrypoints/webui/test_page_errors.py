@@ -4,6 +4,7 @@ sockets and a fake engine.
 """
 
 import pytest
+import torch
 from browser import Browser, Page
 from helpers.fake_engine import FakeEngine
 from helpers.waits import pause, wait_until
@@ -14,6 +15,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_omni.actions import ActionSpace
 from vllm_omni.inputs import DiffusionParams
 from vllm_omni.outputs import RequestFailed
+from vllm_omni.worlds.grid import OccupancyGrid
 from vllm_omni.worlds.start_pose import StartPose
 
 pytestmark = pytest.mark.nightly
@@ -107,6 +109,29 @@ def test_an_image_of_the_ground_is_not_taken_for_broken(
     later_chunks(engine, 4)
     assert judged > 0 and page.run("judged") == judged
     page.key("keyUp", "k")
+
+
+def test_an_image_of_a_wall_is_not_taken_for_broken(village_page: Page, engine: FakeEngine) -> None:
+    """When an obstacle stops the camera, a correct image may be flat, so the page does not judge
+    images until the camera walks freely again.
+    """
+    page, engine.start_pose = village_page, StartPose(x_m=0, z_m=0, heading_degrees=0)
+    cells = torch.zeros(30, 30, dtype=torch.bool)
+    cells[14 - 3] = True  # blocked from 3 m to the north
+    engine.grid = OccupancyGrid(cells, 30.0)
+    page.run(
+        f"{PARTS}.then(({{ app }}) => {{ window.judged = 0; app.watch.look = () => judged++; }})"
+    )
+    start_now(page)
+    page.key("keyDown", "w")
+    later_chunks(engine, 12)
+    judged = page.run("judged")
+    later_chunks(engine, 4)
+    assert judged > 0 and page.run("judged") == judged
+    page.key("keyUp", "w")
+    page.key("keyDown", "s")
+    page.wait_for(f"judged > {judged}")
+    page.key("keyUp", "s")
 
 
 def test_a_connection_lost_before_the_first_image(

@@ -9,7 +9,7 @@ import { Pacer } from "./pacer.js";
 import { Player } from "./player.js";
 import { download, fileName, Recorder } from "./recorder.js";
 import { Stats } from "./stats.js";
-import { moves, placesOf, startPoseOf, walkingFrames, walks } from "./walking.js";
+import { moves, placesOf, startPoseOf, stepsOf, walkingFrames, walks } from "./walking.js";
 import { Watch } from "./watch.js";
 import { World } from "./world.js";
 
@@ -23,6 +23,7 @@ const AUTOMATIC_MARKS = 2;
 const LEAST_SESSIONS = 4; // of a server on which visitors may have such marks
 const BROKEN_TEXT = "The picture has lost its world.";
 const OPEN_VIEW_RADIANS = (30 * Math.PI) / 180; // above or below the horizon; the sky or the ground fills what is beyond
+const SHORT_STEP = 0.6; // of the longest step: less means that something stopped the camera or made it slide
 const LARGEST_SAVED = 800; // pixels of a saved picture's width, unless the world itself is larger
 const SETTLE_S = 2; // of video after a start or a new prompt, which take some chunks to take effect
 const ENGINE_TEXT = "The engine has stopped. This world is lost unless the server kept a copy; trying to resume it …";
@@ -44,6 +45,8 @@ export class App {
   #choice = null; // what the world was begun with
   #place = null; // where the last chunk ended, in the world; null = unknown
   #shownPlace = null; // the same of the picture that is shown
+  #longestStep = 0; // in this world, in metres
+  #isAtObstacle = false; // the last steps were shorter, because something was in the way
   #restlessFrames = 0; // video frames that are still asked for though nothing is held
   #trail = []; // {chunk, place}: where the last chunks ended, in case the server has only earlier ones
   #nextPrompt = null;
@@ -112,6 +115,7 @@ export class App {
     this.map.setPath([]);
     [this.#choice, this.prompt, this.#nextPrompt, this.appliedFrame] = [choice, choice.prompt, null, 0];
     [this.#place, this.#shownPlace, this.#trail] = [null, null, []];
+    [this.#longestStep, this.#isAtObstacle] = [0, false];
     this.#settle();
     [this.isLive, this.isPaused, this.player.isPaused, this.#isAwaited] = [true, false, false, true];
     this.#clearFailure();
@@ -376,7 +380,7 @@ export class App {
       steering: { actions: frames },
       extra: { ...start, ...(prompt !== null ? { prompt } : {}) },
       extraBody: { ...startBody, ...this.#streamBody(), ...(isRecorded ? { with_mp4: true, mp4_scale: savedScale(this.#choice.width) } : {}) },
-      note: { prompt, isRecorded, inputAt },
+      note: { prompt, isRecorded, inputAt, steps: stepsOf(frames) },
     });
     if (prompt !== null) this.#settle();
     else this.#restlessFrames = moves(frames) ? Math.max(this.#restlessFrames, 1) : this.#restlessFrames - count;
@@ -420,8 +424,8 @@ export class App {
 
   /** Some frames of a chunk have come. */
   #frames({ message, request }) {
-    const { inputAt } = request.note;
-    request.places ??= this.#placesOf(message);
+    const { inputAt, steps } = request.note;
+    request.places ??= this.#placesOf(message, steps);
     const tag = (request.tag ??= { places: request.places, inputAt, sentAt: request.sentAt, cameAt: performance.now() });
     const files = message.codec === "h264" ? [message.video] : message.video;
     request.numBytes = files.reduce((sum, file) => sum + file.length, request.numBytes ?? 0);
@@ -457,10 +461,15 @@ export class App {
   }
 
   /** Where the video frames of a chunk are, as the server says; none where it does not. */
-  #placesOf({ world_poses: rows, chunk_index: chunk, chunk_frames: count }) {
+  #placesOf({ world_poses: rows, chunk_index: chunk, chunk_frames: count }, steps) {
     const [before, wasPlaced] = [this.#place, this.isPlaced];
     const places = rows ? placesOf(rows, count, chunk === 0 ? null : (before ?? placesOf(rows, 1, null)[0])) : [];
     this.#place = places.at(-1) ?? null;
+    if (before && this.#place && steps > 0) {
+      const step = Math.hypot(this.#place.x - before.x, this.#place.z - before.z) / steps;
+      this.#longestStep = Math.max(this.#longestStep, step);
+      this.#isAtObstacle = step < SHORT_STEP * this.#longestStep;
+    }
     if (this.isPlaced !== wasPlaced) this.onstate();
     return places;
   }
@@ -481,9 +490,9 @@ export class App {
     this.onstate();
   }
 
-  /** Whether the camera looks so far up or down that a flat picture, of the sky or the ground, is right. */
+  /** Whether a flat picture may be right: of the sky, of the ground, or of a wall or a tree in front of the camera. */
   #showsFlatness() {
-    return this.#shownPlace !== null && Math.abs(this.#shownPlace.pitch) > OPEN_VIEW_RADIANS;
+    return this.#isAtObstacle || (this.#shownPlace !== null && Math.abs(this.#shownPlace.pitch) > OPEN_VIEW_RADIANS);
   }
 
   #promptApplied({ prompt, frame }) {

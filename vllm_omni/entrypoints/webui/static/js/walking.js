@@ -36,6 +36,10 @@ export function walkingFrames({ held, taps, ...turned }, count, { speed, turnSpe
 /** Whether anything moves in these frames. */
 export const moves = (frames) => frames.some((frame) => !Array.isArray(frame));
 
+/** How many steps over the ground these frames ask for. */
+export const stepsOf = (frames) =>
+  frames.reduce((sum, frame) => sum + (Array.isArray(frame) ? 0 : Math.hypot(frame.axes.forward ?? 0, frame.axes.right ?? 0)), 0);
+
 /** A row of `world_poses`: metres to the east and north, radians from north to east and upwards. */
 export const placeOf = ([x, z, heading, pitch]) => ({ x, z, yaw: radians(heading), pitch: radians(pitch) });
 
